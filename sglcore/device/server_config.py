@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sglcore.device.errors import ConfigError
-from sglcore.device.settings import PREFIX, check_least, setting, settings_of
+from sglcore.device.settings import PREFIX, check_range, setting, settings_of
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -72,7 +72,7 @@ class ServerConfig:
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_range(self)
         for name in (item.name for item in settings_of(ServerConfig).values() if item.kind == "float"):
             value = getattr(self, name)
             if value < 0 or (value == 0 and name != "drain_timeout"):

@@ -23,13 +23,14 @@ _UNITS = MappingProxyType({"K": 10, "M": 20, "G": 30, "T": 40})
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a record declares of one field: its kind as annotated, its line of help, the smallest number that it may be,
-    whether text such as 512M is a number for it, and whether it is secret, so that no error repeats it."""
+    """What a record declares of one field: its kind as annotated, its line of help, the smallest and the largest number that it
+    may be, whether text such as 512M is a number for it, and whether it is secret, so that no error repeats it."""
 
     name: str
     kind: str
     help: str
     least: int | None = None
+    most: int | None = None
     is_memory: bool = False
     is_secret: bool = False
 
@@ -77,13 +78,15 @@ def resolve(record: type[Any], given: Mapping[str, object], environ: Mapping[str
     return record(**checked, sources=MappingProxyType(sources))
 
 
-def check_least(record: Any) -> None:
-    """Raise ConfigError for the first setting that is given and smaller than it may be."""
+def check_range(record: Any) -> None:
+    """Raise ConfigError for the first setting that is given and smaller or larger than it may be."""
     for name, item in settings_of(type(record)).items():
         value = getattr(record, name)
         if item.least is not None and value is not None and value < item.least:
             wanted = "a positive number" if item.least == 1 else f"{item.least} or more"
             raise ConfigError(f"{name} is {value}; it must be at least {item.least}. Give {wanted} or leave it out.")
+        if item.most is not None and value is not None and value > item.most:
+            raise ConfigError(f"{name} is {value}; it must be at most {item.most}. Give no more or leave it out.")
 
 
 def memory_bytes(name: str, text: str) -> int:

@@ -54,7 +54,7 @@ from sglcore.runtime.registry_builders import (
     build_prefill_registry,
     feature_buffer,
 )
-from sglcore.runtime.speculative.bring_up import draft, draft_ledger, draft_pools, speculation
+from sglcore.runtime.speculative.bring_up import beside_laws, draft, draft_ledger, draft_pools, speculation
 from sglcore.runtime.speculative.choice import Speculation, StepShape
 from sglcore.runtime.speculative.features import with_features
 from sglcore.runtime.speculative.make import make_speculative_worker
@@ -159,6 +159,8 @@ def sizes(
         why = "of an indexer in the longest step, kept free beside the pools"
         ledger.record(Row("index scores", "auto", size_text(scores), why, "lower max_batch_tokens or max_model_len"))
         device_memory = replace(device_memory, available=max(0, device_memory.available - scores))
+    if speculation is not None:
+        device_memory = beside_laws(config, model, speculation, device_memory, ledger)
     return size_pools(
         config,
         context_len=context_len,

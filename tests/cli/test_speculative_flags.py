@@ -46,6 +46,7 @@ def test_names_of_drafters_are_ours() -> None:
         ({"speculative_num_draft_tokens": 4, "draft_tokens": 3}, "give --draft-tokens alone"),
         ({"speculative_config": '{"num_speculative_tokens": "4"}'}, "draft_tokens is '4'"),
         ({"speculative_num_draft_tokens": 1}, "draft_tokens is 0"),
+        ({"speculative_num_draft_tokens": 34}, "draft_tokens is 33; it must be at most 32"),
     ],
 )
 def test_what_is_none_of_them_is_refused(given: dict[str, object], says: str) -> None:
@@ -61,6 +62,9 @@ def test_what_is_none_of_them_is_refused(given: dict[str, object], says: str) ->
         (("--speculative", "ngram", "--draft-model", "."), "leave one of --draft-model and --speculative out"),
         (("--speculative-draft-model-path", "nowhere"), "there is no folder 'nowhere'"),
         (("--speculative", "standalone", "--speculative-model", "."), "this is not a checkpoint folder"),
+        (("--draft-tokens", "0"), "draft_tokens is 0; it must be at least 1. Give a positive number or leave it out."),
+        (("--draft-tokens", "-3"), "draft_tokens is -3; it must be at least 1. Give a positive number or leave it out."),
+        (("--draft-tokens", "1000"), "draft_tokens is 1000; it must be at most 32. Give no more or leave it out."),
     ],
 )
 def test_what_does_not_fit_is_one_line(

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sglcore.conformance.matcher import HashedMatcher, follows
+from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
-from sglcore.runtime.speculative.rejection import RULES, RejectionWorker
+from sglcore.device.ledger import DecisionLedger
+from sglcore.runtime.speculative.autoregressive import StandaloneDrafter
+from sglcore.runtime.speculative.bring_up import beside_laws
+from sglcore.runtime.speculative.choice import Speculation
+from sglcore.runtime.speculative.rejection import RULES, Rejection, RejectionWorker
+from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.request import Request
+from sglcore.step.sizing import MemoryBudget, size_text
+from tests.checkpoints import llama, save
+from tests.drafts import randomized
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine
-from tests.laws.test_speculative_laws import PROMPTS, TOKENS, VOCABULARY, check_same, folder, run
+from tests.laws.test_speculative_laws import CONTEXT, PROMPTS, TOKENS, VOCABULARY, Ran, check_same, folder, run
 
 __all__ = ["folder"]
 
@@ -98,3 +111,160 @@ def test_what_is_drawn_under_a_grammar_keeps_to_it(engines: Callable[..., TokenE
 def test_a_rule_that_there_is_not_is_refused_by_name(engines: Callable[..., TokenEngine]) -> None:
     with pytest.raises(ConfigError, match="'lossy'; wanted one of coupled, rejection, block"):
         engines(speculative="ngram", speculative_verify="lossy")
+
+
+MIXED = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 21},
+    {"temperature": 0.0, "repetition_penalty": 1.4},
+    # What is drawn of one token only is as certain as what is greedy, by the rules for what is drawn.
+    {"temperature": 1.0, "seed": 22, "top_p": 0.001, "repetition_penalty": 1.4, "frequency_penalty": 0.3},
+    {"temperature": 0.8, "seed": 23, "top_p": 0.9, "logit_bias": {30: 4.0}, "min_tokens": 9, "stop_token_ids": [5]},
+]
+CERTAIN = (0, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A draft with another law."""
+    oracle = randomized(llama(max_position_embeddings=CONTEXT, vocab_size=VOCABULARY, num_hidden_layers=1), seed=9)
+    return str(save(oracle, tmp_path_factory.mktemp("other")))
+
+
+def check_certain(found: Ran, wanted: Ran) -> None:
+    """Rows that draw nothing are as without proposals."""
+    for place in CERTAIN:
+        assert found.tokens[place] == wanted.tokens[place]
+        np.testing.assert_allclose(found.logprobs[place], wanted.logprobs[place], atol=2e-4, rtol=0)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("rule", list(RULES))
+def test_rows_of_a_batch_keep_their_own_parameters(engines: Callable[..., TokenEngine], other: str, rule: str) -> None:
+    wanted = run(engines(), samplings=MIXED)
+    engine = proposing(engines, rule, draft_model=other)
+    found, again = (run(engine, samplings=MIXED) for _ in range(2))
+    assert found.tokens == again.tokens
+    check_certain(found, wanted)
+    assert run(engine, PROMPTS[4:], samplings=MIXED[4:]).tokens == found.tokens[4:]
+    (seeded,) = run(engine, PROMPTS[4:], samplings=[{**MIXED[4], "seed": 99}]).tokens
+    assert seeded != found.tokens[4] != wanted.tokens[4]
+    counted = sums_of(engine.scheduler.drafts)
+    assert 0 < counted.accepted < counted.proposed
+
+
+class ForgetsPenalties(RejectionWorker):
+    def _decide(self, staged: Any, rows: Any, logits: Any, state: Any) -> Any:
+        return super()._decide(staged, rows, logits, replace(state, penalties=None))
+
+
+class ParametersOfTheNextRow(RejectionWorker):
+    def _decide(self, *given: Any) -> Any:
+        self.rule.__class__ = NextRow
+        return super()._decide(*given)
+
+
+class NextRow(Rejection):
+    def verify(self, logits: Any, state: Any, chain: Any) -> Any:
+        return super().verify(logits, replace(state, greedy=state.greedy.roll(1), top_p=state.top_p.roll(1)), chain)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("defect", [ForgetsPenalties, ParametersOfTheNextRow], ids=lambda each: each.__name__)
+def test_a_defect_of_parameters_changes_what_is_certain(
+    engines: Callable[..., TokenEngine], other: str, defect: type[RejectionWorker]
+) -> None:
+    engine = proposing(engines, "rejection", draft_model=other)
+    engine.worker.__class__ = defect
+    with pytest.raises(AssertionError):
+        check_certain(run(engine, samplings=MIXED), run(engines(), samplings=MIXED))
+
+
+class NotFinite(StandaloneDrafter):
+    def run(self, batch: Any) -> Any:
+        return super().run(batch) * float("nan")
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("rule", list(RULES))
+def test_what_a_draft_that_is_not_finite_says_is_no_proposal(
+    engines: Callable[..., TokenEngine], other: str, rule: str
+) -> None:
+    engine = proposing(engines, rule, draft_model=other)
+    assert isinstance(engine.worker, RejectionWorker)
+    engine.worker.drafter.__class__ = NotFinite
+    assert run(engine, samplings=DRAWN).decodes >= TOKENS
+    assert sums_of(engine.scheduler.drafts)[1:] == (0, 0)
+
+
+@pytest.mark.needs("device")
+def test_what_proposals_are_drawn_from_is_kept_free(engines: Callable[..., TokenEngine], other: str) -> None:
+    engine = proposing(engines, "block", draft_model=other)
+    assert isinstance(engine.worker, RejectionWorker) and engine.worker._laws is not None
+    config = EngineConfig(max_requests=6, draft_tokens=3, speculative_verify="block")
+    model, ledger = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY)), DecisionLedger()
+    taken = engine.worker._laws.nbytes
+    assert taken == 7 * 3 * VOCABULARY * 4
+    budget = MemoryBudget(1 << 30, taken + 5, "told")
+    speculation = Speculation("standalone", (3,), model, rule="block")
+    assert beside_laws(config, model, speculation, budget, ledger).available == 5
+    assert [(row.topic, row.effective) for row in ledger.rows] == [("draft laws", size_text(taken))]
+    with pytest.raises(ConfigError, match="drawn from takes .* are available; lower max_requests or draft_tokens"):
+        beside_laws(config, model, speculation, replace(budget, available=taken - 1), ledger)
+    for other_way in (replace(speculation, rule="coupled"), replace(speculation, draft=None)):
+        assert beside_laws(config, model, other_way, budget, ledger) == budget
+
+
+def kept(engine: TokenEngine) -> tuple[Any, list[int]]:
+    """What a run leaves: how many proposals of each step were verified and right, and the cells of each slot."""
+    worker = engine.worker
+    assert isinstance(worker, SpeculativeWorker)
+    return engine.scheduler.drafts, worker._lengths.tolist()
+
+
+def compared(engines: Callable[..., TokenEngine], rule: str, defect: type[RejectionWorker] | None = None) -> bool:
+    """Whether greedy texts leave the same as by the rule that changes no text: there both accept the same proposals."""
+    texts = Texts(
+        [prompt + output for prompt, output in zip(PROMPTS, run(engines(), samplings=GREEDY).tokens, strict=True)]
+    )
+    left = list[Any]()
+    for each in ("coupled", rule):
+        engine = proposing(engines, each, speculative="ngram", overlap=True)
+        assert isinstance(engine.worker, SpeculativeWorker)
+        engine.worker.drafter = DRAFTERS["guessing"](3, texts, VOCABULARY)
+        if each == rule and defect is not None:
+            engine.worker.__class__ = defect
+        run(engine, samplings=GREEDY)
+        left.append(kept(engine))
+    return left[0] == left[1]
+
+
+class CountsOneMore(RejectionWorker):
+    def _decide(self, *given: Any) -> Any:
+        sampled, runs = super()._decide(*given)
+        runs[1] += 1
+        return sampled, runs
+
+
+class KnowsNoEnd(RejectionWorker):
+    def _decide(self, staged: Any, rows: Any, logits: Any, state: Any) -> Any:
+        return super()._decide(staged, replace(rows, limits=rows.limits + 64), logits, state)
+
+
+class TakesWhatHasNoCell(RejectionWorker):
+    def _decide(self, staged: Any, *given: Any) -> Any:
+        return super()._decide(replace(staged, req_pool_indices=staged.req_pool_indices.clamp(min=1)), *given)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("rule", list(RULES))
+def test_what_is_greedy_counts_and_ends_as_by_the_rule_that_changes_no_text(
+    engines: Callable[..., TokenEngine], rule: str
+) -> None:
+    assert compared(engines, rule)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("defect", [CountsOneMore, KnowsNoEnd, TakesWhatHasNoCell], ids=lambda each: each.__name__)
+def test_a_defect_of_what_is_counted_shows(engines: Callable[..., TokenEngine], defect: type[RejectionWorker]) -> None:
+    assert not compared(engines, "rejection", defect)

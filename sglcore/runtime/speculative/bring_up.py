@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger
+from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import resolve
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel, Progress
@@ -15,7 +20,7 @@ from sglcore.runtime.memory.geometry import layer_shapes
 from sglcore.runtime.memory.make import Pools, make_rows
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.runtime.speculative.choice import DRAFT_LOADER, Speculation, choose_speculation
-from sglcore.step.sizing import MemorySizes
+from sglcore.step.sizing import MemoryBudget, MemorySizes, size_text
 
 
 def speculation(
@@ -39,6 +44,24 @@ def speculation(
 def draft(speculation: Speculation | None) -> LoadedModel | None:
     """The model that proposes tokens, if one does."""
     return None if speculation is None else speculation.draft
+
+
+def beside_laws(
+    config: EngineConfig, model: LoadedModel, speculation: Speculation, budget: MemoryBudget, ledger: DecisionLedger
+) -> MemoryBudget:
+    """What is left beside what proposals are drawn from. Raises ConfigError where that does not fit."""
+    shape = speculation.laws_shape(config.max_requests, model.config.vocab_size)
+    if not shape:
+        return budget
+    taken, remedy = torch.float32.itemsize * math.prod(shape), "lower max_requests or draft_tokens"
+    if taken > budget.available:
+        raise ConfigError(
+            f"what proposals are drawn from takes {size_text(taken)}, {size_text(budget.available)} are available",
+            remedy=f"{remedy}, or --speculative-verify coupled",
+        )
+    why = f"what proposals of {config.max_requests} requests are drawn from, kept beside the pools"
+    ledger.record(Row("draft laws", config.speculative_verify, size_text(taken), why, remedy))
+    return replace(budget, available=budget.available - taken)
 
 
 def draft_pools(

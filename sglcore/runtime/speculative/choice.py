@@ -66,6 +66,10 @@ class Speculation:
         """Proposals of a step at most."""
         return self.lengths[-1]
 
+    def laws_shape(self, requests: int, vocab_size: int) -> tuple[int, ...]:
+        """That of what proposals of so many requests are drawn from, float32 [slots, k, V]; empty where nobody reads it."""
+        return () if self.rule == COUPLED or self.draft is None else (requests + 1, self.tokens, vocab_size)
+
     def shape_of(self, model: LoadedModel) -> StepShape:
         """The decode steps of the target, or of the draft, which also runs a row a request; one that reads no features runs the new
         roots beside the target's rows."""

@@ -54,8 +54,6 @@ def make_speculative_worker(
     given = (runner, token_table, limits, drafter, feature_size, speculation.lengths, facts.shares_host_memory)
     if speculation.rule not in RULES:
         return SpeculativeWorker(*given)
-    laws = None
-    if draft_runner is not None:
-        shape = (limits.max_requests + 1, drafter.tokens, limits.vocab_size)
-        laws = torch.zeros(shape, device=token_table.last.device)
+    shape = speculation.laws_shape(limits.max_requests, limits.vocab_size)
+    laws = torch.zeros(shape, device=token_table.last.device) if shape else None
     return RejectionWorker(RULES[speculation.rule], laws, *given)

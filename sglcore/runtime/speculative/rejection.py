@@ -148,6 +148,9 @@ class RejectionWorker(SpeculativeWorker):
         proposals = self._proposals.index_select(0, rows.slots)[:, : width - 1]
         offered = (proposals >= 0) & (staged.req_pool_indices.view(-1, width)[:, 1:] != 0)
         laws = None if self._laws is None else self._laws.index_select(0, rows.slots)[:, : width - 1]
+        if laws is not None:
+            # A draft whose logits are not finite has drawn of nothing.
+            offered &= laws.gather(2, proposals.clamp(min=0)[:, :, None].long())[:, :, 0] > 0
         lengths = self._lengths.index_select(0, rows.slots)
         chain = Chain(proposals, offered.to(torch.int32).cumprod(1) > 0, lengths, laws)
         processed = self.rule.sampler.process(logits, state).view(-1, width, logits.shape[1])
