@@ -84,3 +84,10 @@ def test_explain_shows_what_proposes(capsys: pytest.CaptureFixture[str]) -> None
     assert main(("explain", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}')) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "speculative ngram ngram, 5" in shown
+
+
+def test_explain_shows_what_proposals_are_drawn_from(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--speculative", "eagle3", "--speculative-verify", "block", "--max-requests", "7", "--draft-tokens", "3")
+    assert main(("explain", *words)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"draft laws block {8 * 3 * 2147 * 4 / 2**20:.1f} MiB" in shown
