@@ -85,16 +85,39 @@ def counters(url: str) -> dict[str, float]:
     return found
 
 
-def test_every_answer_is_that_of_a_server_without_proposals(url: str) -> None:
+@pytest.fixture(scope="module")
+def wanted() -> list[list[Any]]:
+    """What a server answers that verifies nothing."""
     with served_here(embedded_model(), speculative="off", **MODEL) as plain, client_of(plain) as client:
-        wanted = [asked(client, body, stream=False) for body in ASKED]
+        found = [asked(client, body, stream=False) for body in ASKED]
         assert "sglcore_draft_tokens_total" not in counters(plain)
+    assert json.loads(found[5][0][0])["city"] in ("Rome", "Oslo")
+    return found
+
+
+def check_answers(url: str, wanted: list[list[Any]]) -> None:
+    """All at once, whole and in pieces."""
     with client_of(url) as client, ThreadPoolExecutor(8) as pool:
         for stream in (False, True):
             found = list(pool.map(lambda body, how=stream: asked(client, body, how), ASKED))
             for one, other in zip(found, wanted, strict=True):
                 same(one, other)
-    assert json.loads(wanted[5][0][0])["city"] in ("Rome", "Oslo")
+
+
+def test_every_answer_is_that_of_a_server_without_proposals(url: str, wanted: list[list[Any]]) -> None:
+    check_answers(url, wanted)
+
+
+@pytest.mark.parametrize(("head", "settings"), [("eagle3", {"draft_tokens": 3}), ("mtp", {})])
+def test_so_is_every_answer_with_the_heads_that_the_model_brings(
+    head: str, settings: dict[str, Any], wanted: list[list[Any]]
+) -> None:
+    with served_here(embedded_model(), speculative=head, **settings, **MODEL) as found:
+        check_answers(found, wanted)
+        deadline = time.monotonic() + 5
+        while not counters(found).get("sglcore_draft_tokens_accepted_total"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_what_came_of_proposals_is_told(url: str) -> None:
