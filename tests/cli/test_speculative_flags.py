@@ -63,7 +63,10 @@ def test_what_is_none_of_them_is_refused(given: dict[str, object], says: str) ->
         (("--speculative-draft-model-path", "nowhere"), "there is no folder 'nowhere'"),
         (("--speculative", "standalone", "--speculative-model", "."), "this is not a checkpoint folder"),
         (("--draft-tokens", "0"), "draft_tokens is 0; it must be at least 1. Give a positive number or leave it out."),
-        (("--draft-tokens", "-3"), "draft_tokens is -3; it must be at least 1. Give a positive number or leave it out."),
+        (
+            ("--draft-tokens", "-3"),
+            "draft_tokens is -3; it must be at least 1. Give a positive number or leave it out.",
+        ),
         (("--draft-tokens", "1000"), "draft_tokens is 1000; it must be at most 32. Give no more or leave it out."),
     ],
 )

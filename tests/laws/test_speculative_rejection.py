@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -202,7 +202,7 @@ def test_what_proposals_are_drawn_from_is_kept_free(engines: Callable[..., Token
     engine = proposing(engines, "block", draft_model=other)
     assert isinstance(engine.worker, RejectionWorker) and engine.worker._laws is not None
     config = EngineConfig(max_requests=6, draft_tokens=3, speculative_verify="block")
-    model, ledger = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY)), DecisionLedger()
+    ledger, model = DecisionLedger(), cast(Any, SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY)))
     taken = engine.worker._laws.nbytes
     assert taken == 7 * 3 * VOCABULARY * 4
     budget = MemoryBudget(1 << 30, taken + 5, "told")
