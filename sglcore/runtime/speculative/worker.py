@@ -274,7 +274,7 @@ class SpeculativeWorker(TpModelWorker):
         while self._started and self._started[0].step <= result.step:
             started = self._started.popleft()
             if started.step == result.step:
-                accepted = np.diff(result.token_offsets) - 1
+                accepted = result.token_offsets[1:] - result.token_offsets[:-1] - 1
                 seconds = now - max(before, started.begin) if started.is_steady else None
                 self.length.learn(started.requests, started.tokens, accepted, seconds)
         return result
