@@ -223,7 +223,8 @@ def kept(engine: TokenEngine) -> tuple[Any, list[int]]:
 
 
 def compared(engines: Callable[..., TokenEngine], rule: str, defect: type[RejectionWorker] | None = None) -> bool:
-    """Whether greedy texts leave the same as by the rule that changes no text: there both accept the same proposals."""
+    """Whether greedy texts leave the same as by the rule that changes no text: there both accept the same proposals. A row runs
+    past its end only where steps overlap."""
     texts = Texts(
         [prompt + output for prompt, output in zip(PROMPTS, run(engines(), samplings=GREEDY).tokens, strict=True)]
     )
@@ -232,6 +233,8 @@ def compared(engines: Callable[..., TokenEngine], rule: str, defect: type[Reject
         engine = proposing(engines, each, speculative="ngram", overlap=True)
         assert isinstance(engine.worker, SpeculativeWorker)
         engine.worker.drafter = DRAFTERS["guessing"](3, texts, VOCABULARY)
+        if defect is KnowsNoEnd and not engine.worker.limits.can_overlap:
+            pytest.skip("needs steps that overlap")
         if each == rule and defect is not None:
             engine.worker.__class__ = defect
         run(engine, samplings=GREEDY)
