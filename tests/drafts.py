@@ -36,7 +36,7 @@ class Eagle3Layer(nn.Module):
     hidden_norm: nn.Module
     post_attention_layernorm: nn.Module
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()
         size = config.hidden_size
         self.self_attn = LlamaAttention(config, 0)
@@ -45,10 +45,12 @@ class Eagle3Layer(nn.Module):
         self.mlp = LlamaMLP(config)
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             setattr(self, name, LlamaRMSNorm(size, config.rms_norm_eps))
+        self.norm_before_residual = norm_before_residual
 
     def forward(self, token: Tensor, features: Tensor, **given: Any) -> Tensor:
-        joined = torch.cat([self.input_layernorm(token), self.hidden_norm(features)], -1)
-        summed = features + self.self_attn(hidden_states=joined, **given)[0]
+        normed = self.hidden_norm(features)
+        joined = torch.cat([self.input_layernorm(token), normed], -1)
+        summed = (normed if self.norm_before_residual else features) + self.self_attn(hidden_states=joined, **given)[0]
         return summed + self.mlp(self.post_attention_layernorm(summed))
 
 
@@ -114,14 +116,22 @@ class DenseEagle3(DenseDraft):
     d2t: Any
 
     def __init__(
-        self, target: Oracle, rows: int, norm_output: bool = False, has_fc_norm: bool = False, **changes: Any
+        self,
+        target: Oracle,
+        rows: int,
+        norm_output: bool = False,
+        has_fc_norm: bool = False,
+        norm_before_fc: bool = False,
+        norm_before_residual: bool = False,
+        **changes: Any,
     ) -> None:
         super().__init__(target, **changes)
         config, wide = self.config, target.config.hidden_size
         self.norm_output = norm_output
         self.fc = nn.Linear(3 * wide, config.hidden_size, bias=False)
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(wide, config.rms_norm_eps) for _ in range(3 * has_fc_norm))
-        self.midlayer = Eagle3Layer(config)
+        self.input_norm = LlamaRMSNorm(3 * wide, config.rms_norm_eps) if norm_before_fc else nn.Identity()
+        self.midlayer = Eagle3Layer(config, norm_before_residual)
         self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer(config, i) for i in range(1, config.num_hidden_layers)})
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         if rows:
@@ -131,10 +141,8 @@ class DenseEagle3(DenseDraft):
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True))
 
     def project(self, features: Tensor) -> Tensor:
-        parts = features.chunk(3, -1)
-        return self.fc(
-            torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=False)] or [features], -1)
-        )
+        parts = self.input_norm(features).chunk(3, -1)
+        return self.fc(torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=False)] or parts, -1))
 
     def forward(self, token: Tensor, features: Tensor) -> Tensor:
         given = self.turned(token.shape[1])
@@ -212,8 +220,31 @@ def eagle3(target: Oracle, folder: Path, rows: int = 40, norm_output: bool = Fal
     made = randomized(DenseEagle3(target, rows, norm_output, **changes))
     ids = {"eagle_aux_hidden_state_layer_ids": list(AUX_IDS), "use_aux_hidden_state": True}
     own = {"draft_vocab_size": rows or None, "norm_output": norm_output}
+    own |= {name: changes[name] for name in ("norm_before_fc", "norm_before_residual") if name in changes}
     publish(made, folder, eagle_config=ids, **own)
     return made
+
+
+def by_speculators(folder: Path) -> None:
+    """Publish an EAGLE-3 draft as the library speculators does: the layer's words apart, ids of the layers before, which is read."""
+    file = folder / "config.json"
+    raw = json.loads(file.read_text())
+    eagle, names = (
+        raw.pop("eagle_config"),
+        ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "norm_output"),
+    )
+    own = {name: raw.pop(name) for name in names if name in raw}
+    kind = {"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"], "target_hidden_size": None}
+    ids = [each + 1 for each in eagle["eagle_aux_hidden_state_layer_ids"]]
+    layer = {"transformer_layer_config": raw, "eagle_aux_hidden_state_layer_ids": ids}
+    file.write_text(json.dumps({**own, **kind, **layer}))
+    renamed(folder, "midlayer.", "layers.0.")
+
+
+def renamed(folder: Path, old: str, new: str) -> None:
+    """Call tensors otherwise."""
+    file = folder / "model.safetensors"
+    save_file({name.replace(old, new): value for name, value in load_file(file).items()}, file)
 
 
 NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(

@@ -125,6 +125,11 @@ def read_config(path: str | Path, known: Collection[str] = (), task: str = "auto
     if not folder.is_dir():
         raise ConfigError(f"there is no model at {str(path)!r}", wanted="a checkpoint folder", remedy="check the path")
     raw = read_json(folder / "config.json", "this is not a checkpoint folder; point at the one with config.json")
+    return config_of(folder, raw, known, task)
+
+
+def config_of(folder: Path, raw: dict[str, Any], known: Collection[str] = (), task: str = "auto") -> ModelConfig:
+    """That of a checkpoint folder whose `config.json` says `raw`; as `read_config`."""
     name = architecture_of(folder / "config.json", raw)
     if not name:
         raise ConfigError(f"{folder / 'config.json'} names no architecture", wanted='"architectures": ["..."]')

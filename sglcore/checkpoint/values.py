@@ -38,7 +38,7 @@ _NAMES: Mapping[Kind, str] = MappingProxyType(
             full_attention_interval linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
             linear_conv_kernel_dim kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim o_groups o_lora_rank
             index_n_heads index_head_dim index_topk hc_mult hc_sinkhorn_iters compress_rate_csa compress_rate_hca mamba_n_heads
-            mamba_n_groups mamba_d_state mamba_d_conv mamba_expand""",
+            mamba_n_groups mamba_d_state mamba_d_conv mamba_expand draft_vocab_size target_hidden_size""",
         ("a whole number", _whole(0)): """
             num_experts_per_tok head_dim intermediate_size sliding_window local_attention max_window_layers first_k_dense_replace num_experts
             num_local_experts n_routed_experts n_shared_experts moe_intermediate_size shared_intermediate_size
@@ -54,16 +54,18 @@ _NAMES: Mapping[Kind, str] = MappingProxyType(
         ("a list of two limits", lambda value: isinstance(value, list) and len(value) == 2): "time_step_limit",
         ("true or false", lambda value: type(value) is bool): """
             tie_word_embeddings attention_bias qkv_bias mlp_bias use_sliding_window norm_topk_prob use_qk_norm
-            mamba_conv_bias mamba_proj_bias norm_bias classifier_bias truncate mrope_interleaved rope_interleave""",
+            mamba_conv_bias mamba_proj_bias norm_bias classifier_bias truncate mrope_interleaved rope_interleave
+            use_aux_hidden_state norm_before_fc norm_before_residual norm_output""",
         ("a text", lambda value: type(value) is str): """
             model_type hidden_act hidden_activation rope_type type dtype torch_dtype position_embedding_type
             hybrid_override_pattern topk_method scoring_func""",
         ("a list of texts", _is_list_of(str)): "architectures layer_types mlp_layer_types indexer_types",
-        ("a list of whole numbers", _is_list_of(int)): "mlp_only_layers mrope_section compress_ratios",
+        ("a list of whole numbers", _is_list_of(int)): """
+            mlp_only_layers mrope_section compress_ratios eagle_aux_hidden_state_layer_ids""",
         ("a list of numbers", _is_list_of(int, float)): "long_factor short_factor",
         ("a JSON object", lambda value: isinstance(value, dict)): """
             text_config rope_parameters rope_scaling full_attention sliding_attention sentence_transformers
-            main compress compress_rates""",
+            main compress compress_rates eagle_config transformer_layer_config""",
     }
 )
 KINDS: Mapping[str, Kind] = MappingProxyType({name: kind for kind, names in _NAMES.items() for name in names.split()})

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglcore.checkpoint.config import ModelConfig, read_config
+from sglcore.checkpoint.config import ModelConfig, config_of, read_config
 from sglcore.checkpoint.files import checkpoint_files, read_json
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.device.config import EngineConfig
@@ -39,6 +39,9 @@ DRAFTS: Mapping[str, str] = MappingProxyType(
     }
 )
 """The classes of drafts. No registry has them: most files name the architecture of the target."""
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+LIBRARY_KIND, LIBRARY_LAYER = "speculators_model_type", "transformer_layer_config"
+"""What only configurations by the library speculators have."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Of a checkpoint's tensors, by name."""
@@ -65,7 +68,7 @@ def offered_head(folder: Path) -> str | None:
 
 def kind_of(folder: Path) -> str:
     """By the names of a checkpoint's tensors, which say more than those of architectures: many drafts are called as their target."""
-    names, raw = _shapes(folder), read_json(folder / "config.json")
+    names, raw = _shapes(folder), _read(folder)
     if any(name.endswith(".hidden_norm.weight") for name in names):
         return EAGLE3
     if "fc.weight" in names:
@@ -137,6 +140,22 @@ def _standalone(
     return Draft(STANDALONE, model, None)
 
 
+def _read(folder: Path) -> dict[str, Any]:
+    """A `config.json`; one by the library speculators with its layer's words among the others. Raises ConfigError for one whose
+    kind or layer is not served."""
+    raw = read_json(folder / "config.json")
+    if LIBRARY_KIND not in raw:
+        return raw
+    layer = raw.get(LIBRARY_LAYER) or {}
+    for name, found, wanted in (
+        (LIBRARY_KIND, raw[LIBRARY_KIND], EAGLE3),
+        (f"{LIBRARY_LAYER}.model_type", layer.get("model_type", "llama"), "llama"),
+    ):
+        if found != wanted:
+            _unfit(folder, name, repr(found), repr(wanted))
+    return {"norm_before_residual": True, **layer, **{name: value for name, value in raw.items() if value is not None}}
+
+
 _OTHER = "use a draft that was made for this model"
 
 
@@ -147,7 +166,7 @@ def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
         raise ConfigError(
             f"{folder} has a draft of kind {found!r}", wanted=f"{kind!r}", remedy=f"--speculative {found}"
         )
-    config, shapes = read_config(folder), _shapes(folder)
+    config, shapes = config_of(folder, _read(folder)), _shapes(folder)
     _same(folder, "vocab_size", config.vocab_size, target.config.vocab_size)
     if kind == MTP:
         _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
@@ -175,17 +194,18 @@ def _eagle3_words(config: ModelConfig, shapes: Shapes, target: ModelConfig) -> d
     _same(config.path, "target_hidden_size", width, target.hidden_size)
     rows = config.words.get("draft_vocab_size", config.vocab_size)
     has_head = "lm_head.weight" in shapes
-    if has_head and rows != config.vocab_size and "d2t" not in shapes:
-        raise ConfigError(
-            f"{config.path / 'config.json'} has draft_vocab_size = {rows}, and its files have no d2t",
-            wanted=f"d2t, or {config.vocab_size}",
-            remedy="download the checkpoint again",
-        )
     if rows > config.vocab_size:
         _unfit(config.path, "draft_vocab_size", rows, f"{config.vocab_size} at most")
+    missing = [name for name in ("lm_head.weight", "d2t") if name not in shapes]
+    if rows != config.vocab_size and missing:
+        _lacking(config.path, "draft_vocab_size", rows, missing[0], f"{config.vocab_size}")
+    has_norm = "input_norm.weight" in shapes
+    if not has_norm and config.words.get("eagle_config", config.words).get("norm_before_fc", False):
+        _lacking(config.path, "norm_before_fc", True, "input_norm.weight", "false")
     return {
         "aux_layers": _aux_layers(config, shapes, target.num_hidden_layers, width),
         "target_hidden_size": width,
+        "has_input_norm": has_norm,
         "has_fc_norm": any(name.startswith(("fc_norm.", "aux_norm_")) for name in shapes),
         "draft_vocab_size": rows,
         "has_d2t": has_head and "d2t" in shapes,
@@ -193,24 +213,32 @@ def _eagle3_words(config: ModelConfig, shapes: Shapes, target: ModelConfig) -> d
 
 
 def _aux_layers(config: ModelConfig, shapes: Shapes, layers: int, width: int) -> tuple[int, ...]:
-    """The target's layers before which its sum is wanted. The configuration's ids name layers behind which it is."""
+    """The target's layers before which its sum is wanted. The configuration's ids name layers behind which it is, but for those of
+    the library speculators, which name the layers before."""
     eagle = config.words.get("eagle_config", {})
     if not eagle.get("use_aux_hidden_state", True):
         return ()
-    name = "eagle_aux_hidden_state_layer_ids"
-    ids = eagle.get(name, config.words.get(name))
-    found = [2, layers // 2, layers - 3] if ids is None else [each + 1 for each in ids]
-    if found != sorted(found) or found[0] < 0 or found[-1] > layers:
-        _unfit(config.path, name, ids, f"ascending numbers of the model's {layers} layers")
+    ids, behind = eagle.get(AUX_IDS, config.words.get(AUX_IDS)), 0 if LIBRARY_KIND in config.words else 1
+    found = [2, layers // 2, layers - 3] if ids is None else [each + behind for each in ids]
+    if not found or found != sorted(found) or found[0] < 0 or found[-1] > layers:
+        _unfit(config.path, AUX_IDS, ids, f"ascending numbers of the model's {layers} layers")
     inputs = shapes.get("fc.weight", (0, 0))[1]
     if inputs != len(found) * width:
-        _unfit(config.path, name, ids, f"{inputs // width} of them, as fc.weight has {inputs} columns")
+        _unfit(config.path, AUX_IDS, ids, f"{inputs // width} of them, as fc.weight has {inputs} columns")
     return tuple(found)
 
 
 def _same(folder: Path, name: str, found: int, wanted: int) -> None:
     if found != wanted:
         _unfit(folder, name, found, f"{wanted}, the model's")
+
+
+def _lacking(folder: Path, name: str, found: object, tensor: str, otherwise: str) -> None:
+    raise ConfigError(
+        f"{folder / 'config.json'} has {name} = {found}, and its files have no {tensor}",
+        wanted=f"{tensor}, or {otherwise}",
+        remedy="download the checkpoint again",
+    )
 
 
 def _unfit(folder: Path, name: str, found: object, wanted: str) -> None:

@@ -45,8 +45,9 @@ class Eagle3Layer:
 
 
 class Eagle3ForCausalLM(Drafts, LlamaForCausalLM):
-    """The configuration's words say what a file has: `aux_layers`, whose streams are `target_hidden_size` wide, `has_fc_norm`,
-    `draft_vocab_size` and `has_d2t`. `norm_output`: its own features are normed."""
+    """The configuration's words say what a file has: `aux_layers`, whose streams are `target_hidden_size` wide, before `fc` a norm of
+    all of them (`has_input_norm`) or of each (`has_fc_norm`), `draft_vocab_size` and `has_d2t`. `norm_output`: its own features are
+    normed."""
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
@@ -55,6 +56,7 @@ class Eagle3ForCausalLM(Drafts, LlamaForCausalLM):
         self.norm_output = words.get("norm_output", False)
         count, self.width = len(self.aux_layers), words["target_hidden_size"]
         self.fc = inner.linear("fc", count * self.width, build.config.hidden_size) if count else None
+        self.input_norm = inner.norm("input_norm", count * self.width) if words["has_input_norm"] else None
         norms = range(count if words["has_fc_norm"] else 0)
         self.fc_norms = tuple(inner.norm(f"fc_norm.{each}", self.width) for each in norms)
         self.concat = build.concat()
@@ -98,6 +100,8 @@ class Eagle3ForCausalLM(Drafts, LlamaForCausalLM):
         """[T, layers * target_hidden_size] to [T, H]."""
         if self.fc is None:
             return features
+        if self.input_norm is not None:
+            features = self.input_norm(features)
         if self.fc_norms:
             width = self.width
             parts = [norm(features[:, i * width : (i + 1) * width]) for i, norm in enumerate(self.fc_norms)]

@@ -18,7 +18,7 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.models.draft import Draft, kind_of, load_draft, offered_head
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import glm4_moe, llama, qwen2, qwen3_next, save
-from tests.drafts import TARGET, eagle, eagle3, next_token, with_config
+from tests.drafts import TARGET, by_speculators, eagle, eagle3, next_token, renamed, with_config
 from tests.latent import deepseek_v3, deepseek_v32, glm_moe_dsa
 from tests.models.steps import FACTS, Steps, load
 
@@ -63,6 +63,8 @@ CASES: dict[str, Any] = {
     "eagle3-two-layers": (eagle3, {"num_hidden_layers": 2}),
     "eagle3-normed": (eagle3, {"norm_output": True, "has_fc_norm": True}),
     "eagle3-target's-head": (eagle3, {"rows": 0}),
+    "eagle3-residual-normed": (eagle3, {"norm_before_residual": True}),
+    "eagle3-all-normed": (eagle3, {"norm_before_fc": True}),
 }
 
 
@@ -100,6 +102,51 @@ def test_eagle_proposes_as_dense_torch_does(target, case: str, pieces: tuple[int
     draft = loaded(model, tmp_path, kind)
     assert draft.aux_layers == ((1, 3, 5) if kind == "eagle3" else ())
     check(draft.model, dense, oracle.config.hidden_size * (3 if kind == "eagle3" else 1), pieces)
+
+
+def test_norms_of_older_files_are_those_before_the_projection(target, tmp_path: Path) -> None:
+    oracle, model = target
+    dense = eagle3(oracle, tmp_path, has_fc_norm=True)
+    for place, name in enumerate(("aux_norm_low", "aux_norm_mid", "aux_norm_high")):
+        renamed(tmp_path, f"fc_norm.{place}.", f"{name}.")
+    check(loaded(model, tmp_path, "eagle3").model, dense, 144, (PROMPT,))
+    for old, new in (("_low", "_other"), ("_high", "_low"), ("_other", "_high")):
+        renamed(tmp_path, f"aux_norm{old}", f"aux_norm{new}")
+    with pytest.raises(AssertionError):
+        check(loaded(model, tmp_path, "eagle3").model, dense, 144, (PROMPT,))
+
+
+def test_the_layers_that_a_draft_reads_where_it_does_not_say(target, tmp_path: Path) -> None:
+    """Before the third, before the middle, and before the last but two: of six layers that is one twice."""
+    eagle3(target[0], tmp_path)
+    with_config(tmp_path, eagle_config=None)
+    assert loaded(target[1], tmp_path, "eagle3").aux_layers == (2, 3, 3)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_draft_by_the_library_speculators_is_one(target, written: bool, tmp_path: Path) -> None:
+    """Where it says nothing of the residual, that is normed."""
+    oracle, model = target
+    dense = eagle3(oracle, tmp_path, norm_before_fc=True, norm_before_residual=True)
+    by_speculators(tmp_path)
+    if not written:
+        with_config(tmp_path, norm_before_residual=None)
+    assert kind_of(tmp_path) == "eagle3"
+    draft = loaded(model, tmp_path, "eagle3")
+    assert draft.aux_layers == (1, 3, 5)
+    check(draft.model, dense, 144, (4, 1, 4))
+    with_config(tmp_path, norm_before_residual=False)
+    with pytest.raises(AssertionError):
+        check(loaded(model, tmp_path, "eagle3").model, dense, 144, (PROMPT,))
+
+
+def test_a_list_of_frequent_tokens_takes_nothing_from_a_draft(target, tmp_path: Path) -> None:
+    oracle, model = target
+    dense = eagle(oracle, tmp_path)
+    with_config(tmp_path, hot_vocab_size=32)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "lm_head.weight": torch.randn(32, 48)}, file)
+    check(loaded(model, tmp_path, "eagle").model, dense, 48, (PROMPT,))
 
 
 ONE: dict[str, Any] = {
@@ -169,8 +216,25 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "width": ({"hidden_size": 64}, "target_hidden_size = 64; wanted 48"),
     "target's width": ({"target_hidden_size": 64}, "target_hidden_size = 64; wanted 48"),
     "own vocabulary": ({"draft_vocab_size": 99}, "draft_vocab_size = 99; wanted 97 at most"),
+    "other vocabulary": ({"draft_vocab_size": 39}, r"lm_head.weight.* has the shape \[40, 48\]; wanted \[39, 48\]"),
+    "no head": ({"without": "lm_head.weight"}, "draft_vocab_size = 40, and its files have no lm_head.weight; wanted"),
+    "no map": ({"without": "d2t"}, "draft_vocab_size = 40, and its files have no d2t; wanted d2t, or 97"),
+    "no norm": (
+        {"norm_before_fc": True, "eagle_config": None},
+        "norm_before_fc = True, and its files have no input_norm",
+    ),
+    "nvidia's": ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc = True, and its files have no input_norm"),
+    "a word": ({"norm_before_residual": "yes"}, "norm_before_residual = 'yes'; wanted true or false"),
+    "no layers": ({"ids": []}, r"eagle_aux_hidden_state_layer_ids = \[\]; wanted ascending numbers"),
     "layers": ({"ids": [0, 2, 6]}, r"eagle_aux_hidden_state_layer_ids = \[0, 2, 6\]; wanted .* 6 layers"),
     "fewer layers": ({"ids": [0, 2]}, "eagle_aux_hidden_state_layer_ids = .*wanted 3 of them, as fc.weight has 144"),
+    "other library": ({"speculators_model_type": "dflash"}, "speculators_model_type = 'dflash'; wanted 'eagle3'"),
+    "other layer": (
+        {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "qwen3"}},
+        "transformer_layer_config.model_type = 'qwen3'; wanted 'llama'",
+    ),
+    "norms of heads": ({"add": "midlayer.self_attn.q_norm.weight"}, "has .midlayer.self_attn.q_norm.weight., which"),
+    "parallel": ({"add": "mask_hidden"}, "has .mask_hidden., which"),
 }
 
 
@@ -178,13 +242,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_does_not_fit_is_said_before_weights_are_read(target, case: str, tmp_path: Path) -> None:
     words, message = WRONG[case]
     eagle3(target[0], tmp_path)
-    kind, ids = words.get("kind", "eagle3"), words.get("ids")
-    changes = {name: value for name, value in words.items() if name not in ("kind", "ids")}
-    with_config(
-        tmp_path, **changes, **({} if ids is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}})
-    )
-    with pytest.raises(ConfigError, match=message):
+    kind, ids, file = words.get("kind", "eagle3"), words.get("ids"), tmp_path / "model.safetensors"
+    changes = {name: value for name, value in words.items() if name not in ("kind", "ids", "without", "add")}
+    own = {} if ids is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
+    with_config(tmp_path, **changes, **own)
+    stored = {name: value for name, value in load_file(file).items() if name != words.get("without")}
+    save_file({**stored, **({words["add"]: torch.ones(4)} if "add" in words else {})}, file)
+    with pytest.raises((ConfigError, CheckpointError), match=message) as raised:
         loaded(target[1], tmp_path, kind)
+    assert len(str(raised.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("wrong", [96, -3])
