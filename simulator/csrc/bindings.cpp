@@ -285,7 +285,10 @@ void reset() {
     for (Node& node : capture.nodes) dropped.push_back(std::move(node));
     abandon(capture);
   }
-  for (Stream& stream : s.streams) join(s.host, stream.clock);
+  for (Stream& stream : s.streams) {
+    join(s.host, stream.clock);
+    stream.until = 0;
+  }
   for (const Pending& copy : s.pending)
     if (copy.to_host) std::memcpy(copy.host, copy.bytes.data(), copy.bytes.size());
   s.pending.clear();
@@ -341,6 +344,7 @@ void bind_streams(py::module_& m) {
       device_sync(device, site);
     });
   });
+  m.def("busy", [](double milliseconds) { guarded([&] { busy(milliseconds); }); });
   m.def("no_sync", [](int by) { no_sync_depth() += by; });
   m.def("untracked", [](int by) { untracked_depth() += by; });
 }

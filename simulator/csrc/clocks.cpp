@@ -49,6 +49,17 @@ double now_ms() {
   using namespace std::chrono;
   return duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
 }
+
+void rest_until(double milliseconds) {
+  double left = milliseconds - now_ms();
+  if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(left));
+}
+
+void lengthen(int actor, double milliseconds) {
+  Lock lock(state().mutex);
+  Stream& stream = state().streams.at(actor);
+  stream.until = std::max(stream.until, now_ms()) + milliseconds;
+}
 }  // namespace
 
 int& no_sync_depth() { return forbidden; }
@@ -143,6 +154,24 @@ void host_waits_allowed(const char* what, int site, const char* kind_in_capture)
                                   "copy it to pinned memory and wait for an event later.");
 }
 
+void follow(int actor, double milliseconds) {
+  Stream& stream = state().streams.at(actor);
+  stream.until = std::max(stream.until, milliseconds);
+}
+
+void busy(double milliseconds) {
+  int site = site_here(), op = name_id("busy"), actor = current_actor(current_device());
+  Lock lock(state().mutex);
+  touch({}, actor, op, site);
+  Capture* capture = capturing(actor);
+  if (!capture) return lengthen(actor, milliseconds);
+  Node node;
+  node.op = op;
+  node.site = site;
+  node.run = [milliseconds](int replaying) { lengthen(replaying, milliseconds); };
+  capture->nodes.push_back(std::move(node));
+}
+
 void host_learns(const Clock& clock) {
   join(state().host, clock);
   settle();
@@ -154,6 +183,7 @@ void host_sync(int actor, const char* what, int site, const char* kind_in_captur
   if (capturing(actor))
     violate(kind_in_capture, std::string(what) + " at " + name_of(site) + " waits for " + actor_name(actor) + ", which is being captured.");
   count("host_syncs");
+  rest_until(state().streams.at(actor).until);
   host_learns(state().streams.at(actor).clock);
 }
 
@@ -164,8 +194,11 @@ void device_sync(int device, int site) {
     if (capture->device == device)
       violate("sync_in_capture", "a device synchronize at " + name_of(site) + " while " + actor_name(capture->origin) + " is being captured.");
   count("host_syncs");
-  for (size_t actor = 1; actor < s.streams.size(); ++actor)
-    if (s.streams[actor].device == device) join(s.host, s.streams[actor].clock);
+  for (size_t actor = 1; actor < s.streams.size(); ++actor) {
+    if (s.streams[actor].device != device) continue;
+    rest_until(s.streams[actor].until);
+    join(s.host, s.streams[actor].clock);
+  }
   settle();
 }
 
@@ -179,7 +212,7 @@ void record(Event& event, int actor) {
   event.clock = clock_of(actor);
   event.capture = stream.capture ? stream.capture->id : 0;
   event.polls = 0;
-  event.milliseconds = now_ms();
+  event.milliseconds = std::max(now_ms(), stream.until);
 }
 
 namespace {
@@ -214,6 +247,7 @@ void wait(Event& event, int actor) {
     violate("wrong_capture", actor_name(actor) + ", which is being captured, waits at " + name_of(site) + " for an event recorded outside " +
                                  "of the capture on " + actor_name(event.actor) + ". Wait before the capture begins, or record the event inside it.");
   join(stream.clock, event.clock);
+  follow(actor, event.milliseconds);
 }
 
 namespace {
@@ -231,7 +265,7 @@ bool query(Event& event) {
   refuse_captured(event, "a query", site);
   if (capturing_thread()) violate("sync_in_capture", "an event query at " + name_of(site) + " during a capture.");
   bool known = event.actor < static_cast<int>(event.clock.size()) ? knows(s.host, event.actor, event.clock[event.actor]) : true;
-  if (!known && event.polls++ < POLLS) return false;
+  if (!known && (event.milliseconds > now_ms() || event.polls++ < POLLS)) return false;
   host_learns(event.clock);
   return true;
 }
@@ -244,19 +278,27 @@ bool query_stream(int actor) {
     violate("sync_in_capture", "a query of " + actor_name(actor) + " at " + name_of(site) + " during a capture.");
   Stream& stream = s.streams.at(actor);
   bool known = actor < static_cast<int>(stream.clock.size()) ? knows(s.host, actor, stream.clock[actor]) : true;
-  if (!known && stream.polls++ < POLLS) return false;
+  if (!known && (stream.until > now_ms() || stream.polls++ < POLLS)) return false;
   host_learns(stream.clock);
   return true;
 }
 
 void synchronize(Event& event) {
   int site = site_here();
+  Clock reached;
+  double ready;
+  {
+    Lock lock(state().mutex);
+    if (!event.recorded) return;
+    refuse_captured(event, "a synchronize", site);
+    if (capturing_thread()) violate("sync_in_capture", "an event synchronize at " + name_of(site) + " during a capture.");
+    count("event_waits");
+    reached = event.clock;
+    ready = event.milliseconds;
+  }
+  rest_until(ready);  // other threads go on
   Lock lock(state().mutex);
-  if (!event.recorded) return;
-  refuse_captured(event, "a synchronize", site);
-  if (capturing_thread()) violate("sync_in_capture", "an event synchronize at " + name_of(site) + " during a capture.");
-  count("event_waits");
-  host_learns(event.clock);
+  host_learns(reached);
 }
 
 namespace {

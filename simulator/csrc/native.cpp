@@ -128,6 +128,8 @@ void copy_between_devices(const at::Tensor& to, const at::Tensor& from) {
       if (BlockRef block = block_of(to)) accesses.push_back({block, ranges_of(to, *block), true});
       touch(accesses, reader, op, site);
       join(state().streams.at(writer).clock, from_clock);
+      follow(reader, state().streams.at(writer).until);
+      follow(writer, state().streams.at(reader).until);
       count("d2d_copies");
     }
   }

@@ -152,6 +152,7 @@ struct Stream {
   uint64_t polled_epoch = 0;
   Capture* capture = nullptr;
   Clock captured;  // clock inside the capture
+  double until = 0;  // when the work that `busy` gave it will be done, in milliseconds of the host's steady clock
 };
 
 struct Event {
@@ -161,7 +162,7 @@ struct Event {
   Clock clock;
   int polls = 0;
   uint64_t capture = 0;  // 0: recorded outside of any capture
-  double milliseconds = 0;
+  double milliseconds = 0;  // when its stream reaches it
 };
 
 struct Access {
@@ -277,6 +278,8 @@ void wait(Event& event, int actor);
 bool query(Event& event);
 bool query_stream(int actor);
 void synchronize(Event& event);
+void busy(double milliseconds);  // so much work on the current stream: the host goes on, and whoever waits for it waits so long
+void follow(int actor, double milliseconds);  // its next work begins no earlier
 void register_guard();
 int& no_sync_depth();
 int& untracked_depth();

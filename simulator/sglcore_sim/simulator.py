@@ -112,6 +112,11 @@ class Simulator:
             return None
         return results[0] if shape["one"] else tuple(results)
 
+    def busy(self, milliseconds: float) -> None:
+        """Gives the current stream so much work, by the host's clock: the host goes on, and what is queued behind it, or waits for
+        it, waits so long. Inside a capture it becomes a node. Operations themselves take the device no time."""
+        self.core.busy(milliseconds)
+
     def access(self, tensor: torch.Tensor, write: bool = False, op: str = "access") -> None:
         """Records one access of the current stream to the bytes of `tensor`."""
         self.core.access(tensor, write, op)
