@@ -1,0 +1,211 @@
+"""What verified proposals are worth where the device, not the host, is what a step waits for: tokens a second over plain decode's.
+
+On the simulated accelerator each forward of the embedded model keeps the device busy for --step milliseconds, whatever it
+verifies, and each forward of its draft for a share c of that. The host goes on meanwhile, and waits where it would on hardware.
+k proposals that bring tau tokens a step are then worth tau / (1 + k c), if the host is hidden and nothing waits in between; asked
+for is that within a tenth. The device's arithmetic runs on the host too, so that `host_ms`, processor time of a step, is more than
+the host's own. Where steps do not overlap, as on a device that must be told lengths, only the drafts hide the host.
+
+    python benchmarks/speculative_latency.py [--device KIND] [--step MS] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from results import machine, write_results
+from torch import Tensor
+
+import sglcore_sim
+from sglcore.device.config import resolve_config
+from sglcore.engine.start import embedded_model, start
+from sglcore.engine.text import TextCodec
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.model_runner import Model, ModelRunner
+from sglcore.runtime.speculative.autoregressive import AutoregressiveDrafter
+from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.runtime.tp_worker import TpModelWorker
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request
+from sglcore.schedule.scheduler import Scheduler
+
+BATCHES, COSTS, LENGTHS, HEADS = (1, 16), (0.1, 0.25), (2, 4), ("eagle3", "mtp")
+TOKENS = 96
+THINGS = [
+    "scarf",
+    "umbrella",
+    "boat",
+    "lamp",
+    "kite",
+    "drum",
+    "ladder",
+    "apple",
+    "horse",
+    "basket",
+    "bell",
+    "coat",
+    "bridge",
+    "mirror",
+    "clock",
+    "garden",
+]
+
+
+class Busy:
+    """A model whose forwards keep the device busy for `milliseconds` each. They are counted at the output layer, which each has
+    once, behind the graph."""
+
+    def __init__(self, model: Model, sim: sglcore_sim.Simulator) -> None:
+        self._model, self._sim = model, sim
+        self.milliseconds = 0.0
+
+    @property
+    def attention_layers(self) -> tuple[Attention, ...]:
+        """The model's."""
+        return self._model.attention_layers
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """The model's."""
+        return self._model(batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's, when the device has been busy."""
+        self._sim.busy(self.milliseconds)
+        return self._model.logits(hidden)
+
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        """The model's."""
+        return self._model.embed_ids(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What decode steps of all requests brought, in how many, and the seconds of these, each request's by itself; and processor
+    time of the host for one step of all, in milliseconds."""
+
+    tokens: int
+    steps: int
+    seconds: float
+    host_ms: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of one request."""
+        return self.tokens / self.seconds
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of a step."""
+        return self.seconds / self.steps * 1e3
+
+
+class Engine:
+    """The embedded model on the simulated device. `target` and `draft` (None: nothing proposes) say how busy it keeps that."""
+
+    def __init__(self, sim: sglcore_sim.Simulator, **settings: object) -> None:
+        given = {"device": sim.kind.name, "prefix_cache": False, "max_model_len": 256, "max_requests": max(BATCHES)}
+        config = resolve_config({**given, "graph_buckets": BATCHES, **settings})
+        started = start(config)
+        worker, self.overlaps = started.worker, started.overlap
+        assert isinstance(worker, TpModelWorker)
+        self.target, self.draft = busy(worker.runner, sim), None
+        if isinstance(worker, SpeculativeWorker):
+            assert isinstance(worker.drafter, AutoregressiveDrafter)
+            self.draft = busy(worker.drafter.runner, sim)
+        self._worker, self._runs = worker, 0
+        self._loop = Loop(Scheduler(worker.limits, prefix_cache=False), worker, overlap=self.overlaps)
+
+    def decode(self, prompts: list[list[int]], step: float, cost: float = 0.0) -> Decoded:
+        """Continue the prompts at once, where a forward takes `step` milliseconds and one of the draft `cost` of that."""
+        self.target.milliseconds = step
+        if self.draft is not None:
+            self.draft.milliseconds = step * cost
+        self._runs += 1
+        params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+        for index, prompt in enumerate(prompts):
+            self._loop.scheduler.add(Request(f"{self._runs} {index}", np.array(prompt, np.int32), params))
+        seen, first, last = Counter[str](), dict[str, float](), dict[str, float]()
+        tokens = turns = 0
+        begin = time.process_time()
+        while self._loop.has_work:
+            outputs, now = self._loop.step(), time.perf_counter()
+            turns += 1
+            for output in outputs:
+                # The first brings the prompt's token, and the second begins the first whole step.
+                name = output.request_id
+                seen[name] += 1
+                first.setdefault(name, now) if seen[name] == 2 else None
+                tokens += len(output.token_ids) if seen[name] > 2 else 0
+                last[name] = now
+        host_ms = (time.process_time() - begin) / turns * 1e3
+        seconds = sum(last[name] - first[name] for name in first)
+        return Decoded(tokens, seen.total() - 2 * len(prompts), seconds, host_ms)
+
+    def close(self) -> None:
+        """Free the device."""
+        self._worker.close()
+
+
+def busy(runner: ModelRunner, sim: sglcore_sim.Simulator) -> Busy:
+    """The runner's model from here on."""
+    runner.model = made = Busy(runner.model, sim)
+    return made
+
+
+@contextmanager
+def engine(sim: sglcore_sim.Simulator, **settings: object) -> Iterator[Engine]:
+    """One that is closed."""
+    made = Engine(sim, **settings)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def main() -> None:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--step", type=float, default=150.0, help="milliseconds of a target's forward")
+    parser.add_argument("--device", default="musa", help="a kind of simulated device")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    sim = sglcore_sim.install(args.device)
+    codec = TextCodec(embedded_model())
+    told = ([{"role": "user", "content": f"Tell me a story about a {thing}."}] for thing in THINGS)
+    prompts = [codec.encode(codec.render_chat(each), special=False) for each in told]
+    by_torch = {"kernels": "reference", "attention_backend": "gathered"}
+    rows = []
+    with engine(sim, speculative="off", **by_torch) as one:
+        plain = {batch: one.decode(prompts[:batch], args.step) for batch in BATCHES}
+    for head, length in product(HEADS, LENGTHS):
+        with engine(sim, speculative=head, draft_tokens=length, **by_torch) as one:
+            for batch, cost in product(BATCHES, COSTS):
+                found = one.decode(prompts[:batch], args.step, cost)
+                named = {"draft": head, "k": length, "c": cost, "batch": batch, "overlaps": one.overlaps}
+                rows.append(named | compare(found, plain[batch], 1 + length * cost))
+                print(rows[-1], flush=True)
+    if args.json:
+        what = {"benchmark": "speed-up of verified proposals", "device": args.device, "target_ms": args.step}
+        steps = {batch: {"step_ms": found.step_ms, "host_ms": found.host_ms} for batch, found in plain.items()}
+        write_results(args.json, {**what, "machine": machine(), "plain": steps, "rows": rows})
+
+
+def compare(found: Decoded, plain: Decoded, forwards: float) -> dict[str, float]:
+    """A step's tokens, what they are worth where it takes as long as `forwards` of the target, and what they were."""
+    tau, speed_up = found.tokens / found.steps, found.rate / plain.rate
+    row = {"tau": tau, "expected": tau / forwards, "speed_up": speed_up, "ratio": speed_up * forwards / tau}
+    row |= {"step_ms": found.step_ms, "host_ms": found.host_ms}
+    return {name: round(value, 3) for name, value in row.items()}
+
+
+if __name__ == "__main__":
+    main()
