@@ -25,6 +25,7 @@ from sglcore.device.system import host_system
 from sglcore.device.worker import Limits, ModelWorker
 
 Progress = Callable[[str, int, int], None]
+IN_TURN = "this worker takes one step at a time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +124,11 @@ def start(config: EngineConfig, progress: Progress = no_progress, parent: Chosen
 def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:
     """Whether the next step is planned while one is in flight: where that saves time, unless it was wanted otherwise."""
     requested = "auto" if config.overlap is None else _switch(config.overlap)
-    if config.overlap and not limits.can_overlap:
-        return False, Row("overlap", requested, "off", "this worker takes one step at a time", downgrade=True)
+    if config.overlap is not False and not limits.can_overlap:
+        return False, Row("overlap", requested, "off", IN_TURN, downgrade=config.overlap is True)
     if config.overlap is not None:
         return config.overlap, Row("overlap", requested, requested, "asked for", "SGLCORE_OVERLAP=0 or 1")
-    if limits.runs_ahead and limits.can_overlap:
+    if limits.runs_ahead:
         return True, Row("overlap", requested, "on", "steps are planned while the device runs", "SGLCORE_OVERLAP=0")
     reason = "a step has run when it was submitted, so nothing is gained by planning ahead"
     return False, Row("overlap", requested, "off", reason, "SGLCORE_OVERLAP=1")

@@ -11,7 +11,7 @@ import pytest
 from sglcore.device.config import EngineConfig, resolve_config
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.worker import Limits
-from sglcore.engine.start import choose_overlap, choose_prefix_cache, model_folder, start
+from sglcore.engine.start import IN_TURN, choose_overlap, choose_prefix_cache, model_folder, start
 
 LIMITS = Limits(64, 4, 4, 64, 64, 100)
 
@@ -34,6 +34,7 @@ def test_overlap_is_on_where_it_saves_time_unless_asked_otherwise(
     found, row = choose_overlap(EngineConfig(overlap=given), limits)
     assert (found, row.downgrade) == (effective, downgrade)
     assert row.effective == ("on" if effective else "off")
+    assert (row.reason == IN_TURN) == (not can)
 
 
 @pytest.mark.parametrize(
