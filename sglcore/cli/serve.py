@@ -16,7 +16,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 
 if TYPE_CHECKING:
-    from sglcore.serving.replicas.frontend import Frontend
+    from sglcore.serving.chat.frontend import ChatFrontend
 
 ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/embeddings /metrics"
 POLL_SECONDS = 0.05
@@ -51,7 +51,7 @@ def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
     chosen = "" if server.ray is not None else _choose(config)
     watches: set[asyncio.Task[None]] = set()
 
-    def on_listening(frontend: Frontend, url: str) -> None:
+    def on_listening(frontend: ChatFrontend, url: str) -> None:
         watches.add(asyncio.ensure_future(_show(frontend, url, quiet=quiet)))
 
     return uvloop.run(serve_model(config, server, chosen=chosen, on_listening=on_listening))
@@ -66,7 +66,7 @@ def _choose(config: EngineConfig) -> str:
     return choose(config, DecisionLedger()).chosen.encode()
 
 
-async def _show(frontend: Frontend, url: str, *, quiet: bool) -> None:
+async def _show(frontend: ChatFrontend, url: str, *, quiet: bool) -> None:
     """Bars while the model loads, then what was decided, and where the server is."""
     from sglcore.engine.progress import Progress
 
@@ -87,7 +87,7 @@ async def _show(frontend: Frontend, url: str, *, quiet: bool) -> None:
         print(f"  the page: {url}/\n  endpoints: {ENDPOINTS}\n  Ctrl-C drains, then stops", flush=True)
 
 
-def _banner(frontend: Frontend) -> None:
+def _banner(frontend: ChatFrontend) -> None:
     from sglcore.cli.banner import show_start
     from sglcore.device.ledger import Row
 

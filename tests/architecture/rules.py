@@ -37,6 +37,9 @@ DEVICE_ARROWS = frozenset({"device", "checkpoint", "models", "sampling", "step",
 TORCH_PARTS = frozenset({"runtime", "layers"})
 """What a device package may import only if it runs on torch; of the other parts, files that load torch are not for it."""
 
+ROOMS = ("replicas", "chat", "apis", "http")
+"""The folders of `sglcore/serving`, from below: each imports itself and those before it. No other file stands in it."""
+
 SIMULATOR, SIMULATED = "sglcore_sim", "simulated"
 """The simulator, and the folder of a device package in which its simulated kind is: nothing else of it may import that."""
 
@@ -90,6 +93,22 @@ def import_direction(root: Path) -> list[str]:
             reason = _forbidden(parts, tuple(module.split(".")))
             if reason:
                 found.append(source.finding(node, f"imports {module}: {reason}"))
+    return found
+
+
+def room_direction(root: Path) -> list[str]:
+    """Imports of the server from a room by one below it, and files of the server that stand in no room."""
+    found: list[str] = []
+    for source in sources(root, "sglcore/serving/**/*.py"):
+        room, *inside = Path(source.name).parts[2:]
+        if (inside and room not in ROOMS) or (not inside and room != "__init__.py"):
+            found.append(source.finding(source.tree, f"stands in none of the rooms {', '.join(ROOMS)}"))
+            continue
+        above = ROOMS[ROOMS.index(room) + 1 :] if inside else ROOMS
+        for node, module in _imports(source):
+            parts = module.split(".")
+            if parts[:2] == ["sglcore", "serving"] and (len(parts) == 2 or parts[2] in above):
+                found.append(source.finding(node, f"imports {module}: {room} imports only the rooms below it"))
     return found
 
 

@@ -12,6 +12,7 @@ from tests.architecture import rules
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (
     rules.import_direction,
+    rules.room_direction,
     rules.torch_parts,
     rules.device_words,
     rules.mutable_globals,
@@ -38,6 +39,12 @@ MUTANTS: tuple[tuple[Rule, str, str], ...] = (
     (rules.import_direction, "devices/one/sglcore_one/x.py", "from sglcore.engine.llm import LLM"),
     (rules.import_direction, "devices/one/sglcore_one/x.py", "from sglcore_sim.kinds import Kind"),
     (rules.import_direction, "sglcore/step/x.py", "from sglcore.runtime.y import z"),
+    (rules.room_direction, "sglcore/serving/replicas/x.py", "from sglcore.serving.chat.y import z"),
+    (rules.room_direction, "sglcore/serving/chat/parsers/x.py", "from sglcore.serving.http import y"),
+    (rules.room_direction, "sglcore/serving/apis/one/x.py", "def later():\n    import sglcore.serving.http.y"),
+    (rules.room_direction, "sglcore/serving/http/x.py", "from sglcore import serving"),
+    (rules.room_direction, "sglcore/serving/x.py", ""),
+    (rules.room_direction, "sglcore/serving/other/x.py", ""),
     (rules.torch_parts, "devices/one/sglcore_one/x.py", "from sglcore.runtime.y import z"),
     (rules.torch_parts, "devices/one/sglcore_one/x.py", "def later():\n    from sglcore.layers import y"),
     (rules.device_words, "sglcore/x.py", "# only on cuda"),
@@ -70,6 +77,11 @@ HARMLESS: tuple[tuple[Rule, str, str], ...] = (
     (rules.import_direction, "sglcore/models/x.py", "from sglcore import __version__"),
     (rules.import_direction, "devices/one/sglcore_one/x.py", "from sglcore.runtime.y import z\nimport sglcore_one.y"),
     (rules.import_direction, "devices/one/sglcore_one/simulated/x.py", "from sglcore_sim.kinds import Kind"),
+    (
+        rules.room_direction,
+        "sglcore/serving/apis/one/x.py",
+        "from sglcore.serving.chat.y import z\nimport sglcore.engine",
+    ),
     (rules.torch_parts, "devices/one/sglcore_one/x.py", "import torch\nfrom sglcore.runtime.y import z"),
     (rules.torch_parts, "devices/one/sglcore_one/x.py", "from sglcore.step.y import z"),
     (rules.device_words, "sglcore/x.py", "inputs = relationship = ascending = 1"),

@@ -14,10 +14,10 @@ import uvicorn
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
+from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.http.app import make_app
 from sglcore.serving.replicas.channel import EngineChannel
 from sglcore.serving.replicas.engine_process import start_service
-from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.ipc import EngineSpec, Failed
 
 LONGEST_START_S = 60.0
@@ -89,7 +89,7 @@ def served_here(folder: Path, **settings: Any) -> Iterator[str]:
 async def _serve(
     config: EngineConfig, listener: socket.socket, started: threading.Event, ended: threading.Event, faults: list[str]
 ) -> None:
-    frontend = Frontend(config, ServerConfig(), launcher=ThreadLauncher())
+    frontend = ChatFrontend(config, ServerConfig(), launcher=ThreadLauncher())
     server = uvicorn.Server(uvicorn.Config(make_app(frontend), log_level="error", timeout_graceful_shutdown=1))
     await frontend.start()
     while not frontend.health.ready and frontend.health.live:

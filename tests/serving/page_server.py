@@ -7,12 +7,13 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from sglcore.serving.http.page import route as page
+from sglcore.serving.http.routes import Routes
 
 LEDGER = [
     {"topic": "attention", "requested": "auto", "effective": "reference", "reason": "first that serves the model",
@@ -74,7 +75,9 @@ def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
 def make_app(script: Script) -> FastAPI:
     """The page, and the endpoints that it uses, by the script."""
     app = FastAPI()
-    app.include_router(page.routes(cast(Any, None)))
+    router = Routes()
+    page.add_routes(router, None)
+    app.include_router(router)
 
     @app.get("/readyz")
     async def readyz() -> Response:

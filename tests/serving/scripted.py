@@ -15,9 +15,9 @@ from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import FinishReason, TokenLogprob
 from sglcore.serving.chat.format import ChatFormat, Rendered
+from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.parsers.delta import Delta
 from sglcore.serving.http.app import make_app
-from sglcore.serving.replicas.frontend import Frontend
 from tests.serving.threaded import in_thread
 
 MODEL = "scripted"
@@ -96,6 +96,7 @@ class ScriptedGeneration:
         if self._script.fault is not None:
             raise self._script.fault
         self._done.finish_reason, self._done.stop_cause = self._script.reason, self._script.stop_cause
+        self._done.error = self._script.error
         if self._script.tokens is not None:
             self._done.token_ids = [1] * self._script.tokens
         yield TextDelta("r", 0, "", (), self._script.reason, None, self._script.error)
@@ -170,5 +171,5 @@ class ScriptedFrontend:
 def staged(config: ServerConfig, form: ChatFormat | None = None) -> Iterator[Stage]:
     """The server in a thread; with a format, texts are said and read by that."""
     script = Script()
-    with in_thread(make_app(cast(Frontend, ScriptedFrontend(script, config, form)))) as url:
+    with in_thread(make_app(cast(ChatFrontend, ScriptedFrontend(script, config, form)))) as url:
         yield Stage(url, script)

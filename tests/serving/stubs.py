@@ -14,8 +14,8 @@ from sglcore.device.server_config import ServerConfig
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.text import TextCodec
 from sglcore.serving.chat.format import ChatFormat
+from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.http.app import make_app
-from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.health import Health
 from sglcore.serving.replicas.ipc import EngineStats
 
@@ -56,7 +56,7 @@ class StubGeneration:
         self.abort()
 
 
-def make_frontend(generate: Generate | None = None, *, health: Health | None = None) -> Frontend:
+def make_frontend(generate: Generate | None = None, *, health: Health | None = None) -> ChatFrontend:
     """A frontend of the embedded checkpoint without an engine: `generate` is all that it can do."""
     codec = TextCodec(DEMO)
     if health is None:
@@ -80,7 +80,7 @@ def make_frontend(generate: Generate | None = None, *, health: Health | None = N
         replica_set=SimpleNamespace(replicas={}),
         stats=EngineStats,
     )
-    return cast(Frontend, frontend)
+    return cast(ChatFrontend, frontend)
 
 
 def gives(*deltas: TextDelta, fault: Exception | None = None) -> Generate:
@@ -97,7 +97,7 @@ def raises(error: Exception) -> Generate:
     return generate
 
 
-def call(frontend: Frontend, method: str, path: str, body: Any = None) -> httpx.Response:
+def call(frontend: ChatFrontend, method: str, path: str, body: Any = None) -> httpx.Response:
     """One request to an application over the frontend, without a socket."""
 
     async def send() -> httpx.Response:

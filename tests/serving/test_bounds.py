@@ -14,13 +14,11 @@ from pydantic import BaseModel, ValidationError
 
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.anthropic.body import MessagesRequest
-from sglcore.serving.apis.openai.chat_body import ChatBody
-from sglcore.serving.apis.openai.completions_body import CompletionBody
+from sglcore.serving.apis.openai.body import ChatBody, CompletionBody
 from sglcore.serving.apis.responses.body import ResponsesRequest
 from sglcore.serving.chat.run import LONG_TALK, LONG_TEXT, ChatRequest, render
-from sglcore.serving.http.bodies import LARGE, JsonRoute
-from sglcore.serving.http.middleware.exchanges import Exchanges
-from sglcore.serving.replicas.exchange import Exchange
+from sglcore.serving.http.middleware.exchanges import Exchange, Exchanges
+from sglcore.serving.http.routes import LARGE, JsonRoute
 from tests.serving.servers import Server
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from sglcore.engine.outputs import TextDelta
-from sglcore.serving.apis.openai.chat_body import ChatAnswer, ChatChunk
+from sglcore.serving.apis.openai.answers import ChatAnswer, ChatChunk
 from sglcore.serving.chat.parsers.delta import Delta
 from sglcore.serving.chat.run import ChatRun, collect_chat
 from tests.serving.conftest import SCHEMA, TOOLS, Server

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglcore.serving.apis.openai.completions_body import CompletionAnswer, CompletionChunk
+from sglcore.serving.apis.openai.answers import CompletionAnswer, CompletionChunk
 from tests.serving.conftest import Server
 
 PATH = "/v1/completions"

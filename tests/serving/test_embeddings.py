@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sglcore import LLM
-from sglcore.serving.apis.openai.embeddings_body import EmbeddingAnswer
+from sglcore.serving.apis.openai.answers import EmbeddingAnswer
 from tests.serving.conftest import Server
 
 PATH = "/v1/embeddings"

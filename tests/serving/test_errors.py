@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from sglcore.engine.outputs import TextDelta
-from sglcore.serving.apis.body import ErrorAnswer
+from sglcore.serving.apis.answer import ErrorAnswer
 from sglcore.serving.replicas.errors import EngineDied, Overloaded, failure, told
 from sglcore.serving.replicas.health import Health
 from tests.serving.conftest import Server

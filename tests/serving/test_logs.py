@@ -17,8 +17,7 @@ from starlette.types import Receive, Scope, Send
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.http.logs import Logs
-from sglcore.serving.http.middleware.exchanges import line
-from sglcore.serving.replicas.exchange import Exchange
+from sglcore.serving.http.middleware.exchanges import Exchange, line
 from sglcore.serving.replicas.metrics import Metrics
 from tests.serving.wrapped import call, echo, wrapped
 

@@ -7,9 +7,8 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglcore.serving.replicas.exchange import CURRENT, Exchange
 from sglcore.serving.replicas.ipc import EngineStats
-from sglcore.serving.replicas.metrics import Histogram, Metrics, kv_usage
+from sglcore.serving.replicas.metrics import CLOCKS, Histogram, Metrics, RequestClock, kv_usage
 
 STATS = EngineStats(
     waiting=3,
@@ -200,12 +199,11 @@ def test_a_prompts_clock_is_noted_in_the_request_that_brought_it(metrics: Metric
     async def task() -> None:
         metrics.clock().on_prompt(7, 4)
 
-    async def request() -> Exchange:
-        exchange = Exchange("id", "POST", "/v1/completions")
-        CURRENT.set(exchange)
+    async def request() -> list[RequestClock]:
+        clocks: list[RequestClock] = []
+        CLOCKS.set(clocks)
         await asyncio.create_task(task())
-        return exchange
+        return clocks
 
-    exchange = asyncio.run(request())
-    assert [(clock.prompt_tokens, clock.cached_tokens) for clock in exchange.clocks] == [(7, 4)]
-    assert CURRENT.get() is None
+    assert [(clock.prompt_tokens, clock.cached_tokens) for clock in asyncio.run(request())] == [(7, 4)]
+    assert CLOCKS.get() is None

@@ -1,13 +1,15 @@
 """What all bodies share: strict fields, unknown names refused with the nearest known one, ignored ones told.
 
-Also the shapes that answers of several endpoints hold.
+Also unions whose members a `type` word tells apart, with a member for every word that this server does not have: what is of
+such a kind is read whole, so that it can be refused by its name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 MOST_SEED = 2**64 - 1
@@ -16,6 +18,9 @@ LONGEST_NAME = 60
 """Characters of an unknown name that are looked at."""
 UNKNOWN_FIELD = "unknown_field"
 """The type of pydantic's error for a name that a body does not know; its context has `field` and `known`."""
+
+OTHER = "other"
+"""The tag of a kind that this server does not have."""
 
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
@@ -81,71 +86,31 @@ class Body(BaseModel):
         return tuple(sorted(name for name in self.ignored if getattr(self, name) is not None))
 
 
-class Answer(BaseModel):
-    """A part of an answer. Only what was set is sent."""
+class OtherKind(BaseModel):
+    """Something of a kind that this server does not have."""
 
-    model_config = ConfigDict(protected_namespaces=(), json_schema_serialization_defaults_required=False)
-
-    def json_bytes(self) -> bytes:
-        """UTF-8 JSON of the fields that were set."""
-        return self.model_dump_json(exclude_unset=True).encode()
-
-
-class ErrorDetail(Answer):
-    """What went wrong: `param` is the request's field, `code` a word for programs."""
-
-    message: str
+    model_config = ConfigDict(extra="allow", strict=True)
     type: str
-    param: str | None = None
-    code: str | None = None
 
 
-class ErrorAnswer(Answer):
-    """Every error of the OpenAI endpoints."""
-
-    error: ErrorDetail
-
-
-class PromptTokensDetails(Answer):
-    """`cached_tokens` of the prompt were taken from the prefix cache."""
-
-    cached_tokens: int
+def kind_of(value: Any, default: str = "") -> str:
+    """The `type` word of a raw value or a parsed one; `default` if it names none."""
+    fields = dict(value) if isinstance(value, Mapping | BaseModel) else {}
+    found = fields.get("type")
+    return found if isinstance(found, str) else default
 
 
-class CompletionTokensDetails(Answer):
-    """Tokens that were proposed: those that are in the answer, and those that were wrong."""
-
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+def by_kind(words: Mapping[str, str], default: str = OTHER) -> Discriminator:
+    """A discriminator: `words` maps the `type` words to tags; a value without the word has the tag `default`."""
+    return Discriminator(_chooser(dict(words), default))
 
 
-class Usage(Answer):
-    """Tokens of a request over all of its prompts and samples."""
+def _chooser(words: Mapping[str, str], default: str) -> Callable[[Any], str]:
+    def choose(value: Any) -> str:
+        kind = kind_of(value)
+        return words.get(kind, OTHER) if kind else default
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None
+    return choose
 
 
-class PromptProgress(Answer):
-    """How much of a prompt has been computed."""
-
-    total: int
-    cached: int
-    processed: int
-
-
-def usage(prompt: int, completion: int, cached: int, proposed: int = 0, accepted: int = 0) -> dict[str, Any]:
-    """The `Usage` of token counts."""
-    found: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-    if proposed:
-        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": proposed - accepted}
-        found["completion_tokens_details"] = details
-    return found
+Other = Annotated[OtherKind, Tag(OTHER)]

@@ -1,30 +1,124 @@
-"""From a request's fields to `SamplingParams`, within the server's limits."""
+"""Fields by which a request says what samples it wants, and the one place that turns them into `SamplingParams`."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.grammar import Grammar, GrammarKind
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.apis.sampling import GenerationFields, ResponseFormat, SamplingFields, StructuredOutputs
+from sglcore.serving.apis.body import Body, Count, Items, Positive, Seed, TopK, entries
+from sglcore.serving.apis.checks import check_limit
 from sglcore.serving.replicas.errors import InvalidRequest, blame
 
-_SAME = (*SamplingFields.model_fields, "skip_special_tokens", "include_stop_str_in_output", "n", "prompt_logprobs")
-
+MOST_STOPS, LONGEST_STOP = 64, 1024
+"""Stop strings of a request and characters of each: all are looked for with every token."""
+MOST_IDS = 4096
+"""Token ids that a request may name."""
 SWITCH = "x-guidance"
 """What changes how a schema inside a Lark grammar is enforced."""
 
+Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
+Stops = Annotated[Items[Stop], Field(max_length=MOST_STOPS)]
+Bias = Annotated[dict[str, float], Field(max_length=MOST_IDS), entries(MOST_IDS)]
 
-def sampling_params(
+
+class SamplingFields(Body):
+    """How tokens are sampled, in every dialect: each field is a parameter of the same name. Those that a dialect's own
+    protocol lacks are this server's."""
+
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: TopK | None = None
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    seed: Seed | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+
+
+class StreamOptions(Body):
+    """`include_usage` adds a last chunk with the token counts."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class JsonSchemaFormat(Body):
+    """A JSON schema that the answer must hold; it is always enforced, whatever `strict` says."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What form the answer takes."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """One way to bind the answer: a JSON schema, any JSON object, a regular expression, a grammar, or a list to choose from.
+
+    A grammar with `::=` is read as EBNF, any other as Lark.
+    """
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Items[str] | None = Field(None, min_length=1)
+
+
+class GenerationFields(SamplingFields):
+    """What completions and chats share."""
+
+    model: str | None = None
+    n: Positive | None = None
+    logit_bias: Bias | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: Annotated[Items[Count], Field(max_length=MOST_IDS)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: Count | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Items[str] | None = Field(None, min_length=1)
+    guided_grammar: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_progress: bool | None = None
+    user: str | None = None
+
+
+def sampling_params(body: SamplingFields, *, max_tokens: int | None, **others: Any) -> SamplingParams:
+    """What a body's fields of sampling ask for, and those of `others` that are not None; `max_tokens` of None: as many as the
+    context holds. Raises SamplingError."""
+    values = {name: value for name, value in others.items() if value is not None}
+    return SamplingParams(max_tokens=max_tokens, **body.given(*SamplingFields.model_fields), **values)
+
+
+def generation_params(
     body: GenerationFields, config: ServerConfig, *, max_tokens: int | None, logprobs: int | None
-) -> SamplingParams:
-    """The parameters that a request asks for. `logprobs`: alternatives of each token, None for no log-probabilities.
+) -> tuple[SamplingParams, str]:
+    """What a completion or a chat asks for, and the field that binds the form of its answer (empty: none does).
 
-    Raises InvalidRequest or SamplingError, which name the field.
+    `logprobs`: alternatives of each token, None for no log-probabilities. Raises InvalidRequest or SamplingError, which
+    name the field.
     """
     check_limit("n", body.n, config.max_n)
     check_limit("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
@@ -32,33 +126,21 @@ def sampling_params(
         raise InvalidRequest("prompt_logprobs does not stream", remedy="leave stream out", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("found stream_options without stream", wanted="stream true", param="stream_options")
-    values: dict[str, Any] = body.given(*_SAME)
-    if body.stop is not None:
-        values["stop"] = body.stop
-    if body.stop_token_ids is not None:
-        values["stop_token_ids"] = tuple(body.stop_token_ids)
-    if body.logit_bias is not None:
-        values["logit_bias"] = _bias(body.logit_bias)
-    form = form_of(body)
-    if form is not None:
-        values["grammar"] = form[1]
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **values)
+    form, grammar = _form(body)
+    params = sampling_params(
+        body,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        grammar=grammar,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        logit_bias=_bias(body.logit_bias or {}),
+        **body.given("n", "stop", "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
+    )
+    return params, form
 
 
-def check_limit(field: str, found: int | None, most: int, what: str = "") -> None:
-    """Raise InvalidRequest if a number is over this server's limit; `what` it counts, if it is not the field's value."""
-    if found is not None and found > most:
-        raise InvalidRequest(
-            f"{field} has {found} {what}" if what else f"{field} is {found}",
-            wanted=f"at most {most}",
-            remedy=f"lower {field}, or raise the limit where the server is started",
-            param=field,
-            code="limit_exceeded",
-        )
-
-
-def form_of(body: GenerationFields) -> tuple[str, Grammar] | None:
-    """The field by which a request binds its answer, and the grammar; None if the text is free."""
+def _form(body: GenerationFields) -> tuple[str, Grammar | None]:
+    """The field by which a request binds its answer, and the grammar; an empty name if the text is free."""
     found = {
         **_of_format(body.response_format),
         **_of_structured(body.structured_outputs),
@@ -67,13 +149,7 @@ def form_of(body: GenerationFields) -> tuple[str, Grammar] | None:
     if len(found) > 1:
         names = " and ".join(found)
         raise InvalidRequest(f"found {names}", wanted="one form of the answer", param=next(iter(found)))
-    return next(iter(found.items()), None)
-
-
-def form_field(body: GenerationFields) -> str:
-    """The name of that field; empty if there is none."""
-    form = form_of(body)
-    return form[0] if form is not None else ""
+    return next(iter(found.items()), ("", None))
 
 
 def format_grammar(kind: str, schema: Mapping[str, Any] | None, param: str) -> Grammar | None:

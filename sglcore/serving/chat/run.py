@@ -9,20 +9,20 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from sglcore.engine.outputs import PromptProgress, TextDelta
+from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
 from sglcore.sampling.grammar import GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import FinishReason, TokenLogprob
-from sglcore.serving.apis.openai.chat_body import ChatFinish
 from sglcore.serving.chat.format import ChatFormat, Rendered
-from sglcore.serving.chat.parsers.delta import Delta
+from sglcore.serving.chat.frontend import ChatFrontend
+from sglcore.serving.chat.parsers.delta import Call, Delta, calls_of, text_of
 from sglcore.serving.replicas.errors import InvalidRequest, blame
-from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.runs import check_token_ids
 
+ChatFinish = Literal[FinishReason, "tool_calls"]
 ToolChoice = str | Mapping[str, Any]
 LONG_TALK, LONG_TEXT = 100, 100_000
 """Messages and tools, and characters, from which a prompt is rendered beside the event loop: a template may take a million
@@ -59,31 +59,32 @@ class ChatEvent:
     delta: Delta | None = None
     finish_reason: ChatFinish | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
-    error: str = ""
     progress: PromptProgress | None = None
     token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A whole call; `arguments` is JSON text as the model wrote it."""
-
-    id: str
-    name: str
-    arguments: str
-
-
 @dataclass(slots=True)
 class ChatMessage:
-    """A whole sample. `content` and `reasoning` are None if there was none; `error` says why it failed if it did."""
+    """One sample as it grows: its deltas, and how it ended."""
 
-    index: int
-    content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
     finish_reason: ChatFinish | None = None
     logprobs: list[TokenLogprob] | None = None
-    error: str = ""
+
+    @property
+    def content(self) -> str:
+        """Its text."""
+        return text_of(self.deltas, "content")
+
+    @property
+    def reasoning(self) -> str:
+        """What it thought."""
+        return text_of(self.deltas, "reasoning")
+
+    @property
+    def tool_calls(self) -> list[Call]:
+        """Its calls, in their order."""
+        return calls_of(self.deltas)
 
 
 class TextParser(Protocol):
@@ -119,6 +120,11 @@ class ChatRun:
         self._form = form
         self.ignored = tuple(ignored)
         self._samples = [_Sample(index, parser, parallel) for index, parser in enumerate(parsers)]
+
+    @property
+    def output(self) -> RequestOutput:
+        """What the engine gave of it so far."""
+        return self.generation.output
 
     async def __aiter__(self) -> AsyncIterator[ChatEvent]:
         with blame(self._form):
@@ -159,19 +165,19 @@ class _Sample:
         ids, self._unsent = self._unsent, ()
         end = None if text.finish_reason is None else self._reason(text.finish_reason)
         if len(kept) < 2:
-            return [ChatEvent(self._index, kept[0] if kept else None, end, text.logprobs, text.error, None, ids)]
+            return [ChatEvent(self._index, kept[0] if kept else None, end, text.logprobs, None, ids)]
         first, *others, last = kept
         return [
             ChatEvent(self._index, first, logprobs=text.logprobs, token_ids=ids),
             *(ChatEvent(self._index, delta) for delta in others),
-            ChatEvent(self._index, last, end, error=text.error),
+            ChatEvent(self._index, last, end),
         ]
 
     def _reason(self, reason: FinishReason) -> ChatFinish:
         return "tool_calls" if reason == "stop" and self._has_called else reason
 
 
-async def start_chat(frontend: Frontend, request: ChatRequest) -> ChatRun:
+async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
     """Render the prompt, and give it to an engine; waits for that alone.
 
     Raises TextError for what the template refuses or tools that are off, and as `Frontend.generate`.
@@ -203,7 +209,13 @@ async def start_chat(frontend: Frontend, request: ChatRequest) -> ChatRun:
     return ChatRun(generation, parsers, parallel=request.parallel_tool_calls, form=form_field, ignored=rendered.ignored)
 
 
-async def render(frontend: Frontend, request: ChatRequest) -> Rendered:
+async def count_prompt(frontend: ChatFrontend, request: ChatRequest, param: str) -> int:
+    """How many tokens the prompt of a chat has; waits for the tokenizer. Raises InvalidRequest that blames `param`."""
+    with blame(param):
+        return len(await frontend.tokenize((await render(frontend, request)).text, special=False))
+
+
+async def render(frontend: ChatFrontend, request: ChatRequest) -> Rendered:
     """The prompt of a chat; a long one does not hold up the event loop. Raises TextError."""
     return await asyncio.to_thread(_render, frontend, request) if _is_long(request) else _render(frontend, request)
 
@@ -218,7 +230,7 @@ def _is_long(request: ChatRequest) -> bool:
     return sum(sizes) > LONG_TEXT
 
 
-def _render(frontend: Frontend, request: ChatRequest) -> Rendered:
+def _render(frontend: ChatFrontend, request: ChatRequest) -> Rendered:
     return frontend.format.render(
         request.messages,
         tools=tools_in_play(request),
@@ -231,13 +243,17 @@ def _render(frontend: Frontend, request: ChatRequest) -> Rendered:
 
 async def collect_chat(run: ChatRun) -> list[ChatMessage]:
     """All samples as whole messages; waits until each has ended."""
-    messages = [ChatMessage(sample.index) for sample in run.generation.output.outputs]
-    calls: list[dict[int, list[str]]] = [{} for _ in messages]
+    messages = [ChatMessage() for _ in run.output.outputs]
     async for event in run:
-        if event.progress is None:
-            _add(messages[event.index], calls[event.index], event)
-    for message, found in zip(messages, calls, strict=True):
-        message.tool_calls = [ToolCall(parts[0], parts[1], "".join(parts[2:])) for _, parts in sorted(found.items())]
+        if event.progress is not None:
+            continue
+        message = messages[event.index]
+        message.finish_reason = event.finish_reason
+        if event.delta is not None:
+            message.deltas.append(event.delta)
+        if event.logprobs is not None:
+            message.logprobs = message.logprobs or []
+            message.logprobs += event.logprobs
     return messages
 
 
@@ -285,20 +301,3 @@ class _Content:
 
 def _is_later_call(delta: Delta) -> bool:
     return delta.kind in ("tool_start", "tool_arguments") and delta.index > 0
-
-
-def _add(message: ChatMessage, calls: dict[int, list[str]], event: ChatEvent) -> None:
-    delta = event.delta
-    if delta is not None:
-        if delta.kind == "content":
-            message.content = (message.content or "") + delta.text
-        elif delta.kind == "reasoning":
-            message.reasoning = (message.reasoning or "") + delta.text
-        elif delta.kind == "tool_start":
-            calls[delta.index] = [delta.call_id, delta.name]
-        else:
-            calls[delta.index].append(delta.text)
-    if event.logprobs is not None:
-        message.logprobs = [*(message.logprobs or ()), *event.logprobs]
-    if event.finish_reason is not None:
-        message.finish_reason, message.error = event.finish_reason, event.error

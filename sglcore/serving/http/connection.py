@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from sglcore.serving.apis.answer import encode, error_body
 from sglcore.serving.replicas.errors import INVALID, Failure
 
 
@@ -164,7 +164,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _message(failure: Failure) -> bytes:
-    body = msgspec.json.encode(failure.openai())
+    body = encode(error_body(failure))
     lines = [f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}", "content-type: application/json"]
     lines += [f"content-length: {len(body)}", "connection: close"]
     lines += [f"{name}: {value}" for name, value in failure.headers.items()]

@@ -8,8 +8,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 from starlette.routing import compile_path
 
-from sglcore.serving.apis.openai.chat_body import ChatChunk
-from sglcore.serving.apis.openai.completions_body import CompletionChunk
+from sglcore.serving.apis.openai.answers import ChatChunk, CompletionChunk
 
 _REFERENCE = "#/components/schemas/{model}"
 _NEVER_SENT = ("HTTPValidationError", "ValidationError")

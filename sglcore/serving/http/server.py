@@ -19,11 +19,11 @@ from starlette.types import ASGIApp
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
+from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.http.app import make_app
 from sglcore.serving.http.connection import Bounds, Connection
 from sglcore.serving.http.logs import Logs
 from sglcore.serving.http.middleware import with_middleware
-from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.metrics import Metrics
 
 UNANSWERED = 1
@@ -33,7 +33,7 @@ LAST_WORDS = 2.0
 _SPARE_FILES = 256
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-OnListening = Callable[[Frontend, str], None]
+OnListening = Callable[[ChatFrontend, str], None]
 
 log = logging.getLogger("sglcore.serving")
 
@@ -48,7 +48,7 @@ async def serve(
     for what can not start at all: a port in use, no checkpoint, no tokenizer.
     """
     sockets = bind(server)
-    frontend = Frontend(config, server, chosen=chosen)
+    frontend = ChatFrontend(config, server, chosen=chosen)
     logs = Logs(server)
     frontend.metrics.lost_log_records = lambda: logs.lost
     try:

@@ -1,4 +1,4 @@
-"""Errors of the server, and how every exception becomes an answer: a status and a body in OpenAI's or Anthropic's schema.
+"""Errors of the server, and what its client is told of every exception: a status, a message, a type, a field, a code.
 
 What the caller did wrong is said in full; what went wrong here is said with an id that stands in the log too.
 """
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from sglcore.device.errors import SglcoreError
 from sglcore.engine.text import TextError
@@ -65,7 +64,7 @@ class InvalidRequest(SglcoreError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An answer that is an error. `headers` go with it."""
+    """What a client is told of an error, whatever its protocol writes. `headers` go with it."""
 
     status: int
     message: str
@@ -73,20 +72,6 @@ class Failure:
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=lambda: NO_HEADERS)
-
-    def openai(self) -> dict[str, Any]:
-        """The body in OpenAI's schema."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
-
-    def anthropic(self) -> dict[str, Any]:
-        """The body in Anthropic's schema."""
-        kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
-
-    def body(self, path: str) -> dict[str, Any]:
-        """The body in the schema that clients of a path expect."""
-        is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
-        return self.anthropic() if is_anthropic else self.openai()
 
 
 class Unanswered(SglcoreError):
@@ -161,17 +146,3 @@ def _named_first(message: str) -> str | None:
     """The parameter that a message of SamplingParams begins with."""
     name = message.partition(":")[0].partition("[")[0].partition(" ")[0]
     return name if name.isidentifier() else None
-
-
-_ANTHROPIC = MappingProxyType(
-    {
-        400: "invalid_request_error",
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        503: "overloaded_error",
-        529: "overloaded_error",
-    }
-)

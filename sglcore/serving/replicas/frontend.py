@@ -22,7 +22,6 @@ from sglcore.engine.text import TextCodec, TextError
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.request import Request
 from sglcore.schedule.results import check_request
-from sglcore.serving.chat.format import ChatFormat
 from sglcore.serving.replicas.errors import NotReady, Overloaded
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
@@ -62,9 +61,6 @@ class Frontend:
         self.config = server
         self.model_path: Path = model_folder(config)
         self.codec = TextCodec(self.model_path, chat_template=chat_template(server))
-        self.format = ChatFormat.detect(
-            self.codec, tool_parser=server.tool_parser, reasoning_parser=server.reasoning_parser
-        )
         self.names: tuple[str, ...] = server.served_model_name or (self._own_name(),)
         self.created = int(time.time())
         self.health = Health()

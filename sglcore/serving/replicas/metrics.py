@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -23,7 +24,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from sglcore.serving.replicas.draft_metrics import draft_families
-from sglcore.serving.replicas.exchange import CURRENT
 from sglcore.serving.replicas.ipc import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -101,6 +101,10 @@ class RequestClock:
             self._metrics.request_ended(reason, time.perf_counter() - self._started)
 
 
+CLOCKS: ContextVar[list[RequestClock] | None] = ContextVar("sglcore_clocks", default=None)
+"""Has the clocks of all prompts that were started in this task, or in one that it began."""
+
+
 class Metrics:
     """Everything that one server counts. Give the page of Prometheus by `page()`."""
 
@@ -121,11 +125,11 @@ class Metrics:
         self._registry.register(_Families(self, model, version, replicas))
 
     def clock(self) -> RequestClock:
-        """A clock for a prompt that arrives now; the log line of the HTTP request that brought it will have its numbers."""
+        """A clock for a prompt that arrives now; `CLOCKS` has it, for the log line of the request that brought the prompt."""
         clock = RequestClock(self, time.perf_counter())
-        exchange = CURRENT.get()
-        if exchange is not None:
-            exchange.clocks.append(clock)
+        clocks = CLOCKS.get()
+        if clocks is not None:
+            clocks.append(clock)
         return clock
 
     def request_ended(self, reason: str, seconds: float) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 
 from sglcore.engine.core import check_ids
-from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
+from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.replicas.errors import Failure, Unanswered, blame, ended_badly
 from sglcore.serving.replicas.frontend import Frontend
@@ -42,13 +42,10 @@ class Runs:
             async for found in _merged(self.generations):
                 yield found
 
-    def counts(self) -> tuple[int, int, int, int, int]:
-        """Tokens so far: of the prompts, of all samples, those of the prompts that the prefix cache had, what was proposed, and what
-        of it was right."""
-        outputs = [generation.output for generation in self.generations]
-        made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        prompts, cached = sum(len(out.prompt_token_ids) for out in outputs), sum(out.cached_tokens for out in outputs)
-        return prompts, made, cached, *drafted(outputs)
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """What there is of each prompt, as it grows."""
+        return [generation.output for generation in self.generations]
 
     async def __aenter__(self) -> Runs:
         return self
@@ -80,12 +77,6 @@ async def start_runs(
         return Runs(generations, stack.pop_all(), form)
 
 
-def drafted(outputs: Sequence[RequestOutput]) -> tuple[int, int]:
-    """Tokens that were proposed for all samples, and those of them that were right."""
-    samples = [sample for output in outputs for sample in output.outputs]
-    return sum(sample.proposed_tokens for sample in samples), sum(sample.accepted_tokens for sample in samples)
-
-
 def check_token_ids(frontend: Frontend, params: SamplingParams) -> None:
     """Raise InvalidRequest for a token id beyond the vocabulary."""
     if frontend.info is None:
@@ -97,15 +88,14 @@ def check_token_ids(frontend: Frontend, params: SamplingParams) -> None:
 
 def check_answered(outputs: Sequence[RequestOutput]) -> None:
     """Raise Unanswered if every sample failed; the failure of a part stands in its choice."""
-    samples = [sample for output in outputs for sample in output.outputs]
-    found = [sample_failure(sample.finish_reason, sample.error) for sample in samples]
+    found = [failure_of(sample) for output in outputs for sample in output.outputs]
     if found and found[0] is not None and all(found):
         raise Unanswered(found[0])
 
 
-def sample_failure(reason: str | None, text: str) -> Failure | None:
-    """Why a sample failed; None if it did not."""
-    return ended_badly(reason, text) if reason in ("error", "abort") else None
+def failure_of(sample: Completion) -> Failure | None:
+    """Why a sample that has ended failed; None if it did not."""
+    return ended_badly(sample.finish_reason, sample.error) if sample.finish_reason in ("error", "abort") else None
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Item], None]:

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from sglcore.serving.apis.body import Answer, Body, Items, Positive
-from sglcore.serving.apis.kinds import Other, by_kind
-from sglcore.serving.apis.sampling import SamplingFields, Stops
+from sglcore.serving.apis.answer import Answer
+from sglcore.serving.apis.body import Body, Items, Other, Positive, by_kind
+from sglcore.serving.apis.params import SamplingFields, Stops
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 CacheControl = dict[str, Any]

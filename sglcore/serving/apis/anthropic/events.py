@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from pydantic_core import from_json
 
 from sglcore.engine.outputs import RequestOutput
+from sglcore.serving.apis.answer import named_events
 from sglcore.serving.apis.blocks import Block, BlockChange, Blocks
-from sglcore.serving.chat.run import ChatEvent
-from sglcore.serving.replicas.errors import Failure, ended_badly
+from sglcore.serving.apis.checks import fingerprint
+from sglcore.serving.chat.run import ChatEvent, ChatRun
+from sglcore.serving.replicas.errors import Failure
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.runs import check_answered
 
 Event = dict[str, Any]
 _REASONS: Mapping[str, str] = MappingProxyType({"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"})
 
 
 class MessageWriter:
-    """One answer as it grows. `message` is whole after `end`; `failure` is set when the sample ended badly.
+    """The answer of one chat."""
 
-    `max_model_len`: the context, to tell an answer that filled it from one that reached its own limit.
-    """
-
-    def __init__(self, model: str, prompt_tokens: int, *, max_model_len: int, fingerprint: str) -> None:
-        self.message: dict[str, Any] = {
+    def __init__(self, frontend: Frontend, model: str, run: ChatRun) -> None:
+        self._run = run
+        self._max_model_len = frontend.info.max_model_len if frontend.info is not None else 0
+        """Tells an answer that filled the context from one that reached its own limit."""
+        self._message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
@@ -33,37 +37,48 @@ class MessageWriter:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
-            "system_fingerprint": fingerprint,
+            "usage": {"input_tokens": len(run.output.prompt_token_ids), "output_tokens": 0},
+            "system_fingerprint": fingerprint(frontend),
         }
-        self.failure: Failure | None = None
-        self._max_model_len = max_model_len
         self._blocks = Blocks()
         self._reason = ""
 
-    def start(self) -> list[Event]:
-        """The events before the first word."""
-        return [{"type": "message_start", "message": dict(self.message)}, {"type": "ping"}]
+    async def answer(self) -> dict[str, Any]:
+        """The whole message; waits for its end. Raises Unanswered if it failed."""
+        async for event in self._run:
+            self._take(event)
+        self._end()
+        return self._message
 
-    def take(self, event: ChatEvent) -> list[Event]:
-        """The events that a part of the answer makes."""
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The message's events as they happen. What comes before the first word is raised before anything is given."""
+        events = aiter(self._run)
+        first = self._take(await anext(events))
+        yield named_events([{"type": "message_start", "message": self._message}, {"type": "ping"}, *first])
+        async for event in events:
+            made = self._take(event)
+            if made:
+                yield named_events(made)
+        yield named_events(self._end())
+
+    def _take(self, event: ChatEvent) -> list[Event]:
         if event.finish_reason is not None:
             self._reason = event.finish_reason
-            if event.finish_reason in ("error", "abort"):
-                self.failure = ended_badly(event.finish_reason, event.error)
         return [made for change in self._blocks.take(event.delta) for made in _events(change)]
 
-    def end(self, output: RequestOutput) -> list[Event]:
-        """The events after the last word; `message` is whole then."""
+    def _end(self) -> list[Event]:
+        """The events after the last word; the message is whole then."""
+        output = self._run.output
+        check_answered([output])
         made = [event for change in self._blocks.finish() for event in _events(change)]
         delta = self._ending(output)
-        self.message |= {
+        self._message |= {
             **delta,
             "content": [_whole(block) for block in self._blocks.all],
             "usage": _usage(output),
             "seed_used": output.outputs[0].seed,
         }
-        last = {"type": "message_delta", "delta": delta, "usage": self.message["usage"]}
+        last = {"type": "message_delta", "delta": delta, "usage": self._message["usage"]}
         return [*made, last, {"type": "message_stop"}]
 
     def _ending(self, output: RequestOutput) -> dict[str, Any]:
@@ -133,3 +148,23 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
         "cache_read_input_tokens": output.cached_tokens,
         "output_tokens": len(output.outputs[0].token_ids),
     }
+
+
+def error_body(failure: Failure) -> dict[str, Any]:
+    """A failure as Anthropic writes it."""
+    kind = _ERRORS.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": failure.message}}
+
+
+_ERRORS = MappingProxyType(
+    {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        529: "overloaded_error",
+    }
+)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -22,9 +21,8 @@ from sglcore.serving.apis.anthropic.body import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from sglcore.serving.apis.fields import checked_params, refuse_fields, refuse_kind, warnings_of
-from sglcore.serving.apis.params import format_grammar
-from sglcore.serving.apis.sampling import SamplingFields
+from sglcore.serving.apis.checks import own_names, refuse_fields, refuse_kind
+from sglcore.serving.apis.params import format_grammar, sampling_params
 from sglcore.serving.chat.run import ChatRequest
 from sglcore.serving.replicas.errors import InvalidRequest
 
@@ -38,26 +36,12 @@ _SWITCHES = frozenset({"enable_thinking", "thinking"})
 _OWN_NAMES = MappingProxyType({"stop": "stop_sequences"})
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A request, read. `warnings` are the fields that had no effect."""
-
-    request: ChatRequest
-    warnings: tuple[str, ...]
-
-
-def read_request(body: MessagesRequest) -> Turn:
+def message_request(body: MessagesRequest) -> ChatRequest:
     """What a request for a message asks for. Raises InvalidRequest or SamplingError."""
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
-    values = {
-        **body.given(*SamplingFields.model_fields),
-        "stop": body.stop_sequences or None,
-        "grammar": _grammar(body),
-    }
-    return Turn(
-        chat_request(body, checked_params(body.max_tokens, values, _OWN_NAMES)),
-        warnings_of(body.warnings(), _notes(body)),
-    )
+    with own_names(_OWN_NAMES):
+        stop, grammar = body.stop_sequences or None, _grammar(body)
+        return chat_request(body, sampling_params(body, max_tokens=body.max_tokens, stop=stop, grammar=grammar))
 
 
 def chat_request(body: CountRequest, params: SamplingParams) -> ChatRequest:
@@ -224,9 +208,9 @@ def _grammar(body: CountRequest) -> Any:
     return None if form is None else format_grammar("json_schema", form.schema_, "output_config.format.schema")
 
 
-def _notes(body: CountRequest) -> list[str]:
-    """Fields inside of others that this server has no use for."""
-    notes: list[str] = []
+def unused(body: MessagesRequest) -> list[str]:
+    """The fields, and those inside of others, that this server has no use for."""
+    notes = [*body.warnings()]
     is_forced = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
     if body.thinking is not None:
         notes += [f"thinking.{name}" for name in body.thinking.given("budget_tokens", "display")]

@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from sglcore.serving.apis.body import Body, Count, Items, Positive, entries
-from sglcore.serving.apis.kinds import Other, by_kind
-from sglcore.serving.apis.sampling import SamplingFields, Stop, Stops
+from sglcore.serving.apis.body import Body, Count, Items, Other, Positive, by_kind, entries
+from sglcore.serving.apis.params import SamplingFields, Stop, Stops
 
 Role = Literal["user", "assistant", "system", "developer"]
 Id = Annotated[str, Field(min_length=1, max_length=256)]

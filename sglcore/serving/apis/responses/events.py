@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from sglcore.engine.outputs import RequestOutput
+from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import TokenLogprob
+from sglcore.serving.apis.answer import named_events
 from sglcore.serving.apis.blocks import Block, BlockChange, Blocks
 from sglcore.serving.apis.logprobs import chat_logprobs
-from sglcore.serving.apis.responses.request import said
+from sglcore.serving.apis.responses.body import ResponsesRequest
 from sglcore.serving.apis.token_text import TokenTexts
-from sglcore.serving.chat.run import ChatEvent
-from sglcore.serving.replicas.errors import Failure, ended_badly
+from sglcore.serving.chat.run import ChatEvent, ChatRun
+from sglcore.serving.replicas.errors import Failure, told
+from sglcore.serving.replicas.runs import check_answered, failure_of
 
 Event = dict[str, Any]
 _PREFIX = MappingProxyType({"text": "msg", "reasoning": "rs", "tool": "fc"})
@@ -24,71 +27,129 @@ _CUT = MappingProxyType({"length": "max_output_tokens"})
 """Finish reasons of answers that are incomplete, and OpenAI's words for them."""
 
 
-class ResponseWriter:
-    """One answer as it grows. `response` is the response so far; `failure` is set when the sample ended badly.
+def draft(body: ResponsesRequest, params: SamplingParams, model: str, mark: str) -> dict[str, Any]:
+    """The response before its first word: what was asked, with what applies where nothing was said; `mark` is the fingerprint."""
+    text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    choice = body.tool_choice
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "completed_at": None,
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": effort, "summary": None},
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": params.temperature,
+        "text": {"format": {"type": "text"}, **text},
+        "tool_choice": choice.model_dump() if choice is not None and not isinstance(choice, str) else choice or "auto",
+        "tools": [_shown_tool(tool.model_dump(exclude_none=True)) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+        "system_fingerprint": mark,
+    }
 
-    `count` gives the tokens of a text; `tokens` names them in log-probabilities, of which the `top` most likely tokens are shown (None: none at all).
-    """
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"description": None, "parameters": None, "strict": None, **tool}
+
+
+class ResponseWriter:
+    """The answer of one chat. `response` is whole when it has ended, and then `on_end` is called."""
 
     def __init__(
         self,
-        response: Mapping[str, Any],
+        response: dict[str, Any],
+        run: ChatRun,
+        texts: TokenTexts,
         *,
-        tokens: TokenTexts,
-        count: Callable[[str], int],
         top: int | None,
+        count: Callable[[str], int],
+        on_end: Callable[[ResponseWriter], None],
     ) -> None:
-        self.response: dict[str, Any] = dict(response)
-        self.failure: Failure | None = None
+        """`top`: the most likely tokens that log-probabilities show (None: none at all); `count` gives the tokens of a text."""
+        self.response, self._run = response, run
         self._blocks = Blocks()
-        self._tokens, self._count = tokens, count
-        self._top, self._shown = top or 0, top is not None
+        self._texts, self._top, self._count, self._on_end = texts, top, count, on_end
         self._reason: str | None = None
         self._sent = 0
 
-    def start(self) -> list[Event]:
-        """The events before the first word."""
-        return self._number(
-            [
-                {"type": "response.created", "response": dict(self.response)},
-                {"type": "response.in_progress", "response": dict(self.response)},
-            ]
-        )
+    async def answer(self) -> dict[str, Any]:
+        """The whole response; waits for its end. Raises Unanswered if it failed."""
+        async for event in self._run:
+            self._take(event)
+        self._end(failure_of(self._run.output.outputs[0]))
+        check_answered([self._run.output])
+        return self.response
 
-    def take(self, event: ChatEvent) -> list[Event]:
-        """The events that a part of the answer makes."""
-        if event.finish_reason is not None:
-            self._reason = event.finish_reason
-            if event.finish_reason in ("error", "abort"):
-                self.failure = ended_badly(event.finish_reason, event.error)
-        changes = self._blocks.take(event.delta, (event.logprobs or ()) if self._shown else ())
-        return self._number([made for change in changes for made in self._change(change)])
-
-    def end(self, output: RequestOutput) -> list[Event]:
-        """The events after the last word; `response` is whole then."""
-        changes = [] if self.failure is not None else self._blocks.force_text()
-        changes += self._blocks.finish()
-        made = [event for change in changes for event in self._change(change)]
-        self._complete(output)
-        kind = f"response.{self.response['status']}"
-        return self._number([*made, {"type": kind, "response": self.response}])
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The response's events as they happen. An error ends them with the event that tells it, but what comes before
+        the first word is raised, so that it has a status of its own."""
+        events = aiter(self._run)
+        first = await anext(events)
+        begin = [{"type": f"response.{word}", "response": self.response} for word in ("created", "in_progress")]
+        yield named_events([*self._number(begin), *self._take(first)])
+        try:
+            async for event in events:
+                made = self._take(event)
+                if made:
+                    yield named_events(made)
+            failure = failure_of(self._run.output.outputs[0])
+        except Exception as error:
+            failure = told(error)
+        yield named_events(self._end(failure))
 
     def said(self) -> dict[str, Any]:
         """The answer as a message of the conversation."""
         texts = [block.text for block in self._blocks.all if block.kind == "text"]
-        return said(
-            self._reasoning(),
-            "".join(texts) if texts else None,
-            [
-                {"id": block.call_id, "name": block.name, "arguments": block.text}
-                for block in self._blocks.all
-                if block.kind == "tool"
-            ],
-        )
+        calls = [block for block in self._blocks.all if block.kind == "tool"]
+        message: dict[str, Any] = {"role": "assistant"}
+        if reasoning := self._reasoning():
+            message["reasoning_content"] = reasoning
+        if texts:
+            message["content"] = "".join(texts)
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
+                for call in calls
+            ]
+        return message
 
-    def _complete(self, output: RequestOutput) -> None:
+    def _take(self, event: ChatEvent) -> list[Event]:
+        """The events that a part of the answer makes."""
+        if event.finish_reason is not None:
+            self._reason = event.finish_reason
+        changes = self._blocks.take(event.delta, (event.logprobs or ()) if self._top is not None else ())
+        return self._number([made for change in changes for made in self._change(change)])
+
+    def _end(self, failure: Failure | None) -> list[Event]:
+        """The events after the last word; the response is whole then."""
+        changes = [] if failure is not None else self._blocks.force_text()
+        changes += self._blocks.finish()
+        made = [event for change in changes for event in self._change(change)]
+        self._complete(self._run.output, failure)
+        self._on_end(self)
+        kind = f"response.{self.response['status']}"
+        return self._number([*made, {"type": kind, "response": self.response}])
+
+    def _complete(self, output: RequestOutput, failure: Failure | None) -> None:
         cut = _CUT.get(self._reason or "")
-        status = "failed" if self.failure is not None else "incomplete" if cut else "completed"
+        status = "failed" if failure is not None else "incomplete" if cut else "completed"
         self.response |= {
             "status": status,
             "output": [self._item(block, self._status_of(block)) for block in self._blocks.all],
@@ -97,8 +158,8 @@ class ResponseWriter:
             "incomplete_details": {"reason": cut} if cut else None,
             "seed_used": output.outputs[0].seed,
         }
-        if self.failure is not None:
-            self.response["error"] = {"code": "server_error", "message": self.failure.message}
+        if failure is not None:
+            self.response["error"] = {"code": "server_error", "message": failure.message}
 
     def _reasoning(self) -> str:
         return "".join(block.text for block in self._blocks.all if block.kind == "reasoning")
@@ -163,7 +224,7 @@ class ResponseWriter:
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
     def _logprobs(self, found: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        return chat_logprobs(self._tokens, found, self._top)["content"] if found else []
+        return chat_logprobs(self._texts, found, self._top or 0)["content"] if found else []
 
     def _number(self, events: list[Event]) -> list[Event]:
         for event in events:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.apis.fields import SHOWN, checked_params, refuse_fields, refuse_kind, warnings_of
-from sglcore.serving.apis.kinds import OtherKind
-from sglcore.serving.apis.params import check_limit, format_grammar
+from sglcore.serving.apis.body import OtherKind
+from sglcore.serving.apis.checks import SHOWN, check_limit, refuse_fields, refuse_kind
+from sglcore.serving.apis.params import format_grammar, sampling_params
 from sglcore.serving.apis.responses.body import (
     CallItem,
     CallOutputItem,
@@ -24,7 +23,6 @@ from sglcore.serving.apis.responses.body import (
     SchemaFormat,
     TextPart,
 )
-from sglcore.serving.apis.sampling import SamplingFields
 from sglcore.serving.chat.run import ChatRequest
 from sglcore.serving.replicas.errors import InvalidRequest
 
@@ -37,29 +35,28 @@ _ABSENT = MappingProxyType(
         "moderation": "this server does not judge texts",
     }
 )
-_OWN_NAMES = MappingProxyType({"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"})
 LOGPROBS = "message.output_text.logprobs"
 """The word of `include` that asks for log-probabilities."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A request, read: `new` are the messages of its own input, `request` has those before them too."""
-
-    request: ChatRequest
-    new: tuple[dict[str, Any], ...]
-    warnings: tuple[str, ...]
-
-
-def read_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], max_logprobs: int) -> Turn:
-    """What a request asks for; `earlier` is the conversation up to it. Raises InvalidRequest or SamplingError."""
+def response_request(
+    body: ResponsesRequest, earlier: Sequence[dict[str, Any]], max_logprobs: int
+) -> tuple[ChatRequest, list[dict[str, Any]]]:
+    """What a request asks for, and the messages of its own input; `earlier` is the conversation up to it. Raises
+    InvalidRequest or SamplingError."""
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     new = read_input(body, earlier)
-    return Turn(
-        request=chat_request(body, [*earlier, *new], _params(body, max_logprobs)),
-        new=tuple(new),
-        warnings=warnings_of(body.warnings(), _notes(body)),
+    check_limit("top_logprobs", body.top_logprobs, max_logprobs)
+    form = body.text.format if body.text is not None else None
+    schema = form.schema_ if isinstance(form, SchemaFormat) else None
+    params = sampling_params(
+        body,
+        max_tokens=body.max_output_tokens,
+        stop=body.stop,
+        logprobs=(body.top_logprobs or 0) if _wants_logprobs(body) else None,
+        grammar=format_grammar(form.type, schema, "text.format.schema") if form is not None else None,
     )
+    return chat_request(body, [*earlier, *new], params), new
 
 
 def chat_request(body: Conversation, messages: list[dict[str, Any]], params: SamplingParams) -> ChatRequest:
@@ -155,21 +152,6 @@ class _Conversation:
         self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
 
 
-def said(reasoning: str, text: str | None, calls: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """The model's message of an answer; a call has `id`, `name` and `arguments`."""
-    message: dict[str, Any] = {"role": "assistant"}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if text is not None:
-        message["content"] = text
-    if calls:
-        message["tool_calls"] = [
-            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-            for call in calls
-        ]
-    return message
-
-
 def unread(body: Conversation, ignored: Sequence[str]) -> list[str]:
     """The fields behind variables that the chat template does not read."""
     own = body.chat_template_kwargs or {}
@@ -179,19 +161,6 @@ def unread(body: Conversation, ignored: Sequence[str]) -> list[str]:
 def _wants_logprobs(body: ResponsesRequest) -> bool:
     """Whether the answer shows log-probabilities."""
     return body.top_logprobs is not None or LOGPROBS in (body.include or ())
-
-
-def _params(body: ResponsesRequest, max_logprobs: int) -> SamplingParams:
-    check_limit("top_logprobs", body.top_logprobs, max_logprobs)
-    form = body.text.format if body.text is not None else None
-    schema = form.schema_ if isinstance(form, SchemaFormat) else None
-    values = {
-        **body.given(*SamplingFields.model_fields),
-        "stop": body.stop,
-        "logprobs": (body.top_logprobs or 0) if _wants_logprobs(body) else None,
-        "grammar": format_grammar(form.type, schema, "text.format.schema") if form is not None else None,
-    }
-    return checked_params(body.max_output_tokens, values, _OWN_NAMES)
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
@@ -238,9 +207,10 @@ def _part(part: Any, where: str) -> str:
             refuse_kind("a part", part.type, "input_text or output_text", where)
 
 
-def _notes(body: ResponsesRequest) -> list[str]:
-    """Fields inside of others that this server has no use for."""
-    notes = [f"include {ascii(word)[:SHOWN]}" for word in body.include or () if word != LOGPROBS]
+def unused(body: ResponsesRequest) -> list[str]:
+    """The fields, and those inside of others, that this server has no use for."""
+    notes = [*body.warnings()]
+    notes += [f"include {ascii(word)[:SHOWN]}" for word in body.include or () if word != LOGPROBS]
     if body.text is not None and body.text.verbosity is not None:
         notes.append("text.verbosity")
     if body.reasoning is not None:

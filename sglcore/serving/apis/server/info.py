@@ -1,22 +1,22 @@
-"""GET /server_info and /server_info/stats: what runs and why, and what it counts."""
+"""GET /server_info, /server_info/stats, /server_info/audit and /metrics: what runs and why, and what it counts."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_type_hints
 
 from fastapi import APIRouter, Response
+from pydantic import create_model
 
 from sglcore import __version__
 from sglcore.device.server_config import ServerConfig
 from sglcore.device.settings import settings_of
 from sglcore.schedule.draft_counts import sums_of
-from sglcore.serving.apis.server.answers import OF_ENGINE, ServerAudit, ServerInfo, ServerStats
-from sglcore.serving.apis.shared import as_json
-from sglcore.serving.replicas.frontend import Frontend
-from sglcore.serving.replicas.ipc import EngineStats
-from sglcore.serving.replicas.metrics import kv_usage
+from sglcore.serving.apis.answer import Answer, as_json
+from sglcore.serving.chat.frontend import ChatFrontend
+from sglcore.serving.replicas.ipc import EngineStats, ModelInfo
+from sglcore.serving.replicas.metrics import CONTENT_TYPE, kv_usage
 from sglcore.serving.replicas.replica import Replica
 
 _LIMITS = tuple(
@@ -26,28 +26,117 @@ _LIMITS = tuple(
 )
 
 
-def routes(frontend: Frontend) -> APIRouter:
-    """The routes; they wait for nothing."""
-    router = APIRouter(tags=["operations"])
+class _ServerFacts(Answer):
+    """What the server knows without its engines, and what both have a part in."""
 
-    @router.get("/server_info", responses={200: {"model": ServerInfo}}, summary="What runs, and every decision")
+    version: str
+    phase: str
+    model: str
+    served_model_names: list[str]
+    ledger: list[dict[str, Any]]
+    seconds: dict[str, float]
+    tool_parser: str | None
+    tool_reason: str
+    reasoning_parser: str | None
+    reasoning_reason: str
+    server_limits: dict[str, int | float | None]
+
+
+OF_ENGINE = tuple(name for name in ModelInfo.__struct_fields__ if name not in (*_ServerFacts.model_fields, "eos_ids"))
+"""What is told of the model as its engine told it."""
+
+
+def _server_info() -> type[Answer]:
+    kinds = get_type_hints(ModelInfo)
+    known_later: dict[str, Any] = {name: (kinds[name] | None, ...) for name in OF_ENGINE}
+    text = "What runs, and every decision that led there. What is known only when the model is ready is null before."
+    return create_model("ServerInfo", __base__=_ServerFacts, __doc__=text, **known_later)
+
+
+ServerInfo = _server_info()
+
+
+class Counters(Answer):
+    """What engines have done since their start, and what they do now; `kv_used` is a share from 0 to 1. `verified_steps` counts a
+    step for each of its requests: one token, and the `accepted_tokens` of the `proposed_tokens`."""
+
+    prompt_tokens: int
+    generation_tokens: int
+    running: int
+    waiting: int
+    kv_used: float
+    cached_tokens: int
+    prompt_tokens_computed: int
+    requests: int
+    verified_steps: int
+    proposed_tokens: int
+    accepted_tokens: int
+
+
+class ReplicaStats(Counters):
+    """Those of one engine. `report_age`: seconds since it was last heard."""
+
+    number: int
+    process: str
+    report_age: float
+    state: str
+
+
+class ServerStats(Counters):
+    """The sums over all engines; `time` in unix seconds, `deaths` of engines that were not told to end."""
+
+    time: float
+    deaths: int
+    replicas: list[ReplicaStats]
+
+
+class ServerAudit(Answer):
+    """Pages and slots of the engines that are lost or held twice; none if all is well."""
+
+    problems: list[str]
+
+
+def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
+    """The routes; but for the audit they wait for nothing."""
+
+    @router.get(
+        "/server_info",
+        tags=["operations"],
+        responses={200: {"model": ServerInfo}},
+        summary="What runs, and every decision",
+    )
     async def server_info() -> Response:
         return as_json(_info(frontend))
 
-    @router.get("/server_info/stats", responses={200: {"model": ServerStats}}, summary="What it counts")
+    @router.get(
+        "/server_info/stats", tags=["operations"], responses={200: {"model": ServerStats}}, summary="What it counts"
+    )
     async def stats() -> Response:
         found = [_replica(replica) for replica in frontend.replica_set.replicas.values()]
         known = {"time": time.time(), "deaths": frontend.replica_set.deaths}
         return as_json({**known, **_counters(frontend.stats()), "replicas": found})
 
-    @router.get("/server_info/audit", responses={200: {"model": ServerAudit}}, summary="Looks for what leaked")
+    @router.get(
+        "/server_info/audit",
+        tags=["operations"],
+        responses={200: {"model": ServerAudit}},
+        summary="Looks for what leaked",
+    )
     async def audit() -> Response:
         return as_json({"problems": await frontend.audit()})
 
-    return router
+    @router.get(
+        "/metrics",
+        tags=["operations"],
+        response_class=Response,
+        summary="Metrics for Prometheus",
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    async def metrics() -> Response:
+        return Response(frontend.metrics.page(), headers={"content-type": CONTENT_TYPE})
 
 
-def _info(frontend: Frontend) -> dict[str, Any]:
+def _info(frontend: ChatFrontend) -> dict[str, Any]:
     info, form = frontend.info, frontend.format
     rows = [*(info.ledger if info is not None else ()), *(asdict(row) for row in form.rows)]
     return {

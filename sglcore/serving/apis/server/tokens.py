@@ -1,32 +1,90 @@
-"""POST /tokenize and /detokenize. They need the tokenizer alone, so they answer before the model is there."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: they need the tokenizer alone, so they answer before the model is there.
+
+The last one is for clients that count and cut tokens themselves.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Response
+from pydantic import Field
 
 from sglcore.engine.text import LONG_TEXT
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.apis.server.tokens_body import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
-from sglcore.serving.apis.shared import as_json, check_model, documented
+from sglcore.serving.apis.answer import Answer, as_json, documented
+from sglcore.serving.apis.body import Body, Count, Items
+from sglcore.serving.apis.checks import check_model
+from sglcore.serving.apis.openai.body import Message, Tool
 from sglcore.serving.apis.token_text import TokenTexts
+from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.run import ChatRequest, render
-from sglcore.serving.http.bodies import JsonRoute
 from sglcore.serving.replicas.errors import InvalidRequest, blame
-from sglcore.serving.replicas.frontend import Frontend
 
 T = TypeVar("T")
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def routes(frontend: Frontend) -> APIRouter:
+class TokenizeBody(Body):
+    """A text, or the messages of a chat, as the model's token ids.
+
+    `add_special_tokens` is whether a text gets what the checkpoint puts around a prompt (true unless said otherwise);
+    messages have what their template writes. The fields after it belong to messages.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Items[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: Items[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeAnswer(Answer):
+    """The ids, and the number that a prompt and its answer may have together."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(Body):
+    """Token ids, to be read as text with the special tokens in it."""
+
+    model: str | None = None
+    tokens: Items[Count]
+
+
+class DetokenizeAnswer(Answer):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class TokenizerInfo(Answer):
+    """Special tokens as text, null for those that the checkpoint has not; the template's text, null if there is none."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    vocab_size: int
+
+
+def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     """The routes; they ask no engine."""
-    router = APIRouter(tags=["tokens"], route_class=JsonRoute)
     texts = TokenTexts(frontend.codec)
 
-    @router.post("/tokenize", responses=documented(TokenizeAnswer), summary="Text or messages as token ids")
+    @router.post(
+        "/tokenize", tags=["tokens"], responses=documented(TokenizeAnswer), summary="Text or messages as token ids"
+    )
     async def tokenize(body: TokenizeBody) -> Response:
         check_model(frontend, body.model)
         ids = await _ids(frontend, body)
@@ -36,7 +94,7 @@ def routes(frontend: Frontend) -> APIRouter:
             answer["token_strs"] = await _beside(len(ids), lambda: [texts.text(token_id) for token_id in ids])
         return as_json(answer)
 
-    @router.post("/detokenize", responses=documented(DetokenizeAnswer), summary="Token ids as text")
+    @router.post("/detokenize", tags=["tokens"], responses=documented(DetokenizeAnswer), summary="Token ids as text")
     async def detokenize(body: DetokenizeBody) -> Response:
         check_model(frontend, body.model)
         size = frontend.codec.tokenizer.get_vocab_size(with_added_tokens=True)
@@ -51,7 +109,17 @@ def routes(frontend: Frontend) -> APIRouter:
 
         return as_json({"prompt": await _beside(len(body.tokens), read)})
 
-    return router
+    @router.get(
+        "/tokenizer_info",
+        tags=["tokens"],
+        responses={200: {"model": TokenizerInfo}},
+        summary="Special tokens and the chat template",
+    )
+    async def tokenizer_info() -> Response:
+        template = frontend.codec.template
+        found = {name: template.special_tokens.get(name) or None for name in _SPECIAL}
+        size = frontend.codec.tokenizer.get_vocab_size(with_added_tokens=True)
+        return as_json({**found, "chat_template": template.source(), "vocab_size": size})
 
 
 async def _beside(tokens: int, work: Callable[[], T]) -> T:
@@ -59,7 +127,7 @@ async def _beside(tokens: int, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if tokens > LONG_TEXT else work()
 
 
-async def _ids(frontend: Frontend, body: TokenizeBody) -> list[int]:
+async def _ids(frontend: ChatFrontend, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         found = "neither prompt nor messages" if body.prompt is None else "prompt and messages"
         raise InvalidRequest(f"found {found}", wanted="one of them", param="prompt")

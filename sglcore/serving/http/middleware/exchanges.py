@@ -5,22 +5,40 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 import uuid
+from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiEvent
 
 from sglcore.serving.http.middleware.refusal import header, refuse
 from sglcore.serving.replicas.errors import told
-from sglcore.serving.replicas.exchange import CURRENT, Exchange
-from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.replicas.metrics import CLOCKS, Metrics, RequestClock
 
 QUIET = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/server_info/stats"})
 """Asked so often by machines that their log lines are of level debug."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Counted by name. A client can make up others, of which each would be a series for ever."""
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _ID = re.compile(rb"[A-Za-z0-9._:+=/-]{1,128}")
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request and its answer, which fills up while it is answered; it never holds what was asked. `clocks` has one for each
+    prompt that went to an engine."""
+
+    request_id: str
+    method: str
+    path: str
+    client: str = "-"
+    started: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    clocks: list[RequestClock] = field(default_factory=list)
+
+    def elapsed(self) -> float:
+        """Seconds since the request arrived."""
+        return time.perf_counter() - self.started
 
 
 class Exchanges:
@@ -45,13 +63,13 @@ class Exchanges:
                 message = {**message, "headers": [*others, id_header]}
             await send(message)
 
-        token = CURRENT.set(exchange)
+        token = CLOCKS.set(exchange.clocks)
         self._metrics.in_flight += 1
         try:
             await self._answer(exchange, scope, receive, outward)
         finally:
             self._metrics.in_flight -= 1
-            CURRENT.reset(token)
+            CLOCKS.reset(token)
             self._note(exchange, scope)
 
     async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
+from sglcore.serving.apis.answer import encode
+from sglcore.serving.http.errors import body_of
 from sglcore.serving.replicas.errors import Failure
 
 SMALL = 64 << 10
@@ -22,7 +23,7 @@ async def refuse(failure: Failure, scope: Scope, receive: Receive, send: Send) -
     unread bytes takes the answer back.
     """
     is_complete = await _is_complete(failure, scope, receive)
-    body = msgspec.json.encode(failure.body(scope["path"]))
+    body = encode(body_of(failure, scope["path"]))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += _encoded(failure.headers.items())
     if not is_complete:

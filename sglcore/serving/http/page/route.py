@@ -8,26 +8,19 @@ import base64
 import hashlib
 import re
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
-if TYPE_CHECKING:
-    from sglcore.serving.replicas.frontend import Frontend
 
-
-def routes(frontend: Frontend) -> APIRouter:
+def add_routes(router: APIRouter, frontend: object) -> None:
     """GET `/`. The page is read once; it asks the server for all it shows, so it needs nothing of the frontend."""
     content = page()
     shown = page_headers(content)
-    router = APIRouter()
 
     @router.get("/", include_in_schema=False)
     async def show(request: Request) -> Response:
         known = request.headers.get("if-none-match") == shown["etag"]
         return Response(status_code=304, headers=shown) if known else Response(content, headers=shown)
-
-    return router
 
 
 def page() -> bytes:

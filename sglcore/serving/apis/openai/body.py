@@ -1,24 +1,14 @@
-"""Bodies and answers of /v1/chat/completions."""
+"""Bodies of /v1/chat/completions, /v1/completions and /v1/embeddings: what a client may send. Knows no engine."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from sglcore.serving.apis.body import (
-    Answer,
-    Body,
-    Count,
-    ErrorDetail,
-    Int,
-    Items,
-    Positive,
-    PromptProgress,
-    Usage,
-)
-from sglcore.serving.apis.sampling import GenerationFields
+from sglcore.serving.apis.body import Body, Count, Int, Items, Positive
+from sglcore.serving.apis.params import GenerationFields
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
 
@@ -187,102 +177,68 @@ class ChatBody(GenerationFields):
         return tuple(sorted(names))
 
 
-class TokenLogprobAnswer(Answer):
-    """One token: its text, its log-probability, its bytes."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
+Ids = Annotated[Items[Count], Field(min_length=1)]
 
 
-class ChosenLogprobAnswer(TokenLogprobAnswer):
-    """A chosen token with the most likely ones at its place."""
-
-    top_logprobs: list[TokenLogprobAnswer]
-
-
-class ChatLogprobs(Answer):
-    """Log-probabilities along the tokens of a choice."""
-
-    content: list[ChosenLogprobAnswer] | None
-    refusal: None = None
+def _form(value: Any) -> str:
+    """Which of the forms a prompt wants to have: its first item tells."""
+    first = value[0] if isinstance(value, list) and value else ""
+    if isinstance(first, str):
+        return "texts" if isinstance(value, list) else "text"
+    return "lists" if isinstance(first, list) else "ids"
 
 
-class CallAnswer(Answer):
-    """What is called; `arguments` is JSON text, in a stream a part of it."""
-
-    name: str | None = None
-    arguments: str
-
-
-class ToolCallAnswer(Answer):
-    """A call; in a stream `index` tells which one the part belongs to, and only the first part has an id and a name."""
-
-    index: int | None = None
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: CallAnswer
+Prompts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Items[str], Field(min_length=1), Tag("texts")]
+    | Annotated[Ids, Tag("ids")]
+    | Annotated[Items[Ids], Field(min_length=1), Tag("lists")],
+    Discriminator(_form),
+]
+"""One prompt or several, as text or as token ids."""
 
 
-class MessageAnswer(Answer):
-    """The assistant's message, or in a stream what is new of it."""
+class CompletionBody(GenerationFields):
+    """A request to continue texts.
 
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    refusal: None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallAnswer] | None = None
+    `logprobs`: alternatives to report of each token, 0 for the chosen one alone. `echo` puts the prompt before the text,
+    and with `logprobs` its log-probabilities; only then may `max_tokens` be 0. `add_special_tokens` is whether a text
+    gets what the checkpoint puts around a prompt, such as BOS.
+    """
 
+    ignored: ClassVar[frozenset[str]] = frozenset({"user", "metadata", "store", "service_tier"})
 
-ChatFinish = Literal["stop", "length", "tool_calls", "abort", "error"]
+    prompt: Prompts
+    max_tokens: Count | None = None
+    logprobs: Count | None = None
+    echo: bool | None = None
+    best_of: Positive | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
 
-
-class ChoiceEnd(Answer):
-    """What a choice and its last part have: `seed_used` gives the same text again; `error` says why a sample failed."""
-
-    index: int
-    logprobs: ChatLogprobs | None
-    finish_reason: ChatFinish | None
-    stop_reason: int | str | None = None
-    seed_used: int | None = None
-    token_ids: list[int] | None = None
-    error: ErrorDetail | None = None
-
-
-class ChatChoice(ChoiceEnd):
-    """One sample."""
-
-    message: MessageAnswer
+    def warnings(self) -> tuple[str, ...]:
+        """The ignored fields, and those that only hold where the answer streams."""
+        silent = ("return_progress",) if self.return_progress and not self.stream else ()
+        return tuple(sorted((*super().warnings(), *silent)))
 
 
-class ChatDelta(ChoiceEnd):
-    """What is new of one sample."""
+class EmbeddingBody(Body):
+    """A request for the vectors of one input or several. `dimensions` may only name the model's own number; `prompt_name` is
+    that of a prompt of the checkpoint's, which stands before each text."""
 
-    delta: MessageAnswer
+    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
 
-
-class ChatFrame(Answer):
-    """What the answer and every part of a stream have in common."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
+    model: str | None = None
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Positive | None = None
+    prompt_name: str | None = None
+    user: str | None = None
 
 
-class ChatAnswer(ChatFrame):
-    """All samples of the next message."""
-
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
-
-
-class ChatChunk(ChatFrame):
-    """A part of a stream: what is new of one choice, or how far the prompt is, or at the end the usage."""
-
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChatDelta]
-    prompt_progress: PromptProgress | None = None
+def as_prompts(found: Any) -> list[Any]:
+    """The prompts of a `Prompts`, each a text or a list of token ids."""
+    return [found] if isinstance(found, str) or isinstance(found[0], int) else list(found)

@@ -1,96 +1,61 @@
-"""Reading request bodies: strict JSON, and errors that name the field, what was found and what was wanted."""
+"""How every error becomes an answer, in the schema that clients of its path expect."""
 
 from __future__ import annotations
 
-import asyncio
 import difflib
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from http import HTTPStatus
 from typing import Any
 
-import msgspec
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope
 
+from sglcore.serving.apis.answer import encode, error_body
+from sglcore.serving.apis.anthropic import events as anthropic
 from sglcore.serving.apis.body import UNKNOWN_FIELD
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.http.openapi import Application
+from sglcore.serving.replicas.errors import INVALID, Failure, InvalidRequest, told
 
 LONGEST_SHOWN = 60
 """Characters of a refused value that its error repeats."""
-LARGE = 256 << 10
-"""Bytes of a body from which it is read beside the event loop."""
-MOST_DEPTH = 256
-"""Levels of a body. Whatever goes through it level by level, as encoders do, has to have the stack for it."""
-_TOO_DEEP = object()
 _PREFIX = "Input should be "
 
 
-class JsonRequest(Request):
-    """A request whose JSON is read strictly: UTF-8, no NaN, no lone surrogates, bounded nesting."""
-
-    def __init__(self, scope: Scope, receive: Receive, model: Any = None) -> None:
-        """`model`: what the body is to become, a subclass of pydantic's BaseModel; None: nothing is known of it."""
-        super().__init__(scope, receive)
-        self._model = model
-
-    async def json(self) -> Any:
-        """The decoded body, of a large one the model itself, made beside the event loop. Raises HTTPException 400 if it
-        is not JSON."""
-        data = await self.body()
-        return await asyncio.to_thread(_modelled, data, self._model) if len(data) > LARGE else _decoded(data)
+def body_of(failure: Failure, path: str) -> dict[str, Any]:
+    """The body of a failure on a path."""
+    is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+    return anthropic.error_body(failure) if is_anthropic else error_body(failure)
 
 
-class JsonRoute(APIRoute):
-    """A route that reads JSON bodies strictly and no others."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, given a strict request; a body that is declared as something else is refused."""
-        handle = super().get_route_handler()
-        wants_body = self.body_field is not None
-        model = self.body_field.field_info.annotation if self.body_field is not None else None
-
-        async def read(request: Request) -> Response:
-            if wants_body:
-                _check_type(request.headers.get("content-type", ""))
-            return await handle(JsonRequest(request.scope, request.receive, model))
-
-        return read
+def answer(found: Failure, path: str) -> Response:
+    """The response of a failure, in the schema that clients of the path expect."""
+    return Response(encode(body_of(found, path)), found.status, dict(found.headers), "application/json")
 
 
-def _decoded(data: bytes) -> Any:
-    try:
-        found = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise HTTPException(400, f"the body is not JSON: {error}; wanted UTF-8 JSON without NaN") from None
-    except RecursionError:
-        found = _TOO_DEEP
-    if found is _TOO_DEEP or _is_deep(found):
-        raise HTTPException(400, f"the body nests too deep; wanted at most {MOST_DEPTH} levels")
-    return found
+async def on_validation(request: Request, error: Exception) -> Response:
+    """For a body or a parameter that is wrong."""
+    assert isinstance(error, RequestValidationError)
+    return await on_error(request, refused(error))
 
 
-def _modelled(data: bytes, model: Any) -> Any:
-    """The model of a body; the plain values if it is wrong, which whoever reads them next finds at its first error."""
-    found = _decoded(data)
-    if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        return found
-    try:
-        return model.model_validate(found)
-    except ValidationError:
-        return found
+async def on_http(request: Request, error: Exception) -> Response:
+    """For a path or a method that is not there."""
+    assert isinstance(error, HTTPException)
+    path, detail, headers = request.url.path, str(error.detail), dict(error.headers or {})
+    if detail == HTTPStatus(error.status_code).phrase:
+        detail = f"{request.method} {path[:200]}: {detail.lower()}; /openapi.json lists the endpoints"
+    if error.status_code == 405 and isinstance(request.app, Application):
+        # Routes of one path may have one method each; the router names those of the first route only.
+        headers["allow"] = ", ".join(request.app.methods(path)) or headers.get("Allow", "")
+        headers.pop("Allow", None)
+    code = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
+    return answer(Failure(error.status_code, detail, INVALID, code=code, headers=headers), path)
 
 
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MOST_DEPTH + 1):
-        parts = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))
-        level = [each for part in parts for each in part if isinstance(each, dict | list)]
-        if not level:
-            return False
-    return True
+async def on_error(request: Request, error: Exception) -> Response:
+    """For any other error."""
+    return answer(told(error), request.url.path)
 
 
 def refused(error: RequestValidationError) -> InvalidRequest:
@@ -121,18 +86,6 @@ def _refused_parameter(item: Any) -> InvalidRequest:
     """What is wrong with a part of the address."""
     name = str(item["loc"][-1])
     return InvalidRequest(f"{name}: found {_shown(item['input'])}", wanted=_wanted(item["msg"]), param=name)
-
-
-def _check_type(declared: str) -> None:
-    kind = declared.partition(";")[0].strip().lower()
-    if kind and kind != "application/json" and not kind.endswith("+json"):
-        raise InvalidRequest(
-            f"found a body of type {kind[:LONGEST_SHOWN]!r}",
-            wanted="application/json",
-            remedy="send the header Content-Type: application/json",
-            code="unsupported_media_type",
-            status=415,
-        )
 
 
 def _refusal(path: tuple[Any, ...], about: Sequence[Any], body: Any) -> InvalidRequest:

@@ -1,0 +1,144 @@
+"""What answers of all protocols share: their shape, their bytes, their headers, and how the document describes them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from fastapi import Response
+from pydantic import BaseModel, ConfigDict
+
+from sglcore.serving.replicas.errors import Failure, told
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of OpenAI's streams."""
+WARNINGS = "x-sglcore-warnings"
+"""The header that tells what of a request had no effect."""
+MOST_WARNED = 1000
+"""Characters of names in that header."""
+
+_SAID = MappingProxyType(
+    {
+        400: "The request can not be run as it is; `param` names the field",
+        401: "No key, or a wrong one",
+        403: "A host name that this server does not answer for",
+        404: "No such model or object",
+        405: "Another method than the endpoint has",
+        408: "The body did not come in time",
+        413: "The body is larger than this server's limit",
+        415: "A body that is not declared as JSON",
+        429: "Too much to do; `Retry-After` says when to come again",
+        500: "An error inside the server, with the id under which its log has it",
+        503: "The model is not ready, or its engine ended",
+    }
+)
+WITH_BODY = tuple(status for status in _SAID if status != 405)
+"""Error statuses of an endpoint that takes a body."""
+
+encode = msgspec.json.Encoder().encode
+"""UTF-8 JSON of plain values."""
+
+
+class Answer(BaseModel):
+    """A part of an answer. Only what was set is sent."""
+
+    model_config = ConfigDict(protected_namespaces=(), json_schema_serialization_defaults_required=False)
+
+    def json_bytes(self) -> bytes:
+        """UTF-8 JSON of the fields that were set."""
+        return self.model_dump_json(exclude_unset=True).encode()
+
+
+class ErrorDetail(Answer):
+    """What went wrong: `param` is the request's field, `code` a word for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(Answer):
+    """Every error of the OpenAI endpoints."""
+
+    error: ErrorDetail
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An answer made of events as they come. `held` is left when it has ended, however it ends.
+
+    The status is sent with the first event: what is raised before it is an answer like any other, what is raised after it
+    is one more event, which `on_error` gives.
+    """
+
+    events: AsyncGenerator[bytes, None]
+    held: AbstractAsyncContextManager[Any]
+    warnings: Iterable[str] = ()
+    on_error: Callable[[Exception], bytes] = lambda error: event(error_body(told(error)))
+
+
+def as_json(answer: Answer | Mapping[str, Any], warnings: Iterable[str] = ()) -> Response:
+    """The answer as it is sent; a mapping must be what the documented model says. `warnings`: fields without effect."""
+    data = answer.json_bytes() if isinstance(answer, Answer) else encode(answer)
+    return Response(data, 200, warned(warnings), "application/json")
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event with a JSON value."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+def named_events(values: Iterable[Mapping[str, Any]]) -> bytes:
+    """Server-sent events with JSON values, each named by its `type`."""
+    return b"".join(b"event: " + value["type"].encode() + b"\n" + event(value) for value in values)
+
+
+def error_body(failure: Failure) -> dict[str, Any]:
+    """A failure as OpenAI writes it, and so every endpoint whose protocol has no form of its own."""
+    return {"error": {"message": failure.message, "type": failure.type, "param": failure.param, "code": failure.code}}
+
+
+def warned(names: Iterable[str]) -> dict[str, str]:
+    """The header about ignored fields; none if there are none."""
+    found = ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names)
+    printable = "".join(letter if letter.isprintable() else "?" for letter in found)
+    return {WARNINGS: f"ignored: {printable[:MOST_WARNED]}"} if printable else {}
+
+
+def documented(
+    model: type[Answer] | None = None,
+    *,
+    said: str = "",
+    events: str | None = None,
+    statuses: Iterable[int] = WITH_BODY,
+    error: type[Answer] = ErrorAnswer,
+) -> dict[int | str, Any]:
+    """The `responses` of an endpoint: its answer (no model: an object), its stream if it has one, its errors.
+
+    `events` names the schema of an event's data; empty: the events have several.
+    """
+    content = {} if model is not None else {"application/json": {"schema": {"type": "object"}}}
+    if events is not None:
+        content["text/event-stream"] = events_of(events)
+    given = {"model": model, "description": said, "content": content}
+    success = {name: value for name, value in given.items() if value}
+    return {200: success, **documented_errors(statuses, error)}
+
+
+def documented_errors(statuses: Iterable[int], error: type[Answer] = ErrorAnswer) -> dict[int | str, Any]:
+    """The part of `responses` that is about these statuses."""
+    return {status: {"model": error, "description": _SAID[status]} for status in statuses}
+
+
+def events_of(name: str) -> dict[str, Any]:
+    """A stream in the document; `name` is the schema of an event's JSON data; empty: all kinds of data."""
+    data: dict[str, Any] = {"type": "string"}
+    if name:
+        data |= {"contentMediaType": "application/json", "contentSchema": {"$ref": f"#/components/schemas/{name}"}}
+    properties = {"data": data, "event": {"type": "string"}}
+    return {"itemSchema": {"type": "object", "required": ["data"], "properties": properties}}

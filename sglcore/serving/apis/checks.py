@@ -1,0 +1,100 @@
+"""What endpoints of all protocols check alike: the model's name, readiness, limits, and what this server does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from sglcore.sampling.params import SamplingError
+from sglcore.serving.replicas.errors import InvalidRequest, NotReady, failure
+from sglcore.serving.replicas.frontend import Frontend
+
+SHOWN = 60
+"""Characters of a caller's word that an error repeats."""
+
+
+def check_model(frontend: Frontend, name: str | None) -> str:
+    """The name under which a request is answered: no name means the main one. Raises InvalidRequest (404)."""
+    if not name:
+        return frontend.names[0]
+    if name not in frontend.names:
+        raise InvalidRequest(
+            f"the model {name[:120]!r} is not served here",
+            wanted=f"one of {', '.join(frontend.names)}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+    return name
+
+
+def check_ready(frontend: Frontend) -> None:
+    """Raise NotReady, with the phase, unless requests may come."""
+    if not frontend.health.ready:
+        raise NotReady(frontend.health.phase)
+
+
+def check_generates(frontend: Frontend) -> None:
+    """Raise NotReady, or InvalidRequest if the model only embeds or scores."""
+    check_ready(frontend)
+    if frontend.info is not None and not frontend.info.generates:
+        scores = frontend.info.limits["num_labels"] > 0
+        raise InvalidRequest(
+            f"this model answers with {'scores' if scores else 'vectors'}, and generates no text",
+            remedy=f"use {'LLM.score' if scores else '/v1/embeddings'}, or serve a language model",
+            param="model",
+            code="model_does_not_generate",
+        )
+
+
+def fingerprint(frontend: Frontend) -> str:
+    """What may change a number changes this: versions, device, model, decisions."""
+    return frontend.info.fingerprint if frontend.info is not None else ""
+
+
+def check_limit(field: str, found: int | None, most: int, what: str = "") -> None:
+    """Raise InvalidRequest if a number is over this server's limit; `what` it counts, if it is not the field's value."""
+    if found is not None and found > most:
+        raise InvalidRequest(
+            f"{field} has {found} {what}" if what else f"{field} is {found}",
+            wanted=f"at most {most}",
+            remedy=f"lower {field}, or raise the limit where the server is started",
+            param=field,
+            code="limit_exceeded",
+        )
+
+
+def refuse_kind(what: str, kind: str, wanted: str, param: str) -> NoReturn:
+    """Raise InvalidRequest about something of a kind that can not stand at `param`."""
+    raise InvalidRequest(
+        f"{param}: found {what} of type {kind[:SHOWN]!r}, which this server does not take here",
+        wanted=wanted,
+        remedy="leave it out",
+        param=param,
+        code="unsupported_value",
+    )
+
+
+def refuse_fields(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raise InvalidRequest about the first field that is given and is among `reasons`, which say why it can not be had."""
+    for name, reason in reasons.items():
+        if body.get(name) not in (None, False, [], {}):
+            raise InvalidRequest(f"{name}: {reason}", remedy="leave it out", param=name, code="unsupported_parameter")
+
+
+@contextmanager
+def own_names(names: Mapping[str, str]) -> Iterator[None]:
+    """What is raised inside blames a field by the protocol's name for it; `names`: the chat endpoint's and those of parameters of
+    sampling to the protocol's."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
+    except SamplingError as error:
+        found = failure(error)
+        if found is None or found.param not in names:
+            raise
+        own = names[found.param]
+        raise InvalidRequest(own + found.message.removeprefix(found.param), param=own) from None

@@ -1,0 +1,265 @@
+"""Answers of completions and chats: whole, or the events of their streams."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
+from sglcore.serving.apis.answer import DONE, error_body, event
+from sglcore.serving.apis.checks import check_generates, check_model, fingerprint
+from sglcore.serving.apis.logprobs import CompletionLogprobs, chat_logprobs, prompt_scores
+from sglcore.serving.apis.openai.body import ChatBody, CompletionBody
+from sglcore.serving.apis.params import GenerationFields
+from sglcore.serving.apis.token_text import TokenTexts
+from sglcore.serving.chat.parsers.delta import Delta
+from sglcore.serving.chat.run import ChatEvent, ChatMessage, ChatRun, collect_chat
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.runs import Runs, check_answered, failure_of
+
+
+class _Writer:
+    """What completions and chats have alike. Raises what refuses the request's model."""
+
+    def __init__(self, frontend: Frontend, texts: TokenTexts, body: GenerationFields, prefix: str, chunk: str) -> None:
+        """`prefix` of the answer's id; `chunk`: the `object` of a stream's parts."""
+        self.id = f"{prefix}-{secrets.token_hex(12)}"
+        self._texts, self._chunk = texts, chunk
+        model = check_model(frontend, body.model)
+        check_generates(frontend)
+        self._about = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint(frontend)}
+        self._tells_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+
+    def _frame(self, kind: str) -> dict[str, Any]:
+        """What the answer, and every part of a stream, begins with."""
+        return {"id": self.id, "object": kind, **self._about}
+
+    def _chunks(self) -> Callable[[dict[str, Any]], bytes]:
+        """What makes an event of a chunk: the constant part is encoded once."""
+        constant = event({**self._frame(self._chunk), **({"usage": None} if self._tells_usage else {})})
+        begin = constant[:-3] + b","  # without the end of the object and of the event
+        return lambda rest: begin + event(rest)[7:]
+
+    def _last(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The usage, if it is wanted, and the end. Raises Unanswered if every sample failed."""
+        check_answered(outputs)
+        usage = {**self._frame(self._chunk), "choices": [], "usage": self._usage(outputs)}
+        return (event(usage) if self._tells_usage else b"") + DONE
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        samples = [sample for output in outputs for sample in output.outputs]
+        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        made = sum(len(sample.token_ids) for sample in samples)
+        found: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in outputs)},
+        }
+        proposed, accepted = (
+            sum(sample.proposed_tokens for sample in samples),
+            sum(sample.accepted_tokens for sample in samples),
+        )
+        if proposed:
+            details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": proposed - accepted}
+            found["completion_tokens_details"] = details
+        return found
+
+
+class ChatWriter(_Writer):
+    """The answer to one chat."""
+
+    def __init__(self, frontend: Frontend, texts: TokenTexts, body: ChatBody) -> None:
+        super().__init__(frontend, texts, body, "chatcmpl", "chat.completion.chunk")
+        self._body = body
+
+    async def answer(self, run: ChatRun) -> dict[str, Any]:
+        """The whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        messages, body = await collect_chat(run), self._body
+        output = run.output
+        check_answered([output])
+        answer = {
+            **self._frame("chat.completion"),
+            "choices": [self._choice(*found) for found in zip(messages, output.outputs, strict=True)],
+            "usage": self._usage([output]),
+        }
+        if body.return_token_ids:
+            answer["prompt_token_ids"] = output.prompt_token_ids
+        if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_scores(self._texts, output.prompt_logprobs, body.prompt_logprobs)
+        return answer
+
+    async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
+        """All events, the last one [DONE] unless every sample failed."""
+        chunk, begun = self._chunks(), set[int]()
+        async for found in run:
+            if found.progress is not None:
+                yield chunk({"choices": [], "prompt_progress": _progress(found.progress)})
+                continue
+            if found.index not in begun:
+                begun.add(found.index)
+                yield chunk(self._first(found.index, run.output))
+            yield chunk({"choices": [self._part(found, run.output)]})
+        yield self._last([run.output])
+
+    def _choice(self, message: ChatMessage, sample: Completion) -> dict[str, Any]:
+        calls = message.tool_calls
+        found: dict[str, Any] = {"role": "assistant", "content": message.content or (None if calls else "")}
+        if message.reasoning:
+            found["reasoning_content"] = message.reasoning
+        if calls:
+            found["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        choice = {
+            "index": sample.index,
+            "message": found,
+            "logprobs": self._logprobs(message.logprobs),
+            **_ending(sample, message.finish_reason),
+        }
+        return {**choice, "token_ids": sample.token_ids} if self._body.return_token_ids else choice
+
+    def _first(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """The role comes before anything else of a sample."""
+        delta = {"role": "assistant", "content": ""}
+        first: dict[str, Any] = {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
+        if self._body.return_token_ids:
+            first["prompt_token_ids"] = output.prompt_token_ids
+        return first
+
+    def _part(self, found: ChatEvent, output: RequestOutput) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": found.index,
+            "delta": {} if found.delta is None else _delta(found.delta),
+            "logprobs": self._logprobs(found.logprobs),
+            "finish_reason": None,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = found.token_ids
+        if found.finish_reason is not None:
+            choice |= _ending(output.outputs[found.index], found.finish_reason)
+        return choice
+
+    def _logprobs(self, found: Any) -> dict[str, Any] | None:
+        return None if found is None else chat_logprobs(self._texts, found, self._body.top_logprobs or 0)
+
+
+class CompletionWriter(_Writer):
+    """The answer to one request for completions."""
+
+    def __init__(self, frontend: Frontend, texts: TokenTexts, body: CompletionBody) -> None:
+        super().__init__(frontend, texts, body, "cmpl", "text_completion")
+        self._codec, self._body = frontend.codec, body
+        self._shows_special = body.skip_special_tokens is False
+
+    async def answer(self, runs: Runs) -> dict[str, Any]:
+        """The whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        outputs = await runs.wait()
+        check_answered(outputs)
+        samples = [(output, sample) for output in outputs for sample in output.outputs]
+        return {
+            **self._frame(self._chunk),
+            "choices": [self._choice(place, *found) for place, found in enumerate(samples)],
+            "usage": self._usage(outputs),
+        }
+
+    async def events(self, runs: Runs) -> AsyncGenerator[bytes, None]:
+        """All events, the last one [DONE] unless every sample failed."""
+        chunk, records = self._chunks(), dict[int, CompletionLogprobs]()
+        async for place, item in runs.read():
+            if isinstance(item, PromptProgress):
+                yield chunk({"choices": [], "prompt_progress": _progress(item)})
+                continue
+            part = self._part(place * (self._body.n or 1) + item.index, runs.outputs[place], item, records)
+            if part is not None:
+                yield chunk({"choices": [part]})
+        yield self._last(runs.outputs)
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """A prompt that was only scored has no tokens made."""
+        found = super()._usage(outputs)
+        if self._body.max_tokens == 0:
+            found |= {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
+        return found
+
+    def _choice(self, place: int, output: RequestOutput, sample: Completion) -> dict[str, Any]:
+        body = self._body
+        is_scored_only = body.max_tokens == 0
+        choice: dict[str, Any] = {
+            "index": place,
+            "text": self._echoed(output) + ("" if is_scored_only else sample.text),
+            "logprobs": self._logprobs(output, sample) if body.logprobs is not None else None,
+            **_ending(sample, "length" if is_scored_only and sample.finish_reason == "stop" else sample.finish_reason),
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = [] if is_scored_only else sample.token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids
+        if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_scores(self._texts, output.prompt_logprobs, body.prompt_logprobs)
+        return choice
+
+    def _logprobs(self, output: RequestOutput, sample: Completion) -> dict[str, list[Any]]:
+        ids, found = ([], []) if self._body.max_tokens == 0 else (sample.token_ids, sample.logprobs or [])
+        if self._body.echo:
+            ids, found = output.prompt_token_ids + ids, [*(output.prompt_logprobs or []), *found]
+        return self._record(0).record(ids, found, self._body.logprobs or 0)
+
+    def _part(
+        self, index: int, output: RequestOutput, delta: TextDelta, records: dict[int, CompletionLogprobs]
+    ) -> dict[str, Any] | None:
+        """What is new of one choice; None if there is nothing to tell yet. `records` has one for each choice that began."""
+        is_first, ids = index not in records, self._body.return_token_ids
+        text = delta.text
+        if is_first:
+            echoed = self._echoed(output)
+            records[index] = self._record(len(echoed))
+            text = echoed + text
+        if not (text or delta.finish_reason or delta.logprobs or (ids and delta.token_ids)):
+            return None
+        part: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        if delta.logprobs is not None:
+            part["logprobs"] = records[index].record(delta.token_ids, delta.logprobs, self._body.logprobs or 0)
+        if ids:
+            part["token_ids"] = delta.token_ids
+            if is_first:
+                part["prompt_token_ids"] = output.prompt_token_ids
+        if delta.finish_reason is not None:
+            part |= _ending(output.outputs[delta.index], delta.finish_reason)
+        return part
+
+    def _record(self, offset: int) -> CompletionLogprobs:
+        return CompletionLogprobs(self._texts, offset=offset, shows_special=self._shows_special)
+
+    def _echoed(self, output: RequestOutput) -> str:
+        """The prompt as text, if it is wanted."""
+        if not self._body.echo:
+            return ""
+        if output.prompt is not None:
+            return output.prompt
+        return self._codec.decode(output.prompt_token_ids, skip_special_tokens=not self._shows_special)
+
+
+def _ending(sample: Completion, reason: str | None) -> dict[str, Any]:
+    """How a sample ended: the reason, what stopped it, the seed that gives it again, and why it failed if it did."""
+    found: dict[str, Any] = {"finish_reason": reason, "stop_reason": sample.stop_cause, "seed_used": sample.seed}
+    failed = failure_of(sample)
+    return found if failed is None else {**found, **error_body(failed)}
+
+
+def _progress(item: PromptProgress) -> dict[str, int]:
+    """How far a prompt is, as a chunk tells it."""
+    return {"total": item.total, "cached": item.cached, "processed": item.processed}
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if delta.kind == "content":
+        return {"content": delta.text}
+    if delta.kind == "reasoning":
+        return {"reasoning_content": delta.text}
+    if delta.kind == "tool_arguments":
+        return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
+    function = {"name": delta.name, "arguments": ""}
+    return {"tool_calls": [{"index": delta.index, "id": delta.call_id, "type": "function", "function": function}]}

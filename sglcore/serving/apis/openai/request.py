@@ -1,0 +1,124 @@
+"""Bodies of completions and chats as what the engines are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglcore.device.server_config import ServerConfig
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.apis.checks import check_limit
+from sglcore.serving.apis.openai.body import ChatBody, CompletionBody, as_prompts
+from sglcore.serving.apis.params import generation_params
+from sglcore.serving.chat.run import ChatRequest
+from sglcore.serving.replicas.errors import InvalidRequest
+
+DEFAULT_MAX_TOKENS = 16
+"""What the API continues a text by if nobody says."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """Prompts, each a text or token ids, and how they go on; `form` is the field that binds the text, if one does."""
+
+    prompts: Sequence[str | Sequence[int]]
+    params: SamplingParams
+    form: str
+
+
+def completion_request(body: CompletionBody, config: ServerConfig) -> CompletionRequest:
+    """The prompts that a body wants to go on; raises InvalidRequest and SamplingError."""
+    _check(body)
+    prompts = as_prompts(body.prompt)
+    check_limit("prompt", len(prompts), config.max_prompts, "prompts")
+    check_limit(
+        "n", len(prompts) * (body.n or 1), max(config.max_prompts, config.max_n), "samples of all prompts together"
+    )
+    check_limit("logprobs", body.logprobs, config.max_logprobs)
+    given = body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS
+    if body.echo and body.logprobs is not None:
+        body = body.model_copy(update={"prompt_logprobs": max(body.logprobs, body.prompt_logprobs or 0)})
+    params, form = generation_params(body, config, max_tokens=max(given, 1), logprobs=body.logprobs)
+    return CompletionRequest(prompts, params, form)
+
+
+def chat_request(body: ChatBody, config: ServerConfig, request_id: str) -> ChatRequest:
+    """The chat that a body describes; raises InvalidRequest and SamplingError."""
+    params, form = generation_params(body, config, max_tokens=_max_tokens(body), logprobs=_alternatives(body, config))
+    return ChatRequest(
+        messages=[message.plain() for message in body.messages],
+        params=params,
+        tools=[tool.plain() for tool in body.tools] if body.tools else None,
+        tool_choice=_choice_of(body),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        progress=bool(body.return_progress and body.stream),
+        chat_template_kwargs=_template_values(body),
+        add_generation_prompt=_adds_prompt(body),
+        continue_final_message=bool(body.continue_final_message),
+        request_id=request_id,
+        form=form,
+    )
+
+
+def _adds_prompt(body: ChatBody) -> bool:
+    """Left out, it is the contrary of going on with the last message; both together are refused when it is rendered."""
+    given = body.add_generation_prompt
+    return not body.continue_final_message if given is None else given
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    given = body.given("max_completion_tokens", "max_tokens")
+    if len(set(given.values())) > 1:
+        raise InvalidRequest(
+            "max_tokens and max_completion_tokens differ", wanted="one of them", param="max_completion_tokens"
+        )
+    return next(iter(given.values()), None)
+
+
+def _alternatives(body: ChatBody, config: ServerConfig) -> int | None:
+    check_limit("top_logprobs", body.top_logprobs, config.max_logprobs)
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidRequest("top_logprobs without logprobs", wanted="logprobs true", param="top_logprobs")
+    return None
+
+
+def _choice_of(body: ChatBody) -> Any:
+    """OpenAI's rule: with tools the model may call, without it can not."""
+    if body.tool_choice is None:
+        return "auto" if body.tools else "none"
+    return body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()
+
+
+def _template_values(body: ChatBody) -> dict[str, Any] | None:
+    values = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        values.setdefault("reasoning_effort", body.reasoning_effort)
+    return values or None
+
+
+def _check(body: CompletionBody) -> None:
+    """Refuse by name what the server can not do."""
+    if body.suffix:
+        raise InvalidRequest(
+            "suffix: this server does not fill in between two texts", remedy="leave suffix out", param="suffix"
+        )
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequest(
+            f"best_of is {body.best_of} and n is {body.n or 1}",
+            wanted="the same number: every sample is returned",
+            remedy="leave best_of out",
+            param="best_of",
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens is 0 without echo", wanted="at least 1", param="max_tokens")
+    if not body.stream:
+        return
+    if body.max_tokens == 0 or (body.echo and body.logprobs is not None):
+        raise InvalidRequest(
+            "a prompt's log-probabilities are known as a whole",
+            remedy="leave stream out when you ask for echo with logprobs, or for max_tokens 0",
+            param="stream",
+        )

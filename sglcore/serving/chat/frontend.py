@@ -1,0 +1,21 @@
+"""A frontend that chats: it knows how the checkpoint's conversations are written and read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.server_config import ServerConfig
+from sglcore.serving.chat.format import ChatFormat
+from sglcore.serving.replicas.frontend import Frontend
+
+
+class ChatFrontend(Frontend):
+    """The frontend of every endpoint."""
+
+    def __init__(self, config: EngineConfig, server: ServerConfig, **others: Any) -> None:
+        """As the frontend, and chooses the parsers; raises ConfigError for a named one that does not suit the model."""
+        super().__init__(config, server, **others)
+        self.format = ChatFormat.detect(
+            self.codec, tool_parser=server.tool_parser, reasoning_parser=server.reasoning_parser
+        )
