@@ -23,7 +23,7 @@ from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.ipc import EngineStats
 from sglcore.serving.replicas.replica import Replica
 from sglcore.serving.replicas.router import Router, block_hashes
-from sglcore.serving.replicas.supervisor import ReplicaSet
+from sglcore.serving.replicas.supervisor import Supervisor
 
 GROUPS, SHARED, OWN, NEW = 32, 512, 24, 16
 """Prefixes, their tokens, tokens of a prompt of its own, and tokens that are drawn for it."""
@@ -70,11 +70,11 @@ async def measure(router: Router, replicas: int, prompts: list[list[int]]) -> di
     config = EngineConfig(threads=1, max_requests=CONCURRENT, kv_cache_memory=KV_BYTES)
     server = ServerConfig(replicas=replicas)
     frontend = Frontend(config, server)
-    frontend.replica_set = ReplicaSet(config, server, frontend.health, router=router)
+    frontend.supervisor = Supervisor(config, server, frontend.health, router=router)
     await frontend.start()
     try:
         while not frontend.health.ready:
-            assert not frontend.replica_set.stopped.is_set(), frontend.health.reason
+            assert not frontend.supervisor.stopped.is_set(), frontend.health.reason
             await asyncio.sleep(0.05)
         before, begin = frontend.stats(), time.perf_counter()
         await asyncio.gather(*(run_all(frontend, iter_of) for iter_of in [iter(prompts)] * CONCURRENT))
@@ -97,7 +97,7 @@ def figures(frontend: Frontend, before: EngineStats, seconds: float) -> dict[str
     after = frontend.stats()
     prompt_tokens = after.prompt_tokens - before.prompt_tokens
     computed = after.computed_prompt_tokens - before.computed_prompt_tokens
-    counts = [replica.stats.requests for replica in frontend.replica_set.ready]
+    counts = [replica.stats.requests for replica in frontend.supervisor.ready]
     return {
         "computed_prompt_tokens": computed,
         "cached_share": round(1 - computed / prompt_tokens, 3),

@@ -163,19 +163,12 @@ class Engine:
         delta = None if processor is None else processor.take(output)
         if processor is None or delta is None:
             return None  # its text ended at a stop string while more outputs of it were on their way
-        if delta.finish_reason is not None and output.finish_reason is None:
-            self._end_sample(processor, output)
+        early = processor.early_end(output)
+        if early is not None:
+            self.tokens.end_sample(output.request_id, *early)
         if processor.output.finished:
             self._texts.pop(output.request_id, None)
         return delta
-
-    def _end_sample(self, processor: OutputProcessor, output: EngineOutput) -> None:
-        """The text has ended before the tokens did: at a stop string, or because it can not be made."""
-        cause = processor.output.outputs[output.index].stop_cause
-        if isinstance(cause, str):
-            self.tokens.stop(output.request_id, output.index, cause)
-        else:
-            self.tokens.abort_sample(output.request_id, output.index)
 
 
 def read_prompt(codec: TextCodec, prompt: Prompt, *, special: bool = True) -> list[int]:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.text import IncrementalDetokenizer, TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, TokenLogprob
+
+
+class EarlyEnd(NamedTuple):
+    """A sample whose text has ended before its tokens did: at a stop string, or (None) because it can not be made."""
+
+    index: int
+    cause: str | None
 
 
 class OutputProcessor:
@@ -35,10 +44,7 @@ class OutputProcessor:
         ]
 
     def take(self, output: EngineOutput) -> TextDelta | None:
-        """The text that became final; None for an output of a sample that has ended.
-
-        One that ends by "stop" or "error" while `output` goes on: the token side must be told to end the sample.
-        """
+        """The text that became final; None for an output of a sample that has ended."""
         completion = self.output.outputs[output.index]
         if completion.finish_reason is not None:
             return None
@@ -47,6 +53,13 @@ class OutputProcessor:
         except Exception as error:
             reason = f"its text can not be made: {type(error).__name__}: {error}"
             return self.fail(output.index, reason)
+
+    def early_end(self, output: EngineOutput) -> EarlyEnd | None:
+        """The end of the sample that `take` has just read, if the token side does not know of it and has to be told."""
+        completion = self.output.outputs[output.index]
+        if completion.finish_reason is None or output.finish_reason is not None:
+            return None
+        return EarlyEnd(output.index, completion.stop_cause if isinstance(completion.stop_cause, str) else None)
 
     def fail(self, index: int, reason: str) -> TextDelta:
         """End a sample with an error."""

@@ -114,14 +114,10 @@ class TokenEngine:
         ended = [self.scheduler.abort(request.rid) for request in (group.requests if group is not None else ())]
         return self._received([output for output in ended if output is not None])
 
-    def abort_sample(self, request_id: str, index: int) -> list[EngineOutput]:
-        """End one sample; its last outputs."""
-        output = self.scheduler.abort(f"{request_id}/{index}")
-        return [] if output is None else self._received([output])
-
-    def stop(self, request_id: str, index: int, cause: str) -> list[EngineOutput]:
-        """End a sample whose text reached a stop string; its last outputs."""
-        output = self.scheduler.stop(f"{request_id}/{index}", cause)
+    def end_sample(self, request_id: str, index: int, cause: str | None) -> list[EngineOutput]:
+        """End a sample whose text reached the stop string `cause`, or (None) can not be made; its last outputs."""
+        name = f"{request_id}/{index}"
+        output = self.scheduler.abort(name) if cause is None else self.scheduler.stop(name, cause)
         return [] if output is None else self._received([output])
 
     def step(self) -> list[EngineOutput]:

@@ -34,7 +34,7 @@ from sglcore.serving.replicas.ipc import (
     pack_ids,
     pack_params,
 )
-from sglcore.serving.replicas.supervisor import ReplicaSet
+from sglcore.serving.replicas.supervisor import Supervisor
 
 DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 PATIENCE = 120.0
@@ -129,7 +129,7 @@ class Stage:
         self._launched: asyncio.Queue[PlayedEngine] = asyncio.Queue()
         self._context = zmq.asyncio.Context()
         self._codec = TextCodec(DEMO)
-        self.replica_set: ReplicaSet
+        self.supervisor: Supervisor
 
     async def frontend_host(self) -> str:
         """Where remote engines reach the replica set."""
@@ -157,9 +157,9 @@ class Stage:
     async def ready_engine(self, **known: object) -> PlayedEngine:
         """The next engine, ready, and the replica set knows it."""
         engine = await self.launched()
-        count = len(self.replica_set.ready)
+        count = len(self.supervisor.ready)
         engine.become_ready(**known)
-        await until(lambda: len(self.replica_set.ready) > count)
+        await until(lambda: len(self.supervisor.ready) > count)
         return engine
 
     def submit(self, name: str, *token_ids: int) -> Generation:
@@ -168,7 +168,7 @@ class Stage:
         ids = list(token_ids or (5, 6, 7))
         processor = OutputProcessor(self._codec, name, None, ids, params, 3)
         generation = Generation(GenerateRequest(name, pack_ids(ids), pack_params(params), 3), processor, NoClock())
-        self.replica_set.submit(generation)
+        self.supervisor.submit(generation)
         return generation
 
 
@@ -193,12 +193,12 @@ async def staged(*, is_remote: bool = False, **settings: object) -> AsyncIterato
     """A replica set of played engines, started; afterwards all of them have ended."""
     stage = Stage(is_remote)
     server = ServerConfig(**settings)  # pyright: ignore[reportArgumentType]
-    stage.replica_set = ReplicaSet(EngineConfig(), server, Health(), launcher=stage, longest_wait=0.0)
-    await stage.replica_set.start()
+    stage.supervisor = Supervisor(EngineConfig(), server, Health(), launcher=stage, longest_wait=0.0)
+    await stage.supervisor.start()
     try:
         yield stage
     finally:
-        await stage.replica_set.stop()
+        await stage.supervisor.stop()
     assert all(engine.has_ended for engine in stage.engines) and stage.closed
 
 

@@ -77,7 +77,7 @@ def make_frontend(generate: Generate | None = None, *, health: Health | None = N
         info=info if health.ready else None,
         generate=generate,
         tokenize=tokenize,
-        replica_set=SimpleNamespace(replicas={}),
+        supervisor=SimpleNamespace(replicas={}),
         stats=EngineStats,
     )
     return cast(ChatFrontend, frontend)

@@ -49,13 +49,13 @@ async def running_frontend(**settings: object) -> AsyncIterator[Frontend]:
 async def ready(frontend: Frontend) -> None:
     """Wait until it answers."""
     while not frontend.health.ready:
-        assert not frontend.replica_set.stopped.is_set(), frontend.health.reason
+        assert not frontend.supervisor.stopped.is_set(), frontend.health.reason
         await asyncio.sleep(0.01)
 
 
 def processes(frontend: Frontend) -> dict[int, int]:
     """The engines' process numbers by replica."""
-    found = {replica.number: replica.process for replica in frontend.replica_set.replicas.values()}
+    found = {replica.number: replica.process for replica in frontend.supervisor.replicas.values()}
     return {number: process.pid for number, process in found.items() if isinstance(process, LocalProcess)}
 
 
@@ -85,7 +85,7 @@ def test_a_killed_engine_fails_all_that_it_had_and_the_server_is_to_end() -> Non
                 with pytest.raises(EngineDied, match="signal 9"):
                     await text_of(generation)
             assert (frontend.health.phase, frontend.health.live) == ("dead", False)
-            assert frontend.replica_set.stopped.is_set() and frontend.replica_set.exit_code == 1
+            assert frontend.supervisor.stopped.is_set() and frontend.supervisor.exit_code == 1
             with pytest.raises(NotReady):
                 await begin(frontend)
 
@@ -123,7 +123,7 @@ def test_the_other_replica_goes_on_and_takes_what_had_waited() -> None:
             for generation in running:
                 await generation.__anext__()
             queued = [await begin(frontend, SHORT) for _ in range(2)]
-            replicas = frontend.replica_set.replicas
+            replicas = frontend.supervisor.replicas
             lost = [each for each in running if each.request_id in replicas[0].generations]
             kept = [each for each in running if each not in lost]
             assert len(lost) == 2 and len(replicas[0].generations) == 3, "one waits at each"
@@ -136,7 +136,7 @@ def test_the_other_replica_goes_on_and_takes_what_had_waited() -> None:
             assert [await text_of(generation) for generation in queued] == [expected, expected]
             await kept[1].__anext__()
             kept[1].abort()
-            await until(lambda: len(frontend.replica_set.ready) == 2, PATIENCE)
+            await until(lambda: len(frontend.supervisor.ready) == 2, PATIENCE)
             assert await frontend.audit() == []
 
     uvloop.run(play())
@@ -160,8 +160,8 @@ def test_a_checkpoint_that_can_not_be_loaded_ends_the_server_with_its_reason(tmp
     async def play() -> None:
         frontend = Frontend(EngineConfig(model=str(tmp_path)), ServerConfig(restart=True))
         await frontend.start()
-        await asyncio.wait_for(frontend.replica_set.stopped.wait(), PATIENCE)
-        health, code = frontend.health, frontend.replica_set.exit_code
+        await asyncio.wait_for(frontend.supervisor.stopped.wait(), PATIENCE)
+        health, code = frontend.health, frontend.supervisor.exit_code
         await frontend.stop()
         assert (code, health.phase, health.ready) == (2, "dead", False)
         assert str(tmp_path) in health.reason and "\n" not in health.reason
@@ -197,7 +197,7 @@ async def main():
     await frontend.start()
     while not frontend.health.ready:
         await asyncio.sleep(0.01)
-    print(frontend.replica_set.replicas[0].process.pid, flush=True)
+    print(frontend.supervisor.replicas[0].process.pid, flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())

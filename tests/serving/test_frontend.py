@@ -25,7 +25,7 @@ async def staged_frontend(**settings: object) -> AsyncIterator[tuple[Frontend, S
     """A frontend whose engine the test plays; afterwards it has stopped."""
     stage = Stage(is_remote=False)
     frontend = Frontend(EngineConfig(), ServerConfig(**settings), launcher=stage)  # pyright: ignore[reportArgumentType]
-    stage.replica_set = frontend.replica_set
+    stage.supervisor = frontend.supervisor
     await frontend.start()
     try:
         yield frontend, stage
@@ -52,7 +52,7 @@ def test_so_many_may_wait_and_the_next_is_told_when_to_come_again_until_one_has_
                 await begin(frontend)
             for generation in generations:
                 generation.abort()
-            assert (await begin(frontend)).request_id in frontend.replica_set.replicas[0].generations
+            assert (await begin(frontend)).request_id in frontend.supervisor.replicas[0].generations
 
     asyncio.run(play())
 

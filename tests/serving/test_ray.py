@@ -22,7 +22,7 @@ pytestmark = pytest.mark.needs("clients")
 
 def engines(frontend: Frontend) -> dict[int, RayProcess]:
     """The engines by replica."""
-    found = {replica.number: replica.process for replica in frontend.replica_set.replicas.values()}
+    found = {replica.number: replica.process for replica in frontend.supervisor.replicas.values()}
     return {number: process for number, process in found.items() if isinstance(process, RayProcess)}
 
 
@@ -32,15 +32,15 @@ def test_replicas_on_a_cluster_answer_die_and_are_replaced() -> None:
             begun = [await begin(frontend) for _ in range(2)]
             for generation in begun:
                 await generation.__anext__()
-            assert all(len(replica.generations) == 1 for replica in frontend.replica_set.ready), "each replica answers"
+            assert all(len(replica.generations) == 1 for replica in frontend.supervisor.ready), "each replica answers"
             killed = engines(frontend)[0].pid
             os.kill(killed, signal.SIGKILL)
-            lost = next(each for each in begun if each.request_id in frontend.replica_set.replicas[0].generations)
+            lost = next(each for each in begun if each.request_id in frontend.supervisor.replicas[0].generations)
             with pytest.raises(EngineDied, match="signal 9; part of the answer had been given"):
                 await text_of(lost)
             begun[1 - begun.index(lost)].abort()
             assert frontend.health.ready
-            await until(lambda: len(frontend.replica_set.ready) == 2, PATIENCE)
+            await until(lambda: len(frontend.supervisor.ready) == 2, PATIENCE)
             texts = [text_of(await begin(frontend, SHORT)) for _ in range(2)]
             assert len(set(await asyncio.gather(*texts))) == 1
             assert await frontend.audit() == []

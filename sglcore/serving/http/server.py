@@ -57,7 +57,7 @@ async def serve(
             with_middleware(make_app(frontend), frontend),
             server,
             on_drain=frontend.drain,
-            stopped=frontend.replica_set.stopped,
+            stopped=frontend.supervisor.stopped,
             sockets=sockets,
             on_listening=None if on_listening is None else lambda url: on_listening(frontend, url),
             metrics=frontend.metrics,
@@ -66,7 +66,7 @@ async def serve(
     finally:
         await frontend.stop()
         logs.close()
-    return frontend.replica_set.exit_code or (0 if clean else UNANSWERED)
+    return frontend.supervisor.exit_code or (0 if clean else UNANSWERED)
 
 
 def bind(config: ServerConfig) -> list[socket.socket]:

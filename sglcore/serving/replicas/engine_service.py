@@ -77,7 +77,7 @@ class EngineService:
         elif isinstance(request, Abort):
             self._abort(request)
         elif isinstance(request, Stop):
-            self._send(self.engine.stop(request.request_id, request.index, request.cause))
+            self._send(self.engine.end_sample(request.request_id, request.index, request.cause))
         elif isinstance(request, Embed):
             self._embed(request)
         elif isinstance(request, Audit):
@@ -100,10 +100,8 @@ class EngineService:
         embedding = self._embeds.pop(request.request_id, None)
         if embedding is not None:
             self.engine.scheduler.abort(embedding.rid)
-        elif request.index < 0:
-            self._send(self.engine.abort(request.request_id))
         else:
-            self._send(self.engine.abort_sample(request.request_id, request.index))
+            self._send(self.engine.abort(request.request_id))
 
     def _embed(self, request: Embed) -> None:
         try:

@@ -28,7 +28,7 @@ from sglcore.serving.replicas.health import Health
 from sglcore.serving.replicas.ipc import EngineStats, GenerateRequest, ModelInfo, pack_ids, pack_params
 from sglcore.serving.replicas.launch import Launcher
 from sglcore.serving.replicas.metrics import Metrics
-from sglcore.serving.replicas.supervisor import ReplicaSet
+from sglcore.serving.replicas.supervisor import Supervisor
 
 LONG_TEXT = 4096
 """Characters from which a prompt is tokenised beside the event loop, so that other requests do not wait for it."""
@@ -64,23 +64,23 @@ class Frontend:
         self.names: tuple[str, ...] = server.served_model_name or (self._own_name(),)
         self.created = int(time.time())
         self.health = Health()
-        self.replica_set = ReplicaSet(config, server, self.health, chosen=chosen, launcher=launcher)
+        self.supervisor = Supervisor(config, server, self.health, chosen=chosen, launcher=launcher)
         self.metrics = Metrics(self.names[0], __version__, self._numbers)
-        self.metrics.engine_deaths = lambda: self.replica_set.deaths
+        self.metrics.engine_deaths = lambda: self.supervisor.deaths
         self._open = 0
 
     @property
     def info(self) -> ModelInfo | None:
         """What runs; None until an engine is ready."""
-        return self.replica_set.info
+        return self.supervisor.info
 
     async def start(self) -> None:
         """Launch the engines; does not wait for the model."""
-        await self.replica_set.start()
+        await self.supervisor.start()
 
     async def stop(self) -> None:
         """End the engines; what they have is dropped. Waits."""
-        await self.replica_set.stop()
+        await self.supervisor.stop()
 
     async def drain(self) -> None:
         """Take no more requests; waits until none is on its way."""
@@ -90,7 +90,7 @@ class Frontend:
 
     def give_up(self) -> None:
         """Fail what is on its way, so that its clients are told; the drain took too long."""
-        self.replica_set.give_up(NotReady(f"{self.health.phase}, and its time to drain is over"))
+        self.supervisor.give_up(NotReady(f"{self.health.phase}, and its time to drain is over"))
 
     async def generate(
         self,
@@ -114,7 +114,7 @@ class Frontend:
         processor = OutputProcessor(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
         request = GenerateRequest(name, pack_ids(ids), pack_params(params), seed, progress)
         generation = Generation(request, processor, clock)
-        self.replica_set.submit(generation)
+        self.supervisor.submit(generation)
         self._open += params.n
         generation.when_closed(lambda: self._count_closed(params.n))
         return generation
@@ -137,7 +137,7 @@ class Frontend:
         self._open += len(tokenized)
         try:
             found = await asyncio.gather(
-                *(self.replica_set.embed(name, ids) for name, ids in zip(names, tokenized, strict=True))
+                *(self.supervisor.embed(name, ids) for name, ids in zip(names, tokenized, strict=True))
             )
         finally:
             self._count_closed(len(tokenized))
@@ -154,13 +154,13 @@ class Frontend:
 
     def stats(self) -> EngineStats:
         """The newest counters of all engines together; does not wait."""
-        return self.replica_set.stats()
+        return self.supervisor.stats()
 
     async def audit(self) -> list[str]:
         """Pages and slots that are lost or held twice in any engine; waits. Raises NotReady if there is none."""
-        if not self.replica_set.ready:
+        if not self.supervisor.ready:
             raise NotReady(self.health.phase)
-        return await self.replica_set.audit()
+        return await self.supervisor.audit()
 
     def _ready_info(self) -> ModelInfo:
         info = self.info
@@ -170,7 +170,7 @@ class Frontend:
 
     def _refuse_overload(self, info: ModelInfo, more: int) -> None:
         """Raise Overloaded if `more` samples would wait behind too many."""
-        places = info.limits["max_requests"] * max(len(self.replica_set.ready), 1)
+        places = info.limits["max_requests"] * max(len(self.supervisor.ready), 1)
         waiting = self._open + more - places
         if waiting > self.config.max_queued_requests:
             raise Overloaded(
@@ -194,7 +194,7 @@ class Frontend:
         return self.model_path.resolve().name if self.engine_config.model is not None else "sglcore-demo"
 
     def _numbers(self) -> list[tuple[str, str, EngineStats | None]]:
-        replicas = self.replica_set.replicas.values()
+        replicas = self.supervisor.replicas.values()
         return [(str(replica.number), replica.state, replica.stats) for replica in replicas]
 
 

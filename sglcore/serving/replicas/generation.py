@@ -99,8 +99,9 @@ class Generation:
         self._time_tokens(delta.index, len(delta.token_ids))
         known = self._pending.get(delta.index)
         self._pending[delta.index] = delta if known is None else join(known, delta)
-        if delta.finish_reason is not None and output.finish_reason is None:
-            self._end_sample(delta.index)
+        early = self._processor.early_end(output)
+        if early is not None:
+            self._send(Stop(self.request_id, *early))
         if self.output.finished:
             self._close(self._reason())
         self._woken.set()
@@ -168,12 +169,6 @@ class Generation:
             self._clock.on_first_token()
         else:
             self._clock.on_tokens(count, now - before)
-
-    def _end_sample(self, index: int) -> None:
-        """Its text has ended before its tokens did."""
-        cause = self.output.outputs[index].stop_cause
-        is_stop = isinstance(cause, str)
-        self._send(Stop(self.request_id, index, cause) if is_stop else Abort(self.request_id, index))
 
     def _close(self, reason: str) -> None:
         if not self.is_closed:

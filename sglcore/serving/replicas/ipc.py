@@ -40,18 +40,17 @@ class GenerateRequest(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """End a request, or one sample of it (`index` of -1: all)."""
+    """End a request."""
 
     request_id: str
-    index: int = -1
 
 
 class Stop(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """A sample's text has reached a stop string."""
+    """End a sample: its text has reached the stop string `cause`, or (None) can not be made."""
 
     request_id: str
     index: int
-    cause: str
+    cause: str | None
 
 
 class Embed(msgspec.Struct, array_like=True, tag=4, gc=False):

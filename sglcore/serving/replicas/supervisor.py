@@ -36,7 +36,7 @@ MOST_TRIES = 3
 log = logging.getLogger("sglcore.serving")
 
 
-class ReplicaSet:
+class Supervisor:
     """All replicas of one model. `stopped` is set when it can not go on, and then `exit_code` says how the server ends.
 
     A replica that dies is started again if there are several or the server was told to restart them. What no token has

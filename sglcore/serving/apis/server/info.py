@@ -112,8 +112,8 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         "/server_info/stats", tags=["operations"], responses={200: {"model": ServerStats}}, summary="What it counts"
     )
     async def stats() -> Response:
-        found = [_replica(replica) for replica in frontend.replica_set.replicas.values()]
-        known = {"time": time.time(), "deaths": frontend.replica_set.deaths}
+        found = [_replica(replica) for replica in frontend.supervisor.replicas.values()]
+        known = {"time": time.time(), "deaths": frontend.supervisor.deaths}
         return as_json({**known, **_counters(frontend.stats()), "replicas": found})
 
     @router.get(

@@ -32,15 +32,15 @@ def run(play: Coroutine[None, None, None]) -> None:
     asyncio.run(asyncio.wait_for(play, 2 * PATIENCE))
 
 
-def test_a_replica_set_is_ready_when_all_that_it_began_with_are() -> None:
+def test_a_supervisor_is_ready_when_all_that_it_began_with_are() -> None:
     async def play() -> None:
         async with staged(replicas=2) as stage:
-            health = stage.replica_set.health
+            health = stage.supervisor.health
             assert health.phase == "starting" and not health.ready
             await stage.ready_engine()
             assert not health.ready
             await stage.ready_engine()
-            assert health.ready and stage.replica_set.info is not None
+            assert health.ready and stage.supervisor.info is not None
 
     run(play())
 
@@ -50,8 +50,8 @@ def test_a_start_shows_its_phases_and_takes_no_request() -> None:
         async with staged() as stage:
             engine = await stage.launched()
             engine.say(Phase("loading weights", 3, 9))
-            await until(lambda: stage.replica_set.health.phase == "loading weights")
-            snapshot = stage.replica_set.health.snapshot()
+            await until(lambda: stage.supervisor.health.phase == "loading weights")
+            snapshot = stage.supervisor.health.snapshot()
             assert (snapshot["done"], snapshot["total"]) == (3, 9)
             with pytest.raises(NotReady, match="loading weights"):
                 stage.submit("early")
@@ -70,9 +70,9 @@ def test_a_single_engine_that_dies_fails_what_it_had_and_ends_the_server() -> No
             for generation in (begun, queued):
                 with pytest.raises(EngineDied, match="signal 9"):
                     await generation.wait()
-            await asyncio.wait_for(stage.replica_set.stopped.wait(), PATIENCE)
-            health = stage.replica_set.health
-            assert (stage.replica_set.exit_code, health.live, health.ready) == (1, False, False)
+            await asyncio.wait_for(stage.supervisor.stopped.wait(), PATIENCE)
+            health = stage.supervisor.health
+            assert (stage.supervisor.exit_code, health.live, health.ready) == (1, False, False)
             assert "signal 9" in health.reason
 
     run(play())
@@ -82,8 +82,8 @@ def test_the_last_words_of_an_engine_are_the_reason_and_its_exit_code() -> None:
     async def play() -> None:
         async with staged(restart=True) as stage:
             (await stage.launched()).die(2, failed=Failed("no checkpoint in the folder", 2))
-            await asyncio.wait_for(stage.replica_set.stopped.wait(), PATIENCE)
-            assert (stage.replica_set.exit_code, stage.replica_set.health.reason) == (2, "no checkpoint in the folder")
+            await asyncio.wait_for(stage.supervisor.stopped.wait(), PATIENCE)
+            assert (stage.supervisor.exit_code, stage.supervisor.health.reason) == (2, "no checkpoint in the folder")
             assert len(stage.engines) == 1, "the same configuration was tried again"
 
     run(play())
@@ -93,10 +93,10 @@ def test_a_start_that_fails_three_times_is_given_up() -> None:
     async def play() -> None:
         async with staged(restart=True) as stage:
             for _ in range(MOST_FAILED_STARTS):
-                assert not stage.replica_set.stopped.is_set()
+                assert not stage.supervisor.stopped.is_set()
                 (await stage.launched()).die(1)
-            await asyncio.wait_for(stage.replica_set.stopped.wait(), PATIENCE)
-            assert (len(stage.engines), stage.replica_set.exit_code) == (MOST_FAILED_STARTS, 1)
+            await asyncio.wait_for(stage.supervisor.stopped.wait(), PATIENCE)
+            assert (len(stage.engines), stage.supervisor.exit_code) == (MOST_FAILED_STARTS, 1)
 
     run(play())
 
@@ -107,8 +107,8 @@ def test_an_engine_that_can_not_be_launched_again_is_a_failed_start() -> None:
             engine = await stage.ready_engine()
             stage.refusal = OSError("no memory for a process")
             engine.die()
-            await asyncio.wait_for(stage.replica_set.stopped.wait(), PATIENCE)
-            assert "no memory for a process" in stage.replica_set.health.reason
+            await asyncio.wait_for(stage.supervisor.stopped.wait(), PATIENCE)
+            assert "no memory for a process" in stage.supervisor.health.reason
 
     run(play())
 
@@ -121,7 +121,7 @@ def test_what_has_begun_fails_and_what_waits_is_given_to_the_other_replica() -> 
             begun, queued = (
                 request
                 for request in requests
-                if request.request_id in stage.replica_set.replicas[dying.spec.replica].generations
+                if request.request_id in stage.supervisor.replicas[dying.spec.replica].generations
             )
             names = {(await other.next_request()).request_id for _ in range(2)}
             dying.emit(begun.request_id, 9)
@@ -129,7 +129,7 @@ def test_what_has_begun_fails_and_what_waits_is_given_to_the_other_replica() -> 
             dying.die()
             with pytest.raises(EngineDied, match="part of the answer had been given"):
                 await begun.wait()
-            assert stage.replica_set.health.ready, "one replica is left"
+            assert stage.supervisor.health.ready, "one replica is left"
             again = await other.next_request()
             assert again.request_id == queued.request_id and again.request_id not in names
             other.emit(queued.request_id, 9, 10, reason="length")
@@ -146,11 +146,11 @@ def test_what_waits_goes_to_the_replacement_when_nobody_else_is_there() -> None:
             queued = stage.submit("queued")
             first_try = await first.next_request()
             first.die()
-            await until(lambda: stage.replica_set.health.phase == "restarting")
+            await until(lambda: stage.supervisor.health.phase == "restarting")
             with pytest.raises(NotReady, match="restarting"):
                 stage.submit("new")
             second = await stage.ready_engine()
-            assert stage.replica_set.health.ready
+            assert stage.supervisor.health.ready
             again = await second.next_request()
             assert (again.request_id, again.seed, again.prompt) == (
                 first_try.request_id,
@@ -159,7 +159,7 @@ def test_what_waits_goes_to_the_replacement_when_nobody_else_is_there() -> None:
             )
             second.emit("queued", 4, reason="stop")
             assert (await queued.wait()).outputs[0].token_ids == [4]
-            assert stage.replica_set.ready[0].load == 0
+            assert stage.supervisor.ready[0].load == 0
 
     run(play())
 
@@ -170,7 +170,7 @@ def test_a_request_that_is_aborted_between_two_engines_is_not_started_again() ->
             first = await stage.ready_engine()
             gone, stays = stage.submit("gone"), stage.submit("stays")
             first.die()
-            await until(lambda: stage.replica_set.health.phase == "restarting")
+            await until(lambda: stage.supervisor.health.phase == "restarting")
             second = await stage.launched()
             gone.abort()
             second.become_ready()
@@ -204,7 +204,7 @@ def test_an_embedding_is_tried_again_where_another_engine_comes() -> None:
     async def play() -> None:
         async with staged(restart=True) as stage:
             first = await stage.ready_engine(generates=False)
-            wanted = asyncio.ensure_future(stage.replica_set.embed("e", [5, 6]))
+            wanted = asyncio.ensure_future(stage.supervisor.embed("e", [5, 6]))
             assert isinstance(await first.requests.get(), Embed)
             first.die()
             second = await stage.ready_engine(generates=False)
@@ -219,7 +219,7 @@ def test_an_embedding_fails_where_no_engine_comes() -> None:
     async def play() -> None:
         async with staged() as stage:
             engine = await stage.ready_engine(generates=False)
-            wanted = asyncio.ensure_future(stage.replica_set.embed("e", [5, 6]))
+            wanted = asyncio.ensure_future(stage.supervisor.embed("e", [5, 6]))
             await engine.requests.get()
             engine.die()
             with pytest.raises(EngineDied):
@@ -234,14 +234,14 @@ def test_a_replica_that_was_ready_and_can_not_start_again_leaves_the_others_serv
             first, second = await stage.ready_engine(), await stage.ready_engine()
             first.die()
             (await stage.launched()).die(2, failed=Failed("its device is gone", 2))
-            await until(lambda: len(stage.replica_set.replicas) == 1)
-            assert stage.replica_set.health.ready and not stage.replica_set.stopped.is_set()
+            await until(lambda: len(stage.supervisor.replicas) == 1)
+            assert stage.supervisor.health.ready and not stage.supervisor.stopped.is_set()
             stage.submit("next")
             assert (await second.next_request()).request_id == "next"
             second.die()
             (await stage.launched()).die(2, failed=Failed("its device is gone too", 2))
-            await asyncio.wait_for(stage.replica_set.stopped.wait(), PATIENCE)
-            assert stage.replica_set.health.reason == "its device is gone too"
+            await asyncio.wait_for(stage.supervisor.stopped.wait(), PATIENCE)
+            assert stage.supervisor.health.reason == "its device is gone too"
 
     run(play())
 
@@ -254,7 +254,7 @@ def test_stopping_fails_what_is_on_its_way_and_ends_engines_that_still_start() -
             on_its_way = [stage.submit(f"r{index}") for index in range(4)]
             second.die()
             await stage.launched()
-            await stage.replica_set.stop()
+            await stage.supervisor.stop()
             for generation in on_its_way:
                 with pytest.raises(EngineDied):
                     await generation.wait()
@@ -269,11 +269,11 @@ def test_the_counters_of_engines_that_died_are_kept() -> None:
             for count in (5, 7):
                 engine = await stage.ready_engine()
                 engine.say(EngineStats(time=1.0, generation_tokens=count, running=1, paths={"eager": count}))
-                await until(lambda: stage.replica_set.stats().running == 1)
+                await until(lambda: stage.supervisor.stats().running == 1)
                 engine.die()
-                await until(lambda: stage.replica_set.stats().running == 0)
-            total = stage.replica_set.stats()
-            assert (total.generation_tokens, total.paths, stage.replica_set.deaths) == (12, {"eager": 12}, 2)
+                await until(lambda: stage.supervisor.stats().running == 0)
+            total = stage.supervisor.stats()
+            assert (total.generation_tokens, total.paths, stage.supervisor.deaths) == (12, {"eager": 12}, 2)
 
     run(play())
 
@@ -304,8 +304,8 @@ def test_an_engine_that_lost_its_connection_says_so() -> None:
     async def play() -> None:
         async with staged() as stage:
             (await stage.ready_engine()).die(LINK_BROKE)
-            await asyncio.wait_for(stage.replica_set.stopped.wait(), PATIENCE)
-            assert stage.replica_set.health.reason.endswith("lost its connection to this server")
+            await asyncio.wait_for(stage.supervisor.stopped.wait(), PATIENCE)
+            assert stage.supervisor.health.reason.endswith("lost its connection to this server")
 
     run(play())
 
@@ -391,7 +391,7 @@ def test_whatever_keeps_a_replica_from_starting_again_those_who_wait_for_it_hear
             engine.die()
             with pytest.raises(EngineDied, match="no place left"):
                 await waiting.wait()
-            assert stage.replica_set.stopped.is_set() and stage.replica_set.exit_code == 1
+            assert stage.supervisor.stopped.is_set() and stage.supervisor.exit_code == 1
 
     run(play())
 
@@ -408,7 +408,7 @@ def test_an_answer_of_which_a_report_can_not_be_read_is_never_given_as_whole() -
             engine.emit("cut", 10, reason="length")
             with pytest.raises(EngineDied, match="could not be followed"):
                 await generation.wait()
-            assert engine.has_ended and not stage.replica_set.health.live
+            assert engine.has_ended and not stage.supervisor.health.live
 
     run(play())
 
@@ -422,7 +422,7 @@ def test_giving_up_tells_those_who_run_and_those_who_wait_for_a_replica() -> Non
             engine.die()
             again = await stage.launched()
             assert not waiting.is_closed and not again.has_ended
-            stage.replica_set.give_up(NotReady("draining"))
+            stage.supervisor.give_up(NotReady("draining"))
             with pytest.raises(NotReady, match="draining"):
                 await waiting.wait()
 
