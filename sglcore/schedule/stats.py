@@ -8,15 +8,9 @@ from sglcore.device.worker import Limits
 from sglcore.schedule.memory import Memory
 
 
-class SchedulerStats(msgspec.Struct):
-    """Counters since the start; requests in a state (`waiting` to `in_flight`, which counts steps), pages, snapshots and
-    window pages but those evicted and `snapshot_hits` are of this moment. Bytes are those of `Limits`.
-
-    `hit_tokens` of `looked_up_tokens`: prompt tokens that the prefix cache had. `computed_prompt_tokens`: those that the
-    device worked on, again after a retraction. `snapshot_hits`: requests that began with a cached copy of a state.
-    `stale_rows`: rows that a step computed for a request that had ended meanwhile. `invalid_rows`: rows whose logits were not
-    finite.
-    """
+class Levels(msgspec.Struct):
+    """What is so at a moment: requests in a state (`waiting` to `in_flight`, which counts steps), pages, snapshots, window pages,
+    and the bytes of `Limits`."""
 
     waiting: int = 0
     running: int = 0
@@ -26,20 +20,31 @@ class SchedulerStats(msgspec.Struct):
     free_pages: int = 0
     cached_pages: int = 0
     unused_cached_pages: int = 0
-    evicted_pages: int = 0
     num_snapshots: int = 0
     free_snapshots: int = 0
     cached_snapshots: int = 0
-    evicted_snapshots: int = 0
-    snapshot_hits: int = 0
     num_window_pages: int = 0
     free_window_pages: int = 0
     cached_window_pages: int = 0
-    evicted_window_pages: int = 0
     kv_bytes: int = 0
     window_bytes: int = 0
     state_bytes: int = 0
     snapshot_bytes: int = 0
+
+
+class SchedulerStats(Levels):
+    """The levels, and counters since the start.
+
+    `hit_tokens` of `looked_up_tokens`: prompt tokens that the prefix cache had. `computed_prompt_tokens`: those that the
+    device worked on, again after a retraction. `snapshot_hits`: requests that began with a cached copy of a state.
+    `stale_rows`: rows that a step computed for a request that had ended meanwhile. `invalid_rows`: rows whose logits were not
+    finite.
+    """
+
+    evicted_pages: int = 0
+    evicted_snapshots: int = 0
+    snapshot_hits: int = 0
+    evicted_window_pages: int = 0
     hit_tokens: int = 0
     looked_up_tokens: int = 0
     retractions: int = 0

@@ -1,4 +1,4 @@
-"""A replica set whose engines are played by the test: they say what they are told to, over the real channel, and end when told."""
+"""A supervisor whose engines are played by the test: they say what they are told to, over the real channel, and end when told."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class PlayedEngine:
 
 
 class Stage:
-    """The launcher of played engines, and the replica set that has them."""
+    """The launcher of played engines, and the supervisor that has them."""
 
     def __init__(self, is_remote: bool) -> None:
         self.is_remote = is_remote
@@ -132,7 +132,7 @@ class Stage:
         self.supervisor: Supervisor
 
     async def frontend_host(self) -> str:
-        """Where remote engines reach the replica set."""
+        """Where remote engines reach the supervisor."""
         assert self.is_remote
         return "127.0.0.1"
 
@@ -155,7 +155,7 @@ class Stage:
         return await asyncio.wait_for(self._launched.get(), PATIENCE)
 
     async def ready_engine(self, **known: object) -> PlayedEngine:
-        """The next engine, ready, and the replica set knows it."""
+        """The next engine, ready, and the supervisor knows it."""
         engine = await self.launched()
         count = len(self.supervisor.ready)
         engine.become_ready(**known)
@@ -163,7 +163,7 @@ class Stage:
         return engine
 
     def submit(self, name: str, *token_ids: int) -> Generation:
-        """A request that the replica set has given to a replica."""
+        """A request that the supervisor has given to a replica."""
         params = SamplingParams(max_tokens=8)
         ids = list(token_ids or (5, 6, 7))
         processor = OutputProcessor(self._codec, name, None, ids, params, 3)
@@ -190,7 +190,7 @@ class NoClock:
 
 @asynccontextmanager
 async def staged(*, is_remote: bool = False, **settings: object) -> AsyncIterator[Stage]:
-    """A replica set of played engines, started; afterwards all of them have ended."""
+    """A supervisor of played engines, started; afterwards all of them have ended."""
     stage = Stage(is_remote)
     server = ServerConfig(**settings)  # pyright: ignore[reportArgumentType]
     stage.supervisor = Supervisor(EngineConfig(), server, Health(), launcher=stage, longest_wait=0.0)

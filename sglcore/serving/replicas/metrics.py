@@ -9,7 +9,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -32,6 +32,7 @@ _FIRST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 1
 _BETWEEN = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _WHOLE = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 _RATE_WINDOW, _LONGEST_RETRY = 128, 60
+_OF_REPLICA = ("model", "replica")
 
 
 Replicas = Callable[[], Iterable[tuple[str, str, EngineStats | None]]]
@@ -169,37 +170,34 @@ class _Families(Collector):
         replicas = list(self._replicas())
         yield from self._of_server()
         yield from self._of_requests()
-        yield from self._states(replicas)
+        yield self._states(replicas)
         yield from self._of_engines([(name, numbers) for name, _, numbers in replicas if numbers is not None])
 
     def _of_server(self) -> Iterator[Metric]:
         metrics = self._metrics
         yield InfoMetricFamily("sglcore_build", "The server's version.", {"version": self._version})
-        yield _gauge("http_requests_in_flight", "Requests that are being answered.", metrics.in_flight)
-        yield _gauge("http_connections", "Open connections.", metrics.connections())
-        lost = CounterMetricFamily("sglcore_log_records_lost", "Log lines that could not be written.")
-        lost.add_metric([], metrics.lost_log_records())
-        yield lost
-        deaths = CounterMetricFamily("sglcore_engine_deaths", "Engine processes that ended without being told.")
-        deaths.add_metric([], metrics.engine_deaths())
-        yield deaths
-        responses = CounterMetricFamily("sglcore_http_responses", "Answers.", labels=["method", "endpoint", "status"])
-        for (method, endpoint, status), count in sorted(metrics.responses.items()):
-            responses.add_metric([method, endpoint, str(status)], count)
-        yield responses
-        refusals = CounterMetricFamily(
-            "sglcore_http_refusals", "Requests that middleware turned away.", labels=["code"]
-        )
-        for code, count in sorted(metrics.refusals.items()):
-            refusals.add_metric([code], count)
-        yield refusals
+        for name, text, value in (
+            ("http_requests_in_flight", "Requests that are being answered.", metrics.in_flight),
+            ("http_connections", "Open connections.", metrics.connections()),
+        ):
+            yield _family(GaugeMetricFamily, name, text, (), [((), value)])
+        for name, text, labels, values in (
+            ("log_records_lost", "Log lines that could not be written.", (), {(): metrics.lost_log_records()}),
+            ("engine_deaths", "Engine processes that ended without being told.", (), {(): metrics.engine_deaths()}),
+            ("http_responses", "Answers.", ("method", "endpoint", "status"), metrics.responses),
+            (
+                "http_refusals",
+                "Requests that middleware turned away.",
+                ("code",),
+                {(code,): count for code, count in metrics.refusals.items()},
+            ),
+        ):
+            yield _family(CounterMetricFamily, name, text, labels, sorted(values.items()))
 
     def _of_requests(self) -> Iterator[Metric]:
         metrics, model = self._metrics, [self._model]
-        outcomes = CounterMetricFamily("sglcore_requests", "Requests that ended.", labels=["model", "reason"])
-        for reason, count in sorted(metrics.outcomes.items()):
-            outcomes.add_metric([*model, reason], count)
-        yield outcomes
+        outcomes = (((self._model, reason), count) for reason, count in sorted(metrics.outcomes.items()))
+        yield _family(CounterMetricFamily, "requests", "Requests that ended.", ("model", "reason"), outcomes)
         for name, text, histogram in (
             ("time_to_first_token_seconds", "From a request's arrival to its first token.", metrics.first_token),
             ("inter_token_seconds", "From a token to the next of the same sample.", metrics.between_tokens),
@@ -209,44 +207,41 @@ class _Families(Collector):
             family.add_metric(model, *histogram.buckets())
             yield family
 
-    def _states(self, replicas: list[tuple[str, str, EngineStats | None]]) -> Iterator[Metric]:
-        family = GaugeMetricFamily(
-            "sglcore_replica_state", "1 for the state that a replica is in.", labels=["model", "replica", "state"]
+    def _states(self, replicas: list[tuple[str, str, EngineStats | None]]) -> Metric:
+        values = (
+            ((self._model, name, each), each == state)
+            for name, state, _ in replicas
+            for each in dict.fromkeys((*STATES, state))
         )
-        for name, state, _ in replicas:
-            for each in dict.fromkeys((*STATES, state)):
-                family.add_metric([self._model, name, each], float(each == state))
-        yield family
+        text = "1 for the state that a replica is in."
+        return _family(GaugeMetricFamily, "replica_state", text, (*_OF_REPLICA, "state"), values)
 
     def _of_engines(self, engines: list[tuple[str, EngineStats]]) -> Iterator[Metric]:
-        for name, text, read in _GAUGES:
-            family = GaugeMetricFamily(f"sglcore_{name}", text, labels=["model", "replica"])
-            for replica, numbers in engines:
-                family.add_metric([self._model, replica], read(numbers))
-            yield family
-        for name, text, read in _COUNTERS:
-            family = CounterMetricFamily(f"sglcore_{name}", text, labels=["model", "replica"])
-            for replica, numbers in engines:
-                family.add_metric([self._model, replica], read(numbers))
-            yield family
-        yield from self._steps(engines)
+        where = [((self._model, replica), numbers) for replica, numbers in engines]
+        for kind, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, text, read in rows:
+                yield _family(kind, name, text, _OF_REPLICA, ((labels, read(numbers)) for labels, numbers in where))
+        paths = (((*labels, path), count) for labels, numbers in where for path, count in sorted(numbers.paths.items()))
+        yield _family(CounterMetricFamily, "steps", "Steps, by what ran them.", (*_OF_REPLICA, "path"), paths)
+        host = SummaryMetricFamily("sglcore_step_host_seconds", "The host's own work for a step.", labels=_OF_REPLICA)
+        for labels, numbers in where:
+            host.add_metric(labels, numbers.host_steps, numbers.host_seconds)
+        yield host
         yield from draft_families(self._model, engines)
 
-    def _steps(self, engines: list[tuple[str, EngineStats]]) -> Iterator[Metric]:
-        labels = ["model", "replica"]
-        paths = CounterMetricFamily("sglcore_steps", "Steps, by what ran them.", labels=[*labels, "path"])
-        host = SummaryMetricFamily("sglcore_step_host_seconds", "The host's own work for a step.", labels=labels)
-        for replica, numbers in engines:
-            where = [self._model, replica]
-            for path, count in sorted(numbers.paths.items()):
-                paths.add_metric([*where, path], count)
-            host.add_metric(where, numbers.host_steps, numbers.host_seconds)
-        yield paths
-        yield host
 
-
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"sglcore_{name}", text, value=value)
+def _family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    values: Iterable[tuple[tuple[str | int, ...], float]],
+) -> Metric:
+    """A family with these values, each with those of its labels."""
+    family = kind(f"sglcore_{name}", text, labels=labels)
+    for where, value in values:
+        family.add_metric(list(map(str, where)), value)
+    return family
 
 
 def kv_usage(numbers: EngineStats) -> float:

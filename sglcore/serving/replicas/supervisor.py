@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
+from sglcore.schedule.stats import Levels
 from sglcore.serving.replicas.channel import FrontendChannel
 from sglcore.serving.replicas.engine_process import plain_config
 from sglcore.serving.replicas.errors import EngineDied, NotReady
@@ -312,30 +313,7 @@ def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
 
 def past_only(stats: EngineStats) -> EngineStats:
     """What an engine that has ended has done; it holds nothing any more."""
-    nothing = dict.fromkeys(
-        (
-            "waiting",
-            "running",
-            "decoding",
-            "in_flight",
-            "compiling",
-            "num_pages",
-            "free_pages",
-            "cached_pages",
-            "unused_cached_pages",
-            "num_snapshots",
-            "free_snapshots",
-            "cached_snapshots",
-            "num_window_pages",
-            "free_window_pages",
-            "cached_window_pages",
-            "kv_bytes",
-            "window_bytes",
-            "state_bytes",
-            "snapshot_bytes",
-        ),
-        0,
-    )
+    nothing = dict.fromkeys((*Levels.__struct_fields__, "compiling"), 0)
     return msgspec.structs.replace(stats, **nothing)
 
 
