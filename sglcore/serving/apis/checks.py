@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from sglcore.sampling.params import SamplingError
-from sglcore.serving.replicas.errors import InvalidRequest, NotReady, failure
+from sglcore.serving.replicas.errors import InvalidRequest, NotReady, parameter_of
 from sglcore.serving.replicas.frontend import Frontend
 
 SHOWN = 60
@@ -93,8 +93,7 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
         error.param = names.get(error.param or "", error.param)
         raise
     except SamplingError as error:
-        found = failure(error)
-        if found is None or found.param not in names:
+        ours = parameter_of(error)
+        if ours is None or ours not in names:
             raise
-        own = names[found.param]
-        raise InvalidRequest(own + found.message.removeprefix(found.param), param=own) from None
+        raise InvalidRequest(names[ours] + str(error).removeprefix(ours), param=names[ours]) from None

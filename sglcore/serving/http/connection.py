@@ -50,7 +50,7 @@ class Connection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Refuses what is one connection too many; otherwise the first head has to come in time."""
         super().connection_made(transport)
         excess = len(self.connections) - self.bounds.connections

@@ -96,7 +96,7 @@ def failure(error: BaseException) -> Failure | None:
     if isinstance(error, EngineDied):
         return Failure(503, str(error), "unavailable_error", code="engine_died")
     if isinstance(error, SamplingError):
-        return Failure(400, str(error), INVALID, _named_first(str(error)))
+        return Failure(400, str(error), INVALID, parameter_of(error))
     if isinstance(error, RequestError | TextError | GrammarError):
         code = "context_length_exceeded" if isinstance(error, ContextError) else None
         return Failure(400, str(error), INVALID, code=code)
@@ -142,7 +142,7 @@ def _retry_after(seconds: float) -> Mapping[str, str]:
     return MappingProxyType({"retry-after": str(max(1, math.ceil(seconds)))})
 
 
-def _named_first(message: str) -> str | None:
-    """The parameter that a message of SamplingParams begins with."""
-    name = message.partition(":")[0].partition("[")[0].partition(" ")[0]
+def parameter_of(error: SamplingError) -> str | None:
+    """The parameter that an error of SamplingParams is about: its message begins with it."""
+    name = str(error).partition(":")[0].partition("[")[0].partition(" ")[0]
     return name if name.isidentifier() else None
