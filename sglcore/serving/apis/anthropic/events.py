@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -95,20 +96,15 @@ class MessageWriter:
 def _events(change: BlockChange) -> list[Event]:
     block = change.block
     if change.kind == "opened":
-        return [{"type": "content_block_start", "index": block.index, "content_block": _empty(block)}]
+        empty = _whole(replace(block, pieces=[]))
+        return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
     if change.kind == "grew":
         return [{"type": "content_block_delta", "index": block.index, "delta": _delta(block, change.text)}]
-    signed = [{"type": "signature_delta", "signature": ""}] if block.kind == "reasoning" else []
-    return [
-        *({"type": "content_block_delta", "index": block.index, "delta": delta} for delta in signed),
-        {"type": "content_block_stop", "index": block.index},
-    ]
-
-
-def _empty(block: Block) -> dict[str, Any]:
-    if block.kind == "tool":
-        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
-    return {"type": "thinking", "thinking": "", "signature": ""} if block.kind == "reasoning" else _text("")
+    stop = {"type": "content_block_stop", "index": block.index}
+    if block.kind != "reasoning":
+        return [stop]
+    signature = {"type": "signature_delta", "signature": ""}
+    return [{"type": "content_block_delta", "index": block.index, "delta": signature}, stop]
 
 
 def _delta(block: Block, text: str) -> dict[str, Any]:
@@ -124,11 +120,7 @@ def _whole(block: Block) -> dict[str, Any]:
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block)}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return _text(block.text)
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text, "citations": None}
+    return {"type": "text", "text": block.text, "citations": None}
 
 
 def _input(block: Block) -> dict[str, Any]:

@@ -87,54 +87,60 @@ class MessageAnswer(Answer):
     tool_calls: list[ToolCallAnswer] | None = None
 
 
-class ChoiceEnd(Answer):
-    """What a choice and its last part have: `seed_used` gives the same text again; `error` says why a sample failed."""
-
-    index: int
-    logprobs: ChatLogprobs | None
-    finish_reason: ChatFinish | None
-    stop_reason: int | str | None = None
-    seed_used: int | None = None
-    token_ids: list[int] | None = None
-    error: ErrorDetail | None = None
-
-
-class ChatChoice(ChoiceEnd):
-    """One sample."""
-
-    message: MessageAnswer
-
-
-class ChatDelta(ChoiceEnd):
-    """What is new of one sample."""
-
-    delta: MessageAnswer
-
-
-class ChatFrame(Answer):
-    """What the answer and every part of a stream have in common."""
+class Frame(Answer):
+    """What answers of completions and chats, and every part of their streams, have in common."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str
     usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
 
 
-class ChatAnswer(ChatFrame):
+class ChoiceEnd(Answer):
+    """What a choice and its last part have, in completions and chats."""
+
+    index: int
+    stop_reason: int | str | None = None
+    seed_used: int | None = None
+    token_ids: list[int] | None = None
+    error: ErrorDetail | None = None
+
+
+class ChatEnd(ChoiceEnd):
+    """That of a chat."""
+
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinish | None
+
+
+class ChatChoice(ChatEnd):
+    """One sample."""
+
+    message: MessageAnswer
+
+
+class ChatDelta(ChatEnd):
+    """What is new of one sample."""
+
+    delta: MessageAnswer
+
+
+class ChatAnswer(Frame):
     """All samples of the next message."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
-class ChatChunk(ChatFrame):
+class ChatChunk(Frame):
     """A part of a stream: what is new of one choice, or how far the prompt is, or at the end the usage."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatDelta]
+    prompt_token_ids: list[int] | None = None
     prompt_progress: PromptProgress | None = None
 
 
@@ -147,35 +153,25 @@ class CompletionLogprobsAnswer(Answer):
     text_offset: list[int]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(ChoiceEnd):
     """One sample of one prompt: `index` counts the samples of the first prompt, then those of the next.
 
     `seed_used` with the same prompt gives the same text again. `stop_reason` is the stop token or string that ended it.
     With `finish_reason` "error" or "abort" the sample failed, and `error` says why.
     """
 
-    index: int
     text: str
     logprobs: CompletionLogprobsAnswer | None
     finish_reason: FinishReason | None
-    stop_reason: int | str | None = None
-    seed_used: int | None = None
-    token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
-    error: ErrorDetail | None = None
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(Frame):
     """The completions of all prompts."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
 
 
 class CompletionChunk(CompletionAnswer):
