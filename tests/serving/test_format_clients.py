@@ -12,7 +12,7 @@ import pytest
 
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.chat.format import ChatFormat
-from tests.serving.formats.checkpoints import codec_of
+from tests.serving.chat.checkpoints import codec_of
 from tests.serving.scripted import MODEL, Stage, staged
 
 QUESTION: Any = {"role": "user", "content": "Rain?"}

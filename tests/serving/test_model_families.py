@@ -19,8 +19,8 @@ from tests import checkpoints as models
 from tests.deepseek_v4 import deepseek_v4, with_published_names
 from tests.laws.test_pooling_laws import write_modules
 from tests.laws.test_prompt_embeds import qwen3_vl, qwen25_vl
+from tests.serving.chat.checkpoints import FAMILIES, make_codec
 from tests.serving.conftest import SCHEMA, TOOLS
-from tests.serving.formats.checkpoints import FAMILIES, make_codec
 from tests.serving.in_process import served_here
 
 MESSAGES: Any = [{"role": "user", "content": "Rain?"}]

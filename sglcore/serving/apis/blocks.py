@@ -1,6 +1,6 @@
 """What a model says as blocks that open, grow and close: reasoning, text and tool calls, one after another.
 
-Knows nothing of any protocol; the dialects write their own events for each change.
+Knows nothing of any protocol; each writes its own events for each change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Block:
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     id: str = ""
-    """What the dialect calls it."""
+    """What the protocol calls it."""
 
     @property
     def text(self) -> str:

@@ -29,7 +29,7 @@ Bias = Annotated[dict[str, float], Field(max_length=MOST_IDS), entries(MOST_IDS)
 
 
 class SamplingFields(Body):
-    """How tokens are sampled, in every dialect: each field is a parameter of the same name. Those that a dialect's own
+    """How tokens are sampled, in every protocol: each field is a parameter of the same name. Those that a
     protocol lacks are this server's."""
 
     temperature: float | None = Field(None, ge=0)

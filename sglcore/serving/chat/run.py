@@ -1,6 +1,6 @@
 """A chat on its way: messages become a prompt, the model's text becomes reasoning, content and tool calls.
 
-All endpoints that chat, in whatever dialect, are translations to `ChatRequest` and from `ChatEvent`.
+All endpoints that chat, in whatever protocol, are translations to `ChatRequest` and from `ChatEvent`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ steps."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A conversation and what is wanted next, in OpenAI's shapes whatever dialect it came in.
+    """A conversation and what is wanted next, in OpenAI's shapes whatever protocol it came in.
 
     `tool_choice`: "none", "auto", "required", or `{"type": "function", "function": {"name": ...}}`.
     `parallel_tool_calls` false keeps the first call of an answer alone. `form` is the field of the request that binds the

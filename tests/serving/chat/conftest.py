@@ -6,7 +6,7 @@ import pytest
 
 from sglcore.engine.text import TextCodec
 from sglcore.serving.chat.format import ChatFormat
-from tests.serving.formats.checkpoints import FAMILIES, codec_of
+from tests.serving.chat.checkpoints import FAMILIES, codec_of
 
 
 @pytest.fixture(scope="session")

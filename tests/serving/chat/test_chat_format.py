@@ -15,7 +15,7 @@ from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec
 from sglcore.serving.chat.format import ChatFormat
 from sglcore.serving.chat.parsers.delta import calls_of, text_of
-from tests.serving.formats.checkpoints import FAMILIES, HERMES, codec_of, make_codec
+from tests.serving.chat.checkpoints import FAMILIES, HERMES, codec_of, make_codec
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
 USER = {"role": "user", "content": "Hi"}

@@ -10,7 +10,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from sglcore.engine.chat_template import Bounds, ChatTemplate, TextError
-from tests.serving.formats.checkpoints import FAMILIES, make_codec
+from tests.serving.chat.checkpoints import FAMILIES, make_codec
 
 TALK = [{"role": "user", "content": "Grüße <b>"}, {"role": "assistant", "content": "ja"}]
 

@@ -21,7 +21,7 @@ from sglcore.serving.chat.parsers.json_calls import HERMES as HERMES_CALLS
 from sglcore.serving.chat.parsers.parser import AnswerScan
 from sglcore.serving.chat.parsers.scanner import Scan, Scanner
 from sglcore.serving.chat.self_test import Candidate, Failed, check_reasoning, check_tools
-from tests.serving.formats.checkpoints import FAMILIES, HERMES, codec_of, make_codec
+from tests.serving.chat.checkpoints import FAMILIES, HERMES, codec_of, make_codec
 
 THINK = next(family for family in REASONING if family.name == "think")
 HERMES_FAMILY = next(family for family in TOOLS if family.name == "hermes")

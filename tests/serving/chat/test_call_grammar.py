@@ -12,7 +12,7 @@ from sglcore.engine.chat_template import TextError
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.serving.chat.format import ChatFormat
-from tests.serving.formats.checkpoints import FAMILIES
+from tests.serving.chat.checkpoints import FAMILIES
 
 SCHEMA = {
     "type": "object",

@@ -9,7 +9,7 @@ import llguidance
 import pytest
 
 from sglcore.serving.chat.format import ChatFormat
-from tests.serving.formats.checkpoints import codec_of, read
+from tests.serving.chat.checkpoints import codec_of, read
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 USER = {"role": "user", "content": "Hi"}
