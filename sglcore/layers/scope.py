@@ -102,7 +102,7 @@ class Scope:
     """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing dot unless empty.
 
     `max_positions` bounds the positions that will occur, `index_dtype` is that of cells, `kv_cache_dtype` is EngineConfig's,
-    and `refusals` is told of kernels that do not take what a layer calls them with.
+    `drafts` are the tokens of a request that a decode step brings at most, and `refusals` is told of kernels that do not take what a layer calls them with.
     """
 
     config: ModelConfig
@@ -112,6 +112,7 @@ class Scope:
     index_dtype: torch.dtype = torch.int64
     refusals: Refusals | None = None
     kv_cache_dtype: str = "auto"
+    drafts: int = 1
     prefix: str = field(default="")
 
     def at(self, *names: str | int) -> Self:

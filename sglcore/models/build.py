@@ -374,6 +374,11 @@ class Architecture(ABC):
         self.dtype = build.dtype
         self.kernels = build.kernels
 
+    @property
+    def feature_size(self) -> int:
+        """Numbers that one layer hands to the next of each token."""
+        return self.config.hidden_size
+
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
         """What each tensor in the checkpoint's files, of these shapes, is called in the model's record of its weights."""
         return {name: self.own_name(name) for name in shapes}

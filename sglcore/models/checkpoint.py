@@ -16,6 +16,7 @@ from sglcore.models.build import Architecture
 from sglcore.models.implementation import choose_implementation
 from sglcore.models.loader import load_model
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.speculative.choice import most_drafts
 
 
 def load_checkpoint(
@@ -49,5 +50,6 @@ def load_checkpoint(
         index_dtype=getattr(torch, facts.index_dtype),
         page_size=config.page_size,
         kv_cache_dtype=config.kv_cache_dtype,
+        drafts=most_drafts(config),
         ledger=ledger,
     )

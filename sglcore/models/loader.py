@@ -52,6 +52,7 @@ def load_model(
     index_dtype: torch.dtype = torch.int64,
     page_size: int | None = None,
     kv_cache_dtype: str = "auto",
+    drafts: int = 1,
     ledger: DecisionLedger | None = None,
     given: Mapping[str, Any] = EMPTY,
 ) -> Architecture:
@@ -59,7 +60,8 @@ def load_model(
     another model that this one uses in the place of its own, by their names.
 
     `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry;
-    `quantize`, `page_size` and `kv_cache_dtype` are EngineConfig's, `index_dtype` that of cells. Kernels that do not take this model are rows of the ledger, as is
+    `quantize`, `page_size` and `kv_cache_dtype` are EngineConfig's, `index_dtype` that of cells, `drafts` the tokens of a request
+    that a decode step brings at most. Kernels that do not take this model are rows of the ledger, as is
     the form in which quantised weights are kept.
     Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a model that is
     not supported. Host memory beyond the weights stays under one layer's, as stored and as packed.
@@ -68,7 +70,7 @@ def load_model(
     weights = Weights(dtype, torch.device(device))
     packer, refusals = Packer(weights, kernels, quantize), Refusals()
     positions = max_positions or config.context_length
-    shared = config, kernels, weights, positions, index_dtype, refusals, kv_cache_dtype
+    shared = config, kernels, weights, positions, index_dtype, refusals, kv_cache_dtype, drafts
     model = model_type(Build(*shared, given=given))
     if config.is_encoder and (model.state_layers or any(layer.rows for layer in model.attention_layers)):
         kept = "states" if model.state_layers else "rows of its own"

@@ -56,6 +56,11 @@ class LoadedModel(Model, Protocol):
         """What it makes of a token depends on the ids before it."""
         ...
 
+    @property
+    def feature_size(self) -> int:
+        """Numbers that one of its layers hands to the next of each token."""
+        ...
+
     def classify(self, pooled: Tensor) -> Tensor:
         """[B, labels] from pooled hidden states [B, H]."""
         ...

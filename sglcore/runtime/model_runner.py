@@ -135,7 +135,7 @@ class ModelRunner:
         if pages is not None:
             self.attn_backend.req_to_token_pool.write(arrays.arrived["page_entries"], arrays.arrived["new_pages"])
         rows = registry.view(size, size, extend=False)
-        rows.forward_mode, rows.seq_lens_cpu = batch.forward_mode, most_lens(batch, width)
+        rows.forward_mode, rows.width, rows.seq_lens_cpu = batch.forward_mode, width, most_lens(batch, width)
         return rows
 
     def _init_with(

@@ -76,6 +76,8 @@ class ForwardInputs(Generic[Array]):
     only where the device alone knows the lengths, which never is on one whose facts say `needs_host_lengths`.
     `window_*` is the same as layers with windows see it, whose requests begin at `ScheduleBatch.window_starts` and whose
     cells are indices into a pool of their own; None where the worker keeps none.
+    `width`: a decode has so many rows of each request, whose tokens follow one another, perhaps fewer of which are of slot 0
+    instead; None: one.
     `features` [T, F]: what a target model made of each token, for the model that proposes the next ones.
     `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank.
     """
@@ -83,6 +85,7 @@ class ForwardInputs(Generic[Array]):
     forward_mode: ForwardMode = batch_field(axis=NONE, split=Split.COPY, read="forward_mode", default=ForwardMode.IDLE)
     batch_size: int = batch_field(axis=NONE, split=Split.CLIP, read="batch_size", default=0)
     num_tokens: int = batch_field(axis=NONE, split=Split.CLIP, read="num_tokens", default=0)
+    width: int | None = batch_field(axis=NONE, split=Split.REFUSE, owner="speculative")
 
     req_pool_indices: Array = batch_field(axis=REQUESTS, dtype="int32", padding=zero(), read="slots")
     seq_lens: Array = batch_field(axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_seq_lens)

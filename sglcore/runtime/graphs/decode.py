@@ -61,6 +61,7 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         batch.needs_forward_metadata_init(attention)
         self.registry.fill_from(batch, FillContext(batch.batch_size, size, batch.num_tokens, size))
         carry_host_arrays(batch, captured.batch)
+        captured.batch.width = batch.width
         update = attention.refresh(captured.plan, captured.batch)
         with forward_context(replace(self._context, batch=captured.batch)):
             output = captured.step.replay(update)

@@ -78,7 +78,19 @@ class Speculation:
             return StepShape(widths, aux_layers=self.aux_layers or ())
         if self.aux_layers is None:
             return StepShape((1, *(each + 1 for each in widths)))
-        return StepShape(tuple(sorted({1, *widths})), model.config.hidden_size)
+        return StepShape(tuple(sorted({1, *widths})), model.feature_size)
+
+
+def most_drafts(config: EngineConfig) -> int:
+    """Tokens of a request that a decode step may bring, the last one drawn and the proposals, as far as the configuration tells."""
+    is_off = config.speculative == "off" or (config.speculative == "auto" and config.draft_model is None)
+    return 1 if is_off else 1 + _lengths(config)[-1]
+
+
+def _lengths(config: EngineConfig) -> tuple[int, ...]:
+    # A text that is exact in law only would change with the number.
+    fixed = None if config.speculative_verify == COUPLED else DRAFT_TOKENS
+    return lengths_of(config.draft_tokens or fixed, DRAFT_TOKENS)
 
 
 def choose_speculation(
@@ -101,14 +113,18 @@ def choose_speculation(
     reason = _reason_against(model)
     if reason:
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--speculative off")
-    # A text that is exact in law only would change with the number.
-    lengths = lengths_of(config.draft_tokens or (None if rule == COUPLED else DRAFT_TOKENS), DRAFT_TOKENS)
+    lengths = _lengths(config)
     fewer = f"{', '.join(map(str, lengths[:-1]))} or " if lengths[1:] else ""
     what = f"{kind}, {fewer}{lengths[-1]} tokens a step"
     ledger.record(Row("speculative", asked, what, f"{why}; {_promise(rule)}", "--speculative off"))
     if kind == NGRAM:
         return Speculation(kind, lengths, rule=rule)
     draft = load(_draft_folder(config, folder, kind), kind)
+    if any(kept.ring for layer in draft.model.attention_layers for kept in layer.rows.values()):
+        raise ConfigError(
+            "the draft keeps its last tokens in rings, where what it proposes takes the place of tokens that it needs again",
+            remedy="use another draft",
+        )
     return Speculation(kind, lengths, draft.model, draft.aux_layers, rule)
 
 
@@ -160,8 +176,6 @@ def _reason_against(model: LoadedModel) -> str:
         return "this model embeds: it proposes and draws no tokens"
     if model.state_layers:
         return "this model keeps a state of each request, which can not go back to before a wrong proposal"
-    if any(kept.ring for layer in model.attention_layers for kept in layer.rows.values()):
-        return "this model keeps its last tokens in rings, where a proposal takes the place of a token that may be needed again"
     if model.reads_history:
         return "this model reads the history of each token, which has no proposals"
     return ""

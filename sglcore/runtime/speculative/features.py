@@ -27,8 +27,14 @@ class LayeredModel(Protocol):
         """Those that attend, indexed by their id."""
         ...
 
+    @property
+    def feature_size(self) -> int:
+        """Numbers F that one layer hands to the next of each token."""
+        ...
+
     def embed(self, batch: ForwardBatch, /) -> Any:
-        """What the first layer starts from: `hidden` [T, H], and `residual` [T, H] to which it is not yet added, or None."""
+        """What the first layer starts from: `hidden` of F numbers a token, and as many of `residual`, to which they are not yet added,
+        or None."""
         ...
 
     def run_layers(self, state: Any, first: int, last: int, /) -> Any:
@@ -49,12 +55,14 @@ class LayeredModel(Protocol):
 
 
 class FeatureModel:
-    """A model whose forward gives, beside its hidden states, the sums that enter some of its layers: [T, H * (1 + layers)]."""
+    """A model whose forward gives, beside its hidden states, the sums that enter some of its layers, `feature_size` numbers:
+    [T, H + feature_size]."""
 
     def __init__(self, model: LayeredModel, aux_layers: tuple[int, ...]) -> None:
         """`aux_layers`: numbers of layers, ascending; that after the last one is the sum before the last norm."""
         self._model = model
         self._aux_layers = aux_layers
+        self.feature_size = len(aux_layers) * model.feature_size
         self.attention_layers = model.attention_layers
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
@@ -65,15 +73,15 @@ class FeatureModel:
         for layer in self._aux_layers:
             state = model.run_layers(state, first, layer)
             # A layer uses up what it is given.
-            found.append(state.hidden.clone() if state.residual is None else state.hidden + state.residual)
+            summed = state.hidden.clone() if state.residual is None else state.hidden + state.residual
+            found.append(summed.flatten(1))
             first = layer
         hidden = model.finish(model.run_layers(state, first, len(model.layers)))
         return torch.cat([hidden, *found], -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, vocab] from what a forward gave of N tokens."""
-        size = hidden.shape[-1] // (1 + len(self._aux_layers))
-        return self._model.logits(hidden[:, :size].contiguous())
+        return self._model.logits(hidden[:, : -self.feature_size].contiguous())
 
     def embed_ids(self, ids: Tensor) -> Tensor:
         """[T] to the rows [T, H] that the first layer takes."""

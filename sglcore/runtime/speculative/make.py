@@ -13,6 +13,7 @@ from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
 from sglcore.runtime.speculative.choice import NGRAM, Speculation
 from sglcore.runtime.speculative.drafter import Drafter
+from sglcore.runtime.speculative.features import FeatureModel
 from sglcore.runtime.speculative.ngram import NgramDrafter
 from sglcore.runtime.speculative.rejection import RULES, RejectionWorker
 from sglcore.runtime.speculative.worker import SpeculativeWorker
@@ -49,8 +50,7 @@ def make_speculative_worker(
         allows_mixed_batches=False,
         can_overlap=limits.can_overlap and not facts.needs_host_lengths,
     )
-    aux_layers = speculation.aux_layers or ()
-    feature_size = len(aux_layers) * limits.embed_size or None
+    feature_size = runner.model.feature_size if isinstance(runner.model, FeatureModel) else None
     given = (runner, token_table, limits, drafter, feature_size, speculation.lengths, facts.shares_host_memory)
     if speculation.rule not in RULES:
         return SpeculativeWorker(*given)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
 from sglcore.runtime.attention.sparse.layer import SparseLayer
-from sglcore.runtime.attention.sparse.tokens import Paged, TokenRows, choose_rows, later_steps
+from sglcore.runtime.attention.sparse.tokens import Paged, RequestRows, TokenRows, choose_rows, later_steps
 from sglcore.runtime.memory.deepseek_v4 import BLOCKS, STATE, WINDOW, DeepSeekV4TokenToKVPool
 from sglcore.runtime.memory.rows import INDEX_KEYS, ROWS, KeptRows, Place
 
@@ -174,8 +174,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
             self.kernels.block_rows(self.req_to_token_pool.page_table, slots, batch.positions, ratio, size, out)
 
     def _complete(self, plan: CompressedPlan, batch: ForwardBatch) -> None:
+        rows = RequestRows.of(batch)
         for kept in self.token_to_kv_pool.states:
-            self._fill_completed(plan.completed[kept.ratio, kept.span], kept, plan.tokens.slots, batch)
+            self._fill_completed(plan.completed[kept.ratio, kept.span], kept, rows, plan.tokens.slots, batch)
 
     def _step(self, whole: CompressedPlan, place: int, count: int) -> CompressedPlan:
         """The `place`th of `count` decode steps that were planned as one; what they complete is open."""
@@ -186,7 +187,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         lists = whole.window[rows], whole.window_out[rows], blocks
         return CompressedPlan(self, self.generation, whole.tokens.part(place, count), *lists, completed)
 
-    def _fill_completed(self, out: Completed, kept: KeptRows, slots: Tensor, batch: ForwardBatch) -> None:
+    def _fill_completed(
+        self, out: Completed, kept: KeptRows, rows: RequestRows, slots: Tensor, batch: ForwardBatch
+    ) -> None:
         """The state's pages are the window's, from the first that a request still has."""
         pool, table, offsets = self.token_to_kv_pool, self.req_to_token_pool.page_table, None
         state_table = None if kept.place is Place.SLOTS else table
@@ -194,10 +197,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
             assert batch.window_seq_lens is not None
             state_table, offsets = pool.window_table.page_table, batch.seq_lens - batch.window_seq_lens
         self.kernels.compress_plan(
-            batch.req_pool_indices,
-            batch.seq_lens,
-            batch.extend_seq_lens,
-            batch.extend_start_loc,
+            *rows,
             slots,
             batch.positions,
             table,
@@ -219,9 +219,8 @@ def most_completed(num_tokens: int, batch_size: int, ratio: int) -> int:
 
 
 def _most_completed(batch: ForwardBatch, ratio: int) -> int:
-    """Those of a batch, counted where the host knows its lengths."""
+    """Those of a batch, counted where the host knows its lengths; of a decode it may know no more than the most they can be."""
     ends, lengths = batch.seq_lens_cpu, batch.extend_seq_lens_cpu
-    if ends is None:
-        return most_completed(batch.num_tokens, batch.batch_size, ratio)
-    begins = ends - (1 if lengths is None else lengths)
-    return int((ends // ratio - begins // ratio).sum())
+    if ends is None or lengths is None:
+        return most_completed(batch.num_tokens, batch.batch_size // (batch.width or 1), ratio)
+    return int((ends // ratio - (ends - lengths) // ratio).sum())

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -59,6 +59,28 @@ class TokenRows:
         size = len(self.slots) // count
         rows = slice(place * size, (place + 1) * size)
         return TokenRows(self.slots[rows], self.lens[rows], self.most)
+
+
+class RequestRows(NamedTuple):
+    """A batch by request, int32 [B] each, as the kernel table's `compress_plan` takes it: the tokens [starts, starts + lengths)
+    are the last of seq_lens in `slots`; token b where both are None."""
+
+    slots: Tensor
+    seq_lens: Tensor
+    lengths: Tensor | None
+    starts: Tensor | None
+
+    @classmethod
+    def of(cls, batch: ForwardBatch) -> Self:
+        """Of a batch that is on the device. Requests of slot 0 have no token; padding may stand behind the last."""
+        width = batch.width
+        if width is None:
+            return cls(batch.req_pool_indices, batch.seq_lens, batch.extend_seq_lens, batch.extend_start_loc)
+        rows = batch.batch_size // width * width
+        owners = batch.req_pool_indices[:rows].view(-1, width)
+        lengths = (owners > 0).sum(1, dtype=torch.int32)
+        starts = torch.arange(0, rows, width, dtype=torch.int32, device=owners.device)
+        return cls(owners[:, 0].contiguous(), batch.seq_lens[:rows:width] + lengths - 1, lengths, starts)
 
 
 def later_steps(view: ForwardBatch, count: int) -> tuple[ForwardBatch, list[ForwardBatch]]:
