@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from sglcore.models.deepseek_v4 import DeepseekV4NextN
 from tests.checkpoints import Oracle
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -130,6 +131,64 @@ def _next_token(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     joined = {f"mtp.0.{name}.weight": torch.randn(size, size) * size**-0.5 for name in ("e_proj", "h_proj")}
     made = {name: values + 0.01 * torch.randn(values.shape) for name, values in {**layer, **ends}.items()}
     return {**made, **shared, **norms, **joined, **second}
+
+
+class DenseStreams:
+    """The layer that predicts one token more, of a checkpoint by the published names, by the modules of transformers: a layer with the
+    window alone, and the ends of a model around it."""
+
+    def __init__(self, folder: Path) -> None:
+        one = {"num_hidden_layers": 1, "layer_types": (SLIDING,), "mlp_layer_types": ("moe",)}
+        self._shell, stored = deepseek_v4(**one), load_file(folder / "model.safetensors")
+        own = {DeepseekV4NextN.own_name(name): values for name, values in stored.items()}
+        own |= {"model.embed_tokens.weight": stored["embed.weight"], "lm_head.weight": stored["head.weight"]}
+        experts = [f"model.layers.0.mlp.experts.{expert}" for expert in range(8)]
+        gate_up = [torch.cat((own[f"{e}.gate_proj.weight"], own[f"{e}.up_proj.weight"])) for e in experts]
+        own["model.layers.0.mlp.experts.gate_up_proj"] = torch.stack(gate_up)
+        own["model.layers.0.mlp.experts.down_proj"] = torch.stack([own[f"{e}.down_proj.weight"] for e in experts])
+        self._shell.load_state_dict({name: own[name] for name in self._shell.state_dict()})
+        self._own = own
+
+    def __call__(self, ids: Tensor, streams: Tensor) -> Tensor:
+        """Tokens [T], and the streams [T, n * H] of those before them, to the streams behind the layer."""
+        model, count, places = self._shell.model, len(ids), torch.arange(len(ids))
+        before = self._projected("h", streams.view(count, -1, 64))
+        begun = self._projected("e", model.embed_tokens(ids)).unsqueeze(1)
+        distance = places.unsqueeze(1) - places
+        mask = torch.zeros(count, count).masked_fill((distance < 0) | (distance >= 16), -torch.inf)
+        turned = {"main": model.rotary_emb(begun, places.unsqueeze(0), layer_type="main")}
+        given = {"input_ids": ids[None], "position_ids": places[None], "attention_mask": mask[None, None]}
+        return model.layers[0]((begun + before)[None], position_embeddings=turned, **given)[0].flatten(1)
+
+    def logits(self, streams: Tensor) -> Tensor:
+        """[N, n * H] to [N, vocab]."""
+        model = self._shell.model
+        return self._shell.lm_head(model.norm(model.hc_head(streams.view(1, len(streams), -1, 64))))[0]
+
+    @torch.no_grad()
+    def propose(self, following: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
+        """As `DenseDraft.propose`."""
+        ids, rows, found = list(following), features, []
+        for token in (*path, 0):
+            made = self(torch.tensor(ids), rows)[-1:]
+            found.append(torch.log_softmax(self.logits(made), -1)[0])
+            ids, rows = [*ids, token], torch.cat([rows, made])
+        return torch.stack(found)
+
+    def _projected(self, side: str, x: Tensor) -> Tensor:
+        own = self._own
+        normed = torch.nn.functional.rms_norm(x, (64,), own[f"model.{side}norm.weight"], 1e-6)
+        return normed @ own[f"model.{side}_proj.weight"].T
+
+
+@torch.no_grad()
+def streams_of(model: Oracle, tokens: Sequence[int]) -> Tensor:
+    """[n, streams * H]: what each token has behind the last layer."""
+    found: list[Tensor] = []
+    hook = model.model.hc_head.register_forward_pre_hook(lambda module, given: found.append(given[0][0].flatten(1)))
+    model(torch.tensor([tokens]))
+    hook.remove()
+    return found[0]
 
 
 def _write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Path:

@@ -21,6 +21,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.models import deepseek_v4
 from sglcore.models.build import Architecture
 from sglcore.models.checkpoint import load_checkpoint
 from sglcore.models.loader import load_model
@@ -36,6 +37,7 @@ DRAFTS: Mapping[str, str] = MappingProxyType(
         EAGLE: "sglcore.models.eagle:EagleForCausalLM",
         EAGLE3: "sglcore.models.eagle3:Eagle3ForCausalLM",
         MTP: "sglcore.models.mtp:NextToken",
+        deepseek_v4.NEXT_TOKEN: "sglcore.models.deepseek_v4:DeepseekV4NextN",
     }
 )
 """The classes of drafts. No registry has them: most files name the architecture of the target."""
@@ -74,7 +76,8 @@ def kind_of(folder: Path) -> str:
     if "fc.weight" in names:
         return EAGLE
     layers = raw.get("text_config", raw).get("num_hidden_layers", 0)
-    return STANDALONE if layout_of(names.keys(), layers) is None else MTP
+    is_next_token = deepseek_v4.NEXT_TOKEN_PART in names or layout_of(names.keys(), layers) is not None
+    return MTP if is_next_token else STANDALONE
 
 
 def load_draft(
@@ -170,6 +173,8 @@ def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
     _same(folder, "vocab_size", config.vocab_size, target.config.vocab_size)
     if kind == MTP:
         _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
+        if deepseek_v4.NEXT_TOKEN_PART in shapes:
+            return deepseek_v4.next_token_config(config)
         layout = layout_of(shapes.keys(), config.num_hidden_layers)
         assert layout is not None
         return replace(next_token_config(config, layout), architecture=kind)

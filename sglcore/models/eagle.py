@@ -11,8 +11,8 @@ from sglcore.models.llama import LlamaForCausalLM
 
 
 class Drafts(CausalLM):
-    """A decoder that proposes tokens. Called with a batch whose tokens are those that followed the tokens of which `features` [T, H]
-    were made, it gives [T, H], which are the features of what it proposes itself.
+    """A decoder that proposes tokens. Called with a batch whose tokens are those that followed the tokens of which `features` [T, F]
+    were made, it gives [T, F], which are the features of what it proposes itself.
 
     `aux_layers` are the layers of the target before which it wants the target's sum; none: it wants the hidden states after
     the last norm.
@@ -23,7 +23,7 @@ class Drafts(CausalLM):
     aux_layers: tuple[int, ...] = ()
 
     def project(self, features: Array) -> Array:
-        """What the target made of some tokens, [T, F], to the features [T, H] of a batch."""
+        """What the target made of some tokens to the features [T, F] of a batch."""
         return features
 
 

@@ -3,8 +3,9 @@ transformers' own hidden states, through chunks, prefix hits, graphs and any num
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sglcore.device.errors import ConfigError
+from sglcore.models.deepseek_v4 import DeepseekV4NextN
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from tests.checkpoints import llama, save
-from tests.deepseek_v4 import deepseek_v4, with_published_names
+from tests.deepseek_v4 import DenseStreams, deepseek_v4, streams_of, with_published_names
 from tests.drafts import AUX_IDS, TARGET, DenseDraft, eagle, eagle3, next_token, with_config
 from tests.latent import deepseek_v3
 from tests.laws.engine import TokenEngine, random_prompts
@@ -62,14 +64,17 @@ class Recording:
 
 @torch.no_grad()
 def features_of(target: Any, tokens: Sequence[int], kind: str) -> Tensor:
-    """What transformers' model makes of each token, [n, F]: after the last norm, or behind the layers that the draft names."""
+    """What transformers' model makes of each token, [n, F]: after the last norm, behind the layers that the draft names, or all
+    streams behind the last."""
+    if target.config.model_type == "deepseek_v4":
+        return streams_of(target, tokens)
     found = target.model(torch.tensor([tokens]), output_hidden_states=True)
     if kind != "eagle3":
         return found.last_hidden_state[0]
     return torch.cat([found.hidden_states[layer + 1][0] for layer in AUX_IDS], -1)
 
 
-def furthest(target: Any, dense: DenseDraft, kind: str, tokens: list[int], steps: Sequence[Step]) -> float:
+def furthest(target: Any, dense: DenseDraft | DenseStreams, kind: str, tokens: list[int], steps: Sequence[Step]) -> float:
     """The largest difference of log-probabilities, of all proposals whose forwards had cells. A step behind the end of a text goes
     on with what nobody sees."""
     features, worst, before = features_of(target, tokens, kind), 0.0, 0
@@ -85,7 +90,7 @@ def furthest(target: Any, dense: DenseDraft, kind: str, tokens: list[int], steps
     return worst
 
 
-def run(folder: Path, kind: str, dense: DenseDraft, target: Any, **settings: Any) -> float:
+def run(folder: Path, kind: str, dense: DenseDraft | DenseStreams, target: Any, **settings: Any) -> float:
     """Texts of a new engine, one after another, of which the second begins as the first."""
     where = {} if kind == "mtp" else {"draft_model": str(folder / "draft")}
     engine = TokenEngine(
@@ -133,11 +138,34 @@ def test_proposals_of_a_layer_that_keeps_rows_are_too(tmp_path: Path) -> None:
     assert run(tmp_path, "mtp", dense, target, **given) < TOLERANCE
 
 
+STREAMS: Mapping[str, Any] = MappingProxyType({"attention_backend": "compressed", "page_size": 16})
+
+
+def test_proposals_of_a_layer_that_reads_streams_are_too_by_every_graph(tmp_path: Path, graph: str) -> None:
+    target = deepseek_v4()
+    folder = with_published_names(target, tmp_path)
+    assert run(folder, "mtp", DenseStreams(folder), target, graph=graph, **STREAMS) < TOLERANCE
+
+
 @pytest.mark.needs("device")
-def test_a_model_that_keeps_its_last_tokens_in_rings_verifies_nothing(tmp_path: Path) -> None:
-    folder = with_published_names(deepseek_v4(), tmp_path)
-    with pytest.raises(ConfigError, match="speculative is 'ngram', and this model keeps its last tokens in rings"):
-        TokenEngine(folder, speculative="ngram", page_size=None, attention_backend="auto")
+def test_streams_that_are_read_a_layer_early_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, init = deepseek_v4(), DeepseekV4NextN.__init__
+
+    def early(draft: Any, build: Any) -> None:
+        init(draft, build)
+        draft.aux_layers = (draft.aux_layers[0] - 1,)
+
+    monkeypatch.setattr(DeepseekV4NextN, "__init__", early)
+    folder = with_published_names(target, tmp_path)
+    assert run(folder, "mtp", DenseStreams(folder), target, graph="off", **STREAMS) > 0.1
+
+
+@pytest.mark.needs("device")
+def test_a_draft_that_keeps_its_last_tokens_in_rings_is_refused(tmp_path: Path) -> None:
+    folder, given = save(deepseek_v4(), tmp_path), {"attention_backend": "auto", "page_size": None}
+    save(deepseek_v4(), folder / "draft")
+    with pytest.raises(ConfigError, match="the draft keeps its last tokens in rings, .*; use another draft"):
+        TokenEngine(folder, speculative="standalone", draft_model=str(folder / "draft"), **given)
 
 
 def test_proposals_of_several_layers_are_too_by_every_graph(drafts, graph: str) -> None:

@@ -16,7 +16,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory import deepseek_v4 as deepseek_v4_rows
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from tests.checkpoints import save
-from tests.deepseek_v4 import HEAVY, SPARSE, deepseek_v4
+from tests.deepseek_v4 import HEAVY, SPARSE, deepseek_v4, with_published_names
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine, random_prompts
 from tests.laws.test_speculative_laws import SAMPLING, Ran, check_same, run
@@ -28,8 +28,8 @@ TOKENS = 44
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Blocks of 4 and of 16 tokens, and a window of 16."""
-    return save(deepseek_v4(), tmp_path_factory.mktemp("deepseek-v4"))
+    """Blocks of 4 and of 16 tokens, a window of 16, and a layer that predicts one token more."""
+    return with_published_names(deepseek_v4(), tmp_path_factory.mktemp("deepseek-v4"))
 
 
 def opened(folder: Path, **settings: Any) -> TokenEngine:
@@ -54,10 +54,11 @@ def verify(folder: Path, plain: Ran) -> Iterator[Callable[..., TokenEngine]]:
 
     def check(drafter: str, tokens: int | None = 4, times: int = 1, **settings: Any) -> TokenEngine:
         sizes = {"graph_buckets": (1, 5)}
-        engine = opened(folder, speculative="ngram", draft_tokens=tokens, **{**sizes, **settings})
+        kind = "ngram" if drafter in DRAFTERS else drafter
+        engine = opened(folder, speculative=kind, draft_tokens=tokens, **{**sizes, **settings})
         made.append(engine)
         assert isinstance(engine.worker, SpeculativeWorker)
-        if drafter != "ngram":
+        if drafter in DRAFTERS:
             whole = [prompt + output for prompt, output in zip(PROMPTS, plain.tokens, strict=True)]
             engine.worker.drafter = DRAFTERS[drafter](tokens or 4, Texts(whole), 128)
         for _ in range(times):
@@ -69,7 +70,7 @@ def verify(folder: Path, plain: Ran) -> Iterator[Callable[..., TokenEngine]]:
         engine.worker.close()
 
 
-CASES = [("oracle", True), ("adversary", True), ("guessing", False), ("guessing", True), ("ngram", True)]
+CASES = [("oracle", True), ("adversary", True), ("guessing", False), ("guessing", True), ("ngram", True), ("mtp", True)]
 
 
 @pytest.mark.parametrize(("drafter", "overlap"), CASES)
