@@ -355,9 +355,9 @@ class Build(Protocol):
 class Architecture(ABC):
     """A model. `ignored` are patterns of checkpoint names that it leaves unread; `stripped` is a prefix that a checkpoint's
     names may have before ours. `attention_layers` has each layer's geometry, by its id, and `state_layers` those that keep a
-    state of each request, by an id of their own. `reads_history`: what it makes of a token depends
-    on the ids before it, which are in the forward's context. `calls_library`: some of its operations are the library's own, between those
-    of the device's kernels. `parts` says what of it the device's kernels compute, if not all."""
+    state of each request, by an id of their own; `feature_size` are the numbers of a token between layers. `reads_history`: what
+    it makes of a token depends on the ids before it, which are in the forward's context. `calls_library`: some of its operations are
+    the library's own, between those of the device's kernels. `parts` says what of it the device's kernels compute, if not all."""
 
     calls_library: ClassVar[bool] = False
     reads_history: ClassVar[bool] = False
@@ -369,15 +369,10 @@ class Architecture(ABC):
 
     def __init__(self, build: Build) -> None:
         """Subclasses build their layers; weights may still be empty."""
-        self.config = build.config
+        self.config, self.feature_size = build.config, build.config.hidden_size
         self.weights = build.weights
         self.dtype = build.dtype
         self.kernels = build.kernels
-
-    @property
-    def feature_size(self) -> int:
-        """Numbers that one layer hands to the next of each token."""
-        return self.config.hidden_size
 
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
         """What each tensor in the checkpoint's files, of these shapes, is called in the model's record of its weights."""

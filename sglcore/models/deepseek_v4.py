@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from sglcore.checkpoint.compressed import CompressedConfig, Compression, compressed_config
 from sglcore.checkpoint.config import ModelConfig, MoeConfig
 from sglcore.models.build import Array, Attention, Batch, Build, CompressedProjections, IndexProjections, Layer
 from sglcore.models.decoder import CausalLM, LayerState
-from sglcore.models.eagle import Drafts
 
 NAMES: Sequence[tuple[str, str]] = (
     (r"^model\.", ""),
@@ -159,6 +157,7 @@ class DeepseekV4ForCausalLM(CausalLM):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.hc_head = build.at("model").hyper_head("hc_head", self.net.streams, self.net.hc_eps)
+        self.feature_size *= self.net.streams
 
     def _check(self, config: ModelConfig) -> None:
         super()._check(config)
@@ -186,63 +185,6 @@ class DeepseekV4ForCausalLM(CausalLM):
         """Every stream begins with the embedded tokens."""
         return LayerState(self.hc_head.begin(self.embed_tokens.embed(batch)), None, batch)
 
-    @property
-    def feature_size(self) -> int:
-        """Those of all streams."""
-        return self.net.streams * self.config.hidden_size
-
     def finish(self, state: LayerState) -> Array:
         """The streams as one, and the last norm."""
         return self.norm(self.hc_head.end(state.hidden))
-
-
-class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
-    """The layer that predicts one token more, of what the model made of a token and of the token that followed it. It sees
-    the window alone; embedding and output layer are the model's. Features are all streams."""
-
-    def __init__(self, build: Build) -> None:
-        """`build.config` is that of `next_token_config`."""
-        super().__init__(build)
-        self.aux_layers = (build.config.words["target_layers"],)
-        inner, size = build.at("model"), build.config.hidden_size
-        self.enorm, self.hnorm = inner.norm("enorm", size, OFFSET), inner.norm("hnorm", size, OFFSET)
-        self.e_proj, self.h_proj = inner.linear("e_proj", size, size), inner.linear("h_proj", size, size)
-
-    def _check(self, config: ModelConfig) -> None:
-        super()._check(config)
-        self.net = self.net.of_next_token
-
-    @classmethod
-    def own_name(cls, name: str) -> str:
-        """Those of the first such layer as a model's own; the rest of the checkpoint's below `target`."""
-        part = re.sub(r"^mtp\.0\.(?!emb\.|head\.)", "", name)
-        if part == name:
-            return f"target.{name}"
-        is_layer = part.startswith(("attn", "ffn", "hc_attn", "hc_ffn"))
-        return super().own_name(f"layers.0.{part}" if is_layer else part)
-
-    def __call__(self, batch: Batch) -> Array:
-        """As `Drafts`: [T, n * H]."""
-        return self.run_layers(self.join(batch), 0, len(self.layers)).hidden.flatten(1)
-
-    def join(self, batch: Batch) -> LayerState:
-        """What the layer starts from."""
-        size = self.config.hidden_size
-        begun = self.hc_head.begin(self.e_proj(self.enorm(self.embed_tokens(batch.input_ids))))
-        before = self.h_proj(self.hnorm(batch.features.reshape(-1, size)))
-        return LayerState(begun + before.reshape(-1, self.net.streams, size), None, batch)
-
-    def logits(self, hidden: Array) -> Array:
-        """Streams [N, n * H] to float32 [N, vocab]."""
-        streams = hidden.reshape(-1, self.net.streams, self.config.hidden_size)
-        return super().logits(self.norm(self.hc_head.end(streams)))
-
-
-NEXT_TOKEN, NEXT_TOKEN_PART = "DeepseekV4NextN", "mtp.0.e_proj.weight"
-"""What its configuration calls the architecture, and a tensor of each checkpoint that has the layer."""
-
-
-def next_token_config(config: ModelConfig) -> ModelConfig:
-    """The configuration of `DeepseekV4NextN` for the checkpoint of a model."""
-    words, windows = {**config.words, "target_layers": config.num_hidden_layers}, config.sliding_windows[:1]
-    return replace(config, architecture=NEXT_TOKEN, num_hidden_layers=1, sliding_windows=windows, words=words)

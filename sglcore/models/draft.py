@@ -21,7 +21,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.models import deepseek_v4
+from sglcore.models import deepseek_v4_nextn
 from sglcore.models.build import Architecture
 from sglcore.models.checkpoint import load_checkpoint
 from sglcore.models.loader import load_model
@@ -37,7 +37,7 @@ DRAFTS: Mapping[str, str] = MappingProxyType(
         EAGLE: "sglcore.models.eagle:EagleForCausalLM",
         EAGLE3: "sglcore.models.eagle3:Eagle3ForCausalLM",
         MTP: "sglcore.models.mtp:NextToken",
-        deepseek_v4.NEXT_TOKEN: "sglcore.models.deepseek_v4:DeepseekV4NextN",
+        deepseek_v4_nextn.ARCHITECTURE: "sglcore.models.deepseek_v4_nextn:DeepseekV4NextN",
     }
 )
 """The classes of drafts. No registry has them: most files name the architecture of the target."""
@@ -76,7 +76,7 @@ def kind_of(folder: Path) -> str:
     if "fc.weight" in names:
         return EAGLE
     layers = raw.get("text_config", raw).get("num_hidden_layers", 0)
-    is_next_token = deepseek_v4.NEXT_TOKEN_PART in names or layout_of(names.keys(), layers) is not None
+    is_next_token = deepseek_v4_nextn.PART in names or layout_of(names.keys(), layers) is not None
     return MTP if is_next_token else STANDALONE
 
 
@@ -173,8 +173,8 @@ def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
     _same(folder, "vocab_size", config.vocab_size, target.config.vocab_size)
     if kind == MTP:
         _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
-        if deepseek_v4.NEXT_TOKEN_PART in shapes:
-            return deepseek_v4.next_token_config(config)
+        if deepseek_v4_nextn.PART in shapes:
+            return deepseek_v4_nextn.next_token_config(config)
         layout = layout_of(shapes.keys(), config.num_hidden_layers)
         assert layout is not None
         return replace(next_token_config(config, layout), architecture=kind)

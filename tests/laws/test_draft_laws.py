@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sglcore.device.errors import ConfigError
-from sglcore.models.deepseek_v4 import DeepseekV4NextN
+from sglcore.models.deepseek_v4_nextn import DeepseekV4NextN
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from tests.checkpoints import llama, save
 from tests.deepseek_v4 import DenseStreams, deepseek_v4, streams_of, with_published_names
 from tests.drafts import AUX_IDS, TARGET, DenseDraft, eagle, eagle3, next_token, with_config
-from tests.latent import deepseek_v3
+from tests.latent import deepseek_v3, deepseek_v32
 from tests.laws.engine import TokenEngine, random_prompts
 
 TOKENS = 3
@@ -74,7 +74,9 @@ def features_of(target: Any, tokens: Sequence[int], kind: str) -> Tensor:
     return torch.cat([found.hidden_states[layer + 1][0] for layer in AUX_IDS], -1)
 
 
-def furthest(target: Any, dense: DenseDraft | DenseStreams, kind: str, tokens: list[int], steps: Sequence[Step]) -> float:
+def furthest(
+    target: Any, dense: DenseDraft | DenseStreams, kind: str, tokens: list[int], steps: Sequence[Step]
+) -> float:
     """The largest difference of log-probabilities, of all proposals whose forwards had cells. A step behind the end of a text goes
     on with what nobody sees."""
     features, worst, before = features_of(target, tokens, kind), 0.0, 0
@@ -131,9 +133,10 @@ def test_proposals_are_drawn_of_what_dense_torch_gives_on_the_text(drafts, kind:
 
 
 @pytest.mark.needs("device")
-def test_proposals_of_a_layer_that_keeps_rows_are_too(tmp_path: Path) -> None:
-    target = deepseek_v3()
-    dense = next_token(target, tmp_path, deepseek_v3, first_k_dense_replace=0)
+@pytest.mark.parametrize("make", [deepseek_v3, deepseek_v32])
+def test_proposals_of_a_layer_that_keeps_rows_are_too(tmp_path: Path, make: Any) -> None:
+    target = make()
+    dense = next_token(target, tmp_path, make, first_k_dense_replace=0)
     given = {"graph": "off", "attention_backend": "latent"}
     assert run(tmp_path, "mtp", dense, target, **given) < TOLERANCE
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from sglcore.checkpoint.config import read_config
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import CheckpointError
-from sglcore.models.deepseek_v4 import next_token_config
+from sglcore.models.deepseek_v4_nextn import next_token_config
 from sglcore.models.draft import DRAFTS
 from sglcore.models.loader import load_model
 from sglcore.runtime.kernels.table import KernelTable

@@ -1,0 +1,190 @@
+"""Proposals change no text of models whose layers keep rows of their own: compressed blocks beside a window, with rings of the last
+tokens, or latent rows of which an indexer chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from sglcore.runtime.attention.sparse import compressed
+from sglcore.runtime.attention.sparse.tokens import RequestRows
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory import deepseek_v4 as rows
+from sglcore.runtime.speculative.ngram import NgramDrafter
+from sglcore.runtime.speculative.worker import SpeculativeWorker
+from tests.checkpoints import save
+from tests.deepseek_v4 import HEAVY, SPARSE, deepseek_v4, with_published_names
+from tests.drafts import next_token
+from tests.latent import deepseek_v32
+from tests.laws.drafters import DRAFTERS, Texts
+from tests.laws.engine import TokenEngine, random_prompts
+from tests.laws.test_speculative_laws import check_same, run
+
+TOKENS = 44
+"""As long as the shortest text crosses two windows, and blocks of both kinds."""
+LENGTHS = (7, 23, 40, 5, 16)
+COMPRESSED: Mapping[str, Any] = MappingProxyType({"attention_backend": "compressed", "page_size": 16})
+LATENT: Mapping[str, Any] = MappingProxyType({"attention_backend": "latent"})
+
+
+@dataclass
+class Case:
+    """A checkpoint, engines over it, and what comes of some prompts without proposals."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    vocab_size: int
+    lengths: tuple[int, ...] = LENGTHS
+    tokens: int = TOKENS
+
+    def __post_init__(self) -> None:
+        self.prompts = random_prompts(3, self.lengths, self.vocab_size)
+        self.made: list[TokenEngine] = []
+        self.plain = run(self.engine(), self.prompts, self.tokens)
+
+    def engine(self, **settings: Any) -> TokenEngine:
+        """One whose unused rows are no numbers."""
+        given = {"max_model_len": 96, "max_batch_tokens": 40, "graph_token_buckets": (40,), "graph_buckets": (1, 5)}
+        self.made.append(
+            TokenEngine(self.folder, **{**given, "poison": True, "graph": "off", **self.settings, **settings})
+        )
+        return self.made[-1]
+
+    def verify(self, drafter: str, tokens: int | None = 4, times: int = 1, **settings: Any) -> TokenEngine:
+        """The prompts with proposals of one of DRAFTERS, or of a kind of the configuration."""
+        kind = "ngram" if drafter in DRAFTERS else drafter
+        engine = self.engine(speculative=kind, draft_tokens=tokens, **settings)
+        assert isinstance(engine.worker, SpeculativeWorker)
+        if drafter in DRAFTERS:
+            whole = [prompt + output for prompt, output in zip(self.prompts, self.plain.tokens, strict=True)]
+            engine.worker.drafter = DRAFTERS[drafter](tokens or 4, Texts(whole), self.vocab_size)
+        for _ in range(times):
+            check_same(run(engine, self.prompts, self.tokens), self.plain)
+        return engine
+
+    def close(self) -> None:
+        for engine in self.made:
+            engine.worker.close()
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    """Blocks of 4 and of 16 tokens, a window of 16, and a layer that predicts one token more."""
+    folder = with_published_names(deepseek_v4(), tmp_path_factory.mktemp("deepseek-v4"))
+    made = Case(folder, COMPRESSED, 128)
+    yield made
+    made.close()
+
+
+CASES = [("oracle", True), ("adversary", True), ("guessing", False), ("guessing", True), ("ngram", True), ("mtp", True)]
+
+
+@pytest.mark.parametrize(("drafter", "overlap"), CASES)
+def test_proposals_change_no_text(case: Case, drafter: str, graph: str, overlap: bool) -> None:
+    engine = case.verify(drafter, graph=graph, overlap=overlap)
+    assert graph == "off" or {path for path in engine.paths if path != "eager"}, engine.paths
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize(("tokens", "rings"), [(1, {8, 16}), (3, {16, 32}), (10, {32})])
+def test_their_number_changes_none(case: Case, tokens: int, rings: set[int]) -> None:
+    engine = case.verify("guessing", tokens, page_size=32)
+    layers = engine.worker.runner.attn_backend.token_to_kv_pool.layers
+    assert {kept.ring for layer in layers for kept in layer.values() if kept.ring} == rings
+
+
+@pytest.mark.needs("device")
+def test_numbers_that_change_change_none(case: Case) -> None:
+    """Steps without any are among them, of which the host knows only the most cells that there can be."""
+    engine = case.verify("guessing", None, times=3, overlap=True)
+    assert isinstance(engine.worker, SpeculativeWorker)
+    assert set().union(*(each.seconds for each in engine.worker.length._evidence.values())) == {0, 1, 3, 4}
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_cache_that_holds_no_two_texts_changes_none(case: Case, overlap: bool) -> None:
+    engine = case.verify("guessing", overlap=overlap, kv_cache_memory=300 << 10)
+    assert engine.worker.limits.capacity < sum(LENGTHS) + len(LENGTHS) * TOKENS
+    assert engine.scheduler.stats().retractions > 0
+
+
+@pytest.mark.needs("device")
+def test_texts_that_go_on_from_verified_pages_are_the_same(case: Case) -> None:
+    """From the end of each page of texts that proposals made."""
+    bases = [prompt + output for prompt, output in zip(case.prompts, case.plain.tokens, strict=True)]
+    prompts = [base[:end] + tail for base in bases for end in (32, 48) for tail in random_prompts(end, (2, 9), 128)]
+    samplings = [{"temperature": 1.0, "seed": seed} for seed in range(len(prompts))]
+    engine = case.verify("guessing")
+    worker: Any = engine.worker
+    worker.drafter = NgramDrafter(4)
+    found = run(engine, prompts, 12, samplings)
+    assert engine.scheduler.stats().hit_tokens >= 32 * len(prompts)
+    check_same(found, run(case.engine(), prompts, 12, samplings))
+
+
+@pytest.mark.needs("device")
+def test_published_ratios_change_none(tmp_path: Path) -> None:
+    """Around the ends of blocks of 128 tokens."""
+    folder = save(deepseek_v4(compress_rates={SPARSE: 4, HEAVY: 128}), tmp_path)
+    settings = {**COMPRESSED, "page_size": 128, "max_model_len": 320}
+    case = Case(folder, settings, 128, lengths=(119, 125, 127, 128, 250), tokens=24)
+    case.verify("guessing", overlap=True)
+    case.close()
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("drafter", ["guessing", "mtp"])
+def test_proposals_change_no_text_of_chosen_latent_rows(tmp_path: Path, drafter: str) -> None:
+    next_token(deepseek_v32(), tmp_path, deepseek_v32, first_k_dense_replace=0)
+    case = Case(tmp_path, LATENT, 97)
+    case.verify(drafter, overlap=True)
+    case.close()
+
+
+def rings_of(spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens as a block takes and a step may take back, and a few to spare."""
+    monkeypatch.setattr(rows, "ring_size", lambda ratio, span, drafts: span + drafts - 2 + spare)
+
+
+def one_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring lacks one entry."""
+    rings_of(-1, monkeypatch)
+
+
+def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is made of what was kept before the step, and of the token that ends it."""
+    of = RequestRows.of
+    monkeypatch.setattr(RequestRows, "of", lambda batch: of(replace(batch, width=None)))
+
+
+def counted_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many blocks as the most tokens would end."""
+
+    def most(batch: ForwardBatch, ratio: int) -> int:
+        assert batch.seq_lens_cpu is not None
+        begins = batch.seq_lens_cpu - (1 if batch.extend_seq_lens_cpu is None else batch.extend_seq_lens_cpu)
+        return int((batch.seq_lens_cpu // ratio - begins // ratio).sum())
+
+    monkeypatch.setattr(compressed, "_most_completed", most)
+
+
+@pytest.mark.needs("device")
+def test_a_ring_that_is_as_long_as_it_must_be_changes_none(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    rings_of(0, monkeypatch)
+    for drafter in ("guessing", "adversary"):
+        case.verify(drafter, page_size=None)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("defect", [one_short, row_by_row, counted_by_the_host], ids=lambda each: each.__name__)
+def test_a_defect_is_caught(case: Case, defect: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    defect(monkeypatch)
+    with pytest.raises(AssertionError):
+        for drafter in ("guessing", "adversary"):
+            case.verify(drafter, page_size=None, overlap=True)
