@@ -144,13 +144,15 @@ def test_proposals_of_a_layer_that_keeps_rows_are_too(tmp_path: Path, make: Any)
 STREAMS: Mapping[str, Any] = MappingProxyType({"attention_backend": "compressed", "page_size": 16})
 
 
-def test_proposals_of_a_layer_that_reads_streams_are_too_by_every_graph(tmp_path: Path, graph: str) -> None:
+@pytest.mark.needs("graphs.native")
+@pytest.mark.parametrize("graph", ["off", "native"])
+def test_proposals_of_a_layer_that_reads_streams_are_too(tmp_path: Path, graph: str) -> None:
     target = deepseek_v4()
     folder = with_published_names(target, tmp_path)
     assert run(folder, "mtp", DenseStreams(folder), target, graph=graph, **STREAMS) < TOLERANCE
 
 
-@pytest.mark.needs("device")
+@pytest.mark.needs("graphs.native")
 def test_streams_that_are_read_a_layer_early_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, init = deepseek_v4(), DeepseekV4NextN.__init__
 

@@ -81,16 +81,28 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     made.close()
 
 
-CASES = [("oracle", True), ("adversary", True), ("guessing", False), ("guessing", True), ("ngram", True), ("mtp", True)]
+CORE = pytest.mark.needs("graphs.native")
+"""What depends on no device, where the core's own kernels are fastest."""
+KINDS = [pytest.param("off", marks=pytest.mark.needs("device"))]
+KINDS += [pytest.param(kind, marks=pytest.mark.needs(f"graphs.{kind}")) for kind in ("native", "full", "breakable")]
 
 
-@pytest.mark.parametrize(("drafter", "overlap"), CASES)
-def test_proposals_change_no_text(case: Case, drafter: str, graph: str, overlap: bool) -> None:
-    engine = case.verify(drafter, graph=graph, overlap=overlap)
-    assert graph == "off" or {path for path in engine.paths if path != "eager"}, engine.paths
+@pytest.mark.parametrize("kind", KINDS)
+def test_proposals_change_no_text(case: Case, kind: str) -> None:
+    engine = case.verify("guessing", graph=kind, overlap=True)
+    assert kind == "off" or {path for path in engine.paths if path != "eager"}, engine.paths
 
 
-@pytest.mark.needs("device")
+@CORE
+@pytest.mark.parametrize("kind", ["off", "native"])
+@pytest.mark.parametrize(
+    ("drafter", "overlap"), [("oracle", True), ("adversary", True), ("guessing", False), ("ngram", True), ("mtp", True)]
+)
+def test_no_drafter_changes_a_text(case: Case, drafter: str, kind: str, overlap: bool) -> None:
+    case.verify(drafter, graph=kind, overlap=overlap)
+
+
+@CORE
 @pytest.mark.parametrize(("tokens", "rings"), [(1, {8, 16}), (3, {16, 32}), (10, {32})])
 def test_their_number_changes_none(case: Case, tokens: int, rings: set[int]) -> None:
     engine = case.verify("guessing", tokens, page_size=32)
@@ -98,7 +110,7 @@ def test_their_number_changes_none(case: Case, tokens: int, rings: set[int]) -> 
     assert {kept.ring for layer in layers for kept in layer.values() if kept.ring} == rings
 
 
-@pytest.mark.needs("device")
+@CORE
 def test_numbers_that_change_change_none(case: Case) -> None:
     """Steps without any are among them, of which the host knows only the most cells that there can be."""
     engine = case.verify("guessing", None, times=3, overlap=True)
@@ -106,7 +118,7 @@ def test_numbers_that_change_change_none(case: Case) -> None:
     assert set().union(*(each.seconds for each in engine.worker.length._evidence.values())) == {0, 1, 3, 4}
 
 
-@pytest.mark.needs("device")
+@CORE
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_cache_that_holds_no_two_texts_changes_none(case: Case, overlap: bool) -> None:
     engine = case.verify("guessing", overlap=overlap, kv_cache_memory=300 << 10)
@@ -114,7 +126,7 @@ def test_a_cache_that_holds_no_two_texts_changes_none(case: Case, overlap: bool)
     assert engine.scheduler.stats().retractions > 0
 
 
-@pytest.mark.needs("device")
+@CORE
 def test_texts_that_go_on_from_verified_pages_are_the_same(case: Case) -> None:
     """From the end of each page of texts that proposals made."""
     bases = [prompt + output for prompt, output in zip(case.prompts, case.plain.tokens, strict=True)]
@@ -128,7 +140,7 @@ def test_texts_that_go_on_from_verified_pages_are_the_same(case: Case) -> None:
     check_same(found, run(case.engine(), prompts, 12, samplings))
 
 
-@pytest.mark.needs("device")
+@CORE
 def test_published_ratios_change_none(tmp_path: Path) -> None:
     """Around the ends of blocks of 128 tokens."""
     folder = save(deepseek_v4(compress_rates={SPARSE: 4, HEAVY: 128}), tmp_path)
@@ -138,7 +150,7 @@ def test_published_ratios_change_none(tmp_path: Path) -> None:
     case.close()
 
 
-@pytest.mark.needs("device")
+@CORE
 @pytest.mark.parametrize("drafter", ["guessing", "mtp"])
 def test_proposals_change_no_text_of_chosen_latent_rows(tmp_path: Path, drafter: str) -> None:
     next_token(deepseek_v32(), tmp_path, deepseek_v32, first_k_dense_replace=0)
@@ -174,14 +186,14 @@ def counted_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed, "_most_completed", most)
 
 
-@pytest.mark.needs("device")
+@CORE
 def test_a_ring_that_is_as_long_as_it_must_be_changes_none(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     rings_of(0, monkeypatch)
     for drafter in ("guessing", "adversary"):
         case.verify(drafter, page_size=None)
 
 
-@pytest.mark.needs("device")
+@CORE
 @pytest.mark.parametrize("defect", [one_short, row_by_row], ids=lambda each: each.__name__)
 def test_a_defect_is_caught(case: Case, defect: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     defect(monkeypatch)
@@ -189,12 +201,10 @@ def test_a_defect_is_caught(case: Case, defect: Callable[..., None], monkeypatch
         case.verify("guessing", page_size=None)
 
 
-@pytest.mark.needs("device")
-def test_blocks_that_the_host_counts_show_where_it_does_not_know_lengths(
+@CORE
+def test_blocks_that_the_host_counts_show_as_it_does_not_know_lengths(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not case.engine(speculative="ngram").loop.overlap:
-        pytest.skip("steps that verify do not overlap where a forward must be told lengths")
     counted_by_the_host(monkeypatch)
     with pytest.raises(AssertionError):
         case.verify("adversary", 1)
