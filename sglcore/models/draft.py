@@ -179,7 +179,7 @@ def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
         assert layout is not None
         return replace(next_token_config(config, layout), architecture=kind)
     words = {"num_nextn_predict_layers": 0} | (
-        {"fc_bias": "fc.bias" in shapes} if kind == EAGLE else _eagle3_words(config, shapes, target.config)
+        {"fc_bias": "fc.bias" in shapes} if kind == EAGLE else _eagle3_words(config, shapes, target)
     )
     if kind == EAGLE or "embed_tokens.weight" not in shapes:
         _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
@@ -193,10 +193,10 @@ def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
     )
 
 
-def _eagle3_words(config: ModelConfig, shapes: Shapes, target: ModelConfig) -> dict[str, Any]:
+def _eagle3_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
     """What `Eagle3ForCausalLM` wants to know beyond the configuration."""
     width = config.words.get("target_hidden_size", config.hidden_size)
-    _same(config.path, "target_hidden_size", width, target.hidden_size)
+    _same(config.path, "target_hidden_size", width, target.feature_size)
     rows = config.words.get("draft_vocab_size", config.vocab_size)
     has_head = "lm_head.weight" in shapes
     if rows > config.vocab_size:
@@ -208,7 +208,7 @@ def _eagle3_words(config: ModelConfig, shapes: Shapes, target: ModelConfig) -> d
     if not has_norm and config.words.get("eagle_config", config.words).get("norm_before_fc", False):
         _lacking(config.path, "norm_before_fc", True, "input_norm.weight", "false")
     return {
-        "aux_layers": _aux_layers(config, shapes, target.num_hidden_layers, width),
+        "aux_layers": _aux_layers(config, shapes, target.config.num_hidden_layers, width),
         "target_hidden_size": width,
         "has_input_norm": has_norm,
         "has_fc_norm": any(name.startswith(("fc_norm.", "aux_norm_")) for name in shapes),
