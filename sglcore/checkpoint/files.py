@@ -10,6 +10,8 @@ from sglcore.device.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+DRAFT_FOLDER = "draft"
+"""Beside a target's files, that of a draft for it."""
 HARMLESS = (r".*rotary_emb\.inv_freq", r".*position_ids", r".*\.masked_bias")
 """Names in old checkpoints that carry nothing a model needs."""
 

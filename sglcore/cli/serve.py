@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,9 +39,17 @@ def serve(
     given = settings or {}
     if model is not None and model_path is not None and model != model_path:
         raise ConfigError(f"two models are named: {model!r} and {model_path!r}", remedy="name one")
-    config = resolve_config({"model": model or model_path, **engine_settings(given, eager=eager)})
+    config = _trying_drafts(resolve_config({"model": model or model_path, **engine_settings(given, eager=eager)}))
     server = resolve_server_config(split_settings(given, ServerConfig))
     raise typer.Exit(_run(config, server, quiet=quiet))
+
+
+def _trying_drafts(config: EngineConfig) -> EngineConfig:
+    """A draft that lies beside the model's files is there to be used: what starts once for many requests tries it by itself."""
+    from sglcore.engine.start import has_draft
+
+    is_open = config.speculative is None and config.draft_model is None
+    return replace(config, speculative="auto") if is_open and has_draft(config) else config
 
 
 def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:

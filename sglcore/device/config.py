@@ -69,10 +69,11 @@ class EngineConfig:
     quantize: str = setting(
         "auto", "Round the weights of linear layers to int8 or int4; auto takes them as the checkpoint has them."
     )
-    speculative: str = setting(
-        "auto",
+    speculative: str | None = setting(
+        None,
         "What proposes tokens for the model to verify several at once, which changes no text: ngram (what followed the last tokens"
-        " before), a model by its kind (eagle, eagle3, mtp, standalone), off, or auto.",
+        " before), a model by its kind (eagle, eagle3, mtp, standalone), off, or auto: what the checkpoint brings, if the start"
+        " measures that it is faster.",
     )
     draft_model: str | None = setting(
         None, "The checkpoint folder of a model that proposes tokens; left out, what the model's own brings."

@@ -5,7 +5,7 @@ A worker may be one process with torch, a lazy array library, or a group of rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -142,3 +142,16 @@ class ModelWorker(Protocol):
     def close(self) -> None:
         """Wait for the device and free everything. Idempotent."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Two workers over the same weights, tables and pages, of which a start keeps the faster one: `bold`, described by `summary`, and
+    `plain`. They take turns; each may be dropped while the other goes on. `prompt` int32[N] begins a text. `leave` frees what is
+    there for the bold one alone."""
+
+    summary: str
+    bold: ModelWorker
+    plain: ModelWorker
+    prompt: NDArray[np.int32]
+    leave: Callable[[], None]

@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from sglcore.checkpoint.files import DRAFT_FOLDER
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.device.bring_up import BringUp
 from sglcore.device.choice import ChosenDevice, Requested, check_same
@@ -23,6 +24,7 @@ from sglcore.device.package import resolve
 from sglcore.device.selection import Choice, select
 from sglcore.device.system import host_system
 from sglcore.device.worker import Limits, ModelWorker
+from sglcore.engine.trial import keep_faster
 
 Progress = Callable[[str, int, int], None]
 IN_TURN = "this worker takes one step at a time"
@@ -65,6 +67,12 @@ def model_folder(config: EngineConfig) -> Path:
             remedy=_remedy(str(config.model)),
         )
     return folder
+
+
+def has_draft(config: EngineConfig) -> bool:
+    """Whether the folder of the configuration's model has one of a draft in it."""
+    folder = embedded_model() if config.model is None else Path(config.model).expanduser()
+    return (folder / DRAFT_FOLDER / "config.json").is_file()
 
 
 def _remedy(name: str) -> str:
@@ -113,6 +121,8 @@ def start(config: EngineConfig, progress: Progress = no_progress, parent: Chosen
     seconds["total"] = time.perf_counter() - begin
     worker: ModelWorker = built["worker"]
     try:
+        if (trial := built.get("trial")) is not None:
+            worker = keep_faster(trial, ledger)
         overlap, row = choose_overlap(config, worker.limits)
         ledger.record(row, choose_prefix_cache(config, worker.limits))
     except BaseException:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sglcore.checkpoint.config import ModelConfig, config_of, read_config
-from sglcore.checkpoint.files import checkpoint_files, read_json
+from sglcore.checkpoint.files import DRAFT_FOLDER, checkpoint_files, read_json
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
@@ -30,8 +30,6 @@ from sglcore.models.safetensors_file import SafetensorsFile
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.choice import EAGLE, EAGLE3, MTP, STANDALONE
 
-OFFERED = "draft"
-"""The folder beside a target's files that has a draft for it."""
 DRAFTS: Mapping[str, str] = MappingProxyType(
     {
         EAGLE: "sglcore.models.eagle:EagleForCausalLM",
@@ -62,8 +60,8 @@ class Draft:
 def offered_head(folder: Path) -> str | None:
     """The kind of draft that a target's checkpoint brings along: in its folder `draft`, or as layers behind its last. Reads no
     weights. Raises what reading its configuration raises."""
-    if (folder / OFFERED / "config.json").is_file():
-        return kind_of(folder / OFFERED)
+    if (folder / DRAFT_FOLDER / "config.json").is_file():
+        return kind_of(folder / DRAFT_FOLDER)
     found = None if is_gguf(folder) else kind_of(folder)
     return found if found == MTP else None
 
@@ -96,7 +94,7 @@ def load_draft(
     kind, and for one that does not fit the target, before weights are read; and what `load_checkpoint` raises. Waits.
     """
     if folder == target.config.path and kind != MTP:
-        folder = folder / OFFERED
+        folder = folder / DRAFT_FOLDER
     if kind == STANDALONE:
         return _standalone(config, folder, target, facts=facts, kernels=kernels, ledger=ledger, progress=progress)
     draft, shapes = _draft_config(folder, kind, target), _shapes(folder)

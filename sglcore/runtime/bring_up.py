@@ -54,7 +54,7 @@ from sglcore.runtime.registry_builders import (
     build_prefill_registry,
     feature_buffer,
 )
-from sglcore.runtime.speculative.bring_up import beside_laws, draft, draft_ledger, draft_pools, speculation
+from sglcore.runtime.speculative.bring_up import beside_laws, draft, draft_ledger, draft_pools, speculation, trial
 from sglcore.runtime.speculative.choice import Speculation, StepShape
 from sglcore.runtime.speculative.features import with_features
 from sglcore.runtime.speculative.make import make_speculative_worker
@@ -371,7 +371,7 @@ STANDARD = BringUp(
             ("attention", "runner"),
             {"model": "draft", "pools": "draft_pools", "ledger": "draft_ledger"},
         ),
-        worker,
+        *(worker, trial),
     )
 )
 """Every torch device starts from this order; `device_memory` is what a package must insert before `sizes`."""

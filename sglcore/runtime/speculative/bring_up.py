@@ -7,19 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.device.package import resolve
+from sglcore.device.package import DevicePackage, resolve
+from sglcore.device.worker import Trial
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel, Progress
 from sglcore.runtime.memory.geometry import layer_shapes
 from sglcore.runtime.memory.make import Pools, make_rows
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
-from sglcore.runtime.speculative.choice import DRAFT_LOADER, Speculation, choose_speculation
+from sglcore.runtime.speculative.choice import DRAFT_LOADER, Speculation, choose_speculation, promise
+from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.step.sizing import MemoryBudget, MemorySizes, size_text
 
 
@@ -87,3 +91,28 @@ def draft_pools(
 def draft_ledger(ledger: DecisionLedger) -> DecisionLedger:
     """Where what is chosen for the model that proposes is written."""
     return ledger.about("draft")
+
+
+def trial(
+    package: DevicePackage,
+    facts: Facts,
+    model: LoadedModel,
+    pools: Pools,
+    speculation: Speculation | None,
+    worker: TpModelWorker,
+) -> Trial | None:
+    """The worker beside one that proposes nothing, where proposals are made only if that is faster."""
+    if speculation is None or not speculation.is_tried or not isinstance(worker, SpeculativeWorker):
+        return None
+    mixed = facts.allows_mixed_batches
+    own = {
+        "draft_tokens": 0,
+        "lookahead": 0,
+        "keeps_history": False,
+        "can_overlap": True,
+        "allows_mixed_batches": mixed,
+    }
+    plain = resolve(package.worker, package.name)(worker.runner, pools.token_table, replace(worker.limits, **own), None)
+    first = model.config.words.get("bos_token_id")
+    prompt = np.array([first if isinstance(first, int) else 0], dtype=np.int32)
+    return Trial(f"{speculation.summary}; {promise(speculation.rule)}", worker, plain, prompt, worker.drafter.close)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +53,20 @@ class StepShape:
 class Speculation:
     """Proposals of this `kind`, as many a step as one of `lengths`, ascending. `draft` is the model that makes them (None: none
     does); `aux_layers` as in `StepShape`, None where it reads nothing of the target but its tokens. `rule`: by which they are
-    accepted."""
+    accepted. `is_tried`: only if it turns out to be faster than no proposals."""
 
     kind: str
     lengths: tuple[int, ...]
     draft: LoadedModel | None = None
     aux_layers: tuple[int, ...] | None = None
     rule: str = COUPLED
+    is_tried: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The kind, and how many proposals."""
+        fewer = f"{', '.join(map(str, self.lengths[:-1]))} or " if self.lengths[1:] else ""
+        return f"{self.kind}, {fewer}{self.tokens} tokens a step"
 
     @property
     def tokens(self) -> int:
@@ -98,12 +105,14 @@ def choose_speculation(
 ) -> Speculation | None:
     """As the configuration asks. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
     what loading the draft raises."""
-    asked = config.speculative
-    rule = config.speculative_verify
-    for setting, value, allowed in (("speculative", asked, KINDS), ("speculative_verify", rule, RULES)):
+    asked, rule = config.speculative or "not asked", config.speculative_verify
+    for setting, value, allowed in (
+        ("speculative", config.speculative or "off", KINDS),
+        ("speculative_verify", rule, RULES),
+    ):
         if value not in allowed:
             raise ConfigError(f"{setting} is {value!r}", wanted=f"one of {', '.join(allowed)}")
-    kind, why = _kind(config, model, folder)
+    kind, why, is_tried = _kind(config, model, folder)
     if config.draft_model is not None and kind not in MODELS:
         remedy = "leave one of --draft-model and --speculative out"
         raise ConfigError(f"a draft model is given, and speculative is {asked!r}, which has none", remedy=remedy)
@@ -113,22 +122,21 @@ def choose_speculation(
     reason = _reason_against(model)
     if reason:
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--speculative off")
-    lengths = _lengths(config)
-    fewer = f"{', '.join(map(str, lengths[:-1]))} or " if lengths[1:] else ""
-    what = f"{kind}, {fewer}{lengths[-1]} tokens a step"
-    ledger.record(Row("speculative", asked, what, f"{why}; {_promise(rule)}", "--speculative off"))
+    made = Speculation(kind, _lengths(config), rule=rule, is_tried=is_tried)
+    if not is_tried:
+        ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))
     if kind == NGRAM:
-        return Speculation(kind, lengths, rule=rule)
+        return made
     draft = load(_draft_folder(config, folder, kind), kind)
     if any(kept.ring for layer in draft.model.attention_layers for kept in layer.rows.values()):
         raise ConfigError(
             "the draft keeps its last tokens in rings, where what it proposes takes the place of tokens that it needs again",
             remedy="use another draft",
         )
-    return Speculation(kind, lengths, draft.model, draft.aux_layers, rule)
+    return replace(made, draft=draft.model, aux_layers=draft.aux_layers)
 
 
-def _promise(rule: str) -> str:
+def promise(rule: str) -> str:
     """What texts are as without proposals."""
     if rule == COUPLED:
         return "the text is the same as without"
@@ -137,18 +145,26 @@ def _promise(rule: str) -> str:
     )
 
 
-def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, str]:
-    """What proposes, and why."""
-    if config.speculative != "auto":
-        return config.speculative, "asked for"
+def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, str, bool]:
+    """What proposes, why, and whether only if that is faster."""
+    if config.speculative not in (None, "auto"):
+        return config.speculative, "asked for", False
     if config.draft_model is not None:
-        return resolve(DRAFT_KIND)(_given_folder(config.draft_model)), "a draft model was given"
+        return resolve(DRAFT_KIND)(_given_folder(config.draft_model)), "a draft model was given", False
     if model.config.is_encoder:
-        return "off", "this model embeds"
+        return "off", "this model embeds", False
     offered = resolve(OFFERED)(folder)
     if offered is None:
-        return "off", "this checkpoint brings nothing that proposes tokens"
-    return "off", f"this checkpoint brings a draft: --speculative {offered} verifies what it proposes"
+        return "off", "this checkpoint brings nothing that proposes tokens", False
+    if reason := _reason_against(model):
+        return "off", reason, False
+    if config.speculative is None:
+        return (
+            "off",
+            f"this checkpoint brings a draft ({offered}): --speculative auto takes it where it is faster",
+            False,
+        )
+    return offered, "this checkpoint brings it", True
 
 
 def _given_folder(text: str) -> Path:

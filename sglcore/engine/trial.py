@@ -1,0 +1,57 @@
+"""Which of two workers over the same weights writes the same text in less time: measured at a start, for one request."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.worker import ModelWorker, Trial
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request
+from sglcore.schedule.scheduler import Scheduler
+
+TOKENS = 64
+"""Of a text."""
+ROUNDS = 3
+"""Texts that are measured of each worker, after one that is not."""
+SECONDS = 2.0
+"""After so many no further round begins."""
+MARGIN = 1.25
+"""How many times as fast the bold worker must be: with more requests proposals are worth less."""
+
+
+def keep_faster(trial: Trial, ledger: DecisionLedger) -> ModelWorker:
+    """The worker that goes on; the ledger says which, and by how much. Waits for the device."""
+    begin, rates = time.perf_counter(), list[float]()
+    for round_ in range(ROUNDS + 1):
+        bold, plain = (seconds_of(worker, trial, seed=round_) for worker in (trial.bold, trial.plain))
+        rates += [plain / bold] if round_ else []
+        if rates and time.perf_counter() - begin > SECONDS:
+            break
+    rate = median(rates)
+    measured = f"measured now, one request has {rate:.2f} times the tokens a second of one without"
+    if rate >= MARGIN:
+        ledger.record(Row("speculative", "auto", trial.summary, measured, "--speculative off"))
+        return trial.bold
+    trial.leave()
+    kind = trial.summary.partition(",")[0]
+    reason = f"{measured} {kind}, and {MARGIN} times are wanted"
+    ledger.record(Row("speculative", "auto", "off", reason, f"--speculative {kind}"))
+    return trial.plain
+
+
+def seconds_of(worker: ModelWorker, trial: Trial, seed: int) -> float:
+    """Of a text from its first token on. The same seed draws the same text on both workers."""
+    limits = worker.limits
+    loop = Loop(Scheduler(limits, prefix_cache=False), worker, overlap=limits.runs_ahead)
+    tokens = min(TOKENS, limits.max_model_len - len(trial.prompt))
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    loop.scheduler.add(Request("trial", trial.prompt, params, seed=seed))
+    while not loop.step():
+        pass
+    begin = time.perf_counter()
+    while loop.has_work:
+        loop.step()
+    return time.perf_counter() - begin

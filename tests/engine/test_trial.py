@@ -1,0 +1,92 @@
+"""Proposals where a start measures that they are faster, and nothing of them where not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglcore import LLM
+from sglcore.cli.serve import _trying_drafts
+from sglcore.device.config import EngineConfig, resolve_config
+from sglcore.device.ledger import DecisionLedger
+from sglcore.engine import trial
+from sglcore.engine.start import start
+from sglcore.engine.trial import MARGIN, ROUNDS, keep_faster
+from sglcore.sampling.params import SamplingParams
+
+PROMPTS = ("Once upon a time", "The little dog")
+PARAMS = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+
+
+def made(left: list[str]) -> Any:
+    """A trial of two names."""
+    given = {"bold": "bold", "plain": "plain", "summary": "mtp, 4 tokens a step; as without"}
+    return SimpleNamespace(**given, leave=lambda: left.append("left"))
+
+
+@pytest.mark.parametrize(
+    ("times", "kept"), [(MARGIN + 0.01, "bold"), (MARGIN - 0.01, "plain"), (0.5, "plain"), (3.0, "bold")]
+)
+def test_the_faster_worker_is_kept_and_the_ledger_says_why(
+    times: float, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, left, ledger = [], [], DecisionLedger()
+
+    def seconds_of(worker: Any, given: Any, seed: int) -> float:
+        asked.append((worker, seed))
+        # What comes first is slow, and one text is another time, whatever the worker.
+        return (9.0 if seed == 0 and worker == "bold" else 1.0) * (times if worker == "plain" else 1.0) * (1 + seed)
+
+    monkeypatch.setattr(trial, "seconds_of", seconds_of)
+    assert keep_faster(made(left), ledger) == kept
+    assert asked == [(worker, seed) for seed in range(ROUNDS + 1) for worker in ("bold", "plain")]
+    assert left == ([] if kept == "bold" else ["left"])
+    (row,) = ledger.rows
+    assert (row.topic, row.requested) == ("speculative", "auto") and f"{times:.2f} times" in row.reason
+    assert row.effective == ("off" if kept == "plain" else "mtp, 4 tokens a step; as without")
+
+
+def test_no_round_begins_after_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = iter(range(0, 99, 3)), list[int]()
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(trial, "seconds_of", lambda worker, given, seed: asked.append(seed) or 1.0)
+    keep_faster(made([]), DecisionLedger())
+    assert asked == [0, 0, 1, 1]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    with LLM(dtype="float32", threads=1) as llm:
+        return [each.outputs[0].token_ids for each in llm.generate(list(PROMPTS), PARAMS)]
+
+
+@pytest.mark.parametrize(("margin", "drafts"), [(0.0, 4), (1e9, 0)])
+def test_whichever_is_kept_writes_the_same_text(
+    margin: float, drafts: int, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "MARGIN", margin)
+    with LLM(speculative="auto", dtype="float32", threads=1) as llm:
+        assert llm.engine.scheduler.limits.draft_tokens == drafts
+        found = [each.outputs[0].token_ids for each in llm.generate(list(PROMPTS), PARAMS)]
+        assert found == plain
+        assert bool(llm.engine.scheduler.drafts) == bool(drafts)
+        llm.engine.scheduler.audit()
+
+
+def test_a_start_that_nobody_told_proposes_nothing_and_names_the_draft() -> None:
+    started = start(resolve_config({"threads": 1}, {}))
+    started.worker.close()
+    (row,) = [row for row in started.ledger.rows if row.topic == "speculative"]
+    assert row.effective == "off" and "(eagle3): --speculative auto" in row.reason
+    assert started.worker.limits.draft_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [({}, "auto"), ({"speculative": "off"}, "off"), ({"draft_model": "x"}, None)]
+)
+def test_a_server_tries_the_draft_beside_its_model(given: dict[str, Any], wanted: str | None, tmp_path: Path) -> None:
+    assert _trying_drafts(EngineConfig(**given)).speculative == wanted
+    assert _trying_drafts(EngineConfig(model=str(tmp_path))).speculative is None
