@@ -18,6 +18,8 @@ ROUNDS = 3
 """Texts that are measured of each worker, after one that is not."""
 SECONDS = 2.0
 """After so many no further round begins."""
+STRIDE = 1 << 16
+"""Compositions between those of two texts, and of the scheduler that comes after."""
 MARGIN = 1.25
 """How many times as fast the bold worker must be: with more requests proposals are worth less."""
 
@@ -45,10 +47,11 @@ def keep_faster(trial: Trial, ledger: DecisionLedger) -> ModelWorker:
 def seconds_of(worker: ModelWorker, trial: Trial, seed: int) -> float:
     """Of a text from its first token on. The same seed draws the same text on both workers."""
     limits = worker.limits
-    loop = Loop(Scheduler(limits, prefix_cache=False), worker, overlap=limits.runs_ahead)
+    scheduler = Scheduler(limits, prefix_cache=False, first_composition=-(seed + 1) * STRIDE)
+    loop = Loop(scheduler, worker, overlap=limits.runs_ahead)
     tokens = min(TOKENS, limits.max_model_len - len(trial.prompt))
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    loop.scheduler.add(Request("trial", trial.prompt, params, seed=seed))
+    scheduler.add(Request("trial", trial.prompt, params, seed=seed))
     while not loop.step():
         pass
     begin = time.perf_counter()

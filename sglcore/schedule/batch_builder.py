@@ -24,7 +24,7 @@ KEEP = -1
 class BatchBuilder:
     """Turns the scheduler's choice into arrays. `last_tokens` int32[slots]: the last token collected for each slot."""
 
-    def __init__(self, limits: Limits, compose: Compose) -> None:
+    def __init__(self, limits: Limits, compose: Compose, first_composition: int) -> None:
         self.last_tokens = np.zeros(limits.max_requests + 1, dtype=np.int32)
         self.requests: list[Request] = []
         self.slots: Ints = np.zeros(0, dtype=np.int32)
@@ -37,7 +37,7 @@ class BatchBuilder:
         self._reads_next = limits.lookahead > 0
         self._drafts = limits.draft_tokens
         self._compose = compose
-        self._composition = 0
+        self._composition = first_composition
         self._sampling: HostSampling | None = None
         self._constrained: list[tuple[int, Request]] = []
         self._steady: ScheduleBatch | None = None

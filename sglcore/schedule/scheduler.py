@@ -39,16 +39,18 @@ class Scheduler:
     """One worker's requests. `next_batch` plans a step, `finish` takes in its results. Not thread-safe.
 
     `compose` makes the sampling state of a batch from its requests, row for row (SamplingRows). A step may be planned
-    while the one before it is in flight. Raises ConfigError if one request of max_model_len does not fit.
+    while the one before it is in flight. `first_composition`: another for each scheduler of a worker, far apart. Raises ConfigError if one request of max_model_len does not fit.
     """
 
-    def __init__(self, limits: Limits, *, prefix_cache: bool = True, compose: Compose | None = None) -> None:
+    def __init__(
+        self, limits: Limits, *, prefix_cache: bool = True, compose: Compose | None = None, first_composition: int = 0
+    ) -> None:
         check_limits(limits)
         self.limits = limits
         self._waiting = WaitingQueue()
         self._embedding = WaitingQueue()
         self._running = RunningRequests(limits, self._waiting, prefix_cache)
-        self._builder = BatchBuilder(limits, compose or SamplingRows())
+        self._builder = BatchBuilder(limits, compose or SamplingRows(), first_composition)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._step = 0
@@ -56,8 +58,7 @@ class Scheduler:
         self._prompt_tokens = self._stale_rows = self._invalid_rows = 0
         self.drafts = Counter[tuple[int, ...]]()
         """What came of proposals."""
-        self._extended_last = False
-        self._embedded_last = False
+        self._extended_last = self._embedded_last = False
 
     @property
     def has_work(self) -> bool:

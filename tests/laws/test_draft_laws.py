@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sglcore.device.errors import ConfigError
+from sglcore.engine import trial
 from sglcore.models.deepseek_v4_nextn import DeepseekV4NextN
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.worker import SpeculativeWorker
@@ -122,6 +123,23 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, tup
     folder = tmp_path_factory.mktemp("mtp")
     made["mtp"] = folder, next_token(target, folder, llama)
     return target, made
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize(("margin", "stride", "is_same"), [(0.0, 1 << 16, True), (1e9, 1 << 16, True), (0.0, 0, False)])
+def test_a_draft_that_is_tried_leaves_no_trace_in_a_text(
+    drafts: Any, margin: float, stride: int, is_same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedulers whose compositions meet take each other's sampling."""
+    monkeypatch.setattr(trial, "MARGIN", margin)
+    monkeypatch.setattr(trial, "STRIDE", stride)
+    found = []
+    for speculative in ("off", "auto"):
+        engine = TokenEngine(drafts[1]["eagle"][0], speculative=speculative, max_requests=4)
+        found.append([result.tokens for result in engine.run(random_prompts(5, [21, 6]), 10, temperature=1.0)])
+        assert bool(engine.scheduler.limits.draft_tokens) == (speculative == "auto" and not margin)
+        engine.worker.close()
+    assert (found[0] == found[1]) == is_same
 
 
 @pytest.mark.needs("device")

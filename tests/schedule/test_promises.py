@@ -192,7 +192,7 @@ def test_scores_of_a_chunk_that_were_taken_are_not_taken_again() -> None:
 
 def test_a_step_s_tokens_are_those_of_the_slots_whose_rows_emit() -> None:
     """A chunk that got too few pages stands before one that is whole."""
-    builder, requests = BatchBuilder(make_limits(), compose), [Drive().make("a", 9), Drive().make("b", 4)]
+    builder, requests = BatchBuilder(make_limits(), compose, 0), [Drive().make("a", 9), Drive().make("b", 4)]
     for slot, request in enumerate(requests, start=2):
         request.slot, request.target, request.pages = slot, len(request.prompt_ids), [slot]
     batch = builder.build(1, DecodeRows(4), np.zeros(0, np.intp), [(request, 4) for request in requests], 0)
