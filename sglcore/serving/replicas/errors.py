@@ -26,28 +26,26 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 class Overloaded(SglcoreError):
     """The server takes no more for now; `retry_after` is in seconds."""
 
-    def __init__(self, found: str, *, retry_after: float, wanted: str = "", remedy: str = "") -> None:
+    def __init__(self, found: str, *, retry_after: float, wanted: str = "") -> None:
         """As every error of ours, with the time after which another try makes sense."""
-        super().__init__(found, wanted=wanted, remedy=remedy or "try again later")
+        super().__init__(found, wanted=wanted, remedy="try again later")
         self.retry_after = retry_after
 
 
 class NotReady(SglcoreError):
-    """The model can not answer yet, or no more; `phase` says how far it is."""
+    """The model can not answer yet, or no more."""
 
-    def __init__(self, phase: str, *, retry_after: float = 1.0) -> None:
-        """`phase` as /readyz gives it; `retry_after` in seconds."""
+    def __init__(self, phase: str) -> None:
+        """`phase` says how far it is, as /readyz does."""
         super().__init__(f"the model is not ready (phase: {phase})", remedy="try again when /readyz answers 200")
-        self.phase = phase
-        self.retry_after = retry_after
 
 
 class EngineDied(SglcoreError):
     """The process that runs the model ended while it had this request."""
 
-    def __init__(self, found: str = "the engine process ended while it had this request", *, remedy: str = "") -> None:
+    def __init__(self, found: str = "the engine process ended while it had this request") -> None:
         """`found` says what is known of the end."""
-        super().__init__(found, remedy=remedy or "send the request again when /readyz answers 200")
+        super().__init__(found, remedy="send the request again when /readyz answers 200")
 
 
 class InvalidRequest(SglcoreError, ValueError):
@@ -92,7 +90,7 @@ def failure(error: BaseException) -> Failure | None:
     if isinstance(error, Overloaded):
         return Failure(429, str(error), "rate_limit_error", code="overloaded", headers=_retry_after(error.retry_after))
     if isinstance(error, NotReady):
-        return Failure(503, str(error), "unavailable_error", code="not_ready", headers=_retry_after(error.retry_after))
+        return Failure(503, str(error), "unavailable_error", code="not_ready", headers=_retry_after(1.0))
     if isinstance(error, EngineDied):
         return Failure(503, str(error), "unavailable_error", code="engine_died")
     if isinstance(error, SamplingError):

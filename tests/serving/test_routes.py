@@ -1,0 +1,92 @@
+"""Between FastAPI and the endpoints, which give an answer or a stream and know no connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+from fastapi import FastAPI, Request, Response
+from fastapi.testclient import TestClient
+from pydantic import BaseModel
+from starlette.types import Message
+
+from sglcore.serving.apis.answer import Stream, as_json, event
+from sglcore.serving.http.routes import Routes
+
+
+class Body(BaseModel):
+    """What is sent."""
+
+    text: str
+
+
+def served(routes: Routes) -> FastAPI:
+    app = FastAPI()
+    app.include_router(routes)
+    return app
+
+
+def test_an_endpoint_has_what_its_signature_names() -> None:
+    routes = Routes()
+
+    @routes.post("/{place}")
+    async def read(place: int, body: Body, request: Request, times: int = 1) -> Response:
+        return as_json({"found": [place, body.text * times, request.url.path]}, ["colour"])
+
+    @routes.get("/plain")
+    async def plain() -> Response:
+        return as_json({})
+
+    client = TestClient(served(routes))
+    answer = client.post("/3?times=2", json={"text": "ab"})
+    assert (answer.json(), answer.headers["x-sglcore-warnings"]) == ({"found": [3, "abab", "/3"]}, "ignored: colour")
+    assert client.post("/x", json={"text": "ab"}).status_code == client.post("/3", json={}).status_code == 422
+    assert client.get("/plain").json() == {}
+
+
+@pytest.mark.parametrize("fault", [None, ValueError("it broke")])
+def test_a_stream_is_sent_as_it_comes_and_what_it_holds_is_left(fault: Exception | None) -> None:
+    routes, left = Routes(), list[bool]()
+
+    @asynccontextmanager
+    async def held() -> AsyncGenerator[None, None]:
+        yield
+        left.append(True)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield event(1)
+        if fault is not None:
+            raise fault
+
+    @routes.post("/")
+    async def stream(body: Body) -> Response | Stream:
+        return Stream(events(), held(), ["colour"], on_error=lambda error: event(str(error)))
+
+    answer = TestClient(served(routes)).post("/", json={"text": ""})
+    assert answer.text == "data: 1\n\n" + ("" if fault is None else 'data: "it broke"\n\n')
+    assert answer.headers["content-type"].startswith("text/event-stream") and left == [True]
+    assert answer.headers["x-sglcore-warnings"] == "ignored: colour"
+
+
+def test_the_work_for_a_client_that_leaves_is_cancelled() -> None:
+    routes, told = Routes(), list[str]()
+
+    @routes.get("/")
+    async def wait() -> Response:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.append("cancelled")
+        return as_json({})
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        told.append(str(message.get("status", "")))
+
+    scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": []}
+    asyncio.run(asyncio.wait_for(served(routes)(scope, receive, send), 20))
+    assert told[:2] == ["cancelled", "499"]
