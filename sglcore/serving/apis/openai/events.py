@@ -58,10 +58,8 @@ class _Writer:
             "total_tokens": prompt + made,
             "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in outputs)},
         }
-        proposed, accepted = (
-            sum(sample.proposed_tokens for sample in samples),
-            sum(sample.accepted_tokens for sample in samples),
-        )
+        proposed = sum(sample.proposed_tokens for sample in samples)
+        accepted = sum(sample.accepted_tokens for sample in samples)
         if proposed:
             details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": proposed - accepted}
             found["completion_tokens_details"] = details
