@@ -93,7 +93,8 @@ class GraphRunner:
         policy.registry.fill_from(batch, FillContext(size, size, count, count))
         before = Held.of(self._context, real_view(policy.registry, batch))
         hidden = policy.run(batch)
-        self.shadow.compare(policy.path(batch), hidden, self._run_beside(policy, batch, before))
+        beside = self._run_beside(policy, batch, before)
+        self.shadow.compare(policy.path(batch), _owned(batch, hidden, beside), beside)
         return hidden
 
     def recapture(self) -> None:
@@ -148,6 +149,13 @@ class GraphRunner:
             hidden = leaving_cells(self._context, view, lambda: self._forward(view))
         after.write()
         return hidden
+
+
+def _owned(batch: ForwardBatch, hidden: Tensor, beside: Tensor) -> Tensor:
+    """hidden [T, H], but `beside` where a decode has a token of slot 0, which is nobody's."""
+    if not batch.forward_mode.is_decode:
+        return hidden
+    return torch.where(batch.req_pool_indices.unsqueeze(1) > 0, hidden, beside)
 
 
 def _free_memory(streams: Streams) -> int | None:

@@ -103,6 +103,12 @@ def test_no_drafter_changes_a_text(case: Case, drafter: str, kind: str, overlap:
 
 
 @CORE
+def test_replays_of_verified_rows_are_what_they_are_beside(case: Case) -> None:
+    graphs = case.verify("guessing", graph="native", shadow=1).worker.runner.graphs
+    assert graphs is not None and graphs.shadow is not None and graphs.shadow.compared > 10
+
+
+@CORE
 @pytest.mark.parametrize(("tokens", "rings"), [(1, {8, 16}), (3, {16, 32}), (10, {32})])
 def test_their_number_changes_none(case: Case, tokens: int, rings: set[int]) -> None:
     engine = case.verify("guessing", tokens, page_size=32)
