@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from sglcore.device.config import EngineConfig
 from sglcore.runtime.attention.sparse import compressed
 from sglcore.runtime.attention.sparse.tokens import RequestRows
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory import deepseek_v4 as rows
+from sglcore.runtime.speculative.choice import most_drafts
 from sglcore.runtime.speculative.ngram import NgramDrafter
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from tests.checkpoints import save
@@ -108,12 +110,23 @@ def test_replays_of_verified_rows_are_what_they_are_beside(case: Case) -> None:
     assert graphs is not None and graphs.shadow is not None and graphs.shadow.compared > 10
 
 
+def rings_in(engine: TokenEngine) -> set[int]:
+    """How many tokens its layers keep."""
+    layers = engine.worker.runner.attn_backend.token_to_kv_pool.layers
+    return {kept.ring for layer in layers for kept in layer.values() if kept.ring}
+
+
 @CORE
 @pytest.mark.parametrize(("tokens", "rings"), [(1, {8, 16}), (3, {16, 32}), (10, {32})])
 def test_their_number_changes_none(case: Case, tokens: int, rings: set[int]) -> None:
-    engine = case.verify("guessing", tokens, page_size=32)
-    layers = engine.worker.runner.attn_backend.token_to_kv_pool.layers
-    assert {kept.ring for layer in layers for kept in layer.values() if kept.ring} == rings
+    assert rings_in(case.verify("guessing", tokens, page_size=32)) == rings
+
+
+@CORE
+def test_rings_hold_more_where_proposals_may_be_verified(case: Case) -> None:
+    assert rings_in(case.engine()) == rings_in(case.engine(speculative="off")) == {8, 16}
+    for asked in (EngineConfig(speculative="auto"), EngineConfig(speculative="mtp"), EngineConfig(draft_model="/d")):
+        assert most_drafts(asked) == 5
 
 
 @CORE

@@ -90,7 +90,7 @@ class Speculation:
 
 def most_drafts(config: EngineConfig) -> int:
     """Tokens of a request that a decode step may bring, the last one drawn and the proposals, as far as the configuration tells."""
-    is_off = config.speculative == "off" or (config.speculative == "auto" and config.draft_model is None)
+    is_off = config.speculative == "off" or (config.speculative is None and config.draft_model is None)
     return 1 if is_off else 1 + _lengths(config)[-1]
 
 
