@@ -29,16 +29,25 @@ class OutputProcessor:
         params: SamplingParams,
         seed: int,
     ) -> None:
-        scored: list[TokenLogprob | None] | None = [None] if params.prompt_logprobs is not None else None
-        outputs = [Completion(i, seed, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
-        self.output = RequestOutput(request_id, prompt, prompt_ids, outputs, scored)
+        self.output = RequestOutput(request_id, prompt, prompt_ids, [])
+        self._codec, self._params, self._seed = codec, params, seed
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all that was taken: its tokens come again from the first."""
+        output, params = self.output, self._params
+        output.cached_tokens = 0
+        output.prompt_logprobs = [None] if params.prompt_logprobs is not None else None
+        output.outputs[:] = [
+            Completion(i, self._seed, logprobs=None if params.logprobs is None else []) for i in range(params.n)
+        ]
         self._texts = [
             IncrementalDetokenizer(
-                codec,
+                self._codec,
                 params.stop,
                 skip_special=params.skip_special_tokens,
                 include_stop=params.include_stop_str_in_output,
-                prompt=prompt_ids,
+                prompt=output.prompt_token_ids,
             )
             for _ in range(params.n)
         ]

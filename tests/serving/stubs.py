@@ -41,6 +41,9 @@ class StubGeneration:
         if self._fault is not None:
             raise self._fault
 
+    async def ended(self) -> None:
+        """All of it is there from the first."""
+
     async def wait(self) -> RequestOutput:
         async for _ in self:
             pass

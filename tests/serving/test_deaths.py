@@ -28,6 +28,7 @@ PROMPT = "Once upon a time"
 PATIENCE = 120.0
 LONG = SamplingParams(max_tokens=1000, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=12, seed=11)
+WHOLE = SamplingParams(max_tokens=300, ignore_eos=True, seed=11)
 
 
 @asynccontextmanager
@@ -92,23 +93,24 @@ def test_a_killed_engine_fails_all_that_it_had_and_the_server_is_to_end() -> Non
     uvloop.run(play())
 
 
-def test_an_engine_that_is_started_again_answers_what_had_waited_as_if_nothing_had_happened() -> None:
+def test_an_engine_that_is_started_again_answers_whom_nobody_told_a_part_as_if_nothing_had_happened() -> None:
     async def play() -> None:
         async with running_frontend(restart=True) as frontend:
             expected = await text_of(await begin(frontend, SHORT))
-            running = [await begin(frontend) for _ in range(2)]
-            for generation in running:
-                await generation.__anext__()
+            streamed, whole = await begin(frontend), await begin(frontend, WHOLE)
+            answer = asyncio.create_task(text_of(whole))
+            await streamed.__anext__()
+            await until(lambda: len(whole.output.outputs[0].token_ids) > 1, PATIENCE)
             queued = await begin(frontend, SHORT)
             killed = processes(frontend)[0]
             os.kill(killed, signal.SIGKILL)
-            for generation in running:
-                with pytest.raises(EngineDied, match="part of the answer"):
-                    await text_of(generation)
+            with pytest.raises(EngineDied, match="part of the answer"):
+                await text_of(streamed)
             assert not frontend.health.ready and frontend.health.live
             with pytest.raises(NotReady):
                 await begin(frontend)
             assert await text_of(queued) == expected
+            assert (await answer).startswith(expected) and whole.tries == 2
             assert frontend.health.ready and processes(frontend)[0] != killed
             assert await frontend.audit() == []
 

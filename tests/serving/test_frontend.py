@@ -82,7 +82,7 @@ def test_what_is_overdue_is_told_so_and_keeps_what_had_come() -> None:
             begun, queued, ended = [await begin(frontend) for _ in range(3)]
             engine.emit(begun.request_id, 9)
             engine.emit(ended.request_id, 9, reason="length")
-            await until(lambda: begun.has_started and ended.is_closed)
+            await until(lambda: begun.output.outputs[0].token_ids and ended.is_closed)
             frontend.give_up()
             assert (await ended.wait()).outputs[0].finish_reason == "length"
             for generation in (begun, queued):

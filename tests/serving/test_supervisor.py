@@ -139,6 +139,26 @@ def test_what_has_begun_fails_and_what_waits_is_given_to_the_other_replica() -> 
     run(play())
 
 
+def test_what_has_tokens_that_nobody_was_told_of_is_run_again_from_its_first() -> None:
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            first = await stage.ready_engine()
+            whole, silent = stage.submit("whole"), stage.submit("silent")
+            waiting = asyncio.create_task(whole.wait())
+            for name in ("whole", "silent"):
+                first.emit(name, 9, 10)
+            await until(lambda: bool(whole.output.outputs[0].token_ids and silent.output.outputs[0].token_ids))
+            first.die()
+            second = await stage.ready_engine()
+            for name in ("whole", "silent"):
+                second.emit(name, 4, 5, reason="stop")
+            for output in (await waiting, await silent.wait()):
+                assert output.outputs[0].token_ids == [4, 5]
+            assert stage.supervisor.ready[0].load == 0
+
+    run(play())
+
+
 def test_what_waits_goes_to_the_replacement_when_nobody_else_is_there() -> None:
     async def play() -> None:
         async with staged(restart=True) as stage:

@@ -126,6 +126,10 @@ class ChatRun:
         """What the engine gave of it so far."""
         return self.generation.output
 
+    async def ended(self) -> None:
+        """Wait until every sample has ended, and take nothing: for an answer that is given as a whole."""
+        await self.generation.ended()
+
     async def __aiter__(self) -> AsyncIterator[ChatEvent]:
         with blame(self._form):
             async for item in self.generation:
@@ -243,6 +247,7 @@ def _render(frontend: ChatFrontend, request: ChatRequest) -> Rendered:
 
 async def collect_chat(run: ChatRun) -> list[ChatMessage]:
     """All samples as whole messages; waits until each has ended."""
+    await run.ended()
     messages = [ChatMessage() for _ in run.output.outputs]
     async for event in run:
         if event.progress is not None:

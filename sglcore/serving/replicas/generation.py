@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Protocol
 
@@ -50,17 +51,17 @@ class Generation:
         self.output: RequestOutput = processor.output
         self.prompt_tokens = len(processor.output.prompt_token_ids)
         self.is_closed = False
-        self.has_started = False
-        """A token has arrived, so it can not be started again elsewhere without repeating text."""
+        self.is_told = False
+        """Somebody has taken a part of it, so it can not be begun again without repeating that."""
         self.tries = 0
         """Engines that were given it."""
         self._processor = processor
         self._clock = clock
-        self._pending: dict[int, TextDelta] = {}
+        self._pending: dict[int, list[TextDelta]] = {}
         self._progress: PromptProgress | None = None
         self._processed = -1
         self._failure: Exception | None = None
-        self._woken = asyncio.Event()
+        self._woken, self._closed = asyncio.Event(), asyncio.Event()
         self._last_token: dict[int, float] = {}
         """When each sample's newest token came."""
         self._send: Callable[[EngineRequest], None] = _to_nobody
@@ -94,17 +95,23 @@ class Generation:
         delta = self._processor.take(output)
         if delta is None:
             return
-        if self.request.progress and not self.has_started:
+        if self.request.progress and not self._last_token:
             self._tell_progress(self.output.cached_tokens, self.prompt_tokens)
         self._time_tokens(delta.index, len(delta.token_ids))
-        known = self._pending.get(delta.index)
-        self._pending[delta.index] = delta if known is None else join(known, delta)
+        self._pending.setdefault(delta.index, []).append(delta)
         early = self._processor.early_end(output)
         if early is not None:
             self._send(Stop(self.request_id, *early))
         if self.output.finished:
             self._close(self._reason())
         self._woken.set()
+
+    def restart(self) -> None:
+        """Forget what an engine that has ended made of it, of which nobody was told."""
+        assert not self.is_told
+        self._processor.restart()
+        self._pending.clear()
+        self._last_token.clear()
 
     def fail(self, error: Exception) -> None:
         """It was ended from outside: whoever iterates gets the error after what has arrived."""
@@ -123,8 +130,13 @@ class Generation:
         self._close("abort")
         self._woken.set()
 
+    async def ended(self) -> None:
+        """Wait until every sample has ended, and take nothing, so that it can be begun again as long as it runs."""
+        await self._closed.wait()
+
     async def wait(self) -> RequestOutput:
         """The whole output; waits until every sample has ended. Raises as iterating does."""
+        await self.ended()
         async for _ in self:
             pass
         return self.output
@@ -137,8 +149,10 @@ class Generation:
             if self._progress is not None:
                 progress, self._progress = self._progress, None
                 return progress
-            if self._pending:
-                return self._pending.pop(next(iter(self._pending)))
+            index = next((index for index, parts in self._pending.items() if any(map(_tells, parts))), None)
+            if index is not None:
+                self.is_told = True
+                return joined(self._pending.pop(index))
             if self._failure is not None:
                 raise self._failure
             if self.is_closed or self.output.finished:
@@ -162,7 +176,6 @@ class Generation:
     def _time_tokens(self, index: int, count: int) -> None:
         if not count:
             return
-        self.has_started = True
         before, now = self._last_token.get(index), time.perf_counter()
         self._last_token[index] = now
         if before is None:
@@ -173,6 +186,7 @@ class Generation:
     def _close(self, reason: str) -> None:
         if not self.is_closed:
             self.is_closed = True
+            self._closed.set()
             self._clock.on_prompt(self.prompt_tokens, self.output.cached_tokens)
             self._clock.on_end(reason)
             self._on_close(self)
@@ -184,19 +198,25 @@ class Generation:
         return next((reason for reason in ("error", "abort") if reason in reasons), reasons[0])
 
 
-def join(first: TextDelta, second: TextDelta) -> TextDelta:
-    """Two deltas of one sample, one after the other, as one."""
-    logprobs = first.logprobs
-    if second.logprobs is not None:
-        logprobs = (*(first.logprobs or ()), *second.logprobs)
+def _tells(delta: TextDelta) -> bool:
+    """Whether it is worth a reader's while: tokens whose text is held back wait for it."""
+    return bool(delta.text or delta.logprobs or delta.finish_reason)
+
+
+def joined(parts: Sequence[TextDelta]) -> TextDelta:
+    """Deltas of one sample, one after the other, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    last = parts[-1]
+    scored = [part.logprobs for part in parts if part.logprobs is not None]
     return TextDelta(
-        first.request_id,
-        first.index,
-        first.text + second.text,
-        first.token_ids + second.token_ids,
-        second.finish_reason,
-        logprobs,
-        second.error,
+        last.request_id,
+        last.index,
+        "".join(part.text for part in parts),
+        tuple(chain.from_iterable(part.token_ids for part in parts)),
+        last.finish_reason,
+        tuple(chain.from_iterable(scored)) if scored else None,
+        last.error,
     )
 
 

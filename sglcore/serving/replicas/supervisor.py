@@ -40,8 +40,8 @@ log = logging.getLogger("sglcore.serving")
 class Supervisor:
     """All replicas of one model. `stopped` is set when it can not go on, and then `exit_code` says how the server ends.
 
-    A replica that dies is started again if there are several or the server was told to restart them. What no token has
-    been told of is then tried elsewhere, or waits; what has begun fails. A replica that can not be started ends the server
+    A replica that dies is started again if there are several or the server was told to restart them. What nobody has been
+    told a part of is then tried elsewhere, or waits; the rest fails. A replica that can not be started ends the server
     unless it has been ready: whoever asked for it hears of it at once.
     """
 
@@ -206,15 +206,16 @@ class Supervisor:
         self.stopped.set()
 
     def _reassign(self, generations: Iterable[Generation], reason: str) -> None:
-        """Requests without a token yet lose nothing by another try; the others would repeat themselves."""
+        """Requests of which nobody was told a part lose nothing by another try; the others would repeat themselves."""
         for generation in generations:
-            if generation.has_started:
+            if generation.is_told:
                 generation.fail(EngineDied(f"{reason}; part of the answer had been given"))
             elif generation.tries >= MOST_TRIES:
                 generation.fail(
                     EngineDied(f"{reason}; {generation.tries} engines have ended while they had this request")
                 )
             else:
+                generation.restart()
                 self._retry(generation)
 
     def _retry(self, generation: Generation) -> None:

@@ -46,6 +46,7 @@ class MessageWriter:
 
     async def answer(self) -> dict[str, Any]:
         """The whole message; waits for its end. Raises Unanswered if it failed."""
+        await self._run.ended()
         async for event in self._run:
             self._take(event)
         self._end()

@@ -91,6 +91,7 @@ class ResponseWriter:
 
     async def answer(self) -> dict[str, Any]:
         """The whole response; waits for its end. Raises Unanswered if it failed."""
+        await self._run.ended()
         async for event in self._run:
             self._take(event)
         self._end(failure_of(self._run.output.outputs[0]))
