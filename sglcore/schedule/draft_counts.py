@@ -22,11 +22,13 @@ class DraftCell(NamedTuple):
     accepted: int
 
 
-DraftCounts = Mapping[tuple[int, ...], int]
+DraftCounts = Mapping[tuple[int, int, int, int], int]
 """Steps of requests by `DraftCell`."""
 
 
-def cells_of(requests: Sequence[Request], proposed: Iterable[int], emitted: Iterable[int]) -> list[tuple[int, ...]]:
+def cells_of(
+    requests: Sequence[Request], proposed: Iterable[int], emitted: Iterable[int]
+) -> list[tuple[int, int, int, int]]:
     """The `DraftCell`s, as plain tuples, in which a step of these requests is counted that proposed and emitted so many of each."""
     return [
         ((len(request.prompt_ids) + len(request.output_ids)).bit_length(), request.cached_share, made, count - 1)
@@ -63,7 +65,7 @@ def sums_by(counts: DraftCounts, key: Callable[[DraftCell], int]) -> dict[int, D
     return dict(sorted(found.items()))
 
 
-def at_places(counts: DraftCounts) -> list[tuple[int, int]]:
+def at_places(counts: DraftCounts) -> list[tuple[int, int, int, int]]:
     """For the first, second, ... proposal of a step: steps that had one, and those in which it and all before it were right."""
     had, right = Counter[int](), Counter[int]()
     for (_, _, proposed, accepted), count in counts.items():

@@ -56,7 +56,7 @@ class Scheduler:
         self._step = 0
         self._collected = 0
         self._prompt_tokens = self._stale_rows = self._invalid_rows = 0
-        self.drafts = Counter[tuple[int, ...]]()
+        self.drafts = Counter[tuple[int, int, int, int]]()
         """What came of proposals."""
         self._extended_last = self._embedded_last = False
 
