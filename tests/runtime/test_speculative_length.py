@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import pytest
@@ -68,6 +68,36 @@ def test_it_costs_little_where_nothing_is_right_and_comes_back_when_something_is
     assert share(taken[256:], 4) > 0.9
 
 
+def test_two_steps_in_64_try_what_looked_too_dear() -> None:
+    made = LengthController(LENGTHS)
+    # By the guess alone that every second proposal is right, none would be tried again.
+    simulate(made, 256, 0.0, lambda tokens: 1 + 0.45 * tokens)
+    taken = simulate(made, 512, 1.0, lambda tokens: 1 + 0.45 * tokens)
+    assert share(taken[256:], 4) > 0.9
+
+
+def test_what_is_right_behind_right_ones_is_what_counts() -> None:
+    made = LengthController((1, 7))
+    simulate(made, 64, 0.8, lambda tokens: 1 + 0.15 * tokens, 8)
+    assert share(simulate(made, 256, 0.8, lambda tokens: 1 + 0.15 * tokens, 8), 7) > 0.9
+
+
+def test_what_a_step_waited_for_is_not_what_its_length_costs() -> None:
+    made, steps = LengthController(LENGTHS), count()
+
+    def cost(tokens: int) -> float:
+        return (1 + 0.05 * tokens) * (20 if tokens == 4 and next(steps) % 5 == 0 else 1)
+
+    simulate(made, 64, 0.95, cost, 4)
+    assert share(simulate(made, 512, 0.95, cost, 4), 4) > 0.85
+
+
+def test_no_length_gives_way_to_one_that_is_hardly_better() -> None:
+    made = LengthController((1, 3))
+    taken = simulate(made, 512, 1.0, lambda tokens: tokens + 1 if tokens == 1 else 1.03 * (tokens + 1))
+    assert share(taken, 3) > 0.9
+
+
 def test_what_is_right_of_few_requests_says_nothing_of_many() -> None:
     made = LengthController(LENGTHS)
     simulate(made, 128, 0.95, lambda tokens: 1 + 0.05 * tokens, requests=1)
@@ -82,7 +112,7 @@ def test_it_stays_with_a_length_for_some_steps() -> None:
         settled.append(made._settled)
     changes = [step for step, (one, other) in enumerate(pairwise(settled)) if one != other]
     assert len(changes) > 5
-    assert all(after - before >= DWELL for before, after in pairwise(changes))
+    assert DWELL == 8 and all(after - before >= 8 for before, after in pairwise(changes))
 
 
 def test_no_length_is_narrower_than_what_was_proposed() -> None:

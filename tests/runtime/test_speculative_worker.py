@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -25,13 +26,18 @@ class Told(LengthController):
         super().__init__((0, 1, 3, 4))
         self._random = random.Random(7)
         self.chosen, self.accepted, self.timed = [self.tokens], list[int](), list[bool]()
+        self.asked = list[int]()
 
     def choose(self, requests: int) -> None:
+        self.asked.append(requests)
         self.tokens = self._random.choice(self.lengths)
         self.chosen.append(self.tokens)
 
     def learn(self, requests: int, tokens: int, accepted: NDArray[np.int32], seconds: float | None) -> None:
-        assert len(accepted) == requests and accepted.max() <= tokens <= self.chosen[len(self.timed)]
+        assert (
+            len(accepted) == requests == self.asked[len(self.timed)]
+            and accepted.max() <= tokens <= self.chosen[len(self.timed)]
+        )
         self.accepted.append(int(accepted.sum()))
         self.timed.append(seconds is not None)
 
@@ -50,6 +56,28 @@ def test_who_chooses_their_number_and_who_counts_them_are_told_the_same(engines,
     assert not engine.worker.drafter.closed
     engine.worker.close()
     assert engine.worker.drafter.closed
+
+
+class Timed(LengthController):
+    """Keeps what steps took."""
+
+    def __init__(self) -> None:
+        super().__init__((4,))
+        self.seconds = 0.0
+
+    def learn(self, requests: int, tokens: int, accepted: NDArray[np.int32], seconds: float | None) -> None:
+        assert seconds is not None
+        self.seconds += seconds
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_second_is_that_of_two_steps(engines, plain: Ran, overlap: bool) -> None:
+    engine = engines("guessing", plain, overlap=overlap, graph="off")
+    engine.worker.length = told = Timed()
+    begin = time.perf_counter()
+    run(engine)
+    assert 0 < told.seconds < time.perf_counter() - begin
 
 
 @pytest.mark.needs("device")
