@@ -377,3 +377,32 @@ def test_a_defect_of_a_model_without_features_shows(cases, defect: type) -> None
     )
     with pytest.raises(AssertionError, match="cells"):
         play(desk)
+
+
+class WritesOnce(StandaloneDrafter):
+    """No cell of a slot is written twice in one forward: which of the two stays is the device's to choose."""
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        if batch.forward_mode.is_decode:
+            cells = [
+                cell for cell in zip(batch.req_pool_indices.tolist(), batch.positions.tolist(), strict=True) if cell[0]
+            ]
+            assert len(set(cells)) == len(cells), "a cell is written twice"
+        return super().run(batch)
+
+
+class RunsRejected(WritesOnce):
+    """Rows behind what was accepted go to their cells, of which the root has one."""
+
+    def _with_roots(self, rows: DraftRows, roots: Tensor) -> ForwardBatch:
+        made, verified = super()._with_roots(rows, roots), rows.batch.num_tokens
+        made.req_pool_indices[:verified] = rows.batch.req_pool_indices
+        made.positions[:verified] = rows.batch.positions
+        return made
+
+
+def test_what_was_rejected_takes_no_cell_from_the_root(cases) -> None:
+    runner = make_drafter(cases["standalone"], 4).runner
+    play(Desk(cases["standalone"], 4, 15, WritesOnce(runner, TOKENS)))
+    with pytest.raises(AssertionError, match="written twice"):
+        play(Desk(cases["standalone"], 4, 15, RunsRejected(runner, TOKENS)))

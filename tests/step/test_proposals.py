@@ -1,12 +1,15 @@
-"""Of the rows of a verification, what is kept."""
+"""Of the rows of a verification, what the host knows before and what is kept after."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from sglcore.device.worker import BatchResult, TokenLogprobs
-from sglcore.step.proposals import accepted_runs
+from sglcore.step.proposals import accepted_runs, most_lens
 
 
 @pytest.mark.parametrize(("bad", "wanted"), [(2, [False, False]), (0, [True, False]), (5, [False, True])])
@@ -22,3 +25,9 @@ def test_only_what_was_accepted_is_kept_with_all_that_is_known_of_it(bad: int, w
     assert found.logprobs.chosen.tolist() == (-kept).tolist() and found.logprobs.ranks.tolist() == (kept * 2).tolist()
     assert found.logprobs.top_ids.tolist() == [[each, each + 1] for each in kept.tolist()]
     assert found.logprobs.top_logprobs[:, 0].tolist() == kept.tolist()
+
+
+def test_a_token_to_verify_sees_itself_and_what_its_row_has_at_most() -> None:
+    """Up to the row's limit; a row without cells is as one of a single cell."""
+    batch: Any = SimpleNamespace(prefix_lens=np.array([4, 7, 0], np.int32), cell_limits=np.array([40, 9, 0], np.int32))
+    assert most_lens(batch, 3).tolist() == [5, 6, 7, 8, 9, 9, 1, 1, 1]
