@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -9,6 +12,7 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from sglcore.engine.grammar import Vocabulary
 from sglcore.engine.guidance_schema import NAME, OPTIONS, check_schema
@@ -17,6 +21,13 @@ from sglcore.schedule.request import Matcher
 
 MAX_EBNF = 1 << 14
 """Characters: translating takes time with the square of them, and other threads wait meanwhile."""
+
+
+MARK = re.compile(r"<\S+>")
+"""Added tokens that are marks, though their tokenizer does not call them special."""
+
+NOWHERE = "\U0010ffff"
+"""A character that no text may have."""
 
 
 class Llguidance:
@@ -33,7 +44,8 @@ class Llguidance:
     def _tokenizer(self) -> Any:
         given = self._vocabulary
         try:
-            return llguidance.LLTokenizer(given.tokenizer.to_str(), n_vocab=self._size, eos_token=sorted(given.eos_ids))
+            spelling = llguidance.TokenizerWrapper(_Spelling(given.tokenizer, self._size, min(given.eos_ids)))
+            return llguidance.LLTokenizer(spelling, n_vocab=self._size, eos_token=sorted(given.eos_ids))
         except (ValueError, RuntimeError) as error:
             raise GrammarError(f"llguidance can not read this tokenizer: {error}", wanted="a byte-level one") from None
 
@@ -102,6 +114,44 @@ class LlguidanceMatcher:
             error = f"{type(failed).__name__}: {failed}"
         words[:] = 0 if error else whole[: len(words)]
         self.error = self.error or _one_line(error)
+
+
+class _Spelling:
+    """A tokenizer in the shape that llguidance takes, which writes the text of marks in ordinary tokens: text that a grammar
+    leaves no choice about becomes its tokens, and a mark is not text."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, size: int, eos_id: int) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        marks = {each: token.content for each, token in added.items() if token.special or MARK.fullmatch(token.content)}
+        self._marks = frozenset(marks)
+        self._plain = llguidance.LLTokenizer(_without(marks, tokenizer), n_vocab=size, eos_token=eos_id)
+        self.eos_token_id = eos_id
+        self.tokens = [self._plain.decode_bytes([each]) for each in range(size)]
+        for each, text in marks.items():
+            self.tokens[each] = text.encode()
+        self.special_token_ids = [each for each in range(size) if each in marks or self._plain.is_special_token(each)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids = self._plain.tokenize_bytes(text)
+        if self._marks.isdisjoint(ids):
+            return ids
+        # A unigram model has marks among its pieces; none has one character.
+        return [each for character in text.decode() for each in self._plain.tokenize_str(character)]
+
+
+def _without(marks: Mapping[int, str], tokenizer: Tokenizer) -> str:
+    """The file of a tokenizer that reads no marks. Those that its model's vocabulary lacks keep their places under names that
+    no text has: the ids of added tokens are counted."""
+    known = tokenizer.get_vocab(with_added_tokens=False)
+    file = json.loads(tokenizer.to_str())
+    file["added_tokens"] = [
+        {**each, "content": NOWHERE + each["content"]} if each["id"] in marks else each
+        for each in file["added_tokens"]
+        if each["id"] not in marks or each["content"] not in known
+    ]
+    return json.dumps(file)
 
 
 def _source(grammar: Grammar) -> str:

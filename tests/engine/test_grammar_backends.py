@@ -16,7 +16,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.engine.grammar import GrammarBackend, Grammars, Vocabulary, open_grammars
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokens import TokenEngine
-from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.sampling.grammar import Grammar, GrammarError, GrammarKind
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Matcher, RequestError
 from tests.engine.grammar_keywords import CASES
@@ -34,9 +34,14 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
-def backend(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> GrammarBackend:
+def name(request: pytest.FixtureRequest) -> str:
     pytest.importorskip(request.param, reason=f"{request.param} is not installed")
-    return opened(request.param, tokenizer).backend
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def backend(name: str, tokenizer: Tokenizer) -> GrammarBackend:
+    return opened(name, tokenizer).backend
 
 
 def opened(name: str, tokenizer: Tokenizer, size: int = SIZE) -> Grammars:
@@ -160,6 +165,43 @@ def test_a_mask_has_neither_special_tokens_nor_ids_beyond_the_tokenizers(
     only_stops = anything = backend.compile(Grammar("regex", "a")).start()
     assert only_stops.accept(tokenizer.encode("a", add_special_tokens=False).ids[0])
     assert allowed(only_stops) == list(EOS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "wanted"),
+    [
+        ("regex", r"<\|user\|>", "<|user|>"),
+        ("regex", r"a<\|end\|>b", "a<|end|>b"),
+        ("json_schema", '{"enum": ["<|end|>"]}', '"<|end|>"'),
+        ("json_schema", '{"const": {"<|assistant|>": "<think>"}}', '{"<|assistant|>":"<think>"}'),
+        ("lark", 'start: "<think>" "x"', "<think>x"),
+    ],
+)
+def test_text_of_added_tokens_is_spelled_with_ordinary_ones(
+    name: str, tokenizer: Tokenizer, kind: GrammarKind, text: str, wanted: str
+) -> None:
+    extended = Tokenizer.from_str(tokenizer.to_str())
+    extended.add_tokens([AddedToken("<think>", special=False)])
+    compiled = opened(name, extended).backend.compile(Grammar(kind, text))
+    for seed in range(4):
+        rng, matcher, ids = np.random.default_rng(seed), compiled.start(), list[int]()
+        while not set(choice := allowed(matcher)) & set(EOS):
+            ids.append(int(rng.choice(choice)))
+            assert matcher.accept(ids[-1]), (matcher.error, ids)
+        assert "".join(extended.decode(ids).split()) == wanted
+
+
+def test_a_unigram_models_marks_are_spelled_too() -> None:
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))]
+    tokenizer = Tokenizer(models.Unigram([*pieces, *((each, -3.0) for each in "ab<>/s")], 0, byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
+    matcher = opened("llguidance", tokenizer).backend.compile(Grammar("regex", "a<s>b")).start()
+    ids: list[int] = []
+    while not set(choice := allowed(matcher)) & set(EOS):
+        ids.append(choice[0])
+        assert matcher.accept(ids[-1])
+    assert tokenizer.decode(ids) == "a<s>b"
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_kept_to(tokenizer: Tokenizer) -> None:
