@@ -65,7 +65,7 @@ def sums_by(counts: DraftCounts, key: Callable[[DraftCell], int]) -> dict[int, D
     return dict(sorted(found.items()))
 
 
-def at_places(counts: DraftCounts) -> list[tuple[int, int, int, int]]:
+def at_places(counts: DraftCounts) -> list[tuple[int, int]]:
     """For the first, second, ... proposal of a step: steps that had one, and those in which it and all before it were right."""
     had, right = Counter[int](), Counter[int]()
     for (_, _, proposed, accepted), count in counts.items():
