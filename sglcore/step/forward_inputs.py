@@ -76,8 +76,8 @@ class ForwardInputs(Generic[Array]):
     only where the device alone knows the lengths, which never is on one whose facts say `needs_host_lengths`.
     `window_*` is the same as layers with windows see it, whose requests begin at `ScheduleBatch.window_starts` and whose
     cells are indices into a pool of their own; None where the worker keeps none.
-    `width`: a decode has so many rows of each request, whose tokens follow one another, perhaps fewer of which are of slot 0
-    instead; None: one.
+    `width`: a decode has so many rows of each request, whose tokens follow one another, the last of them perhaps of slot 0 instead,
+    and the host's lengths are the most that they can be; None: one row, and its length.
     `features` [T, F]: what a target model made of each token, for the model that proposes the next ones.
     `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank.
     """

@@ -219,8 +219,9 @@ def most_completed(num_tokens: int, batch_size: int, ratio: int) -> int:
 
 
 def _most_completed(batch: ForwardBatch, ratio: int) -> int:
-    """Those of a batch, counted where the host knows its lengths; of a decode it may know no more than the most they can be."""
+    """Those of a batch, counted where the host knows its lengths, and not just the most that they can be."""
     ends, lengths = batch.seq_lens_cpu, batch.extend_seq_lens_cpu
-    if ends is None or lengths is None:
+    if ends is None or batch.width is not None:
         return most_completed(batch.num_tokens, batch.batch_size // (batch.width or 1), ratio)
-    return int((ends // ratio - (ends - lengths) // ratio).sum())
+    begins = ends - (1 if lengths is None else lengths)
+    return int((ends // ratio - begins // ratio).sum())
