@@ -10,7 +10,8 @@ import numpy as np
 from sglcore.conformance import mutants_speculative as broken
 from sglcore.conformance.harness import Harness, random_prompts
 from sglcore.conformance.law import Law, LawBroken
-from sglcore.conformance.laws_runner import FLAT, c2
+from sglcore.conformance.laws_runner import FLAT, c2, check_computes
+from sglcore.conformance.mutant import TORCH
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
 from sglcore.device.facts import Facts
@@ -24,13 +25,22 @@ COIN: Mapping[int, float] = MappingProxyType({30: FLAT, 31: FLAT})
 
 def proposals_change_nothing(trial: Trial) -> None:
     """By what followed before, right and wrong, planned ahead and not."""
-    kind, sizes = trial.case, {"graph_buckets": BUCKETS, "graph_token_buckets": (32,)}
-    with trial.opened("dense", speculative="ngram", draft_tokens=TOKENS, graph=kind, **sizes) as harness:
+    _verify(trial, "dense", (5, 14, 9, 21, 3))
+
+
+def proposals_change_no_rows(trial: Trial) -> None:
+    """The same over blocks that end anywhere in what is verified, and rings of tokens that are no block yet."""
+    check_computes(trial.target, "compressed")
+    _verify(trial, "compressed", (14, 9))
+
+
+def _verify(trial: Trial, model: str, lengths: tuple[int, ...]) -> None:
+    kind, sizes = trial.case.partition("/")[0], {"graph_buckets": BUCKETS, "graph_token_buckets": (32,)}
+    with trial.opened(model, speculative="ngram", draft_tokens=TOKENS, graph=kind, **sizes) as harness:
         harness.recorder.keep = True
         for overlap in sorted({False, harness.limits.can_overlap}):
             sampling = {"temperature": 1.0, "seed": 11, "logit_bias": dict(COIN)}
-            lengths = (5, 14, 9, 21, 3)[: 2 if trial.is_interpreted else 5]
-            prompts = random_prompts(12, lengths)
+            prompts = random_prompts(12, lengths[: 2 if trial.is_interpreted else None])
             count = 8 if trial.is_interpreted else 24
             trial.compare(harness, harness.run(prompts, count, overlap=overlap, stagger=1, sampling=sampling))
         _check_verified(harness)
@@ -61,5 +71,13 @@ LAWS: tuple[Law, ...] = (
         broken.STANDS_STILL,
         needs=frozenset({"proposals"}),
         cases=_kinds,
+    ),
+    c2(
+        "proposals_change_no_rows",
+        "Tokens of a request in one decode step make and see the rows that they do one by one.",
+        proposals_change_no_rows,
+        broken.ROW_BY_ROW,
+        needs=TORCH | {"proposals"},
+        cases=lambda target: (f"{target.facts().graph_kind('auto')}/compressed",),
     ),
 )

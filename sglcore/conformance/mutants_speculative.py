@@ -38,6 +38,21 @@ def sees_ahead(base: Any) -> type:
     return SeesAhead
 
 
+def row_by_row(base: Any) -> type:
+    """A token goes on from what was kept before its step, whatever stands before it there."""
+
+    class RowByRow(base):
+        __slots__ = ()
+
+        def plan(self, batch: ForwardBatch) -> AttentionPlan:
+            return super().plan(replace(batch, width=None))
+
+        def refresh(self, plan: Any, batch: ForwardBatch) -> Any:
+            return super().refresh(plan, replace(batch, width=None))
+
+    return RowByRow
+
+
 def keeps_wrong_ones(base: Any) -> type:
     """One proposal more than was right is kept."""
 
@@ -67,5 +82,6 @@ def _mutant(step: str, defect: Any) -> Mutant:
 
 
 SEES_AHEAD = _mutant("attention", sees_ahead)
+ROW_BY_ROW = _mutant("attention", row_by_row)
 KEEPS_WRONG_ONES = _mutant("worker", keeps_wrong_ones)
 STANDS_STILL = _mutant("worker", stands_still)
