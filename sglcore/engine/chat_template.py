@@ -23,6 +23,11 @@ RESERVED = frozenset(
 class TextError(SglcoreError, ValueError):
     """Text that this checkpoint can not take."""
 
+    def __init__(self, found: str, *, wanted: str = "", remedy: str = "", field: str | None = None) -> None:
+        """`field` of a request that is to blame, if it is not the text itself."""
+        super().__init__(found, wanted=wanted, remedy=remedy)
+        self.field = field
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -114,7 +119,11 @@ class ChatTemplate:
     def _checked(variables: Mapping[str, Any]) -> Mapping[str, Any]:
         taken = sorted(RESERVED & variables.keys())
         if taken:
-            raise TextError(f"chat_template_kwargs sets {', '.join(taken)}", remedy="leave it to the server")
+            raise TextError(
+                f"chat_template_kwargs sets {', '.join(taken)}",
+                remedy="leave it to the server",
+                field="chat_template_kwargs",
+            )
         return variables
 
 

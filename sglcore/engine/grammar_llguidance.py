@@ -16,11 +16,13 @@ from tokenizers import Tokenizer
 
 from sglcore.engine.grammar import Vocabulary
 from sglcore.engine.guidance_schema import NAME, OPTIONS, check_schema
-from sglcore.sampling.grammar import Grammar, GrammarError, read_schema
+from sglcore.sampling.grammar import ORIGIN, Grammar, GrammarError, read_schema
 from sglcore.schedule.request import Matcher
 
 MAX_EBNF = 1 << 14
 """Characters: translating takes time with the square of them, and other threads wait meanwhile."""
+_LISTING = re.compile(r"\n +\d+ \| ")
+_PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 
 
 MARK = re.compile(r"<\S+>")
@@ -53,7 +55,7 @@ class Llguidance:
         """As `GrammarBackend.compile`."""
         matcher = llguidance.LLMatcher(self._tokenizer, _source(grammar), log_level=0)
         if matcher.is_error():
-            raise GrammarError(f"this {grammar.kind} can not be enforced: {_one_line(matcher.get_error())}")
+            raise _refusal(grammar, matcher.get_error())
         warnings = matcher.get_grammar_warnings()
         if warnings:
             raise GrammarError(f"this {grammar.kind} can not be enforced wholly: {'; '.join(warnings)}")
@@ -183,6 +185,17 @@ def _lark_of(text: str) -> str:
         return any_to_lark(text)
     except Exception as error:
         raise GrammarError(f"this ebnf can not be read: {error}", wanted="the EBNF of llama.cpp") from None
+
+
+def _refusal(grammar: Grammar, text: str) -> GrammarError:
+    """What the library says, without its listing of the grammar; about the origin of a rule, where the rule has one."""
+    reason = _one_line(_LISTING.split(text, maxsplit=1)[0])
+    place = _PLACE.match(reason)
+    lines = grammar.text.splitlines()[: int(place[1])] if place else []
+    origin = next((line.removeprefix(ORIGIN) for line in reversed(lines) if line.startswith(ORIGIN)), None)
+    if origin is None or place is None:
+        return GrammarError(f"this {grammar.kind} can not be enforced: {reason}")
+    return GrammarError(f"{origin} can not be enforced: {reason[place.end() :]}")
 
 
 def _one_line(text: str) -> str:

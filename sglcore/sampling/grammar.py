@@ -14,6 +14,10 @@ MAX_GRAMMAR_TEXT = 1 << 18
 """Characters of a grammar's text."""
 
 
+ORIGIN = "//: "
+"""Begins a line of a Lark grammar that tells errors what the rules after it were made from."""
+
+
 class GrammarError(SglcoreError, ValueError):
     """A grammar that can not be read, or not be enforced."""
 

@@ -51,10 +51,10 @@ def test_a_body_of_many_errors_is_refused_for_the_first_ones(kind: type[BaseMode
 @pytest.mark.parametrize(
     ("prompt", "param", "wanted"),
     [
-        ([1, 2, "x"], "prompt[2]", "a valid integer"),
-        (["a", 2], "prompt[1]", "a valid string"),
-        ([[1], [1, "x"]], "prompt[1][1]", "a valid integer"),
-        (5, "prompt", "a valid string"),
+        ([1, 2, "x"], "prompt[2]", "an integer"),
+        (["a", 2], "prompt[1]", "wanted text"),
+        ([[1], [1, "x"]], "prompt[1][1]", "an integer"),
+        (5, "prompt", "wanted text"),
     ],
 )
 def test_a_prompt_of_mixed_items_is_refused_at_the_wrong_one(

@@ -241,7 +241,7 @@ def test_what_the_template_does_not_read_is_told(server: Server, tool_server: Se
         ({"top_logprobs": 2}, "top_logprobs", "logprobs true"),
         ({"logprobs": True, "top_logprobs": 30}, "top_logprobs", "at most 20"),
         ({"max_completion_tokens": 7}, "max_completion_tokens", "differ"),
-        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"tool_choice": "required"}, "tool_choice", "tools"),
         ({"modalities": ["audio"]}, "modalities[0]", "audio"),
         ({"functions": []}, "functions", "unknown field"),
@@ -256,12 +256,25 @@ def test_what_can_not_be_run_is_refused_by_its_name(
     assert error["param"] == param and said in error["message"], error
 
 
+UNENFORCED: Any = {
+    "tools": [
+        TOOLS[1],
+        {
+            "type": "function",
+            "function": {"name": "cook", "parameters": {"properties": {"pan": {"type": "string", "format": "hot"}}}},
+        },
+    ],
+    "tool_choice": "required",
+}
+
+
 @pytest.mark.parametrize(
     ("change", "param", "said"),
     [
         ({"tool_choice": {"type": "function", "function": {"name": "cook"}}}, "tool_choice", "cook"),
         ({"response_format": {"type": "json_object"}}, "response_format", "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "text that matches"),
+        (UNENFORCED, "tools", 'the parameters of "cook" can not be enforced: Unknown format: hot'),
     ],
 )
 def test_tools_that_can_not_be_offered_are_refused_by_name(

@@ -62,6 +62,42 @@ def test_a_body_that_is_no_request_is_refused(
         assert said in error_of(answer, status)["message"], answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "change", "param", "said"),
+    [
+        ("/v1/chat/completions", {"messages": None}, "messages", "found null; wanted a list"),
+        ("/v1/chat/completions", {"messages": []}, "messages", "at least 1 of them"),
+        ("/v1/chat/completions", {"stream": "yes"}, "stream", 'found "yes"; wanted true or false'),
+        ("/v1/chat/completions", {"top_p": True}, "top_p", "found true; wanted a number"),
+        ("/v1/chat/completions", {"temperature": -1}, "temperature", "wanted at least 0"),
+        ("/v1/chat/completions", {"stop": ["a"] * 65}, "stop", "wanted text or at most 64 of them"),
+        ("/v1/chat/completions", {"logit_bias": {"1": None}}, "logit_bias.1", "found null; wanted a number"),
+        ("/v1/chat/completions", {"response_format": {"type": "x"}}, "response_format.type", 'wanted "text", "json'),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "sets messages"),
+        ("/v1/completions", {"prompt": {"a": 1}}, "prompt", 'found {"a":1}; wanted text'),
+        (
+            "/v1/responses",
+            {"input": [{"role": "tool", "content": "x"}]},
+            "input[0].role",
+            'found "tool"; wanted "user"',
+        ),
+        ("/v1/responses", {"min_tokens": 5, "max_output_tokens": 3}, "min_tokens", "or raise max_output_tokens"),
+        ("/v1/responses", {"tools": [{"type": "function", "name": "f"}]}, "tools", "tools are off"),
+    ],
+)
+def test_an_error_has_the_words_of_json_and_names_a_field_of_its_protocol(
+    server: Server, path: str, change: dict[str, Any], param: str, said: str
+) -> None:
+    body = BODIES.get(path, {"input": "a"})
+    error = error_of(server.send(path, {**body, **change}), 400)
+    assert error["param"] == param and said in error["message"], error
+    assert not {"None", "True", "False", "List", "dictionary"} & set(error["message"].split())
+
+
+def test_the_list_of_models_has_no_empty_name(server: Server) -> None:
+    assert server.get("/v1/models/") == server.get("/v1/models")
+
+
 def test_a_null_byte_is_text(server: Server) -> None:
     assert server.post("/v1/completions", {"prompt": "a\x00b", "max_tokens": 1})["choices"]
 

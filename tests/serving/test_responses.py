@@ -134,7 +134,7 @@ def test_items_become_the_messages_of_a_chat(stage: Stage, client: openai.OpenAI
     rendered = script.rendered[0]
     assert rendered["messages"] == [
         {"role": "system", "content": "You know."},
-        {"role": "developer", "content": "Be short."},
+        {"role": "system", "content": "Be short."},
         {"role": "user", "content": [{"type": "text", "text": "How is it?"}]},
         {"role": "assistant", "reasoning_content": "Look.", "content": "I look.", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},

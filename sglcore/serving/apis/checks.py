@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -94,6 +95,9 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
         raise
     except SamplingError as error:
         ours = parameter_of(error)
-        if ours is None or ours not in names:
+        if ours is None:
             raise
-        raise InvalidRequest(names[ours] + str(error).removeprefix(ours), param=names[ours]) from None
+        found, comma, wanted = str(error).rpartition(", wanted ")
+        own = names.get(ours, ours)
+        text = own + found.removeprefix(ours) + comma + re.sub(r"\w+", lambda word: names.get(word[0], word[0]), wanted)
+        raise InvalidRequest(text, param=own) from None

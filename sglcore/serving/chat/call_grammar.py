@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglcore.engine.guidance_schema import check_schema, embedded
-from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.sampling.grammar import ORIGIN, Grammar, GrammarError
 from sglcore.serving.chat.parsers.families import ToolFamily
 from sglcore.serving.chat.parsers.notated_calls import Notation
 from sglcore.serving.chat.parsers.parser import ReasoningFamily
@@ -90,8 +90,13 @@ def _around_json(
     for number, function in enumerate(functions):
         schema = embedded(_parameters(function))
         name = _quoted(json.dumps(function["name"], ensure_ascii=False)[1:-1])
-        rules += [f"call_{number}: {name} {_with_ids(literal, middle)} args_{number}", f"args_{number}: %json {schema}"]
+        rules += [_origin(function), f"call_{number}: {name} {_with_ids(literal, middle)} args_{number}"]
+        rules.append(f"args_{number}: %json {schema}")
     return rules
+
+
+def _origin(function: Function) -> str:
+    return f"{ORIGIN}the parameters of {json.dumps(function['name'])}"
 
 
 def _parts(family: ToolFamily, turn: Turn) -> tuple[str, str, str]:
@@ -153,7 +158,7 @@ def _notated(literal: _Literals, notation: Notation, functions: Sequence[Functio
     rules = [f"calls: {opened} call{again} {closed}"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     for number, function in enumerate(functions):
-        rules += _notated_function(literal, notation, number, function)
+        rules += [_origin(function), *_notated_function(literal, notation, number, function)]
     return rules
 
 
@@ -254,7 +259,7 @@ def _tagged(literal: _Literals, written: _Written, functions: Sequence[Function]
     rules = [f"calls: {literal(written.before)} call{again} {literal(written.after)}".rstrip()]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     for number, function in enumerate(functions):
-        rules += _tagged_function(literal, written, number, function)
+        rules += [_origin(function), *_tagged_function(literal, written, number, function)]
     return rules
 
 

@@ -104,7 +104,7 @@ class ChatFormat:
         """The prompt of a conversation; raises TextError if the template refuses, or tools are asked for and are off."""
         offered = self._offered(tools, tool_choice)
         if offered and self._tools is None:
-            raise TextError(f"tools are off: {self.tool_reason}", remedy="ask without tools")
+            raise TextError(f"tools are off: {self.tool_reason}", remedy="ask without tools", field="tools")
         variables = dict(chat_template_kwargs or {})
         known = self.template.variables(tools=bool(offered)) | {"documents"}
         ignored = tuple(sorted(variables.keys() - known))
@@ -142,7 +142,7 @@ class ChatFormat:
         if name is None and tool_choice != "required":
             return None
         if self._tools is None or self._sample is None:
-            raise TextError(f"tools are off: {self.tool_reason}", remedy="ask without tools")
+            raise TextError(f"tools are off: {self.tool_reason}", remedy="ask without tools", field="tools")
         functions = [tool.get("function", tool) for tool in tools]
         forced = [function for function in functions if name in (None, function["name"])]
         if not forced:
@@ -171,7 +171,9 @@ class ChatFormat:
         """The prompt up to the end of the last message's content."""
         if add_prompt:
             raise TextError(
-                "continue_final_message and add_generation_prompt are both true", remedy="set the second one to false"
+                "continue_final_message and add_generation_prompt are both true",
+                remedy="set the second one to false",
+                field="add_generation_prompt",
             )
         last = messages[-1] if messages else {}
         content = last.get("content")

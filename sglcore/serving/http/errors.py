@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request, Response
@@ -19,7 +20,34 @@ from sglcore.serving.replicas.errors import INVALID, Failure, InvalidRequest, to
 
 LONGEST_SHOWN = 60
 """Characters of a refused value that its error repeats."""
-_PREFIX = "Input should be "
+_WANTED = MappingProxyType(
+    {
+        "missing": "a value",
+        "string_type": "text",
+        "string_too_short": "at least {min_length} characters",
+        "string_too_long": "at most {max_length} characters",
+        "string_pattern_mismatch": "text that matches {pattern}",
+        "bool_type": "true or false",
+        "bool_parsing": "true or false",
+        "int_type": "an integer",
+        "int_parsing": "an integer",
+        "int_from_float": "an integer",
+        "float_type": "a number",
+        "finite_number": "a number",
+        "greater_than": "more than {gt}",
+        "greater_than_equal": "at least {ge}",
+        "less_than_equal": "at most {le}",
+        "list_type": "a list",
+        "too_short": "at least {min_length} of them",
+        "too_long": "at most {max_length} of them",
+        "dict_type": "an object",
+        "model_type": "an object",
+        "model_attributes_type": "an object",
+        "none_required": "null",
+        "literal_error": "{expected}",
+    }
+)
+"""What is wanted where pydantic finds an error of a type; its own words are for those who write Python."""
 
 
 def body_of(failure: Failure, path: str) -> dict[str, Any]:
@@ -63,7 +91,7 @@ def refused(error: RequestValidationError) -> InvalidRequest:
     elsewhere = next((item for item in error.errors() if item["loc"][0] != "body"), None)
     if elsewhere is not None:
         return _refused_parameter(elsewhere)
-    found = [(item, _real_names(item["loc"][1:], error.body)) for item in error.errors()]
+    found = [(item, _real_names(item, error.body)) for item in error.errors()]
     unknown = next((place for place in found if place[0]["type"] == UNKNOWN_FIELD), None)
     if unknown is not None:
         return _unknown(*unknown)
@@ -85,7 +113,7 @@ def _unknown(item: Any, names: tuple[Any, ...]) -> InvalidRequest:
 def _refused_parameter(item: Any) -> InvalidRequest:
     """What is wrong with a part of the address."""
     name = str(item["loc"][-1])
-    return InvalidRequest(f"{name}: found {_shown(item['input'])}", wanted=_wanted(item["msg"]), param=name)
+    return InvalidRequest(f"{name}: found {_shown(item['input'])}", wanted=_wanted(item), param=name)
 
 
 def _refusal(path: tuple[Any, ...], about: Sequence[Any], body: Any) -> InvalidRequest:
@@ -93,36 +121,40 @@ def _refusal(path: tuple[Any, ...], about: Sequence[Any], body: Any) -> InvalidR
     if about[0]["type"] == "missing":
         where = f"the field {param} is missing" if param else "the body is empty"
         return InvalidRequest(where, wanted="" if param else "a JSON object", param=param)
-    wanted = " or ".join(dict.fromkeys(_wanted(item["msg"]) for item in about))
+    wanted = " or ".join(dict.fromkeys(map(_wanted, about)))
     found = _value(body, path)
     return InvalidRequest(f"{param or 'the body'}: found {_shown(found)}", wanted=wanted, param=param)
 
 
-def _wanted(message: str) -> str:
-    text = message.removeprefix("Value error, ")
-    text = text.removeprefix(_PREFIX)
-    return "an object" if text.startswith("a valid dictionary") else text
+def _wanted(item: Any) -> str:
+    words = _WANTED.get(item["type"])
+    if words is None:
+        return item["msg"]
+    given = {name: _as_json(value) for name, value in item.get("ctx", {}).items()}
+    return words.format(**given)
 
 
-def _real_names(loc: Iterable[Any], body: Any) -> tuple[Any, ...]:
+def _as_json(value: Any) -> str:
+    """A bound, or the words that pydantic has for a choice of literals."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text.replace("'", '"').replace("False", "false")
+
+
+def _real_names(item: Any, body: Any) -> tuple[Any, ...]:
     """The part of an error's place that names fields of the body: unions add names of their own to it."""
     names: list[Any] = []
-    for name in loc:
-        if isinstance(body, dict) and isinstance(name, str) and (name in body or not names):
+    loc = item["loc"][1:]
+    for place, name in enumerate(loc, 1):
+        if isinstance(body, dict) and isinstance(name, str) and name in body:
             body = body.get(name)
         elif isinstance(body, list) and isinstance(name, int) and name < len(body):
             body = body[name]
-        elif isinstance(body, dict) and _is_field(name):
+        elif isinstance(body, dict) and item["type"] == "missing" and place == len(loc):
             body = None
         else:
             continue
         names.append(name)
     return tuple(names)
-
-
-def _is_field(name: Any) -> bool:
-    """A missing field has a plain name; a member of a union may have brackets, or that of a class."""
-    return isinstance(name, str) and name.isidentifier() and name == name.lower() and name not in ("str", "list", "int")
 
 
 def _value(body: Any, path: Iterable[Any]) -> Any:
@@ -140,5 +172,5 @@ def _path(names: Iterable[Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = encode(value).decode()
     return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."

@@ -110,6 +110,8 @@ def _add_models(router: APIRouter, frontend: Frontend) -> None:
         summary="One name",
     )
     async def one_model(name: str) -> Response:
+        if not name:
+            return await all_models()
         check_model(frontend, name)
         return as_json(card(name))
 

@@ -102,7 +102,8 @@ class _Conversation:
             case MessageItem(role="assistant"):
                 self._turn("content")["content"] = _text(item.content, f"{where}.content")
             case MessageItem():
-                self.messages.append({"role": item.role, "content": _content(item.content, f"{where}.content")})
+                role = "system" if item.role == "developer" else item.role
+                self.messages.append({"role": role, "content": _content(item.content, f"{where}.content")})
             case ReasoningItem():
                 self._reasoning(item, where)
             case CallItem():
