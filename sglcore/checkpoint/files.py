@@ -40,24 +40,29 @@ def read_list(file: Path) -> list[dict[str, Any]]:
     return value
 
 
-def checkpoint_files(folder: Path) -> tuple[Path, ...]:
-    """The weight files of a checkpoint, in order; raises `CheckpointError` if one is missing."""
+def weight_names(folder: Path) -> tuple[str, ...]:
+    """The names of a checkpoint's weight files, in order, whether or not they are there; raises `CheckpointError`."""
     index = folder / INDEX
     if not index.is_file():
-        if not (folder / SINGLE).is_file():
-            others = ", ".join(sorted(file.name for file in folder.glob("*.bin"))) or "none"
-            raise CheckpointError(
-                f"{folder} has neither {SINGLE} nor {INDEX} (other weight files: {others})",
-                remedy="download the safetensors version of this model",
-            )
-        return (folder / SINGLE,)
+        return (SINGLE,)
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return tuple(sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(
             f"{index} is damaged", wanted="JSON with a weight_map", remedy="download it again"
         ) from None
+
+
+def checkpoint_files(folder: Path) -> tuple[Path, ...]:
+    """The weight files of a checkpoint, in order; raises `CheckpointError` if one is missing."""
+    names = weight_names(folder)
     missing = [name for name in names if not (folder / name).is_file()]
+    if missing and not (folder / INDEX).is_file():
+        others = ", ".join(sorted(file.name for file in folder.glob("*.bin"))) or "none"
+        raise CheckpointError(
+            f"{folder} has neither {SINGLE} nor {INDEX} (other weight files: {others})",
+            remedy="download the safetensors version of this model",
+        )
     if missing:
         raise CheckpointError(
             f"{folder} lacks {', '.join(missing)}", wanted=f"the {len(names)} files of {INDEX}", remedy="download them"

@@ -8,26 +8,26 @@ from typing import Annotated, Any
 import typer
 
 from sglcore.cli.settings import engine_settings
+from sglcore.device.config import EngineConfig, resolve_config
+from sglcore.device.settings import settings_of
 
 
 def explain(
     topic: Annotated[
         str | None, typer.Argument(help="One topic, such as attention, or a model; left out, all topics.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A checkpoint folder or a GGUF file; left out, the embedded model.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=settings_of(EngineConfig)["model"].help)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Start as `generate` would, then say what was asked for, what was chosen, why, and how to get something else."""
     from sglcore.cli.banner import ledger_table
     from sglcore.cli.render import json_text
-    from sglcore.device.config import resolve_config
     from sglcore.device.errors import ConfigError
+    from sglcore.engine.hub import is_hub_name
     from sglcore.engine.start import is_model, start
 
-    if topic is not None and model is None and is_model(Path(topic)):
+    if topic is not None and model is None and (is_model(Path(topic)) or is_hub_name(topic)):
         topic, model = None, topic
     started = start(resolve_config({"model": model, **engine_settings(settings)}))
     started.worker.close()

@@ -39,17 +39,21 @@ def serve(
     given = settings or {}
     if model is not None and model_path is not None and model != model_path:
         raise ConfigError(f"two models are named: {model!r} and {model_path!r}", remedy="name one")
-    config = _trying_drafts(resolve_config({"model": model or model_path, **engine_settings(given, eager=eager)}))
+    config = resolve_config({"model": model or model_path, **engine_settings(given, eager=eager)})
     server = resolve_server_config(split_settings(given, ServerConfig))
-    raise typer.Exit(_run(config, server, quiet=quiet))
+    raise typer.Exit(_run(_fetched(config, quiet=quiet), server, quiet=quiet))
 
 
-def _trying_drafts(config: EngineConfig) -> EngineConfig:
-    """A draft that lies beside the model's files is there to be used: what starts once for many requests tries it by itself."""
-    from sglcore.engine.start import has_draft
+def _fetched(config: EngineConfig, *, quiet: bool) -> EngineConfig:
+    """A wrong model is an error before anything listens. A draft that lies beside its files is there to be used: what starts once
+    for many requests tries it by itself."""
+    from sglcore.engine.progress import Progress
+    from sglcore.engine.start import fetched, has_draft
 
+    with Progress(enabled=not quiet and sys.stderr.isatty()) as progress:
+        config, folder = fetched(config, progress.phase)
     is_open = config.speculative is None and config.draft_model is None
-    return replace(config, speculative="auto") if is_open and has_draft(config) else config
+    return replace(config, speculative="auto") if is_open and has_draft(folder) else config
 
 
 def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
@@ -69,9 +73,8 @@ def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
 def _choose(config: EngineConfig) -> str:
     """The device, as a value for the engine processes: a wrong one is an error before anything listens."""
     from sglcore.device.ledger import DecisionLedger
-    from sglcore.engine.start import choose, model_folder
+    from sglcore.engine.start import choose
 
-    model_folder(config)
     return choose(config, DecisionLedger()).chosen.encode()
 
 

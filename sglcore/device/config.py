@@ -25,7 +25,15 @@ class EngineConfig:
     more than twice its tokens. `poison` proves that nothing reads what an older step left in a buffer.
     """
 
-    model: str | None = setting(None, "A checkpoint folder or a GGUF file; left out, the embedded model.")
+    model: str | None = setting(
+        None,
+        "A checkpoint folder, a GGUF file, or a name of Hugging Face's hub: owner/name, or owner/name:quant for GGUF; left out, the"
+        " embedded model.",
+    )
+    revision: str | None = setting(None, "A branch, tag or commit of a model of the hub; left out, main.")
+    hf_token: str | None = setting(
+        None, "A token for the hub; left out, that of HF_TOKEN or `hf auth login`.", is_secret=True
+    )
     device: str | None = setting(None, "The device to run on, NAME or NAME:INDEX; left out, the one that is found.")
     model_impl: str = setting(
         "auto",
@@ -76,7 +84,7 @@ class EngineConfig:
         " measures that it is faster.",
     )
     draft_model: str | None = setting(
-        None, "The checkpoint folder of a model that proposes tokens; left out, what the model's own brings."
+        None, "The model that proposes tokens, a folder or a name of the hub; left out, what the model's own brings."
     )
     draft_tokens: int | None = setting(
         None,

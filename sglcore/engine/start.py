@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from sglcore.device.package import resolve
 from sglcore.device.selection import Choice, select
 from sglcore.device.system import host_system
 from sglcore.device.worker import Limits, ModelWorker
+from sglcore.engine.hub import Hub, commit_of, is_hub_name
 from sglcore.engine.trial import keep_faster
 
 Progress = Callable[[str, int, int], None]
@@ -57,31 +57,41 @@ def is_model(path: Path) -> bool:
     return (path / "config.json").is_file() or is_gguf(path)
 
 
-def model_folder(config: EngineConfig) -> Path:
-    """The checkpoint folder, or GGUF file, that the configuration names; raises ConfigError if there is none."""
-    folder = Path(config.model).expanduser() if config.model is not None else embedded_model()
+def model_folder(config: EngineConfig, progress: Progress = no_progress) -> Path:
+    """The checkpoint folder, or GGUF file, that the configuration names. A name of the hub is fetched unless it is in the cache,
+    which waits. Raises ConfigError if there is none."""
+    if config.model is None:
+        return embedded_model()
+    if is_hub_name(config.model):
+        return Hub(progress, config.revision, config.hf_token, config.trust_remote_code).fetch(config.model)
+    folder = Path(config.model).expanduser()
     if not folder.is_dir() and not is_gguf(folder):
         raise ConfigError(
             f"there is no model at {str(folder)!r}",
-            wanted="a checkpoint folder with config.json, or a .gguf file",
-            remedy=_remedy(str(config.model)),
+            wanted="a checkpoint folder with config.json, a .gguf file, or a name of the hub such as Qwen/Qwen3-0.6B",
+            remedy="check the path, or leave the model out to use the embedded one",
         )
     return folder
 
 
-def has_draft(config: EngineConfig) -> bool:
-    """Whether the folder of the configuration's model has one of a draft in it."""
-    folder = embedded_model() if config.model is None else Path(config.model).expanduser()
+def fetched(config: EngineConfig, progress: Progress) -> tuple[EngineConfig, Path]:
+    """The configuration and its folder, which is there; a model of the hub is pinned to the commit, so that all who start with the
+    configuration have the same files. Waits. Raises ConfigError."""
+    folder = model_folder(config, progress)
+    is_named = config.model is not None and is_hub_name(config.model)
+    return (replace(config, revision=commit_of(folder)) if is_named else config), folder
+
+
+def has_draft(folder: Path) -> bool:
+    """Whether a model's folder has one of a draft in it."""
     return (folder / DRAFT_FOLDER / "config.json").is_file()
 
 
-def _remedy(name: str) -> str:
-    """What to do where there is no such path; a name of two parts may be that of a repository."""
-    remedy = "check the path, or leave the model out to use the embedded one"
-    is_repository = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None
-    return (
-        f"{remedy}; for one of Hugging Face, `hf download {name} --local-dir FOLDER` first" if is_repository else remedy
-    )
+def _with_draft(config: EngineConfig, progress: Progress) -> EngineConfig:
+    """The same, with a draft that is named on the hub fetched."""
+    if config.draft_model is None or not is_hub_name(config.draft_model):
+        return config
+    return replace(config, draft_model=str(Hub(progress, token=config.hf_token).fetch(config.draft_model)))
 
 
 def choose(config: EngineConfig, ledger: DecisionLedger) -> Choice:
@@ -99,7 +109,8 @@ def start(config: EngineConfig, progress: Progress = no_progress, parent: Chosen
     """Choose the device, which must be that of the `parent` process, and run its bring-up; waits until the worker is ready.
     Raises SglcoreError for what a person can mend; what a package raises keeps its own traceback."""
     ledger = DecisionLedger(strict=config.strict)
-    folder = model_folder(config)
+    folder = model_folder(config, progress)
+    config = _with_draft(config, progress)
     choice = choose(config, ledger)
     if parent is not None:
         check_same(choice.chosen, parent)

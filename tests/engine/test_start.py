@@ -56,13 +56,10 @@ def test_prefixes_of_requests_that_keep_a_state_are_shared_only_with_places_for_
     assert ("4 snapshots" in row.reason) == (snapshots > 0 and effective == "on")
 
 
-@pytest.mark.parametrize(
-    ("name", "is_repository"), [("google/gemma-3-4b-it", True), ("/data/gemma", False), ("gemma", False)]
-)
-def test_the_name_of_a_repository_is_no_path_and_is_told_how_to_become_one(name: str, is_repository: bool) -> None:
-    with pytest.raises(ConfigError, match="there is no model at") as raised:
+@pytest.mark.parametrize("name", ["/data/gemma", "gemma"])
+def test_a_path_where_nothing_is_is_told_what_may_be_there(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"there is no model at .* a name of the hub such as Qwen/Qwen3-0.6B"):
         model_folder(EngineConfig(model=name))
-    assert (f"`hf download {name} --local-dir FOLDER` first" in str(raised.value)) == is_repository
 
 
 def test_a_start_says_both_decisions() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglcore import LLM
-from sglcore.cli.serve import _trying_drafts
+from sglcore.cli.serve import _fetched
 from sglcore.device.config import EngineConfig, resolve_config
 from sglcore.device.ledger import DecisionLedger
 from sglcore.engine import trial
@@ -88,5 +88,5 @@ def test_a_start_that_nobody_told_proposes_nothing_and_names_the_draft() -> None
     ("given", "wanted"), [({}, "auto"), ({"speculative": "off"}, "off"), ({"draft_model": "x"}, None)]
 )
 def test_a_server_tries_the_draft_beside_its_model(given: dict[str, Any], wanted: str | None, tmp_path: Path) -> None:
-    assert _trying_drafts(EngineConfig(**given)).speculative == wanted
-    assert _trying_drafts(EngineConfig(model=str(tmp_path))).speculative is None
+    assert _fetched(EngineConfig(**given), quiet=True).speculative == wanted
+    assert _fetched(EngineConfig(model=str(tmp_path)), quiet=True).speculative is None

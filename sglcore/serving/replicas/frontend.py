@@ -16,6 +16,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.device.worker import Limits
 from sglcore.engine.core import Prompt, check_ids, prompted, read_prompt
+from sglcore.engine.hub import is_hub_name
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.start import model_folder
 from sglcore.engine.text import TextCodec, TextError
@@ -191,7 +192,10 @@ class Frontend:
         self._open -= samples
 
     def _own_name(self) -> str:
-        return self.model_path.resolve().name if self.engine_config.model is not None else "sglcore-demo"
+        model = self.engine_config.model
+        if model is None:
+            return "sglcore-demo"
+        return model if is_hub_name(model) else self.model_path.resolve().name
 
     def _numbers(self) -> list[tuple[str, str, EngineStats | None]]:
         replicas = self.supervisor.replicas.values()

@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
+from sglcore.engine.hub import is_hub_name
 from sglcore.schedule.stats import Levels
 from sglcore.serving.replicas.channel import FrontendChannel
 from sglcore.serving.replicas.engine_process import plain_config
@@ -320,7 +321,9 @@ def past_only(stats: EngineStats) -> EngineStats:
 
 def with_whole_path(config: EngineConfig) -> EngineConfig:
     """An engine may be started in another folder."""
-    return config if config.model is None else replace(config, model=str(Path(config.model).expanduser().absolute()))
+    if config.model is None or is_hub_name(config.model):
+        return config
+    return replace(config, model=str(Path(config.model).expanduser().absolute()))
 
 
 def _log_failures(found: Iterable[object]) -> None:

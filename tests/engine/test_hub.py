@@ -1,0 +1,164 @@
+"""Models by the hub's names: what is asked for, what the cache has, and what is said where neither has it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.checkpoint.files import INDEX
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.engine.hub import choose_gguf, commit_of, is_hub_name
+from sglcore.engine.start import embedded_model
+from sglcore.serving.replicas.supervisor import with_whole_path
+from tests import warm
+from tests.cli.test_generate import refused
+from tests.engine.hub_server import COMMIT, HubServer, hub_server
+
+FETCH = """
+import json, sys
+from pathlib import Path
+from sglcore.engine.hub import Hub
+from sglcore.device.errors import ConfigError
+told = []
+for name, options in json.loads(sys.argv[1]):
+    try:
+        path = Hub(lambda *state: told.append(state), **options).fetch(name)
+        print(json.dumps([str(path), sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()), told]))
+    except ConfigError as error:
+        print(json.dumps([str(error)]))
+"""
+PLAIN = {"config.json": b"{}", "tokenizer.json": b"{}", "README.md": b"hello", "remote.py": b"", "original/a.pth": b"x"}
+SHARDS = {INDEX: json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}).encode()}
+REPOSITORIES = {
+    "owner/one": {
+        **PLAIN,
+        "model.safetensors": b"w" * (3 << 20),
+        "model.fp16.safetensors": b"v",
+        "1_Pooling/config.json": b"{}",
+    },
+    "owner/two": {**PLAIN, **SHARDS, "one.safetensors": b"1", "two.safetensors": b"2", "model.safetensors": b"whole"},
+    "owner/torch": {**PLAIN, "pytorch_model.bin": b"x"},
+    "owner/gguf": {"m-Q4_K_M.gguf": b"4", "m-Q8_0.gguf": b"8", "m-BF16.gguf": b"b", "mmproj-F16.gguf": b"p"},
+    "owner/gated": {**PLAIN, "model.safetensors": b"w"},
+}
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with hub_server(HubServer(REPOSITORIES, frozenset({"owner/gated"}))) as server:
+        yield server
+
+
+def environment(cache: Path, url: str, **more: str) -> dict[str, str]:
+    """Of a process whose hub and cache are these."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "SGLCORE_"))}
+    return {**kept, "HF_HOME": str(cache), "HF_ENDPOINT": url, "HF_HUB_DISABLE_TELEMETRY": "1", **more}
+
+
+def fetch(names: list[tuple[str, dict[str, Any]]], cache: Path, url: str, **more: str) -> list[Any]:
+    """What a fresh process gets for each name: path, files and progress, or the error."""
+    found = warm.run(("-c", FETCH, json.dumps(names)), Path.cwd(), environment(cache, url, **more))
+    assert found.returncode == 0, found.stderr
+    assert "%|" not in found.stderr, "a bar of the library's own was drawn"
+    return [json.loads(line) for line in found.stdout.splitlines()]
+
+
+def test_only_what_the_engine_reads_is_fetched_and_then_the_cache_answers_without_a_network(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    names: list[tuple[str, dict[str, Any]]] = [
+        ("owner/one", {"runs_code": False}),
+        ("owner/two", {"runs_code": True, "revision": "main"}),
+        ("owner/gguf", {}),
+        ("owner/gguf:q8_0", {}),
+    ]
+    one, two, usual, named = fetch(names, tmp_path, hub.url)
+    assert one[1] == ["1_Pooling/config.json", "config.json", "model.safetensors", "tokenizer.json"]
+    assert two[1] == ["config.json", INDEX, "one.safetensors", "remote.py", "tokenizer.json", "two.safetensors"]
+    assert (Path(usual[0]).name, Path(named[0]).name) == ("m-Q4_K_M.gguf", "m-Q8_0.gguf")
+    assert commit_of(Path(one[0])) == commit_of(Path(named[0])) == COMMIT
+    assert one[2][-1] == ["download (MiB)", 3, 3]
+    hub.asked.clear()
+    pinned = [(name, {**options, "revision": COMMIT}) for name, options in names]
+    assert [each[:2] for each in fetch(pinned, tmp_path, hub.url)] == [each[:2] for each in (one, two, usual, named)]
+    assert not hub.asked
+    for offline in ({"HF_HUB_OFFLINE": "1"}, {}):
+        url = hub.url if offline else "http://127.0.0.1:9"
+        assert [each[:2] for each in fetch(names, tmp_path, url, **offline)] == [
+            each[:2] for each in (one, two, usual, named)
+        ]
+
+
+def test_what_can_not_be_fetched_is_one_line_with_the_remedy(hub: HubServer, tmp_path: Path) -> None:
+    cases = {
+        ("owner/none", None): ("neither a folder 'owner/none' nor a model", "HF_TOKEN"),
+        ("owner/one", "v9"): ("has no revision 'v9'", "--revision"),
+        ("owner/gated", None): ("is gated", "hf auth login"),
+        ("owner/torch", None): ("has no model.safetensors", "wanted model.safetensors"),
+        ("owner/gguf:Q2_K", None): ("no .gguf file of 'Q2_K'", "m-BF16.gguf, m-Q4_K_M.gguf, m-Q8_0.gguf", ":QUANT"),
+    }
+    asked = [(name, {"revision": revision}) for (name, revision) in cases]
+    for (said,), parts in zip(fetch(asked, tmp_path, hub.url), cases.values(), strict=True):
+        assert all(part in said for part in parts) and "\n" not in said, said
+    ((path, *_),) = fetch([("owner/gated", {"token": "t0"})], tmp_path, hub.url)
+    assert COMMIT in path and "Bearer t0" in hub.tokens
+    empty = tmp_path / "empty"
+    for offline, parts in (
+        ({"HF_HUB_OFFLINE": "1"}, ("HF_HUB_OFFLINE forbids the network", "unset HF_HUB_OFFLINE")),
+        ({}, ("http://127.0.0.1:9 can not be reached", "check the network")),
+    ):
+        ((said,),) = fetch([("owner/one", {})], empty, "http://127.0.0.1:9", **offline)
+        assert all(part in said for part in (*parts, str(empty), "hf download owner/one")) and "\n" not in said, said
+
+
+def test_a_model_of_the_hub_generates_and_a_missing_library_is_one_line(tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in embedded_model().iterdir() if path.is_file()}
+    words = ("-m", "sglcore.cli", "generate", "owner/demo", "-q", "-p", "Once upon", "--max-tokens", "4")
+    with hub_server(HubServer({"owner/demo": files})) as hub:
+        known = environment(tmp_path, hub.url, OMP_NUM_THREADS="1")
+        found = warm.run(words, Path.cwd(), known)
+    assert found.returncode == 0 and found.stdout.strip() and hub.asked <= files.keys(), found.stderr
+    assert "README.md" not in hub.asked and "%|" not in found.stderr
+    (tmp_path / "huggingface_hub.py").write_text("raise ImportError")
+    broken = {**known, "PYTHONPATH": os.pathsep.join((str(tmp_path), known.get("PYTHONPATH", "")))}
+    refused(warm.run(words, Path.cwd(), broken), "needs huggingface_hub", "sglcore[hub]")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("Qwen/Qwen3-0.6B", True), ("o/n:Q8_0", True), ("/data/x", False), ("x", False), ("./a", False), ("a/b/c", False)],
+)
+def test_a_name_of_the_hub_has_two_parts_and_is_no_path(name: str, expected: bool) -> None:
+    assert is_hub_name(name) == expected
+
+
+def test_what_is_a_path_here_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "owner" / "one").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert not is_hub_name("owner/one") and is_hub_name("owner/two")
+    folders = [with_whole_path(EngineConfig(model=name)).model for name in ("owner/one", "owner/two")]
+    assert folders == [str(tmp_path / "owner" / "one"), "owner/two"]
+
+
+@pytest.mark.parametrize(
+    ("quant", "names", "expected"),
+    [
+        ("F16", ["a-BF16.gguf", "a-F16.gguf"], "a-F16.gguf"),
+        ("Q4_K_M", ["a-UD-Q4_K_M.gguf", "a-Q4_K_M.gguf"], "a-Q4_K_M.gguf"),
+        ("q4_k_m", ["Q4_K_M/a-Q4_K_M-00001-of-00002.gguf"], "Q4_K_M/a-Q4_K_M-00001-of-00002.gguf"),
+        ("", ["only.gguf"], "only.gguf"),
+    ],
+)
+def test_a_quant_is_the_end_of_a_files_name(quant: str, names: list[str], expected: str) -> None:
+    assert choose_gguf("o/n", quant, names) == expected
+
+
+def test_of_several_files_one_must_be_named() -> None:
+    with pytest.raises(ConfigError, match="wanted one of a-Q2_K.gguf, a-Q3_K.gguf; name one as o/n:QUANT"):
+        choose_gguf("o/n", "", ["a-Q2_K.gguf", "a-Q3_K.gguf"])
