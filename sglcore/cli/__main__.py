@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -9,8 +11,18 @@ from sglcore.device.errors import SglcoreError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit code: 2 for an error that a person can act on, printed in one line."""
-    words = tuple(sys.argv[1:] if arguments is None else arguments)
+    """Run one command and give its exit code: 2 for an error that a person can act on, printed in one line; 141, as a shell has
+    it, where nobody reads the output any more."""
+    try:
+        code = _main(tuple(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return 128 + signal.SIGPIPE
+
+
+def _main(words: Sequence[str]) -> int:
     if words[:1] == ("doctor",):
         from sglcore.cli import doctor
 

@@ -108,6 +108,7 @@ class Conversation:
     system: str
     is_quiet: bool = False
     turns: list[Message] = field(default_factory=list)
+    has_failed: bool = False
 
     @property
     def messages(self) -> list[Message]:
@@ -140,7 +141,7 @@ class Interrupts:
 
 
 def talk(conversation: Conversation) -> None:
-    """Read messages and print answers until the input ends."""
+    """Read messages and print answers until the input ends. Where nobody types, an error among them is the exit code as well."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         import readline  # noqa: F401  (lines can be edited and called back)
@@ -150,15 +151,17 @@ def talk(conversation: Conversation) -> None:
         try:
             line = input("\n> " if is_terminal else "").strip()
         except EOFError:
-            return
+            line = "/quit"
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         if line == "/quit":
-            return
+            break
         if line.startswith("/") and not line.startswith("//"):
             _command(conversation, line)
         elif line:
             _answer(conversation, line.removeprefix("/"))
+    if conversation.has_failed and not is_terminal:
+        raise typer.Exit(SglcoreError.exit_code)
 
 
 def _command(conversation: Conversation, line: str) -> None:
@@ -177,6 +180,8 @@ def _command(conversation: Conversation, line: str) -> None:
 
 def _answer(conversation: Conversation, text: str) -> None:
     """One turn. A message that could not be answered at all is taken back."""
+    from sglcore.cli.chat_source import ContextFull
+
     conversation.turns.append({"role": "user", "content": text})
     spoken: list[str] = []
     try:
@@ -187,8 +192,9 @@ def _answer(conversation: Conversation, text: str) -> None:
         raise typer.Exit(130) from None
     except (SglcoreError, ValueError) as error:
         _write("\n" if spoken else "")
-        _say(f"error: {error}")
-        figures = ""
+        is_full = isinstance(error, ContextFull) and len(conversation.turns) > 1
+        _say(f"error: {error}{'; /clear forgets what was said before' if is_full else ''}")
+        conversation.has_failed, figures = True, ""
     if spoken:
         conversation.turns.append({"role": "assistant", "content": "".join(spoken)})
     else:

@@ -28,11 +28,16 @@ class Part:
     is_reasoning: bool = False
 
 
+class ContextFull(SglcoreError):
+    """A conversation that the context does not hold."""
+
+
 class Source(Protocol):
     """Something that answers conversations."""
 
     def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
-        """The answer, part by part; waits for each. Raises SglcoreError, or ValueError for what the model can not take."""
+        """The answer, part by part; waits for each. Raises SglcoreError (ContextFull for what is too long), or ValueError for what
+        the model can not take."""
         ...
 
     def stop(self) -> None:
@@ -50,14 +55,19 @@ class LocalSource:
 
     def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
         """As Source says; the step that runs when it is stopped is finished first."""
+        from sglcore.schedule.request import ContextError
+
         self._is_stopped = False
-        with closing(self._llm.stream(self._llm.chat_prompt(messages), self._params)) as deltas:
-            for delta in deltas:
-                yield Part(delta.text, len(delta.token_ids))
-                if delta.finish_reason == "error":
-                    raise SglcoreError(delta.error)
-                if self._is_stopped:
-                    return
+        try:
+            with closing(self._llm.stream(self._llm.chat_prompt(messages), self._params)) as deltas:
+                for delta in deltas:
+                    yield Part(delta.text, len(delta.token_ids))
+                    if delta.finish_reason == "error":
+                        raise SglcoreError(delta.error)
+                    if self._is_stopped:
+                        return
+        except ContextError as error:
+            raise ContextFull(str(error)) from None
 
     def stop(self) -> None:
         """As Source says."""
@@ -101,7 +111,9 @@ class ServerSource:
         connection.request("POST", path, body, {**self._where.headers, "Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
-            raise ServerError(f"{self._where} answered {response.status}: {refusal(response.read())}")
+            content = response.read()
+            kind = ContextFull if b'"context_length_exceeded"' in content else ServerError
+            raise kind(f"{self._where} answered {response.status}: {refusal(content)}")
         for line in iter(response.readline, b""):
             content = line.removeprefix(b"data:").strip()
             if content == b"[DONE]":

@@ -11,6 +11,7 @@ import typer
 
 from sglcore.cli import options
 from sglcore.cli.settings import engine_settings
+from sglcore.device.errors import SglcoreError
 
 if TYPE_CHECKING:
     from sglcore.engine.llm import LLM
@@ -87,6 +88,8 @@ def _complete(llm: LLM, text: str, params: SamplingParams, *, chat: bool, quiet:
     _write("\n")
     if not quiet:
         _figures(output.outputs[0], len(ids), first - begin, time.perf_counter() - first)
+    if error := output.outputs[0].error:
+        raise SglcoreError(error)
 
 
 def _write(text: str) -> None:
@@ -103,6 +106,3 @@ def _figures(completion: Completion, prompt_tokens: int, first: float, rest: flo
         f"ended by {completion.finish_reason}{cause}; seed {completion.seed}"
     )
     print(f"\n{line}", file=sys.stderr)
-    if completion.error:
-        print(f"error: {completion.error}", file=sys.stderr)
-        raise typer.Exit(2)

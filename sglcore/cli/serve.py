@@ -19,7 +19,9 @@ from sglcore.device.server_config import ServerConfig
 if TYPE_CHECKING:
     from sglcore.serving.chat.frontend import ChatFrontend
 
-ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/embeddings /metrics"
+TEXT_ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /metrics"
+VECTOR_ENDPOINTS = "/v1/embeddings /tokenize /metrics"
+"""Those of a model that generates text, and those of one that embeds."""
 POLL_SECONDS = 0.05
 
 
@@ -96,7 +98,9 @@ async def _show(frontend: ChatFrontend, url: str, *, quiet: bool) -> None:
         _banner(frontend)
     print(f"serving {', '.join(frontend.names)} at {url}", flush=True)
     if not quiet:
-        print(f"  the page: {url}/\n  endpoints: {ENDPOINTS}\n  Ctrl-C drains, then stops", flush=True)
+        assert frontend.info is not None
+        endpoints = TEXT_ENDPOINTS if frontend.info.generates else VECTOR_ENDPOINTS
+        print(f"  the page: {url}/\n  endpoints: {endpoints}\n  Ctrl-C drains, then stops", flush=True)
 
 
 def _banner(frontend: ChatFrontend) -> None:

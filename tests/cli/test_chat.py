@@ -13,9 +13,10 @@ import pytest
 import typer
 
 from sglcore import LLM, SamplingParams
+from sglcore.bench.address import address
 from sglcore.cli.__main__ import main
 from sglcore.cli.chat import Conversation, talk
-from sglcore.cli.chat_source import LocalSource, Part
+from sglcore.cli.chat_source import LocalSource, Part, ServerSource
 from sglcore.engine.chat_template import Message
 from tests.serving.page_server import Script, chat, ended, make_app, usage
 from tests.serving.threaded import in_thread
@@ -104,9 +105,35 @@ def test_a_message_that_is_refused_is_taken_back(
 ) -> None:
     script.refusal = (400, {"error": {"message": "found 9000 tokens; wanted 1024"}})
     type_in(monkeypatch, "long", "longer")
-    assert main(("chat", "--url", served[1])) == 0
+    assert main(("chat", "--url", served[1])) == 2
     assert [len(received["messages"]) for received in script.received] == [1, 1]
     assert "answered 400: found 9000 tokens; wanted 1024" in capsys.readouterr().err
+
+
+def test_a_conversation_that_is_too_long_names_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    served: tuple[Script, str],
+    script: Script,
+) -> None:
+    type_in(monkeypatch, "short", "long " * 300, "/clear", "short")
+    words = ("chat", "-q", "--max-model-len", "256", "--max-tokens", "4", "--temperature", "0")
+    assert main(words) == 2
+    seen = capsys.readouterr()
+    (refused,) = [line for line in seen.err.splitlines() if line.startswith("error")]
+    assert "the context holds 256" in refused and refused.endswith("; /clear forgets what was said before")
+    first, second = seen.out.splitlines()
+    assert first == second
+    script.chunks = [chat("Hi"), ended("stop")]
+    source = ServerSource(address(served[1]), {"model": "small"})
+    conversation = Conversation(
+        source, "", turns=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    )
+    script.refusal = (400, {"error": {"message": "too long", "code": "context_length_exceeded"}})
+    type_in(monkeypatch, "c")
+    with pytest.raises(typer.Exit):
+        talk(conversation)
+    assert "too long; /clear forgets" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("is_cut", "said"), [(True, "before the answer was whole"), (False, "the engine died")])
@@ -122,7 +149,7 @@ def test_a_stream_that_breaks_off_is_an_error_and_what_came_is_kept(
     if not is_cut:
         script.chunks.append({"error": {"message": "the engine died"}})
     type_in(monkeypatch, "one", "two")
-    assert main(("chat", "--url", served[1])) == 0
+    assert main(("chat", "--url", served[1])) == 2
     assert said in capsys.readouterr().err
     assert script.received[1]["messages"][1] == {"role": "assistant", "content": "half"}
 
@@ -198,4 +225,4 @@ def test_what_can_not_work_is_said_in_one_line(
     code = main(("chat", "-q", *words))
     seen = capsys.readouterr().err
     assert said in seen and seen.count("\n") == 1 and seen.startswith("error: ")
-    assert code == (0 if "reached" in said else 2)
+    assert code == 2

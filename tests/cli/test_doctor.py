@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +135,16 @@ def test_an_absent_torch_matters_if_an_installed_device_package_requires_it(
     metadata.write_text(metadata.read_text().rstrip() + f"\nRequires-Dist: {requirement}\n")
     check = checks_of(bare.run("-S", "-m", "sglcore.cli.doctor", "--json"))["torch"]
     assert (check["verdict"], check["found"], check["remedy"]) == ("note", said, remedy)
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    found = subprocess.run(
+        [sys.executable, "-m", "sglcore.cli", "doctor", "--json"], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert (found.returncode, found.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_a_variable_that_nobody_reads_is_noted(site: Site) -> None:

@@ -9,11 +9,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglcore.cli.generate import _complete
+from sglcore.device.errors import SglcoreError
 from sglcore.engine.start import embedded_model
+from sglcore.sampling.params import SamplingParams
 from tests import warm
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
@@ -107,6 +111,15 @@ def test_a_prompt_longer_than_the_context_is_one_line() -> None:
 def test_an_error_is_the_first_thing_on_the_screen() -> None:
     found = run("generate", "/no/such/model", "--prompt", "Hi")
     assert found.stderr.startswith("error: ") and found.returncode == 2
+
+
+def test_an_answer_that_fails_is_an_error_even_where_nothing_else_is_said() -> None:
+    output = SimpleNamespace(finished=True, outputs=[SimpleNamespace(error="the device is gone")])
+    llm: Any = SimpleNamespace(
+        engine=SimpleNamespace(codec=SimpleNamespace(encode=lambda text: [1]), add=lambda ids, params: output)
+    )
+    with pytest.raises(SglcoreError, match="the device is gone"):
+        _complete(llm, "", SamplingParams(), chat=False, quiet=True)
 
 
 def test_an_unknown_flag_is_a_usage_error() -> None:

@@ -183,10 +183,14 @@ class Supervisor:
 
     def _after(self, number: int, reason: str, exit_code: int, had: list[Generation]) -> None:
         """A replica has no process any more."""
-        log.error("replica %d: %s", number, reason)
+        goes_on = self.replaces and self._restarts[number].may_go_on
+        if (
+            goes_on or self.health.started or self._server.log_file is not None
+        ):  # else whoever starts the server says it
+            log.error("replica %d: %s", number, reason)
         if self._ending.is_set():
             self._fail(had, EngineDied(reason))
-        elif self.replaces and self._restarts[number].may_go_on:
+        elif goes_on:
             if not self.ready:
                 self.health.begin("restarting")
             self._keep(self._replace(number))
