@@ -18,7 +18,7 @@ from sglcore.engine import trial
 from sglcore.models.deepseek_v4_nextn import DeepseekV4NextN
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.worker import SpeculativeWorker
-from tests.checkpoints import llama, save
+from tests.checkpoints import llama, qwen3_next, save
 from tests.deepseek_v4 import DenseStreams, deepseek_v4, streams_of, with_published_names
 from tests.drafts import AUX_IDS, TARGET, DenseDraft, eagle, eagle3, next_token, with_config
 from tests.latent import deepseek_v3, deepseek_v32
@@ -183,12 +183,16 @@ def test_streams_that_are_read_a_layer_early_show(tmp_path: Path, monkeypatch: p
     assert run(folder, "mtp", DenseStreams(folder), target, graph="off", **STREAMS) > 0.1
 
 
-@pytest.mark.needs("device")
-def test_a_draft_that_keeps_its_last_tokens_in_rings_is_refused(tmp_path: Path) -> None:
-    folder, given = save(deepseek_v4(), tmp_path), {"attention_backend": "auto", "page_size": None}
-    save(deepseek_v4(), folder / "draft")
-    with pytest.raises(ConfigError, match="the draft keeps its last tokens in rings, .*; use another draft"):
-        TokenEngine(folder, speculative="standalone", draft_model=str(folder / "draft"), **given)
+@pytest.mark.needs("graphs.native")
+@pytest.mark.parametrize(
+    ("make", "kept"), [(deepseek_v4, "its last tokens in rings"), (qwen3_next, "a state of each request")]
+)
+def test_a_draft_that_keeps_what_its_proposals_would_spoil_is_refused(tmp_path: Path, make: Any, kept: str) -> None:
+    draft = make()
+    folder = save(llama(vocab_size=draft.config.vocab_size), tmp_path)
+    save(draft, folder / "draft")
+    with pytest.raises(ConfigError, match=f"the draft keeps {kept}, .*; use another draft"):
+        TokenEngine(folder, speculative="standalone", draft_model=str(folder / "draft"), page_size=None)
 
 
 def test_proposals_of_several_layers_are_too_by_every_graph(drafts, graph: str) -> None:

@@ -128,11 +128,8 @@ def choose_speculation(
     if kind == NGRAM:
         return made
     draft = load(_draft_folder(config, folder, kind), kind)
-    if any(kept.ring for layer in draft.model.attention_layers for kept in layer.rows.values()):
-        raise ConfigError(
-            "the draft keeps its last tokens in rings, where what it proposes takes the place of tokens that it needs again",
-            remedy="use another draft",
-        )
+    if reason := _reason_against_draft(draft.model):
+        raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
     return replace(made, draft=draft.model, aux_layers=draft.aux_layers)
 
 
@@ -194,4 +191,13 @@ def _reason_against(model: LoadedModel) -> str:
         return "this model keeps a state of each request, which can not go back to before a wrong proposal"
     if model.reads_history:
         return "this model reads the history of each token, which has no proposals"
+    return ""
+
+
+def _reason_against_draft(draft: LoadedModel) -> str:
+    """What a model keeps that what it proposes beyond the verified tokens would spoil; empty if nothing."""
+    if draft.state_layers:
+        return "a state of each request, which can not go back to before what it proposed"
+    if any(kept.ring for layer in draft.attention_layers for kept in layer.rows.values()):
+        return "its last tokens in rings, where what it proposes takes the place of tokens that it needs again"
     return ""
