@@ -55,7 +55,7 @@ from sglcore.runtime.registry_builders import (
     feature_buffer,
 )
 from sglcore.runtime.speculative.bring_up import beside_laws, draft, draft_ledger, draft_pools, speculation, trial
-from sglcore.runtime.speculative.choice import Speculation, StepShape
+from sglcore.runtime.speculative.choice import Speculation, StepShape, most_drafts
 from sglcore.runtime.speculative.features import with_features
 from sglcore.runtime.speculative.make import make_speculative_worker
 from sglcore.runtime.streams import Streams, make_streams
@@ -154,7 +154,8 @@ def sizes(
         if speculation is not None:
             why, remedy = "tokens are proposed, and a wrong one goes back in the window", "--speculative off"
         ledger.record(Row("window cache", "auto", "none", why, remedy))
-    scores = score_bytes(layers, config.max_batch_tokens, config.max_model_len or context_len)
+    verified = min(config.max_requests, config.max_batch_tokens) * most_drafts(config)
+    scores = score_bytes(layers, max(config.max_batch_tokens, verified), config.max_model_len or context_len)
     if scores:
         why = "of an indexer in the longest step, kept free beside the pools"
         ledger.record(Row("index scores", "auto", size_text(scores), why, "lower max_batch_tokens or max_model_len"))

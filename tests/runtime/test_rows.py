@@ -188,8 +188,10 @@ def test_the_scores_of_the_longest_step_are_kept_free() -> None:
     asked = replace(given, kv_cache_memory=free - 64 * 1024 * 4 + 1)
     with pytest.raises(ConfigError, match="63.8 MiB are available"):
         sizes(asked, Facts("cpu"), model, MemoryBudget(GIB, free, "told"), ledger)
-    sizes(given, Facts("cpu"), model, MemoryBudget(GIB, free, "told"), ledger)
-    assert {row.topic: row.effective for row in ledger.rows}["index scores"] == "0.2 MiB"
+    verifying = replace(given, max_requests=32, speculative="ngram", draft_tokens=3)
+    for asked, taken in ((given, "0.2 MiB"), (verifying, "0.5 MiB")):
+        sizes(asked, Facts("cpu"), model, MemoryBudget(GIB, free, "told"), ledger := DecisionLedger())
+        assert {row.topic: row.effective for row in ledger.rows}["index scores"] == taken
 
 
 def test_the_ledger_has_rows_beside_keys_and_values_by_head() -> None:
