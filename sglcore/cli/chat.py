@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +38,9 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens of an answer at most; left out, what the context holds.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; left out, the usual 1.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; left out, the checkpoint's own, or 1.")
+    ] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes every answer repeatable.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the answers.")] = False,
@@ -67,14 +69,15 @@ def _local(
     from sglcore.engine.llm import LLM
     from sglcore.sampling.params import SamplingError, SamplingParams
 
+    given = {"max_tokens": None, **fields}
     try:
-        params = SamplingParams(**{"max_tokens": None, **fields})
+        SamplingParams(**given)
     except SamplingError as error:
         raise ConfigError(str(error)) from None
     llm = stack.enter_context(LLM(model, show_progress=not quiet, **{"max_requests": 1, **settings}))
     if not quiet:
         show_banner(llm.started)
-    return LocalSource(llm, params)
+    return LocalSource(llm, replace(llm.default_params, **given))
 
 
 def _server(url: str, key: str, name: str | None, fields: dict[str, Any], *, quiet: bool) -> Source:

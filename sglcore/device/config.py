@@ -102,6 +102,9 @@ class EngineConfig:
         "auto",
         'A kernel table of the device by name; "reference" computes with the reference\'s functions, to compare numbers.',
     )
+    generation_config: str = setting(
+        "auto", "auto: the checkpoint's own temperature, top_k and the like for requests that name none; or none."
+    )
     grammar_backend: str = setting("auto", "What compiles grammars: auto, llguidance or xgrammar.")
     shadow: int = setting(0, "Run every Nth replay of a graph eagerly as well and compare; 0 is never.")
     system_root: str | None = setting(None, "Where probes look for the machine's files.")

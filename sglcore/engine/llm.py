@@ -15,7 +15,7 @@ from sglcore.engine.chat_template import Message
 from sglcore.engine.core import Engine, Prompt
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.progress import Progress
-from sglcore.engine.start import start
+from sglcore.engine.start import choose_sampling, start
 from sglcore.engine.text import TextError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.prompt_embeds import PromptEmbeds
@@ -52,6 +52,11 @@ class LLM:
         """What was chosen, and why."""
         return self.started.ledger
 
+    @property
+    def default_params(self) -> SamplingParams:
+        """What holds where no parameters are given: the checkpoint's `generation_config.json`, if it has one."""
+        return SamplingParams(**choose_sampling(self.config, self.started.model_path)[0])  # pyright: ignore[reportArgumentType]
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -62,7 +67,7 @@ class LLM:
         A prompt that can not run ends with finish_reason "error" and its text in `error`; the others are not touched.
         """
         all_prompts = _as_list(prompts)
-        all_params = _as_params(params, len(all_prompts))
+        all_params = _as_params(self.default_params if params is None else params, len(all_prompts))
         outputs: list[RequestOutput] = []
         try:
             for prompt, each in zip(all_prompts, all_params, strict=True):
@@ -79,7 +84,7 @@ class LLM:
 
         Several may be open, and `generate` may be called meanwhile: each step serves them all.
         """
-        output = self.engine.add(prompt, params or SamplingParams())
+        output = self.engine.add(prompt, params or self.default_params)
         ready = self._streams[output.request_id] = deque()
         try:
             while ready or not output.finished:
@@ -176,9 +181,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items  # pyright: ignore[reportReturnType]
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if isinstance(params, Mapping) or not all(isinstance(item, SamplingParams) for item in params):
         raise TextError(f"found {type(params).__name__} as sampling parameters", wanted="SamplingParams(...)")
     if len(params) != count:

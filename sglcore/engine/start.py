@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglcore.checkpoint.files import DRAFT_FOLDER
+from sglcore.checkpoint.generation import GENERATION, read_sampling
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.device.bring_up import BringUp
 from sglcore.device.choice import ChosenDevice, Requested, check_same
@@ -25,6 +26,7 @@ from sglcore.device.system import host_system
 from sglcore.device.worker import Limits, ModelWorker
 from sglcore.engine.hub import Hub, commit_of, is_hub_name
 from sglcore.engine.trial import keep_faster
+from sglcore.sampling.params import SamplingError, SamplingParams
 
 Progress = Callable[[str, int, int], None]
 IN_TURN = "this worker takes one step at a time"
@@ -118,6 +120,7 @@ def start(config: EngineConfig, progress: Progress = no_progress, parent: Chosen
     facts = resolve(package.facts, package.name)(choice.chosen.index)
     order: BringUp = resolve(package.bring_up, package.name)
     ledger.record(_model_row(config, folder))
+    _, sampling = choose_sampling(config, folder)
     seconds: dict[str, float] = {}
     given: dict[str, Any] = {
         "config": config,
@@ -136,6 +139,8 @@ def start(config: EngineConfig, progress: Progress = no_progress, parent: Chosen
             worker = keep_faster(trial, ledger)
         overlap, row = choose_overlap(config, worker.limits)
         ledger.record(row, choose_prefix_cache(config, worker.limits))
+        if worker.limits.generates:
+            ledger.record(sampling)
     except BaseException:
         worker.close()
         raise
@@ -174,6 +179,26 @@ def choose_prefix_cache(config: EngineConfig, limits: Limits) -> Row:
     if limits.keeps_state:
         reason += f", as far as one of {limits.num_snapshots} snapshots has the state"
     return Row("prefix cache", requested, "on", reason, "SGLCORE_PREFIX_CACHE=0")
+
+
+def choose_sampling(config: EngineConfig, folder: Path) -> tuple[Mapping[str, float], Row]:
+    """The parameters of sampling for requests that name none, by name: the checkpoint's, unless that is off. Raises
+    ConfigError."""
+    requested = config.generation_config
+    if requested not in ("auto", "none"):
+        raise ConfigError(f"generation_config is {requested!r}", wanted="auto or none")
+    if requested == "none":
+        return {}, Row("sampling", requested, "as requests say", "asked for")
+    found = read_sampling(folder)
+    try:
+        SamplingParams(**found)  # pyright: ignore[reportArgumentType]
+    except SamplingError as error:
+        raise ConfigError(f"{folder / GENERATION}: {error}", remedy="--generation-config none") from None
+    if not found:
+        return {}, Row("sampling", requested, "as requests say", f"no {GENERATION} says otherwise")
+    values = ", ".join(f"{name} {value:g}" for name, value in found.items())
+    reason = f"{GENERATION}, for requests that name none"
+    return found, Row("sampling", requested, values, reason, "--generation-config none")
 
 
 def _switch(on: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,17 @@ import pytest
 from sglcore.device.config import EngineConfig, resolve_config
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.worker import Limits
-from sglcore.engine.start import IN_TURN, choose_overlap, choose_prefix_cache, model_folder, start
+from sglcore.engine.llm import LLM
+from sglcore.engine.start import (
+    IN_TURN,
+    choose_overlap,
+    choose_prefix_cache,
+    choose_sampling,
+    embedded_model,
+    model_folder,
+    start,
+)
+from sglcore.sampling.params import SamplingParams
 
 LIMITS = Limits(64, 4, 4, 64, 64, 100)
 
@@ -62,11 +73,42 @@ def test_a_path_where_nothing_is_is_told_what_may_be_there(name: str) -> None:
         model_folder(EngineConfig(model=name))
 
 
-def test_a_start_says_both_decisions() -> None:
+def test_what_a_checkpoint_says_of_sampling_is_what_transformers_reads_of_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    says = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05}
+    transformers.GenerationConfig(do_sample=True, eos_token_id=[2, 5], **says).save_pretrained(tmp_path)
+    found, row = choose_sampling(EngineConfig(), tmp_path)
+    read = transformers.GenerationConfig.from_pretrained(tmp_path)
+    assert found == {name: getattr(read, name) for name in says} == says
+    assert row.effective == "temperature 0.6, top_k 20, top_p 0.95, min_p 0.05, repetition_penalty 1.05"
+    assert choose_sampling(EngineConfig(generation_config="none"), tmp_path)[0] == {}
+
+
+@pytest.mark.parametrize(("says", "named"), [('"warm"', "temperature: 'warm'"), ("-1", "temperature: found -1")])
+def test_what_no_request_could_say_of_sampling_ends_the_start_with_the_remedy(
+    tmp_path: Path, says: str, named: str
+) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"temperature": {says}, "top_k": null}}')
+    with pytest.raises(ConfigError, match=f"generation_config.json.*{named}.*--generation-config none"):
+        choose_sampling(EngineConfig(), tmp_path)
+
+
+def test_without_parameters_a_model_draws_as_its_checkpoint_says(tmp_path: Path) -> None:
+    folder = shutil.copytree(embedded_model(), tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.5, "top_k": 7}')
+    with LLM(str(folder), max_requests=1, threads=1) as llm:
+        assert llm.default_params == SamplingParams(temperature=0.5, top_k=7)
+        (output,) = llm.generate("Once upon a time")
+        seeded = replace(llm.default_params, seed=output.outputs[0].seed)
+        assert llm.generate("Once upon a time", seeded)[0].outputs[0].token_ids == output.outputs[0].token_ids
+        assert [row.effective for row in llm.ledger.rows if row.topic == "sampling"] == ["temperature 0.5, top_k 7"]
+
+
+def test_a_start_says_its_decisions() -> None:
     started = start(EngineConfig(max_requests=1, threads=1, prefix_cache=False))
     rows = {row.topic: row.effective for row in started.ledger.rows}
     started.worker.close()
-    assert (rows["overlap"], rows["prefix cache"]) == ("off", "off")
+    assert (rows["overlap"], rows["prefix cache"], rows["sampling"]) == ("off", "off", "as requests say")
     assert not started.overlap
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 from sglcore.device.server_config import ServerConfig
@@ -88,6 +88,9 @@ class ScriptedGeneration:
     def abort(self) -> None:
         """Nothing holds anything."""
 
+    async def ended(self) -> None:
+        """It has all been written down."""
+
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         for place, said in enumerate(self._script.says):
             self._done.token_ids.append(place + 10)
@@ -145,9 +148,15 @@ class ScriptedFormat:
 class ScriptedFrontend:
     """What the dialects use of a frontend."""
 
-    def __init__(self, script: Script, config: ServerConfig, form: ChatFormat | None = None) -> None:
+    def __init__(
+        self,
+        script: Script,
+        config: ServerConfig,
+        form: ChatFormat | None = None,
+        sampling: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self._script = script
-        self.config = config
+        self.config, self.sampling = config, sampling
         self.codec = TextCodec(DEMO)
         self.format = form or ScriptedFormat(script)
         self.names = (MODEL,)
@@ -168,8 +177,8 @@ class ScriptedFrontend:
 
 
 @contextmanager
-def staged(config: ServerConfig, form: ChatFormat | None = None) -> Iterator[Stage]:
-    """The server in a thread; with a format, texts are said and read by that."""
+def staged(config: ServerConfig, form: ChatFormat | None = None, **sampling: float) -> Iterator[Stage]:
+    """The server in a thread; with a format, texts are said and read by that. `sampling` is what the checkpoint says of it."""
     script = Script()
-    with in_thread(make_app(cast(ChatFrontend, ScriptedFrontend(script, config, form)))) as url:
+    with in_thread(make_app(cast(ChatFrontend, ScriptedFrontend(script, config, form, sampling)))) as url:
         yield Stage(url, script)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -42,6 +42,9 @@ class SamplingFields(Body):
     seed: Seed | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
+
+
+Fields = TypeVar("Fields", bound=SamplingFields)
 
 
 class StreamOptions(Body):
@@ -103,6 +106,11 @@ class GenerationFields(SamplingFields):
     return_token_ids: bool | None = None
     return_progress: bool | None = None
     user: str | None = None
+
+
+def completed(body: Fields, defaults: Mapping[str, float]) -> Fields:
+    """A body that names what it left out of sampling as the checkpoint has it."""
+    return body.model_copy(update={name: value for name, value in defaults.items() if name not in body.given(name)})
 
 
 def sampling_params(body: SamplingFields, *, max_tokens: int | None, **others: Any) -> SamplingParams:

@@ -18,7 +18,7 @@ from sglcore.device.worker import Limits
 from sglcore.engine.core import Prompt, check_ids, prompted, read_prompt
 from sglcore.engine.hub import is_hub_name
 from sglcore.engine.output_processor import OutputProcessor
-from sglcore.engine.start import model_folder
+from sglcore.engine.start import choose_sampling, model_folder
 from sglcore.engine.text import TextCodec, TextError
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.request import Request
@@ -62,6 +62,7 @@ class Frontend:
         self.config = server
         self.model_path: Path = model_folder(config)
         self.codec = TextCodec(self.model_path, chat_template=chat_template(server))
+        self.sampling, _ = choose_sampling(config, self.model_path)
         self.names: tuple[str, ...] = server.served_model_name or (self._own_name(),)
         self.created = int(time.time())
         self.health = Health()

@@ -12,6 +12,7 @@ from sglcore.serving.apis.anthropic.body import CountRequest, MessagesError, Mes
 from sglcore.serving.apis.anthropic.events import MessageWriter, error_body
 from sglcore.serving.apis.anthropic.request import chat_request, message_request, unread, unused
 from sglcore.serving.apis.checks import check_generates, check_model
+from sglcore.serving.apis.params import completed
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.run import count_prompt, start_chat
 from sglcore.serving.replicas.errors import told
@@ -29,7 +30,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     async def create(body: MessagesRequest) -> Response | Stream:
         model = check_model(frontend, body.model)
         check_generates(frontend)
-        request = message_request(body)
+        request = message_request(completed(body, frontend.sampling))
         run = await start_chat(frontend, request)
         writer = MessageWriter(frontend, model, run)
         warnings = sorted({*unused(body), *unread(body, run.ignored)})

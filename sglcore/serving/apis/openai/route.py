@@ -22,6 +22,7 @@ from sglcore.serving.apis.openai.answers import (
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody, EmbeddingBody, as_prompts
 from sglcore.serving.apis.openai.events import ChatWriter, CompletionWriter
 from sglcore.serving.apis.openai.request import chat_request, completion_request
+from sglcore.serving.apis.params import completed
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.run import start_chat
@@ -53,7 +54,7 @@ def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
     )
     async def chat(body: ChatBody) -> Response | Stream:
         writer = ChatWriter(frontend, texts, body)
-        run = await start_chat(frontend, chat_request(body, frontend.config, writer.id))
+        run = await start_chat(frontend, chat_request(completed(body, frontend.sampling), frontend.config, writer.id))
         values = body.chat_template_kwargs or {}
         unread = (f"chat_template_kwargs.{name}" if name in values else name for name in run.ignored)
         warnings = (*body.warnings(), *unread)
@@ -70,7 +71,7 @@ def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
     )
     async def completions(body: CompletionBody) -> Response | Stream:
         writer = CompletionWriter(frontend, texts, body)
-        request = completion_request(body, frontend.config)
+        request = completion_request(completed(body, frontend.sampling), frontend.config)
         runs = await start_runs(
             frontend,
             request.prompts,

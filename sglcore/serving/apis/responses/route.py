@@ -12,6 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.answer import WITH_BODY, Stream, as_json, documented
 from sglcore.serving.apis.checks import check_generates, check_model, fingerprint, own_names
+from sglcore.serving.apis.params import completed
 from sglcore.serving.apis.responses.body import CountRequest, ResponsesRequest
 from sglcore.serving.apis.responses.events import ResponseWriter, draft
 from sglcore.serving.apis.responses.items import input_items, page_of
@@ -51,7 +52,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         check_generates(frontend)
         earlier = _earlier(store, body.previous_response_id)
         with own_names(_OWN_NAMES):
-            request, new = response_request(body, earlier, frontend.config.max_logprobs)
+            request, new = response_request(completed(body, frontend.sampling), earlier, frontend.config.max_logprobs)
             run = await start_chat(frontend, request)
         writer = ResponseWriter(
             draft(body, request.params, model, fingerprint(frontend)),
