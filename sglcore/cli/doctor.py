@@ -15,7 +15,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from types import MappingProxyType
@@ -28,9 +28,23 @@ from sglcore.device.pci import unclaimed_devices
 from sglcore.device.selection import decide
 from sglcore.device.system import host_system
 
-REQUIRED = ("numpy", "tokenizers", "safetensors", "typer", "rich", "jinja2")
+NATIVE: Mapping[str, str] = MappingProxyType(
+    {
+        "numpy": "numpy",
+        "tokenizers": "tokenizers",
+        "safetensors": "safetensors",
+        "msgspec": "msgspec",
+        "llguidance": "llguidance",
+        "httptools": "httptools",
+        "pyzmq": "zmq",
+    }
+)
+"""Distributions that the core needs and that bring compiled code -> the module, which is imported to see that it works."""
+PURE = ("typer", "rich", "jinja2", "fastapi", "uvicorn", "prometheus-client")
+"""The others that it needs."""
 LEAST_PYTHON = (3, 11)
 TORCH_SECONDS = 120.0
+IMPORT_SECONDS = 60.0
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 LEAST_MEMORY = 2 << 30
 """Bytes below which even the embedded model is uncomfortable."""
@@ -42,6 +56,21 @@ import sys
 from importlib.util import find_spec
 sys.path[:] = sys.argv[1:]
 print("absent" if find_spec("torch") is None else __import__("torch").__version__)
+"""
+
+
+_IMPORT = """
+import os, sys
+names, sys.path[:] = sys.argv[1].split(","), sys.argv[2:]
+out = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+for name in names:
+    try:
+        __import__(name)
+        print(name, file=out, flush=True)
+    except BaseException as error:
+        said = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
+        print(name, f"{type(error).__name__}: {said[-1].strip()}", file=out, flush=True)
 """
 
 
@@ -98,12 +127,41 @@ def check_python() -> Iterable[Check]:
 
 
 def check_distributions() -> Iterable[Check]:
-    """The distributions that the core needs."""
-    for name in ("sglcore", *REQUIRED):
+    """The distributions that the core needs; those with compiled code are imported, in a process that may die of it."""
+    found: dict[str, str] = {}
+    for name in ("sglcore", *NATIVE, *PURE):
         try:
-            yield Check(name, "ok", version(name))
+            found[name] = version(name)
         except PackageNotFoundError:
             yield Check(name, "bad", "not installed", f"pip install {name}")
+    faults = import_faults([module for name, module in NATIVE.items() if name in found])
+    for name, number in found.items():
+        if fault := faults.get(NATIVE.get(name, "")):
+            remedy = f"pip install --force-reinstall {name}=={number}"
+            yield Check(name, "bad", f"{number}, but import {NATIVE[name]} fails: {fault}", remedy)
+        else:
+            yield Check(name, "ok", number)
+
+
+def import_faults(modules: Sequence[str]) -> dict[str, str]:
+    """What is wrong with those that do not import, in another process; one that ends it is found by its silence."""
+    faults: dict[str, str] = {}
+    left = list(modules)
+    while left:
+        command = (sys.executable, "-c", _IMPORT, ",".join(left), *sys.path)
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
+            lines, end = ran.stdout.splitlines(), f"its process ended with {ran.returncode}"
+        except subprocess.TimeoutExpired as late:
+            lines = (late.stdout or b"").decode().splitlines()
+            end = f"it did not end in {IMPORT_SECONDS:g} s"
+        for line in lines:
+            name, _, fault = line.partition(" ")
+            faults |= {name: fault} if fault else {}
+        if len(lines) < len(left):
+            faults[left[len(lines)]] = end
+        left = left[len(lines) + 1 :]
+    return faults
 
 
 def check_devices() -> Iterable[Check]:
@@ -186,7 +244,9 @@ def check_torch() -> Iterable[Check]:
         yield Check("torch", "ok", answer)
     else:
         last = complaint[-1] if complaint else "no message"
-        yield Check("torch", "bad", f"import torch ended with {ran.returncode}: {last}", "reinstall torch==2.13.0")
+        is_numpys = "numpy" in import_faults(["numpy"])
+        remedy = "mend numpy, which torch imports" if is_numpys else "reinstall torch==2.13.0"
+        yield Check("torch", "bad", f"import torch ended with {ran.returncode}: {last}", remedy)
 
 
 def _absent_torch(found: Sequence[Installed]) -> Check:
@@ -211,13 +271,18 @@ def _requires_torch(distribution: str) -> bool:
 def check_environment() -> Iterable[Check]:
     """The variables that change what sglcore does."""
     from sglcore.device.config import EngineConfig
+    from sglcore.device.server_config import ServerConfig
+    from sglcore.device.settings import PREFIX, settings_of
 
-    known = {f"SGLCORE_{field.name.upper()}" for field in fields(EngineConfig)} | _OTHER_VARIABLES
-    for name in sorted(name for name in os.environ if name.startswith("SGLCORE_")):
-        if name in known:
-            yield Check(name, "note", os.environ[name])
+    known = {item.variable: item for record in (EngineConfig, ServerConfig) for item in settings_of(record).values()}
+    for name in sorted(name for name in os.environ if name.startswith(PREFIX)):
+        value, item = os.environ[name], known.get(name)
+        if item is not None and item.is_secret:
+            yield Check(name, "note", "set; its value is secret")
+        elif item is not None or name in _OTHER_VARIABLES:
+            yield Check(name, "note", value)
         else:
-            yield Check(name, "note", f"{os.environ[name]}, which nobody reads", "unset it, or correct its name")
+            yield Check(name, "note", "set, but nobody reads it", "unset it, or correct its name")
 
 
 EXAMINATIONS: Mapping[str, Examination] = MappingProxyType(

@@ -17,7 +17,7 @@ from sglcore.cli import doctor
 from sglcore.cli.doctor import Check, examine
 from tests.device.site import Site
 
-BROKEN_TORCH = {
+BROKEN = {
     "raises": "raise ImportError('libtorch.so: cannot open')",
     "exits": "raise SystemExit(3)",
     "dies": "import os; os.abort()",
@@ -67,9 +67,9 @@ def test_the_console_start_works_with_nothing_installed_too(bare: Site) -> None:
     assert "-> pip install typer" in ran.stdout
 
 
-@pytest.mark.parametrize("how", BROKEN_TORCH)
+@pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_torch_is_a_finding(site: Site, how: str) -> None:
-    check = checks_of(with_torch(site, BROKEN_TORCH[how]))["torch"]
+    check = checks_of(with_torch(site, BROKEN[how]))["torch"]
     assert check["verdict"] == "bad"
     assert check["remedy"] == "reinstall torch==2.13.0"
 
@@ -151,6 +151,39 @@ def test_a_variable_that_nobody_reads_is_noted(site: Site) -> None:
     checks = checks_of(with_torch(site, SGLCORE_DEVICE="cpu", SGLCORE_DEVISE="cpu"))
     assert checks["SGLCORE_DEVICE"]["remedy"] == ""
     assert checks["SGLCORE_DEVISE"]["remedy"] == "unset it, or correct its name"
+
+
+def test_variables_of_the_server_are_read_and_a_secret_is_not_shown(site: Site) -> None:
+    given = {
+        "SGLCORE_PORT": "80",
+        "SGLCORE_HOST": "::1",
+        "SGLCORE_API_KEY": "k3y",
+        "SGLCORE_HF_TOKEN": "t0k",
+        "SGLCORE_API_KEI": "k3i",
+    }
+    ran = with_torch(site, **given)
+    checks = checks_of(ran)
+    assert [checks[name]["found"] for name in given] == [
+        "80",
+        "::1",
+        *["set; its value is secret"] * 2,
+        "set, but nobody reads it",
+    ]
+    assert all(not checks[name]["remedy"] for name in list(given)[:4])
+    assert not {"k3y", "t0k", "k3i"} & set(ran.stdout.replace('"', " ").split())
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_library_is_its_own_fault_and_not_torchs(site: Site, how: str) -> None:
+    (site.path / "numpy.py").write_text(BROKEN[how])
+    (site.path / "tokenizers.py").write_text("print('chatter')\nraise OSError('bad wheel\\nundefined symbol')")
+    checks = checks_of(with_torch(site, "import numpy"))
+    assert (checks["numpy"]["verdict"], checks["torch"]["verdict"]) == ("bad", "bad")
+    assert "import numpy fails" in checks["numpy"]["found"]
+    assert checks["numpy"]["remedy"].startswith("pip install --force-reinstall numpy==")
+    assert checks["torch"]["remedy"] == "mend numpy, which torch imports"
+    assert checks["tokenizers"]["found"].endswith("import tokenizers fails: OSError: undefined symbol")
+    assert checks["safetensors"]["verdict"] == checks["pyzmq"]["verdict"] == "ok"
 
 
 def test_an_examination_that_raises_is_a_finding_and_the_others_go_on() -> None:
