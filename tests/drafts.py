@@ -41,7 +41,11 @@ class Eagle3Layer(nn.Module):
         size = config.hidden_size
         self.self_attn = LlamaAttention(config, 0)
         for name in ("q_proj", "k_proj", "v_proj"):
-            setattr(self.self_attn, name, nn.Linear(2 * size, getattr(self.self_attn, name).out_features, bias=False))
+            setattr(
+                self.self_attn,
+                name,
+                nn.Linear(2 * size, getattr(self.self_attn, name).out_features, config.attention_bias),
+            )
         self.mlp = LlamaMLP(config)
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             setattr(self, name, LlamaRMSNorm(size, config.rms_norm_eps))
@@ -99,11 +103,13 @@ class DenseDraft(nn.Module):
 
 
 class DenseEagle(DenseDraft):
-    def __init__(self, target: Oracle, **changes: Any) -> None:
-        super().__init__(target, **changes)
-        self.fc = nn.Linear(2 * self.config.hidden_size, self.config.hidden_size)
+    def __init__(self, target: Oracle, has_bias: bool = True, has_qkv_bias: bool = False, **changes: Any) -> None:
+        super().__init__(target, attention_bias=has_qkv_bias, **changes)
+        self.fc = nn.Linear(2 * self.config.hidden_size, self.config.hidden_size, has_bias)
         self.layers = nn.ModuleList(LlamaDecoderLayer(self.config, i) for i in range(self.config.num_hidden_layers))
         self.layers[0].register_module("input_layernorm", nn.Identity())
+        for layer in self.layers:
+            layer.self_attn.o_proj.bias = None
 
     def forward(self, token: Tensor, features: Tensor) -> Tensor:
         hidden = self.fc(torch.cat([token, features], -1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,10 @@ def proposed(model: Any, following: list[int], features: Tensor, path: list[int]
 CASES: dict[str, Any] = {
     "eagle": (eagle, {}),
     "eagle-two-layers": (eagle, {"num_hidden_layers": 2}),
+    "eagle-without-bias": (eagle, {"has_bias": False}),
+    "eagle-biased-heads": (eagle, {"has_qkv_bias": True}),
     "eagle3": (eagle3, {}),
+    "eagle3-biased-heads": (eagle3, {"attention_bias": True}),
     "eagle3-two-layers": (eagle3, {"num_hidden_layers": 2}),
     "eagle3-normed": (eagle3, {"norm_output": True, "has_fc_norm": True}),
     "eagle3-target's-head": (eagle3, {"rows": 0}),
@@ -149,6 +153,7 @@ def test_a_list_of_frequent_tokens_takes_nothing_from_a_draft(target, tmp_path: 
     check(loaded(model, tmp_path, "eagle").model, dense, 48, (PROMPT,))
 
 
+WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4}
 ONE: dict[str, Any] = {
     "llama": (llama, "deepseek", {}),
     "qwen3-next": (qwen3_next, "qwen", {"layer_types": ["full_attention"], "mlp_only_layers": []}),
@@ -156,6 +161,7 @@ ONE: dict[str, Any] = {
     "deepseek-v3.2": (deepseek_v32, "deepseek", {"first_k_dense_replace": 0}),
     "glm-moe-dsa": (glm_moe_dsa, "deepseek", {"indexer_types": ["full"], "mlp_layer_types": ["sparse"]}),
     "mimo": (qwen2, "mimo", {}),
+    "mimo-window": (partial(qwen2, **WINDOW, max_window_layers=1), "mimo", {"max_window_layers": 0}),
     "deepseek-v3": (deepseek_v3, "deepseek", {"first_k_dense_replace": 0}),
 }
 
