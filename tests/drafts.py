@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -109,7 +109,7 @@ class DenseEagle(DenseDraft):
         self.layers = nn.ModuleList(LlamaDecoderLayer(self.config, i) for i in range(self.config.num_hidden_layers))
         self.layers[0].register_module("input_layernorm", nn.Identity())
         for layer in self.layers:
-            layer.self_attn.o_proj.bias = None
+            cast(Any, layer).self_attn.o_proj.bias = None
 
     def forward(self, token: Tensor, features: Tensor) -> Tensor:
         hidden = self.fc(torch.cat([token, features], -1))

@@ -58,10 +58,11 @@ class Draft:
 
 
 def offered_head(folder: Path) -> str | None:
-    """The kind of draft that a target's checkpoint brings along: in its folder `draft`, or as layers behind its last. Reads no
-    weights. Raises what reading its configuration raises."""
-    if (folder / DRAFT_FOLDER / "config.json").is_file():
-        return kind_of(folder / DRAFT_FOLDER)
+    """The kind of draft that a target's checkpoint brings along, of those that are served: in its folder `draft`, or as layers
+    behind its last. Reads no weights. Raises what reading its configuration raises."""
+    beside = folder / DRAFT_FOLDER / "config.json"
+    if beside.is_file():
+        return None if _unserved(read_json(beside)) else kind_of(folder / DRAFT_FOLDER)
     found = None if is_gguf(folder) else kind_of(folder)
     return found if found == MTP else None
 
@@ -147,14 +148,18 @@ def _read(folder: Path) -> dict[str, Any]:
     raw = read_json(folder / "config.json")
     if LIBRARY_KIND not in raw:
         return raw
+    if other := _unserved(raw):
+        _unfit(folder, *other)
     layer = raw.get(LIBRARY_LAYER) or {}
-    for name, found, wanted in (
-        (LIBRARY_KIND, raw[LIBRARY_KIND], EAGLE3),
-        (f"{LIBRARY_LAYER}.model_type", layer.get("model_type", "llama"), "llama"),
-    ):
-        if found != wanted:
-            _unfit(folder, name, repr(found), repr(wanted))
     return {"norm_before_residual": True, **layer, **{name: value for name, value in raw.items() if value is not None}}
+
+
+def _unserved(raw: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """What a configuration by the library speculators has that no class here serves: its name, and what was wanted."""
+    kind, layer = raw.get(LIBRARY_KIND, EAGLE3), (raw.get(LIBRARY_LAYER) or {}).get("model_type", "llama")
+    if kind != EAGLE3:
+        return LIBRARY_KIND, repr(kind), repr(EAGLE3)
+    return None if layer == "llama" else (f"{LIBRARY_LAYER}.model_type", repr(layer), "'llama'")
 
 
 _OTHER = "use a draft that was made for this model"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,12 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import DecisionLedger
 from sglcore.engine import trial
 from sglcore.models.deepseek_v4_nextn import DeepseekV4NextN
+from sglcore.runtime.speculative.choice import choose_speculation
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.worker import SpeculativeWorker
-from tests.checkpoints import llama, qwen3_next, save
+from tests.checkpoints import lfm2, llama, qwen3_next, save
 from tests.deepseek_v4 import DenseStreams, deepseek_v4, streams_of, with_published_names
 from tests.drafts import AUX_IDS, TARGET, DenseDraft, eagle, eagle3, next_token, with_config
 from tests.latent import deepseek_v3, deepseek_v32
@@ -193,6 +196,20 @@ def test_a_draft_that_keeps_what_its_proposals_would_spoil_is_refused(tmp_path: 
     save(draft, folder / "draft")
     with pytest.raises(ConfigError, match=f"the draft keeps {kept}, .*; use another draft"):
         TokenEngine(folder, speculative="standalone", draft_model=str(folder / "draft"), page_size=None)
+
+
+@pytest.mark.needs("device")
+def test_a_model_whose_states_can_not_go_back_verifies_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="speculative is 'ngram', and this model keeps a state .*; --speculative off"):
+        TokenEngine(save(lfm2(), tmp_path), speculative="ngram", graph="off")
+
+
+@pytest.mark.parametrize(("word", "reason"), [("is_encoder", "embeds"), ("reads_history", "reads the history of each")])
+def test_a_model_that_draws_none_or_looks_back_itself_verifies_nothing(word: str, reason: str, tmp_path: Path) -> None:
+    config = SimpleNamespace(is_encoder=word == "is_encoder")
+    model: Any = SimpleNamespace(config=config, state_layers=(), reads_history=word == "reads_history")
+    with pytest.raises(ConfigError, match=f"speculative is 'ngram', and this model {reason}"):
+        choose_speculation(EngineConfig(speculative="ngram"), model, tmp_path, DecisionLedger(), lambda *_: None)
 
 
 def test_proposals_of_several_layers_are_too_by_every_graph(drafts, graph: str) -> None:

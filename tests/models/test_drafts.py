@@ -184,6 +184,8 @@ def test_a_draft_lies_beside_its_target_or_comes_alone(target, tmp_path: Path) -
     dense = eagle3(oracle, tmp_path / "draft")
     assert offered_head(tmp_path) == "eagle3"
     check(loaded(load(tmp_path), tmp_path, "eagle3").model, dense, 144, (PROMPT,))
+    with_config(tmp_path / "draft", speculators_model_type="dflash")
+    assert offered_head(tmp_path) is None
 
 
 def test_nothing_of_the_target_is_there_twice(target, tmp_path: Path) -> None:
