@@ -30,6 +30,12 @@ class ServerConfig:
         (), "A key of which a request must bring one; may be given several times.", is_secret=True
     )
     api_key_file: str | None = setting(None, "A file with keys, one a line.")
+    ssl_certfile: str | None = setting(None, "A file with a certificate, and those above it: the server speaks TLS.")
+    ssl_keyfile: str | None = setting(None, "The certificate's private key, if ssl_certfile has it not.")
+    ssl_keyfile_password: str | None = setting(None, "What the private key is encrypted with.", is_secret=True)
+    ssl_ca_certs: str | None = setting(
+        None, "Certificates of which a client has to bring one, or one that they signed."
+    )
     allowed_hosts: tuple[str, ...] = setting(
         (), "Another name under which a server on loopback answers; may be given several times."
     )
@@ -51,6 +57,9 @@ class ServerConfig:
     header_timeout: float = setting(10.0, "Seconds that a client has to send a request's head.")
     body_timeout: float = setting(30.0, "Seconds that a client has to send a request's body.")
     write_timeout: float = setting(120.0, "Seconds that a client has to take anything of an answer that is ready.")
+    sse_keep_alive: float = setting(
+        15.0, "Seconds after which a stream that has nothing to say sends a comment, so that nobody takes it for dead."
+    )
     keep_alive: float = setting(75.0, "Seconds that an idle connection stays open.")
     drain_timeout: float = setting(30.0, "Seconds that requests in flight have when the server is told to stop.")
     restart: bool = setting(False, "Start an engine process again that died.")
@@ -79,6 +88,8 @@ class ServerConfig:
                 raise ConfigError(f"{name} is {value}", wanted="a number of seconds above 0", remedy=f"correct {name}")
         if self.port > 65535:
             raise ConfigError(f"port is {self.port}", wanted="a number from 0 to 65535", remedy="correct port")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_keyfile_password):
+            raise ConfigError("found a flag of TLS without a certificate", wanted="ssl_certfile", remedy="give one")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level is {self.log_level!r}", wanted=f"one of {', '.join(LOG_LEVELS)}")
         for place, key in enumerate(self.api_key, 1):

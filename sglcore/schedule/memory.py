@@ -90,15 +90,16 @@ class Memory:
         if missing > self.cache.num_unused or (self.keeps_windows and count > self.windows.available):
             return False
         if missing > 0:
-            nodes = self.cache.evict(missing)
-            self.evicted_pages += len(nodes)
-            self.pool.give([node.page for node in nodes])
-            self.snapshots.withdraw(nodes)
-            self.windows.withdraw(nodes)
+            self._evict(missing)
         request.pages += self.pool.take(count)
         if self.keeps_windows:
             self.windows.grow(request, count)
         return True
+
+    def flush(self) -> int:
+        """Forget what is cached and in nobody's use; returns how many pages that were."""
+        self.version += 1
+        return self._evict(self.cache.num_unused)
 
     def offered_pages(self, request: Request, common: int) -> int:
         """How many of its first `common` pages others will find in the cache because this request computes them."""
@@ -159,6 +160,14 @@ class Memory:
         wanted = (self.cache.num_pages, self.pool.num_pages, self.pool.num_pages)
         assert found == wanted, f"found {found} (cached, pages, distinct pages); wanted {wanted}"
         assert 0 not in places, "page 0 is in use; it belongs to padding rows"
+
+    def _evict(self, count: int) -> int:
+        nodes = self.cache.evict(count)
+        self.evicted_pages += len(nodes)
+        self.pool.give([node.page for node in nodes])
+        self.snapshots.withdraw(nodes)
+        self.windows.withdraw(nodes)
+        return len(nodes)
 
     def _match(self, request: Request) -> list[Node]:
         return self.cache.match(request.tokens(0, request.num_tokens))

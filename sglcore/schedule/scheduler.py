@@ -97,6 +97,10 @@ class Scheduler:
         request = self._requests.get(rid)
         return None if request is None else self._end(request, "stop", cause)
 
+    def flush_prefix_cache(self) -> int:
+        """Forget the prefixes that no running request holds; returns how many pages they had."""
+        return self._running.memory.flush()
+
     def next_batch(self) -> ScheduleBatch | None:
         """Plan a step as if all planned before had run; None if nothing can run before the next collect, as while the
         scheduler `awaits_tokens`.
@@ -143,26 +147,24 @@ class Scheduler:
         text = f"step {record.step} failed: {type(error).__name__}: {error}"
         for request in record.requests:
             request.is_broken = True
-        unfinished = (request for request in record.requests if request.state is not State.FINISHED)
-        outputs = [self._end(request, "error", error=text) for request in unfinished]
+        outputs = [self._end(each, "error", error=text) for each in record.requests if each.state is not State.FINISHED]
         self._close(record)
         self._running.release(record)
         return outputs
 
     def stats(self) -> SchedulerStats:
         """Counts of requests, steps, pages, snapshots, window pages and tokens."""
-        running = self._running
         return SchedulerStats(
             waiting=len(self._waiting) + len(self._embedding),
-            running=len(running),
-            decoding=len(running.rows.requests),
+            running=len(self._running),
+            decoding=len(self._running.rows.requests),
             in_flight=len(self.in_flight),
             steps=self._step,
             computed_prompt_tokens=self._prompt_tokens,
-            retractions=running.retractions,
+            retractions=self._running.retractions,
             stale_rows=self._stale_rows,
             invalid_rows=self._invalid_rows,
-            **memory_counts(running.memory, self.limits),
+            **memory_counts(self._running.memory, self.limits),
         )
 
     def audit(self) -> None:
@@ -178,9 +180,8 @@ class Scheduler:
         decodes = mixed or not prompts or (self._extended_last and bool(running.rows.requests))
         running.slide_windows()
         served = running.claim_pages() if decodes else True
-        chunks: list[Chunk] = []
-        if prompts and (mixed or not decodes):
-            chunks = self._plan_chunks(len(running.rows.requests) if decodes else 0, served)
+        plans = prompts and (mixed or not decodes)
+        chunks = self._plan_chunks(len(running.rows.requests) if decodes else 0, served) if plans else []
         if not chunks and not decodes:
             decodes, served = True, running.claim_pages()
         self._extended_last = not decodes

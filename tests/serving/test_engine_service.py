@@ -27,12 +27,15 @@ from sglcore.serving.replicas.ipc import (
     Address,
     Audit,
     Audited,
+    Done,
     EngineOutputs,
     EngineReply,
     EngineRequest,
     EngineStats,
     Failed,
+    Flush,
     GenerateRequest,
+    Pause,
     Refused,
     Shutdown,
     pack_ids,
@@ -168,6 +171,26 @@ def test_a_request_is_told_of_all_its_tokens_and_leaves_nothing_behind(served: S
     assert served.line.hear(Audited).problems == []
     served.line.say(Shutdown())
     assert served.end() == 0 and served.device.closed
+
+
+def test_a_paused_engine_runs_no_step_and_an_abort_ends_what_it_holds(served: Served) -> None:
+    served.line.generate("runs", tokens=50)
+    served.line.hear(EngineOutputs)
+    served.line.say(Pause("p", True))
+    served.line.hear(Done)
+    before = served.device.submitted
+    served.line.generate("waits")
+    served.line.generate("left")
+    served.line.say(Abort("left"))
+    assert served.line.last_outputs("left")["left"].finish_reason == "abort"
+    assert served.device.submitted == before
+    served.line.say(Pause("p", False))
+    ends = served.line.last_outputs("runs", "waits")
+    assert {each.finish_reason for each in ends.values()} == {"length"}
+    served.line.say(Flush("f"))
+    assert served.line.hear(Done).pages > 0
+    served.line.say(Audit("a"))
+    assert served.line.hear(Audited).problems == []
 
 
 def test_what_can_not_run_is_refused_by_name(served: Served) -> None:

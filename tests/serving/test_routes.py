@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 from fastapi import FastAPI, Request, Response
@@ -14,6 +14,7 @@ from starlette.types import Message
 
 from sglcore.serving.apis.answer import Stream, as_json, event
 from sglcore.serving.http.routes import Routes
+from sglcore.serving.http.sse import KEEP_ALIVE
 
 
 class Body(BaseModel):
@@ -68,6 +69,36 @@ def test_a_stream_is_sent_as_it_comes_and_what_it_holds_is_left(fault: Exception
     assert answer.text == "data: 1\n\n" + ("" if fault is None else 'data: "it broke"\n\n')
     assert answer.headers["content-type"].startswith("text/event-stream") and left == [True]
     assert answer.headers["x-sglcore-warnings"] == "ignored: colour"
+
+
+@pytest.mark.parametrize("fault", [None, ValueError("it broke")])
+def test_a_stream_that_has_nothing_to_say_says_that_it_lives(fault: Exception | None) -> None:
+    routes = Routes(keep_alive=0.01)
+    heard: list[bytes] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        for number in range(2):
+            while heard.count(KEEP_ALIVE) <= number:
+                await asyncio.sleep(0.001)
+            yield event(number)
+        if fault is not None:
+            raise fault
+
+    @routes.get("/")
+    async def stream() -> Response | Stream:
+        return Stream(events(), nullcontext(), on_error=lambda error: event(str(error)))
+
+    async def receive() -> Message:
+        return await asyncio.Event().wait() or {}
+
+    async def send(message: Message) -> None:
+        heard.append(message.get("body", b"") if message["type"] == "http.response.body" else b"begin")
+
+    scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": []}
+    asyncio.run(asyncio.wait_for(served(routes)(scope, receive, send), 20))
+    assert heard[:2] == [b"begin", KEEP_ALIVE]
+    said = [each for each in heard[1:-1] if each != KEEP_ALIVE]
+    assert said == [event(0), event(1), *([] if fault is None else [event("it broke")])]
 
 
 def test_the_work_for_a_client_that_leaves_is_cancelled() -> None:

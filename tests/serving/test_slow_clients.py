@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -36,8 +37,9 @@ class Served:
     stopped: asyncio.Event
     drained: list[str] = field(default_factory=list)
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
+    async def connect(self, tls: ssl.SSLContext | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        name = None if tls is None else "localhost"
+        return await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24, ssl=tls, server_hostname=name)
 
     async def exchange(self, data: bytes) -> bytes:
         """Everything that comes back until the server closes."""
@@ -82,6 +84,7 @@ async def served(
             on_listening=listening.set_result,
             on_overdue=on_overdue,
             metrics=frontend.metrics,
+            tls=http.tls_of(config),
         )
     )
     await asyncio.wait([task, listening], return_when=asyncio.FIRST_COMPLETED)

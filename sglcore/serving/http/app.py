@@ -15,7 +15,7 @@ from sglcore.serving.apis.answer import documented_errors
 from sglcore.serving.apis.anthropic import route as anthropic
 from sglcore.serving.apis.openai import route as openai
 from sglcore.serving.apis.responses import route as responses
-from sglcore.serving.apis.server import info, probes, tokens
+from sglcore.serving.apis.server import control, info, probes, tokens
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.http.errors import answer, on_error, on_http, on_validation
 from sglcore.serving.http.openapi import Application
@@ -23,7 +23,7 @@ from sglcore.serving.http.page import route as page
 from sglcore.serving.http.routes import Routes
 from sglcore.serving.replicas.errors import told
 
-_ENDPOINTS = (probes, openai, responses, anthropic, tokens, info, page)
+_ENDPOINTS = (probes, openai, responses, anthropic, tokens, info, control, page)
 
 
 def make_app(frontend: ChatFrontend) -> FastAPI:
@@ -39,7 +39,7 @@ def make_app(frontend: ChatFrontend) -> FastAPI:
         redirect_slashes=False,
         strict_content_type=False,
     )
-    router = Routes()
+    router = Routes(frontend.config.sse_keep_alive)
     for module in _ENDPOINTS:
         module.add_routes(router, frontend)
     app.include_router(router)

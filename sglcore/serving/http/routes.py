@@ -62,15 +62,19 @@ class JsonRoute(APIRoute):
 class Routes(APIRouter):
     """Endpoints that give a Response or a Stream, and know nothing of the connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_alive: float = 15.0) -> None:
+        """`keep_alive`: seconds after which a stream that has nothing to say says that it lives."""
         super().__init__(route_class=JsonRoute)
+        self._keep_alive = keep_alive
 
     def add_api_route(self, path: str, endpoint: Callable[..., Any], **given: Any) -> None:
         """As ever, for an endpoint that is cancelled when its client goes."""
-        super().add_api_route(path, _connected(endpoint), **{**given, "response_model": None})
+        super().add_api_route(path, _connected(endpoint, self._keep_alive), **{**given, "response_model": None})
 
 
-def _connected(endpoint: Callable[..., Coroutine[Any, Any, Response | Stream]]) -> Callable[..., Any]:
+def _connected(
+    endpoint: Callable[..., Coroutine[Any, Any, Response | Stream]], keep_alive: float
+) -> Callable[..., Any]:
     """The endpoint as FastAPI calls it, by the parameters of its signature: with the request, whose client may go."""
 
     by_name = inspect.Parameter.KEYWORD_ONLY
@@ -81,7 +85,7 @@ def _connected(endpoint: Callable[..., Coroutine[Any, Any, Response | Stream]]) 
     async def answer(*, request: Request, **given: Any) -> Response:
         more = {"request": request} if "request" in wanted else {}
         found = await while_connected(request, endpoint(**given, **more))
-        return EventStream(found) if isinstance(found, Stream) else found
+        return EventStream(found, keep_alive) if isinstance(found, Stream) else found
 
     parameters = [each.replace(kind=by_name) for each in {**wanted, "request": own}.values()]
     answer.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,6 +8,7 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -47,6 +48,7 @@ async def serve(
     `on_listening` gets the frontend and the URL once connections are taken, before the model is there. Raises ConfigError
     for what can not start at all: a port in use, no checkpoint, no tokenizer.
     """
+    tls = tls_of(server)
     sockets = bind(server)
     frontend = ChatFrontend(config, server, chosen=chosen)
     logs = Logs(server)
@@ -56,6 +58,7 @@ async def serve(
         clean = await run_server(
             with_middleware(make_app(frontend), frontend),
             server,
+            tls=tls,
             on_drain=frontend.drain,
             stopped=frontend.supervisor.stopped,
             sockets=sockets,
@@ -89,12 +92,32 @@ def bind(config: ServerConfig) -> list[socket.socket]:
     return bound
 
 
-def address_of(sockets: Sequence[socket.socket]) -> str:
+def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
+    """What the server's connections are encrypted with; None: nothing. Raises ConfigError for files that do not fit."""
+    if config.ssl_certfile is None:
+        return None
+    certificate = config.ssl_certfile
+    try:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.ssl_ca_certs)
+        # Without a password OpenSSL would ask the terminal for the one of an encrypted key.
+        tls.load_cert_chain(certificate, config.ssl_keyfile, config.ssl_keyfile_password or "")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"ssl_certfile {certificate}, its key, or ssl_ca_certs can not be used: {error}",
+            wanted="PEM files: a certificate and its private key",
+            remedy="correct ssl_certfile, ssl_keyfile, ssl_keyfile_password or ssl_ca_certs",
+        ) from None
+    if config.ssl_ca_certs is not None:
+        tls.verify_mode = ssl.CERT_REQUIRED
+    return tls
+
+
+def address_of(sockets: Sequence[socket.socket], scheme: str = "http") -> str:
     """The URL under which this machine reaches the server."""
     host, port = sockets[0].getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "localhost"
-    return f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in str(host) else f"{scheme}://{host}:{port}"
 
 
 async def run_server(
@@ -103,6 +126,7 @@ async def run_server(
     *,
     on_drain: Callable[[], Awaitable[None]],
     stopped: asyncio.Event,
+    tls: ssl.SSLContext | None = None,
     sockets: Sequence[socket.socket] | None = None,
     on_listening: Callable[[str], None] | None = None,
     on_overdue: Callable[[], None] | None = None,
@@ -113,17 +137,17 @@ async def run_server(
     The first SIGTERM or SIGINT awaits `on_drain`, which should make the app refuse new requests, and all requests in
     flight, for `drain_timeout` seconds at most: then `on_overdue` may fail them, and 2 seconds are left for the answers.
     The second signal stops at once. `stopped`, set when the engine has ended, leaves 2 seconds, too. `on_listening` gets
-    the URL. Call it on the main thread for the signals to be heard.
+    the URL. `tls` encrypts connections. Call it on the main thread for the signals to be heard.
     """
     sockets = list(sockets or bind(config))
-    server = _Server(_uvicorn_config(app, config))
+    server = _Server(_uvicorn_config(app, config), tls)
     if metrics is not None:
         metrics.connections = lambda: len(server.server_state.connections)
     told, again = asyncio.Event(), asyncio.Event()
     with _signals(lambda: again.set() if told.is_set() else told.set()):
         async with _serving(server, sockets) as serving:
             if on_listening is not None:
-                on_listening(address_of(sockets))
+                on_listening(address_of(sockets, "http" if tls is None else "https"))
             await _first(serving, told, stopped)
             if serving.done():
                 return False
@@ -139,7 +163,9 @@ async def run_server(
 class _Server(uvicorn.Server):
     """A server that leaves signals to others, and tells when it listens."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
+        config.load()
+        config.ssl = tls
         super().__init__(config)
         self.listens = asyncio.Event()
         self._leaves = asyncio.Event()

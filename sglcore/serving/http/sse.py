@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
@@ -14,6 +15,8 @@ from starlette.types import Receive, Scope, Send
 from sglcore.serving.apis.answer import Stream, warned
 
 _HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which readers of events skip."""
 
 
 class EventStream(Response):
@@ -21,30 +24,54 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, keep_alive: float) -> None:
+        """`keep_alive`: seconds without an event after which a comment is sent, for those who give up on silent streams."""
         self.stream = stream
         self.status_code = 200
         self.background = None
         self.body = b""
         extra = ((name.encode("latin-1"), value.encode("latin-1")) for name, value in warned(stream.warnings).items())
         self.raw_headers = [*_HEADERS, *extra]
+        self._keep_alive = keep_alive
+        self._has_begun = self._is_sending = False
+        self._sent_at = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, or stop when the client is gone. Waits for the client to take them."""
         async with self.stream.held:
-            await first_to_end(self._send_all(send), disconnected(receive))
+            pinging = asyncio.ensure_future(self._ping(send))
+            try:
+                await first_to_end(self._send_all(send), disconnected(receive))
+            finally:
+                pinging.cancel()
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self.stream.events) as events:
-            first = await anext(events, b"")
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
             try:
                 async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    await self._send(send, event)
             except Exception as error:
-                await send({"type": "http.response.body", "body": self.stream.on_error(error), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                if not self._has_begun:
+                    raise
+                await self._send(send, self.stream.on_error(error))
+        await self._send(send, b"", is_last=True)
+
+    async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
+        self._is_sending = True
+        if not self._has_begun:
+            self._has_begun = True
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        self._sent_at, self._is_sending = time.monotonic(), False
+
+    async def _ping(self, send: Send) -> None:
+        """A comment whenever nothing was sent for a while; it begins the answer, if nothing has."""
+        while True:
+            rest = self._sent_at + self._keep_alive - time.monotonic()
+            if rest > 0 or self._is_sending:
+                await asyncio.sleep(max(rest, self._keep_alive / 4))
+            else:
+                await self._send(send, KEEP_ALIVE)
 
 
 async def disconnected(receive: Receive) -> None:

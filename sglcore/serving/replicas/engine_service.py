@@ -18,13 +18,16 @@ from sglcore.serving.replicas.ipc import (
     Abort,
     Audit,
     Audited,
+    Done,
     Embed,
     Embedded,
     EngineOutputs,
     EngineRequest,
     EngineStats,
     Failed,
+    Flush,
     GenerateRequest,
+    Pause,
     Refused,
     Shutdown,
     Stop,
@@ -48,7 +51,7 @@ class EngineService:
         self._meter = meter
         self._channel = channel
         self._embeds: dict[str, Request] = {}
-        self._shutting_down = False
+        self._shutting_down = self._is_paused = False
         self._failures = self._failed_steps = 0
         self._requests = self._prompt_tokens = self._generated = 0
         self._step_seconds = self._device_before = 0.0
@@ -59,17 +62,21 @@ class EngineService:
         """Serve until the frontend says to shut down (0), or the device fails again and again (1)."""
         self._device_before = self._meter.device_seconds
         while not self._shutting_down:
-            busy = self.engine.has_work
+            busy = self._may_step
             for request in self._channel.receive(0 if busy else IDLE_MS):
                 self._take(request)
-            if self.engine.has_work:
+            if self._may_step:
                 self._step()
             if self._failures >= MOST_FAILURES:
                 self._channel.send(Failed(f"{self._failures} steps in a row failed on the device", 1))
                 return 1
-            self._send_stats(force=busy and not self.engine.has_work)
+            self._send_stats(force=busy and not self._may_step)
         self.engine.close()
         return 0
+
+    @property
+    def _may_step(self) -> bool:
+        return self.engine.has_work and not self._is_paused
 
     def _take(self, request: EngineRequest) -> None:
         if isinstance(request, GenerateRequest):
@@ -82,6 +89,10 @@ class EngineService:
             self._embed(request)
         elif isinstance(request, Audit):
             self._channel.send(Audited(request.request_id, self._audit()))
+        elif isinstance(request, Pause):
+            self._pause(request)
+        elif isinstance(request, Flush):
+            self._channel.send(Done(request.request_id, self.engine.scheduler.flush_prefix_cache()))
         elif isinstance(request, Shutdown):
             self._shutting_down = True
 
@@ -102,6 +113,18 @@ class EngineService:
             self.engine.scheduler.abort(embedding.rid)
         else:
             self._send(self.engine.abort(request.request_id))
+
+    def _pause(self, request: Pause) -> None:
+        """A step that is in flight is taken in first, so that nothing moves any more when the frontend hears of it."""
+        self._is_paused = request.is_paused
+        if self._is_paused:
+            try:
+                outputs = self.engine.drain()
+            except Exception as error:
+                logging.exception("what was in flight could not be collected")
+                outputs = self._after_failure(error)
+            self._send(outputs)
+        self._channel.send(Done(request.request_id))
 
     def _embed(self, request: Embed) -> None:
         try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -28,9 +29,10 @@ from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
 from sglcore.serving.replicas.ipc import EngineStats, GenerateRequest, ModelInfo, pack_ids, pack_params
 from sglcore.serving.replicas.launch import Launcher
-from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.replicas.metrics import CALLER, Metrics
 from sglcore.serving.replicas.supervisor import Supervisor
 
+PauseMode = Literal["abort", "wait", "keep"]
 LONG_TEXT = 4096
 """Characters from which a prompt is tokenised beside the event loop, so that other requests do not wait for it."""
 
@@ -70,6 +72,8 @@ class Frontend:
         self.metrics = Metrics(self.names[0], __version__, self._numbers)
         self.metrics.engine_deaths = lambda: self.supervisor.deaths
         self._open = 0
+        self._may_start = asyncio.Event()
+        self._may_start.set()
 
     @property
     def info(self) -> ModelInfo | None:
@@ -87,12 +91,47 @@ class Frontend:
     async def drain(self) -> None:
         """Take no more requests; waits until none is on its way."""
         self.health.drain()
+        await self.resume()
         while self._open:
             await asyncio.sleep(0.02)
 
     def give_up(self) -> None:
         """Fail what is on its way, so that its clients are told; the drain took too long."""
         self.supervisor.give_up(NotReady(f"{self.health.phase}, and its time to drain is over"))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Start no request any more, so that new ones wait; waits until nothing moves. What runs is ended (abort), awaited
+        (wait), or keeps its place, between two steps (keep). Raises NotReady."""
+        self._ready_info()
+        self._may_start.clear()
+        if mode == "abort":
+            self.abort(None)
+        while mode == "wait" and self.supervisor.generations and not self._may_start.is_set():
+            await asyncio.sleep(0.02)
+        await self.supervisor.pause(not self._may_start.is_set())
+
+    async def resume(self) -> None:
+        """Go on after a pause; waits until the engines do. Idempotent."""
+        if self.is_paused:
+            self._may_start.set()
+            await self.supervisor.pause(False)
+
+    @property
+    def is_paused(self) -> bool:
+        """New requests wait."""
+        return not self._may_start.is_set()
+
+    def abort(self, ids: Collection[str] | None) -> int:
+        """End the requests of these ids, of answers or of headers x-request-id (None: all); how many prompts that were."""
+        found = [each for each in self.supervisor.generations if ids is None or names_of(each) & set(ids)]
+        for generation in found:
+            generation.abort()
+        return len(found)
+
+    async def flush_prefix_cache(self) -> int:
+        """Forget cached prefixes that nobody uses; how many pages they had. Waits. Raises NotReady."""
+        self._ready_info()
+        return await self.supervisor.flush()
 
     async def generate(
         self,
@@ -116,6 +155,8 @@ class Frontend:
         processor = OutputProcessor(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
         request = GenerateRequest(name, pack_ids(ids), pack_params(params), seed, progress)
         generation = Generation(request, processor, clock)
+        generation.caller = CALLER.get()
+        await self._admit(params.n)
         self.supervisor.submit(generation)
         self._open += params.n
         generation.when_closed(lambda: self._count_closed(params.n))
@@ -135,6 +176,7 @@ class Frontend:
         tokenized = [await self.tokenize(prompted(self.codec, prompt, prompt_name)) for prompt in prompts]
         for ids in tokenized:
             self._check(ids, SamplingParams(), info, task="embed")
+        await self._admit(len(tokenized))
         names = [f"embed-{secrets.token_hex(12)}" for _ in tokenized]
         self._open += len(tokenized)
         try:
@@ -181,6 +223,16 @@ class Frontend:
                 retry_after=self.metrics.retry_after(waiting),
             )
 
+    async def _admit(self, samples: int) -> None:
+        """Wait while the server is paused; they count as waiting."""
+        if self._may_start.is_set():
+            return
+        self._open += samples
+        try:
+            await self._may_start.wait()
+        finally:
+            self._open -= samples
+
     def _check(self, ids: list[int], params: SamplingParams, info: ModelInfo, task: str = "generate") -> None:
         """As the engine will, so that the caller hears of it at once."""
         most = self.config.max_prompt_tokens
@@ -201,6 +253,12 @@ class Frontend:
     def _numbers(self) -> list[tuple[str, str, EngineStats | None]]:
         replicas = self.supervisor.replicas.values()
         return [(str(replica.number), replica.state, replica.stats) for replica in replicas]
+
+
+def names_of(generation: Generation) -> set[str]:
+    """The ids under which a client knows a prompt: that of its answer, which may have several, and that of its request."""
+    answer, _, place = generation.request_id.rpartition("-")
+    return {generation.request_id, generation.caller, answer if place.isdigit() else ""} - {""}
 
 
 def chat_template(server: ServerConfig) -> str | None:

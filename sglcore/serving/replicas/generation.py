@@ -48,6 +48,8 @@ class Generation:
     def __init__(self, request: GenerateRequest, processor: OutputProcessor, clock: Clock) -> None:
         self.request = request
         self.request_id = request.request_id
+        self.caller = ""
+        """The id of the HTTP request that it is a part of."""
         self.output: RequestOutput = processor.output
         self.prompt_tokens = len(processor.output.prompt_token_ids)
         self.is_closed = False

@@ -70,7 +70,20 @@ class Shutdown(msgspec.Struct, array_like=True, tag=6, gc=False):
     """End the process; what still runs is dropped."""
 
 
-EngineRequest = GenerateRequest | Abort | Stop | Embed | Audit | Shutdown
+class Pause(msgspec.Struct, array_like=True, tag=7, gc=False):
+    """Run no steps, or run them again; what waits and what runs keeps its place."""
+
+    request_id: str
+    is_paused: bool
+
+
+class Flush(msgspec.Struct, array_like=True, tag=8, gc=False):
+    """Forget the cached prefixes that nobody uses."""
+
+    request_id: str
+
+
+EngineRequest = GenerateRequest | Abort | Stop | Embed | Audit | Shutdown | Pause | Flush
 
 
 class Phase(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -173,7 +186,14 @@ class Failed(msgspec.Struct, array_like=True, tag=8, gc=False):
     exit_code: int
 
 
-EngineReply = Phase | Ready | EngineOutputs | Refused | Embedded | EngineStats | Audited | Failed
+class Done(msgspec.Struct, array_like=True, tag=9, gc=False):
+    """A Pause or a Flush has been followed; `pages` that were forgotten."""
+
+    request_id: str
+    pages: int = 0
+
+
+EngineReply = Phase | Ready | EngineOutputs | Refused | Embedded | EngineStats | Audited | Failed | Done
 
 _DEFAULTS = MappingProxyType({item.name: getattr(SamplingParams(), item.name) for item in fields(SamplingParams)})
 

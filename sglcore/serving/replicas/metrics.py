@@ -105,6 +105,9 @@ class RequestClock:
 CLOCKS: ContextVar[list[RequestClock] | None] = ContextVar("sglcore_clocks", default=None)
 """Has the clocks of all prompts that were started in this task, or in one that it began."""
 
+CALLER: ContextVar[str] = ContextVar("sglcore_caller", default="")
+"""The id of the request that this task answers, as its header x-request-id has it."""
+
 
 class Metrics:
     """Everything that one server counts. Give the page of Prometheus by `page()`."""

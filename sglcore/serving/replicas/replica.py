@@ -16,13 +16,16 @@ from sglcore.serving.replicas.ipc import (
     Abort,
     Audit,
     Audited,
+    Done,
     Embed,
     Embedded,
     EngineOutputs,
     EngineReply,
     EngineStats,
     Failed,
+    Flush,
     ModelInfo,
+    Pause,
     Phase,
     Ready,
     Refused,
@@ -32,6 +35,7 @@ from sglcore.serving.replicas.ipc import (
 from sglcore.serving.replicas.launch import EngineProcess
 
 State = Literal["starting", "ready", "draining", "dead"]
+Answer = Embedded | Audited | Done
 SHUTDOWN_SECONDS = 10.0
 """How long a process may take to free its device before it is killed."""
 
@@ -70,7 +74,7 @@ class Replica:
         self._channel = channel
         self._owner = owner
         self._error, self._exit_code = "", 0
-        self._answers: dict[str, asyncio.Future[Embedded | Audited]] = {}
+        self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._samples = 0
         self._ready_at: float | None = None
         self._heard_at = time.monotonic()
@@ -126,6 +130,16 @@ class Replica:
         assert isinstance(answer, Audited)
         return answer.problems
 
+    async def pause(self, request_id: str, is_paused: bool) -> None:
+        """Have it run no steps, or run them again; waits until it does so."""
+        await self._answer(request_id, Pause(request_id, is_paused), abort=False)
+
+    async def flush(self, request_id: str) -> int:
+        """Have it forget cached prefixes that nobody uses; how many pages they had. Waits."""
+        answer = await self._answer(request_id, Flush(request_id), abort=False)
+        assert isinstance(answer, Done)
+        return answer.pages
+
     async def shut_down(self) -> None:
         """Tell the process to end, wait until it has, and kill it if it does not. One that still starts is killed."""
         if self.state == "ready":
@@ -156,8 +170,8 @@ class Replica:
         ended, _ = await asyncio.wait([self._watcher], timeout=SHUTDOWN_SECONDS)
         return bool(ended)
 
-    async def _answer(self, request_id: str, request: Embed | Audit, *, abort: bool) -> Embedded | Audited:
-        future: asyncio.Future[Embedded | Audited] = asyncio.get_running_loop().create_future()
+    async def _answer(self, request_id: str, request: Embed | Audit | Pause | Flush, *, abort: bool) -> Answer:
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request_id] = future
         self._channel.send(request)
         try:
@@ -187,7 +201,7 @@ class Replica:
                 self._deliver(output)
         elif isinstance(reply, EngineStats):
             self.stats = reply
-        elif isinstance(reply, Embedded | Audited):
+        elif isinstance(reply, Answer):
             self._settle(reply.request_id, reply)
         elif isinstance(reply, Refused):
             self._refuse(reply)
@@ -210,7 +224,7 @@ class Replica:
             self._channel.send(Abort(output.request_id))
             generation.fail(Unanswered(ended_badly("error", f"its answer was lost: {error}")))
 
-    def _settle(self, request_id: str, answer: Embedded | Audited) -> None:
+    def _settle(self, request_id: str, answer: Answer) -> None:
         future = self._answers.get(request_id)
         if future is not None and not future.done():
             future.set_result(answer)

@@ -65,6 +65,7 @@ class Supervisor:
         self.stopped = asyncio.Event()
         self.exit_code = 0
         self.deaths = 0
+        self.is_paused = False
         self._config, self._server, self._chosen = with_whole_path(config), server, chosen
         self._launcher = launcher or launcher_for(server)
         self._router = router or Router()
@@ -113,12 +114,27 @@ class Supervisor:
     async def audit(self) -> list[str]:
         """What audits of all replicas found; waits."""
         ready = self.ready
-        found = await asyncio.gather(*(replica.audit(f"audit-{secrets.token_hex(8)}") for replica in ready))
+        found = await asyncio.gather(*(replica.audit(_name("audit")) for replica in ready))
         return [
             f"replica {replica.number}: {problem}"
             for replica, problems in zip(ready, found, strict=True)
             for problem in problems
         ]
+
+    async def pause(self, is_paused: bool) -> None:
+        """Have no engine run a step, those that come later included, or all of them again; waits until they do so."""
+        self.is_paused = is_paused
+        await asyncio.gather(*(replica.pause(_name("pause"), is_paused) for replica in self.ready))
+
+    async def flush(self) -> int:
+        """Have all engines forget cached prefixes that nobody uses; how many pages they had. Waits."""
+        return sum(await asyncio.gather(*(replica.flush(_name("flush")) for replica in self.ready)))
+
+    @property
+    def generations(self) -> list[Generation]:
+        """The requests that have not ended."""
+        had = [each for replica in self.replicas.values() for each in replica.generations.values()]
+        return [*had, *self._orphans.values()]
 
     def stats(self) -> EngineStats:
         """The newest counters of all replicas together, those that died included."""
@@ -167,6 +183,8 @@ class Supervisor:
             )
         if self.health.started or len(self.ready) == len(self._restarts):
             self.health.become_ready()
+        if self.is_paused:
+            self._keep(replica.pause(_name("pause"), True))
         for generation in self._take_orphans():
             self._retry(generation)
         self._tell_change()
@@ -335,6 +353,10 @@ def _log_failures(found: Iterable[object]) -> None:
     for each in found:
         if isinstance(each, Exception):
             log.error("an engine did not end as it should: %s", each, exc_info=each)
+
+
+def _name(what: str) -> str:
+    return f"{what}-{secrets.token_hex(8)}"
 
 
 def _drop(request: object) -> None:

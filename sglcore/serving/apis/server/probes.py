@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,6 +11,7 @@ from pydantic import ConfigDict
 
 from sglcore.serving.apis.answer import Answer
 from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.health import Health
 
 
 class PhaseAnswer(Answer):
@@ -24,24 +26,18 @@ class PhaseAnswer(Answer):
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
-    """The probes; none of them waits."""
+    """The probes, by GET and HEAD; none of them waits."""
+    health = frontend.health
+    _add(router, "/livez", health, lambda: health.live, "Whether the process should go on")
+    _add(router, "/readyz", health, lambda: health.ready, "Whether requests may come")
+    _add(router, "/startupz", health, lambda: health.started, "Whether the model has been started")
+    _add(router, "/health", health, lambda: health.ready, "The same as /readyz")
+
+
+def _add(router: APIRouter, path: str, health: Health, is_well: Callable[[], bool], summary: str) -> None:
     documented: Any = {200: {"model": PhaseAnswer}, 503: {"model": PhaseAnswer, "description": "Not yet, or no more"}}
 
-    def told(is_well: bool) -> JSONResponse:
-        return JSONResponse(frontend.health.snapshot(), 200 if is_well else 503)
-
-    @router.get("/livez", tags=["probes"], responses=documented, summary="Whether the process should go on")
-    async def livez() -> JSONResponse:
-        return told(frontend.health.live)
-
-    @router.get("/readyz", tags=["probes"], responses=documented, summary="Whether requests may come")
-    async def readyz() -> JSONResponse:
-        return told(frontend.health.ready)
-
-    @router.get("/startupz", tags=["probes"], responses=documented, summary="Whether the model has been started")
-    async def startupz() -> JSONResponse:
-        return told(frontend.health.started)
-
-    @router.get("/health", tags=["probes"], responses=documented, summary="The same as /readyz")
-    async def health() -> JSONResponse:
-        return told(frontend.health.ready)
+    @router.head(path, include_in_schema=False)
+    @router.get(path, tags=["probes"], responses=documented, summary=summary)
+    async def probe() -> JSONResponse:
+        return JSONResponse(health.snapshot(), 200 if is_well() else 503)

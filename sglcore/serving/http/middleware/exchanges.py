@@ -14,7 +14,7 @@ from starlette.types import Message as AsgiEvent
 
 from sglcore.serving.http.middleware.refusal import header, refuse
 from sglcore.serving.replicas.errors import told
-from sglcore.serving.replicas.metrics import CLOCKS, Metrics, RequestClock
+from sglcore.serving.replicas.metrics import CALLER, CLOCKS, Metrics, RequestClock
 
 QUIET = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/server_info/stats"})
 """Asked so often by machines that their log lines are of level debug."""
@@ -63,13 +63,14 @@ class Exchanges:
                 message = {**message, "headers": [*others, id_header]}
             await send(message)
 
-        token = CLOCKS.set(exchange.clocks)
+        token, caller = CLOCKS.set(exchange.clocks), CALLER.set(exchange.request_id)
         self._metrics.in_flight += 1
         try:
             await self._answer(exchange, scope, receive, outward)
         finally:
             self._metrics.in_flight -= 1
             CLOCKS.reset(token)
+            CALLER.reset(caller)
             self._note(exchange, scope)
 
     async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:

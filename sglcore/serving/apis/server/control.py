@@ -1,0 +1,140 @@
+"""What an operator does to the requests of others: end them, hold them up, forget what the prefix cache has.
+
+The paths and fields are those of SGLang and of vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Response
+
+from sglcore.serving.apis.answer import Answer, as_json, documented
+from sglcore.serving.apis.body import Body, Items
+from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.frontend import Frontend, PauseMode
+
+_SGLANG_MODES: Mapping[str, PauseMode] = MappingProxyType({"abort": "abort", "retract": "keep", "in_place": "keep"})
+_STATUSES = (503,)
+
+
+class AbortBody(Body):
+    """One id, of an answer or of the header x-request-id; or all requests."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class AbortListBody(Body):
+    """Ids of answers or of headers x-request-id; none: all requests."""
+
+    request_ids: Items[str] | None = None
+
+
+class PauseBody(Body):
+    """What becomes of the requests that run: they end, or keep their place."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class ContinueBody(Body):
+    """Nothing."""
+
+
+class AbortAnswer(Answer):
+    """How many prompts were ended."""
+
+    aborted: int
+
+
+class StatusAnswer(Answer):
+    """What the server does now."""
+
+    status: str
+    message: str
+
+
+class PausedAnswer(Answer):
+    """Whether new requests wait."""
+
+    is_paused: bool
+
+
+class FlushAnswer(Answer):
+    """How many pages of the prefix cache were given up; those that running requests hold stay."""
+
+    success: bool
+    pages: int
+
+
+def add_routes(router: APIRouter, frontend: Frontend) -> None:
+    """All of them."""
+    _add_aborts(router, frontend)
+    _add_pauses(router, frontend)
+    for path in ("/flush_cache", "/reset_prefix_cache"):
+
+        @router.post(
+            path,
+            tags=["operations"],
+            responses=documented(FlushAnswer, statuses=_STATUSES),
+            summary="Forget cached prefixes",
+        )
+        async def flush() -> Response:
+            return as_json({"success": True, "pages": await frontend.flush_prefix_cache()})
+
+
+def _add_aborts(router: APIRouter, frontend: Frontend) -> None:
+    @router.post(
+        "/abort_request", tags=["operations"], responses=documented(AbortAnswer), summary="End a request, or all"
+    )
+    async def abort(body: AbortBody) -> Response:
+        if not body.rid and not body.abort_all:
+            raise InvalidRequest("found neither rid nor abort_all", wanted="one of them", param="rid")
+        return as_json({"aborted": frontend.abort(None if body.abort_all else [body.rid or ""])})
+
+    @router.post("/abort_requests", tags=["operations"], responses=documented(AbortAnswer), summary="End requests")
+    async def abort_several(body: AbortListBody) -> Response:
+        return as_json({"aborted": frontend.abort(body.request_ids)})
+
+
+def _add_pauses(router: APIRouter, frontend: Frontend) -> None:
+    said = documented(StatusAnswer, statuses=_STATUSES)
+
+    async def halt(mode: PauseMode, flushes: bool) -> Response:
+        await frontend.pause(mode)
+        if flushes:
+            await frontend.flush_prefix_cache()
+        return as_json({"status": "paused", "message": "Generation paused"})
+
+    async def go_on() -> Response:
+        await frontend.resume()
+        return as_json({"status": "resumed", "message": "Generation resumed"})
+
+    @router.post("/pause", tags=["operations"], responses=said, summary="Hold up all requests")
+    async def pause(
+        mode: Annotated[Literal["abort", "wait", "keep"], Query()] = "abort", clear_cache: bool = True
+    ) -> Response:
+        return await halt(mode, clear_cache)
+
+    @router.post("/resume", tags=["operations"], responses=said, summary="Go on after a pause")
+    async def resume() -> Response:
+        return await go_on()
+
+    @router.post("/pause_generation", tags=["operations"], responses=said, summary="Hold up all requests")
+    async def pause_generation(body: PauseBody) -> Response:
+        return await halt(_SGLANG_MODES[body.mode], False)
+
+    @router.post("/continue_generation", tags=["operations"], responses=said, summary="Go on after a pause")
+    async def continue_generation(body: ContinueBody) -> Response:
+        return await go_on()
+
+    @router.get(
+        "/is_paused",
+        tags=["operations"],
+        responses=documented(PausedAnswer, statuses=()),
+        summary="Whether requests are held up",
+    )
+    async def is_paused() -> Response:
+        return as_json({"is_paused": frontend.is_paused})

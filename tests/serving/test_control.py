@@ -1,0 +1,164 @@
+"""What an operator does to the requests of others: ends them, holds them up, empties the prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.http.app import make_app
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.ipc import Abort, Done, Flush, GenerateRequest, Pause
+from sglcore.serving.replicas.metrics import CALLER
+from tests.serving.servers import Server
+from tests.serving.staged_replicas import PlayedEngine
+from tests.serving.stubs import make_frontend
+from tests.serving.test_frontend import begin, staged_frontend
+
+TOLD = {"status": "paused", "message": "Generation paused"}
+
+
+async def follow(engine: PlayedEngine, wanted: type[Pause | Flush], pages: int = 0) -> Any:
+    """The engine's next order of a kind, followed."""
+    while not isinstance(order := await asyncio.wait_for(engine.requests.get(), 60), wanted):
+        assert isinstance(order, Abort), order
+    engine.say(Done(order.request_id, pages))
+    return order
+
+
+def test_a_paused_server_starts_nothing_and_goes_on_where_it_was() -> None:
+    async def play() -> None:
+        async with staged_frontend() as (frontend, stage):
+            engine = await stage.ready_engine()
+            runs = await begin(frontend)
+            await engine.next_request()
+            pausing = asyncio.create_task(frontend.pause("keep"))
+            assert (await follow(engine, Pause)).is_paused
+            await pausing
+            waits = asyncio.create_task(begin(frontend))
+            await asyncio.sleep(0.02)
+            assert frontend.is_paused and not waits.done() and not runs.is_closed
+            resuming = asyncio.create_task(frontend.resume())
+            orders = [await asyncio.wait_for(engine.requests.get(), 60) for _ in range(2)]
+            order = next(each for each in orders if isinstance(each, Pause))
+            assert not order.is_paused and any(isinstance(each, GenerateRequest) for each in orders)
+            engine.say(Done(order.request_id))
+            await resuming
+            for generation in (runs, await waits):
+                engine.emit(generation.request_id, 9, reason="length")
+                assert (await generation.wait()).outputs[0].token_ids == [9]
+
+    asyncio.run(play())
+
+
+def test_a_pause_ends_what_runs_or_waits_for_it_as_it_is_told() -> None:
+    async def play() -> None:
+        async with staged_frontend() as (frontend, stage):
+            engine = await stage.ready_engine()
+            for mode in ("abort", "wait"):
+                runs = await begin(frontend)
+                await engine.next_request()
+                pausing = asyncio.create_task(frontend.pause(mode))
+                await asyncio.sleep(0.03)
+                if mode == "wait":
+                    assert not pausing.done() and not runs.is_closed
+                    engine.emit(runs.request_id, 9, reason="length")
+                assert (await follow(engine, Pause)).is_paused
+                await pausing
+                assert runs.output.outputs[0].finish_reason == ("abort" if mode == "abort" else "length")
+                resuming = asyncio.create_task(frontend.resume())
+                await follow(engine, Pause)
+                await resuming
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_comes_while_the_server_is_paused_is_paused_too() -> None:
+    async def play() -> None:
+        async with staged_frontend(restart=True) as (frontend, stage):
+            first = await stage.ready_engine()
+            pausing = asyncio.create_task(frontend.pause("keep"))
+            await follow(first, Pause)
+            await pausing
+            first.die()
+            second = await stage.ready_engine()
+            assert (await follow(second, Pause)).is_paused
+
+    asyncio.run(play())
+
+
+def test_requests_end_by_the_ids_that_clients_know() -> None:
+    async def play() -> None:
+        async with staged_frontend() as (frontend, stage):
+            await stage.ready_engine()
+            prompts = [await _named(frontend, name) for name in ("cmpl-a1-0", "cmpl-a1-1", "cmpl-a12", "other")]
+            CALLER.set("mine")
+            prompts.append(await _named(frontend, "chatcmpl-5"))
+            assert [frontend.abort([name]) for name in ("cmpl-a", "cmpl-a1", "mine", "other")] == [0, 2, 1, 1]
+            assert [each.is_closed for each in prompts] == [True, True, False, True, True]
+            assert frontend.abort(None) == 1
+
+    asyncio.run(play())
+
+
+async def _named(frontend: Frontend, name: str) -> Generation:
+    return await frontend.generate([5, 6], SamplingParams(max_tokens=2), request_id=name)
+
+
+def test_the_paths_are_those_of_sglang_and_of_vllm() -> None:
+    told: list[Any] = []
+    frontend = make_frontend()
+
+    async def pause(mode: str) -> None:
+        told.append(mode)
+
+    async def resume() -> None:
+        told.append("resume")
+
+    async def flush() -> int:
+        told.append("flush")
+        return 3
+
+    def abort(ids: Any) -> int:
+        told.append(ids)
+        return 1
+
+    frontend.pause, frontend.resume, frontend.flush_prefix_cache, frontend.abort = pause, resume, flush, abort  # pyright: ignore
+    frontend.is_paused = True  # pyright: ignore
+
+    async def play() -> None:
+        transport = httpx.ASGITransport(make_app(frontend))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            assert (await client.post("/pause?mode=keep&clear_cache=false")).json() == TOLD
+            assert (await client.post("/pause")).json() == TOLD
+            assert (await client.post("/resume")).json()["status"] == "resumed"
+            assert (await client.get("/is_paused")).json() == {"is_paused": True}
+            assert (await client.post("/pause_generation", json={"mode": "in_place"})).json() == TOLD
+            assert (await client.post("/continue_generation", json={})).status_code == 200
+            for path in ("/flush_cache", "/reset_prefix_cache"):
+                assert (await client.post(path)).json() == {"success": True, "pages": 3}
+            assert (await client.post("/abort_request", json={"rid": "a"})).json() == {"aborted": 1}
+            assert (await client.post("/abort_request", json={"rid": "", "abort_all": True})).status_code == 200
+            assert (await client.post("/abort_requests", json={"request_ids": ["a", "b"]})).status_code == 200
+            assert (await client.post("/abort_request", json={})).json()["error"]["param"] == "rid"
+
+    asyncio.run(play())
+    modes = ["keep", "abort", "flush", "resume", "keep", "resume", "flush", "flush"]
+    assert told == [*modes, ["a"], None, ["a", "b"]]
+
+
+def test_what_is_flushed_is_computed_again(server: Server) -> None:
+    body = {"prompt": list(range(20, 220)), "max_tokens": 1, "temperature": 0}
+
+    def cached() -> int:
+        return server.post("/v1/completions", body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    cached()
+    assert cached() > 0 and server.post("/flush_cache", None)["pages"] > 0
+    assert cached() == 0 and server.get("/server_info/audit") == {"problems": []}
+    for path in ("/livez", "/readyz", "/startupz", "/health"):
+        answer = server.client.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
