@@ -75,6 +75,7 @@ class Engine:
         check_ids(params, self.vocab_size)
         seed = params.seed if params.seed is not None else fresh_seed()
         processor = OutputProcessor(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
+        processor.output.max_tokens = cut_tokens(params, len(ids), self.worker.limits.max_model_len)
         self.tokens.add(name, ids, params, seed, embeds=prompt if isinstance(prompt, PromptEmbeds) else None)
         self._texts[name] = processor
         return processor.output
@@ -206,6 +207,12 @@ def check_ids(params: SamplingParams, vocab_size: int) -> None:
             wanted=f"0..{vocab_size - 1}",
             remedy="use the ids of this model's tokenizer",
         )
+
+
+def cut_tokens(params: SamplingParams, prompt_tokens: int, max_model_len: int) -> int | None:
+    """How many tokens the context holds after a prompt, if more are asked for."""
+    left = max_model_len - prompt_tokens
+    return left if params.max_tokens is not None and params.max_tokens > left else None
 
 
 def embedding_of(request: Request) -> np.ndarray:

@@ -27,7 +27,8 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its completions. `prompt_logprobs[0]` is None: nothing predicts the first token."""
+    """A prompt and its completions. `prompt_logprobs[0]` is None: nothing predicts the first token. `max_tokens` is what the
+    context holds of each completion, if more was asked for."""
 
     request_id: str
     prompt: str | None
@@ -35,6 +36,7 @@ class RequestOutput:
     outputs: list[Completion]
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
+    max_tokens: int | None = None
 
     @property
     def finished(self) -> bool:

@@ -18,6 +18,7 @@ from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.http.app import make_app
 from sglcore.serving.replicas.health import Health
 from sglcore.serving.replicas.ipc import EngineStats
+from sglcore.serving.replicas.metrics import Metrics
 
 DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 Generate = Callable[..., Awaitable[Any]]
@@ -82,6 +83,7 @@ def make_frontend(generate: Generate | None = None, *, health: Health | None = N
         tokenize=tokenize,
         supervisor=SimpleNamespace(replicas={}),
         stats=EngineStats,
+        metrics=Metrics("demo", "1", lambda: ()),
     )
     return cast(ChatFrontend, frontend)
 

@@ -230,7 +230,7 @@ def test_what_the_template_does_not_read_is_told(server: Server, tool_server: Se
     [
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "robot"),
-        ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0].contents", "'content'"),
+        ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0]", "content, which"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0]",
@@ -244,7 +244,9 @@ def test_what_the_template_does_not_read_is_told(server: Server, tool_server: Se
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"tool_choice": "required"}, "tool_choice", "tools"),
         ({"modalities": ["audio"]}, "modalities[0]", "audio"),
-        ({"functions": []}, "functions", "unknown field"),
+        ({"functions": [{}]}, "functions", "use tools"),
+        ({"n_predict": 3}, "n_predict", "use max_tokens"),
+        ({"use_beam_search": True}, "use_beam_search", "its own seed"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
     ],

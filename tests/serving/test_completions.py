@@ -77,6 +77,38 @@ def test_choices_stand_in_the_order_of_prompts_and_samples(server: Server) -> No
     assert answer["usage"]["completion_tokens"] == 24
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "limit", "place"),
+    [
+        (PATH, {"prompt": [STORY, "a"]}, "max_tokens", ("completion_tokens_details", "max_tokens")),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}]},
+            "max_tokens",
+            ("completion_tokens_details", "max_tokens"),
+        ),
+        ("/v1/responses", {"input": "a"}, "max_output_tokens", ("output_tokens_details", "max_output_tokens")),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}, "max_tokens", ("max_tokens",)),
+    ],
+)
+def test_an_answer_that_the_context_cuts_says_how_long_it_can_be(
+    server: Server, path: str, body: Any, limit: str, place: tuple[str, ...]
+) -> None:
+    short = server.send(path, {**body, limit: 5, "seed": 1}).json()["usage"]
+    prompt = short.get("prompt_tokens") or short["input_tokens"] + short.get("cache_read_input_tokens", 0)
+    longest = prompt if path != PATH else len(ids_of(server, STORY))
+    left = server.get("/server_info")["max_model_len"] - longest
+    answers = [server.send(path, {**body, limit: wanted, "seed": 1}) for wanted in (left, left + 1)]
+    assert "x-sglcore-max-tokens" not in answers[0].headers
+    assert answers[1].headers["x-sglcore-max-tokens"] == str(left)
+    found = answers[1].json()["usage"]
+    for name in place:
+        found = found[name]
+    assert found == left
+    with server.client.stream("POST", path, json={**body, limit: left + 1, "stream": True}) as stream:
+        assert stream.headers["x-sglcore-max-tokens"] == str(left)
+
+
 def test_the_seed_that_was_used_gives_the_text_again(server: Server) -> None:
     first = server.post(PATH, {"prompt": STORY, "max_tokens": 20})["choices"][0]
     again = server.post(PATH, {"prompt": STORY, "max_tokens": 20, "seed": first["seed_used"]})["choices"][0]

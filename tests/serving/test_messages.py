@@ -276,7 +276,7 @@ def test_what_is_refused_before_the_first_word_has_a_status_of_its_own(
         ("mcp_servers", [{"name": "x"}], "mcp_servers"),
         ("max_tokens", 0, "max_tokens"),
         ("stop_sequences", [""], "stop_sequences"),
-        ("temprature", 1, "did you mean 'temperature'"),
+        ("max_new_tokens", 1, "use max_tokens"),
     ],
 )
 def test_what_can_not_be_had_is_refused_by_its_name(

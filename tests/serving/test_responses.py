@@ -288,7 +288,8 @@ def test_log_probabilities_stand_with_the_text(stage: Stage, client: openai.Open
         ("temperature", -1, "temperature"),
         ("top_logprobs", 21, "top_logprobs"),
         ("metadata", {"a": 1}, "metadata.a"),
-        ("instuctions", "x", "instuctions"),
+        ("system", "x", "system"),
+        ("n", 2, "n"),
     ],
 )
 def test_what_can_not_be_had_is_refused_by_its_name(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,13 +11,17 @@ from typing import Any
 import msgspec
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict
+from starlette.datastructures import MutableHeaders
 
+from sglcore.engine.outputs import RequestOutput
 from sglcore.serving.replicas.errors import Failure, told
 
 DONE = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
 WARNINGS = "x-sglcore-warnings"
 """The header that tells what of a request had no effect."""
+CUT = "x-sglcore-max-tokens"
+"""The header that tells how many tokens the context holds of an answer that may have had more."""
 MOST_WARNED = 1000
 """Characters of names in that header."""
 
@@ -79,13 +83,17 @@ class Stream:
     events: AsyncGenerator[bytes, None]
     held: AbstractAsyncContextManager[Any]
     warnings: Iterable[str] = ()
+    outputs: Sequence[RequestOutput] = ()
     on_error: Callable[[Exception], bytes] = lambda error: event(error_body(told(error)))
 
 
-def as_json(answer: Answer | Mapping[str, Any], warnings: Iterable[str] = ()) -> Response:
-    """The answer as it is sent; a mapping must be what the documented model says. `warnings`: fields without effect."""
+def as_json(
+    answer: Answer | Mapping[str, Any], warnings: Iterable[str] = (), outputs: Sequence[RequestOutput] = ()
+) -> Response:
+    """The answer as it is sent; a mapping must be what the documented model says. `warnings`: fields without effect;
+    `outputs`: what was generated for it."""
     data = answer.json_bytes() if isinstance(answer, Answer) else encode(answer)
-    return Response(data, 200, warned(warnings), "application/json")
+    return Response(data, 200, warned(warnings, outputs), "application/json")
 
 
 def event(value: Any) -> bytes:
@@ -103,11 +111,29 @@ def error_body(failure: Failure) -> dict[str, Any]:
     return {"error": {"message": failure.message, "type": failure.type, "param": failure.param, "code": failure.code}}
 
 
-def warned(names: Iterable[str]) -> dict[str, str]:
-    """The header about ignored fields; none if there are none."""
+def cut_of(outputs: Sequence[RequestOutput]) -> int | None:
+    """How many tokens the context held of the shortest completion that may have had more; None if all had what they asked."""
+    return min((output.max_tokens for output in outputs if output.max_tokens is not None), default=None)
+
+
+def add_unknown(headers: MutableHeaders, names: Iterable[str]) -> None:
+    """Tell, before what was ignored, of fields that nobody knows."""
+    ignored = headers.get(WARNINGS)
+    headers[WARNINGS] = f"unknown: {shown(names)}" + (f"; {ignored}" if ignored else "")
+
+
+def shown(names: Iterable[str]) -> str:
+    """A client's names as a header or a log may have them."""
     found = ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names)
-    printable = "".join(letter if letter.isprintable() else "?" for letter in found)
-    return {WARNINGS: f"ignored: {printable[:MOST_WARNED]}"} if printable else {}
+    return "".join(letter if letter.isprintable() else "?" for letter in found)[:MOST_WARNED]
+
+
+def warned(names: Iterable[str], outputs: Sequence[RequestOutput] = ()) -> dict[str, str]:
+    """The headers about ignored fields and about answers that the context cuts, if there are any."""
+    cut = cut_of(outputs)
+    text = shown(names)
+    ignored = {WARNINGS: f"ignored: {text}"} if text else {}
+    return ignored if cut is None else {**ignored, CUT: str(cut)}
 
 
 def documented(

@@ -1,4 +1,4 @@
-"""What all bodies share: strict fields, unknown names refused with the nearest known one, ignored ones told.
+"""What all bodies share: strict fields, unknown names collected, ignored ones told.
 
 Also unions whose members a `type` word tells apart, with a member for every word that this server does not have: what is of
 such a kind is read whole, so that it can be refused by its name.
@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
+
+from sglcore.serving.apis.unknown import UnknownFields
 
 MOST_SEED = 2**64 - 1
 MOST_INT32 = 2**31 - 1
-LONGEST_NAME = 60
-"""Characters of an unknown name that are looked at."""
-UNKNOWN_FIELD = "unknown_field"
-"""The type of pydantic's error for a name that a body does not know; its context has `field` and `known`."""
-
 OTHER = "other"
 """The tag of a kind that this server does not have."""
 
@@ -57,25 +54,28 @@ def entries(most: int) -> BeforeValidator:
 
 
 class Body(BaseModel):
-    """A part of a request. Values are not converted, names that it does not know are refused.
+    """A part of a request. Values are not converted; names that it does not know go to the validation's context, if that is
+    an UnknownFields.
 
     `ignored` names fields that clients send and this server has no use for; answers tell which of them were given.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
     ignored: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _know_names(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next((name for name in value if name not in known), None)
-        if unknown is None:
-            return value
-        context = {"field": str(unknown)[:LONGEST_NAME], "known": sorted(known)}
-        raise PydanticCustomError(UNKNOWN_FIELD, "the unknown field {field}", context)
+    def _know_names(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, dict) and isinstance(info.context, UnknownFields):
+            known = cls.names()
+            if not known.issuperset(value):
+                info.context.take(cls, value, known)
+        return value
+
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """What a request may call its fields."""
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     def given(self, *names: str) -> dict[str, Any]:
         """Those of the named fields that have a value: not left out, not null."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -11,7 +15,7 @@ from starlette.types import Message as AsgiEvent
 from sglcore import __version__
 from sglcore.device.errors import SglcoreError
 from sglcore.sampling.params import SamplingError
-from sglcore.serving.apis.answer import documented_errors
+from sglcore.serving.apis.answer import documented_errors, shown
 from sglcore.serving.apis.anthropic import route as anthropic
 from sglcore.serving.apis.openai import route as openai
 from sglcore.serving.apis.responses import route as responses
@@ -20,9 +24,10 @@ from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.http.errors import answer, on_error, on_http, on_validation
 from sglcore.serving.http.openapi import Application
 from sglcore.serving.http.page import route as page
-from sglcore.serving.http.routes import Routes
+from sglcore.serving.http.routes import JsonRequest, Routes
 from sglcore.serving.replicas.errors import told
 
+log = logging.getLogger("sglcore.serving")
 _ENDPOINTS = (probes, openai, responses, anthropic, tokens, info, control, page)
 
 
@@ -39,7 +44,7 @@ def make_app(frontend: ChatFrontend) -> FastAPI:
         redirect_slashes=False,
         strict_content_type=False,
     )
-    router = Routes(frontend.config.sse_keep_alive)
+    router = Routes(frontend.config.sse_keep_alive, partial(_on_unknown, frontend))
     for module in _ENDPOINTS:
         module.add_routes(router, frontend)
     app.include_router(router)
@@ -49,6 +54,17 @@ def make_app(frontend: ChatFrontend) -> FastAPI:
         app.add_exception_handler(kind, on_error)
     app.add_middleware(Catch)
     return app
+
+
+def _on_unknown(frontend: ChatFrontend, request: Request, names: Sequence[str]) -> None:
+    """Refuse fields that nobody knows, if the server is strict; otherwise count them, and log their names."""
+    if frontend.config.strict_fields:
+        assert isinstance(request, JsonRequest)
+        request.unknown.refuse(request.decoded)
+    path = request.scope["route"].path
+    frontend.metrics.unknown_fields[path,] += len(names)
+    name = request.scope.get("state", {}).get("request_id", "-")
+    log.info("id=%s %s has fields that nobody knows: %s", name, path, shown(names))
 
 
 class Catch:

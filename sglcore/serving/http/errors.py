@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
@@ -14,7 +13,6 @@ from starlette.exceptions import HTTPException
 
 from sglcore.serving.apis.answer import encode, error_body
 from sglcore.serving.apis.anthropic import events as anthropic
-from sglcore.serving.apis.body import UNKNOWN_FIELD
 from sglcore.serving.http.openapi import Application
 from sglcore.serving.replicas.errors import INVALID, Failure, InvalidRequest, told
 
@@ -92,22 +90,11 @@ def refused(error: RequestValidationError) -> InvalidRequest:
     if elsewhere is not None:
         return _refused_parameter(elsewhere)
     found = [(item, _real_names(item, error.body)) for item in error.errors()]
-    unknown = next((place for place in found if place[0]["type"] == UNKNOWN_FIELD), None)
-    if unknown is not None:
-        return _unknown(*unknown)
     top = found[0][1][:1]
     about = [place for place in found if place[1][:1] == top]
     # The deepest error of a union's members belongs to the member whose form the value has.
     path = max((names for _, names in about), key=len)
     return _refusal(path, [item for item, names in about if names == path], error.body)
-
-
-def _unknown(item: Any, names: tuple[Any, ...]) -> InvalidRequest:
-    field = repr(item["ctx"]["field"])[1:-1][:LONGEST_SHOWN]
-    where = f" in {_path(names)}" if names else ""
-    near = difflib.get_close_matches(item["ctx"]["field"], item["ctx"]["known"], n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-    return InvalidRequest(f"found the unknown field {field}{where}", remedy=hint, param=_path((*names, field)))
 
 
 def _refused_parameter(item: Any) -> InvalidRequest:

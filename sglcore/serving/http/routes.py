@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
-from functools import wraps
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope
 
-from sglcore.serving.apis.answer import Stream
+from sglcore.serving.apis.answer import Stream, add_unknown
+from sglcore.serving.apis.body import Body
+from sglcore.serving.apis.params import SamplingFields
+from sglcore.serving.apis.unknown import UnknownFields, refuse_foreign
 from sglcore.serving.http.errors import LONGEST_SHOWN
 from sglcore.serving.http.sse import EventStream, while_connected
 from sglcore.serving.replicas.errors import InvalidRequest
@@ -26,20 +30,44 @@ MOST_DEPTH = 256
 """Levels of a body. Whatever goes through it level by level, as encoders do, has to have the stack for it."""
 _TOO_DEEP = object()
 
+Work = Coroutine[Any, Any, Response | Stream]
+OnUnknown = Callable[[Request, Sequence[str]], None]
+"""Gets a request and the fields that nobody knows; may raise what refuses it."""
+
 
 class JsonRequest(Request):
     """A request whose JSON is read strictly: UTF-8, no NaN, no lone surrogates, bounded nesting."""
 
-    def __init__(self, scope: Scope, receive: Receive, model: Any = None) -> None:
-        """`model`: what the body is to become, a subclass of pydantic's BaseModel; None: nothing is known of it."""
+    def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
-        self._model = model
+        self.unknown = UnknownFields()
+        """What its model does not know of the body, once it has been read."""
+        self.decoded: Any = None
+        """The body as plain values."""
+        self._read: Any = None
+
+    async def read(self, model: type[BaseModel]) -> None:
+        """Make a `model` of the body, of a large one beside the event loop. Raises HTTPException 400 if it is not JSON,
+        RequestValidationError and InvalidRequest."""
+        data = await self.body()
+        if len(data) > LARGE:
+            await asyncio.to_thread(self._take, data, model)
+        elif data:
+            self._take(data, model)
 
     async def json(self) -> Any:
-        """The decoded body, of a large one the model itself, made beside the event loop. Raises HTTPException 400 if it
-        is not JSON."""
-        data = await self.body()
-        return await asyncio.to_thread(_modelled, data, self._model) if len(data) > LARGE else _decoded(data)
+        """What `read` made."""
+        return self._read
+
+    def _take(self, data: bytes, model: type[BaseModel]) -> None:
+        self.decoded = _decoded(data)
+        if issubclass(model, Body):
+            refuse_foreign(self.decoded, model.names(), generates=issubclass(model, SamplingFields))
+        try:
+            self._read = model.model_validate(self.decoded, context=self.unknown)
+        except ValidationError as error:
+            found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+            raise RequestValidationError(found, body=self.decoded) from None
 
 
 class JsonRoute(APIRoute):
@@ -48,13 +76,14 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler, given a strict request; a body that is declared as something else is refused."""
         handle = super().get_route_handler()
-        wants_body = self.body_field is not None
-        model = self.body_field.field_info.annotation if self.body_field is not None else None
+        model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
 
-        async def read(request: Request) -> Response:
-            if wants_body:
+        async def read(given: Request) -> Response:
+            request = JsonRequest(given.scope, given.receive)
+            if model is not None:
                 _check_type(request.headers.get("content-type", ""))
-            return await handle(JsonRequest(request.scope, request.receive, model))
+                await request.read(model)
+            return await handle(request)
 
         return read
 
@@ -62,19 +91,30 @@ class JsonRoute(APIRoute):
 class Routes(APIRouter):
     """Endpoints that give a Response or a Stream, and know nothing of the connection."""
 
-    def __init__(self, keep_alive: float = 15.0) -> None:
-        """`keep_alive`: seconds after which a stream that has nothing to say says that it lives."""
+    def __init__(self, keep_alive: float = 15.0, on_unknown: OnUnknown | None = None) -> None:
+        """`keep_alive`: seconds after which a stream that has nothing to say says that it lives; `on_unknown` is told of
+        fields that nobody knows."""
+        self._on_unknown = on_unknown
         super().__init__(route_class=JsonRoute)
         self._keep_alive = keep_alive
 
     def add_api_route(self, path: str, endpoint: Callable[..., Any], **given: Any) -> None:
         """As ever, for an endpoint that is cancelled when its client goes."""
-        super().add_api_route(path, _connected(endpoint, self._keep_alive), **{**given, "response_model": None})
+        super().add_api_route(path, _connected(endpoint, self), **{**given, "response_model": None})
+
+    async def sent(self, request: Request, work: Callable[[], Work]) -> Response:
+        """The answer that `work` makes, with what is to be told of the request's fields."""
+        unknown = request.unknown.places(request.decoded) if isinstance(request, JsonRequest) else []
+        if unknown and self._on_unknown is not None:
+            self._on_unknown(request, unknown)
+        found = await while_connected(request, work())
+        response = EventStream(found, self._keep_alive) if isinstance(found, Stream) else found
+        if unknown:
+            add_unknown(response.headers, unknown)
+        return response
 
 
-def _connected(
-    endpoint: Callable[..., Coroutine[Any, Any, Response | Stream]], keep_alive: float
-) -> Callable[..., Any]:
+def _connected(endpoint: Callable[..., Work], routes: Routes) -> Callable[..., Any]:
     """The endpoint as FastAPI calls it, by the parameters of its signature: with the request, whose client may go."""
 
     by_name = inspect.Parameter.KEYWORD_ONLY
@@ -84,8 +124,7 @@ def _connected(
     @wraps(endpoint)
     async def answer(*, request: Request, **given: Any) -> Response:
         more = {"request": request} if "request" in wanted else {}
-        found = await while_connected(request, endpoint(**given, **more))
-        return EventStream(found, keep_alive) if isinstance(found, Stream) else found
+        return await routes.sent(request, partial(endpoint, **given, **more))
 
     parameters = [each.replace(kind=by_name) for each in {**wanted, "request": own}.values()]
     answer.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
@@ -102,17 +141,6 @@ def _decoded(data: bytes) -> Any:
     if found is _TOO_DEEP or _is_deep(found):
         raise HTTPException(400, f"the body nests too deep; wanted at most {MOST_DEPTH} levels")
     return found
-
-
-def _modelled(data: bytes, model: Any) -> Any:
-    """The model of a body; the plain values if it is wrong, which whoever reads them next finds at its first error."""
-    found = _decoded(data)
-    if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        return found
-    try:
-        return model.model_validate(found)
-    except ValidationError:
-        return found
 
 
 def _is_deep(value: Any) -> bool:

@@ -30,7 +30,8 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self.body = b""
-        extra = ((name.encode("latin-1"), value.encode("latin-1")) for name, value in warned(stream.warnings).items())
+        told = warned(stream.warnings, stream.outputs)
+        extra = ((name.encode("latin-1"), value.encode("latin-1")) for name, value in told.items())
         self.raw_headers = [*_HEADERS, *extra]
         self._keep_alive = keep_alive
         self._has_begun = self._is_sending = False

@@ -16,7 +16,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.device.worker import Limits
-from sglcore.engine.core import Prompt, check_ids, prompted, read_prompt
+from sglcore.engine.core import Prompt, check_ids, cut_tokens, prompted, read_prompt
 from sglcore.engine.hub import is_hub_name
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.start import choose_sampling, model_folder
@@ -153,6 +153,7 @@ class Frontend:
         seed = params.seed if params.seed is not None else fresh_seed()
         name = request_id or f"req-{secrets.token_hex(12)}"
         processor = OutputProcessor(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
+        processor.output.max_tokens = cut_tokens(params, len(ids), info.max_model_len)
         request = GenerateRequest(name, pack_ids(ids), pack_params(params), seed, progress)
         generation = Generation(request, processor, clock)
         generation.caller = CALLER.get()

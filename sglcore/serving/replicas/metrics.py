@@ -120,6 +120,8 @@ class Metrics:
         self.outcomes: Counter[str] = Counter()
         self.responses: Counter[tuple[str, str, int]] = Counter()
         self.refusals: Counter[str] = Counter()
+        self.unknown_fields: Counter[tuple[str]] = Counter()
+        """By endpoint: the names are a client's, of which each would be a series for ever."""
         self.in_flight = 0
         self.connections: Callable[[], int] = int
         self.lost_log_records: Callable[[], int] = int
@@ -187,6 +189,7 @@ class _Families(Collector):
         for name, text, labels, values in (
             ("log_records_lost", "Log lines that could not be written.", (), {(): metrics.lost_log_records()}),
             ("engine_deaths", "Engine processes that ended without being told.", (), {(): metrics.engine_deaths()}),
+            ("unknown_fields", "Fields of requests that nobody knows.", ("endpoint",), metrics.unknown_fields),
             ("http_responses", "Answers.", ("method", "endpoint", "status"), metrics.responses),
             (
                 "http_refusals",

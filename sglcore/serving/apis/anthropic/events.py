@@ -140,6 +140,7 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": output.cached_tokens,
         "output_tokens": len(output.outputs[0].token_ids),
+        **({} if output.max_tokens is None else {"max_tokens": output.max_tokens}),
     }
 
 

@@ -35,9 +35,9 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         writer = MessageWriter(frontend, model, run)
         warnings = sorted({*unused(body), *unread(body, run.ignored)})
         if body.stream:
-            return Stream(writer.events(), run, warnings, lambda error: named_events([error_body(told(error))]))
+            return Stream(writer.events(), run, warnings, [run.output], _last_events)
         async with run:
-            return as_json(await writer.answer(), warnings)
+            return as_json(await writer.answer(), warnings, [run.output])
 
     @router.post(
         "/v1/messages/count_tokens",
@@ -49,6 +49,10 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         check_model(frontend, body.model)
         request = chat_request(body, SamplingParams())
         return as_json({"input_tokens": await count_prompt(frontend, request, "messages")}, body.warnings())
+
+
+def _last_events(error: Exception) -> bytes:
+    return named_events([error_body(told(error))])
 
 
 def _documented(said: str, events: str | None = None) -> dict[int | str, Any]:

@@ -16,10 +16,12 @@ class PromptTokensDetails(Answer):
 
 
 class CompletionTokensDetails(Answer):
-    """Tokens that were proposed: those that are in the answer, and those that were wrong."""
+    """Tokens that were proposed: those that are in the answer, and those that were wrong. `max_tokens` is how many the context
+    holds of an answer that may have had more."""
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+    max_tokens: int | None = None
 
 
 class Usage(Answer):

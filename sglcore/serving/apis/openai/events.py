@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
-from sglcore.serving.apis.answer import DONE, error_body, event
+from sglcore.serving.apis.answer import DONE, cut_of, error_body, event
 from sglcore.serving.apis.checks import check_generates, check_model, fingerprint
 from sglcore.serving.apis.logprobs import CompletionLogprobs, chat_logprobs, prompt_scores
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody
@@ -60,10 +60,12 @@ class _Writer:
         }
         proposed = sum(sample.proposed_tokens for sample in samples)
         accepted = sum(sample.accepted_tokens for sample in samples)
+        details: dict[str, int] = {}
         if proposed:
-            details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": proposed - accepted}
-            found["completion_tokens_details"] = details
-        return found
+            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": proposed - accepted}
+        if (cut := cut_of(outputs)) is not None:
+            details["max_tokens"] = cut
+        return {**found, "completion_tokens_details": details} if details else found
 
 
 class ChatWriter(_Writer):

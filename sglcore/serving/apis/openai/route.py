@@ -59,9 +59,9 @@ def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
         unread = (f"chat_template_kwargs.{name}" if name in values else name for name in run.ignored)
         warnings = (*body.warnings(), *unread)
         if body.stream:
-            return Stream(writer.events(run), run, warnings)
+            return Stream(writer.events(run), run, warnings, [run.output])
         async with run:
-            return as_json(await writer.answer(run), warnings)
+            return as_json(await writer.answer(run), warnings, [run.output])
 
     @router.post(
         "/v1/completions",
@@ -82,9 +82,9 @@ def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
             form=request.form,
         )
         if body.stream:
-            return Stream(writer.events(runs), runs, body.warnings())
+            return Stream(writer.events(runs), runs, body.warnings(), runs.outputs)
         async with runs:
-            return as_json(await writer.answer(runs), body.warnings())
+            return as_json(await writer.answer(runs), body.warnings(), runs.outputs)
 
 
 def _add_models(router: APIRouter, frontend: Frontend) -> None:

@@ -245,10 +245,11 @@ def _item_place(block: Block) -> dict[str, Any]:
 def _usage(output: RequestOutput, reasoning: int) -> dict[str, Any]:
     """Token counts; those of the reasoning are counted over its text."""
     prompt, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    cut = {} if output.max_tokens is None else {"max_output_tokens": output.max_tokens}
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": made,
-        "output_tokens_details": {"reasoning_tokens": min(reasoning, made)},
+        "output_tokens_details": {"reasoning_tokens": min(reasoning, made), **cut},
         "total_tokens": prompt + made,
     }

@@ -64,9 +64,9 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         )
         warnings = sorted({*unused(body), *unread(body, run.ignored)})
         if body.stream:
-            return Stream(writer.events(), run, warnings)
+            return Stream(writer.events(), run, warnings, [run.output])
         async with run:
-            return as_json(await writer.answer(), warnings)
+            return as_json(await writer.answer(), warnings, [run.output])
 
     @router.post(
         "/v1/responses/input_tokens",
