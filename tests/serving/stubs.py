@@ -83,6 +83,7 @@ def make_frontend(generate: Generate | None = None, *, health: Health | None = N
         tokenize=tokenize,
         supervisor=SimpleNamespace(replicas={}),
         stats=EngineStats,
+        sampling={},
         metrics=Metrics("demo", "1", lambda: ()),
     )
     return cast(ChatFrontend, frontend)

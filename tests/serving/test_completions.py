@@ -259,7 +259,6 @@ def test_ignored_fields_are_named_in_a_header(server: Server) -> None:
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "one form"),
         ({"guided_regex": "("}, None, "("),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "no schema"),
-        ({"stream_options": {"include_usages": True}}, "stream_options.include_usages", "include_usage"),
     ],
 )
 def test_what_can_not_be_run_is_refused_by_its_name(
