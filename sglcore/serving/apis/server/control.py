@@ -100,7 +100,7 @@ def _add_aborts(router: APIRouter, frontend: Frontend) -> None:
 
 
 def _add_pauses(router: APIRouter, frontend: Frontend) -> None:
-    said = documented(StatusAnswer, statuses=_STATUSES)
+    said, read = documented(StatusAnswer, statuses=_STATUSES), documented(StatusAnswer)
 
     async def halt(mode: PauseMode, flushes: bool) -> Response:
         await frontend.pause(mode)
@@ -122,11 +122,11 @@ def _add_pauses(router: APIRouter, frontend: Frontend) -> None:
     async def resume() -> Response:
         return await go_on()
 
-    @router.post("/pause_generation", tags=["operations"], responses=said, summary="Hold up all requests")
+    @router.post("/pause_generation", tags=["operations"], responses=read, summary="Hold up all requests")
     async def pause_generation(body: PauseBody) -> Response:
         return await halt(_SGLANG_MODES[body.mode], False)
 
-    @router.post("/continue_generation", tags=["operations"], responses=said, summary="Go on after a pause")
+    @router.post("/continue_generation", tags=["operations"], responses=read, summary="Go on after a pause")
     async def continue_generation(body: ContinueBody) -> Response:
         return await go_on()
 
