@@ -39,6 +39,7 @@ class Script:
     warnings: str = ""
     key: str = ""
     startup: dict[str, Any] | None = None
+    generates: bool = True
     received: list[dict[str, Any]] = field(default_factory=list)
     raw: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
@@ -87,7 +88,7 @@ def make_app(script: Script) -> FastAPI:
     async def info(request: Request) -> Response:
         if script.key and request.headers.get("authorization") != f"Bearer {script.key}":
             return JSONResponse({"error": {"message": "found no API key that is known", "type": "authentication"}}, 401)
-        return JSONResponse(INFO)
+        return JSONResponse({**INFO, "limits": {**INFO["limits"], "generates": script.generates}})
 
     @app.get("/v1/models")
     async def models() -> Response:

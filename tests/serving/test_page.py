@@ -254,6 +254,142 @@ def test_a_completion_goes_on_where_the_text_ends(tab, script: Script) -> None:
     assert sent["path"] == "/v1/completions" and sent["prompt"] == "Once" and "messages" not in sent
 
 
+MARKDOWN = """# Title
+
+Some **bold**, *soft*, `code` and [a link](https://example.org/a_b_c), not [this](javascript:alert(1)) nor 2*3*4 or snake_case_name.
+Second line.
+
+1. one
+   - inner
+2. two
+
+```py
+x = "<b>"
+
+**y**
+```
+
+| a | b |
+|---|--:|
+| 1 | `2` |
+
+> quoted
+"""
+
+
+@browser_tests
+@pytest.mark.parametrize("is_bytewise", [False, True])
+def test_an_answer_is_shown_as_markdown_and_copied_as_it_was_written(tab, script: Script, is_bytewise: bool) -> None:
+    script.chunks = [
+        *(chat(MARKDOWN[place : place + 7]) for place in range(0, len(MARKDOWN), 7)),
+        ended("stop"),
+        usage(1, 9),
+    ]
+    script.is_bytewise = is_bytewise
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    say(tab, "**not mine**")
+    body = tab.locator(".turn.assistant .body")
+    shape = "node => [...node.querySelectorAll('*')].map(each => each.tagName.toLowerCase()).join(' ')"
+    assert body.evaluate(shape) == (
+        "h3 p strong em code a ol li ul li li div div span button pre code"
+        " div table thead tr th th tbody tr td td code blockquote p"
+    )
+    assert body.locator("a").get_attribute("href") == "https://example.org/a_b_c"
+    assert body.locator("p").first.inner_text() == (
+        "Some bold, soft, code and a link, not [this](javascript:alert(1)) nor 2*3*4 or snake_case_name.\nSecond line."
+    )
+    assert body.locator("pre").inner_text() == 'x = "<b>"\n\n**y**'
+    assert tab.locator(".turn.user .body").inner_text() == "**not mine**"
+    tab.locator(".turn.assistant .meta >> text=Copy").click()
+    tab.wait_for_selector("text=Copied")
+    assert tab.evaluate("navigator.clipboard.readText()") == MARKDOWN
+
+
+@browser_tests
+def test_markup_that_never_ends_is_text_and_is_read_in_time(tab) -> None:
+    texts = [
+        "`" * 9000,
+        "**" * 4500,
+        "> " * 4000,
+        "- " * 4000,
+        "[" * 9000,
+        "*a " * 3000,
+        "|" * 9000,
+        "_" * 9000,
+        "`a ``" * 2000,
+    ]
+    shown = """texts => texts.map(text => {
+        const node = document.createElement('div'), begin = performance.now();
+        filled(node, blocksOf(text));
+        return [node.textContent.length > 0 || node.childElementCount > 0, performance.now() - begin];
+    })"""
+    assert all(is_shown and ms < 1000 for is_shown, ms in tab.evaluate(shown, texts))
+
+
+@browser_tests
+def test_a_message_that_is_refused_does_not_stay_in_the_conversation(tab, script: Script) -> None:
+    script.refusal = (400, {"error": {"message": "too long", "code": "context_length_exceeded"}})
+    say(tab, "a long one")
+    assert "unanswered" in tab.get_attribute(".turn.user", "class")
+    script.refusal, script.chunks = None, [chat("ok"), ended("stop"), usage(1, 1)]
+    say(tab, "short")
+    assert [message["content"] for message in script.received[-1]["messages"]] == ["short"]
+    tab.click(".turn.user >> nth=0 >> text=Delete")
+    assert tab.locator(".turn").count() == 2
+    tab.click("text=Regenerate")
+    tab.wait_for_selector("#send:visible")
+    assert [message["content"] for message in script.received[-1]["messages"]] == ["short"]
+    assert tab.locator(".turn").count() == 2 and len(script.received) == 3
+    tab.click(".turn.user >> text=Edit")
+    tab.fill(".turn.user textarea", "shorter")
+    tab.click(".turn.user >> text=Send")
+    tab.wait_for_selector(".turn.user .body >> text=shorter")
+    tab.wait_for_selector("#send:visible")
+    assert [message["content"] for message in script.received[-1]["messages"]] == ["shorter"]
+    script.refusal = (503, {"error": {"message": "not now"}})
+    say(tab, "again")
+    script.refusal = None
+    tab.click("text=Retry")
+    tab.wait_for_selector(".turn:last-child >> text=ok")
+    assert [message["content"] for message in script.received[-1]["messages"]] == ["shorter", "ok", "again"]
+    assert tab.locator(".unanswered").count() == 0
+
+
+@browser_tests
+def test_a_reload_keeps_the_conversation_and_clearing_forgets_it(tab, script: Script) -> None:
+    tab.fill("#system", "Be kind.")
+    script.chunks = [chat(reasoning_content="Hm."), chat("**one**"), ended("stop", seed_used=2**63 - 25), usage(1, 1)]
+    say(tab, "first")
+    script.chunks, script.hold = [chat("half")], True
+    tab.fill("#prompt", "second")
+    tab.press("#prompt", "Enter")
+    tab.wait_for_selector("text=half")
+    before = tab.locator("#chat-turns .turn >> nth=1").inner_text()
+    tab.reload()
+    tab.wait_for_selector("#prompt:enabled")
+    assert tab.locator("#chat-turns .turn >> nth=1").inner_text().replace("Regenerate", "") == before
+    assert last(tab) == "half" and "stopped" in last(tab, ".meta")
+    script.chunks, script.hold = [chat("ok"), ended("stop"), usage(1, 1)], False
+    say(tab, "third")
+    sent = [message["content"] for message in script.received[-1]["messages"]]
+    assert sent == ["Be kind.", "first", "**one**", "second", "half", "third"]
+    tab.click("#clear")
+    tab.fill("#system", "")
+    tab.reload()
+    tab.wait_for_selector("#prompt:enabled")
+    assert tab.locator(".turn").count() == 0 and tab.evaluate("localStorage.length") == 0
+
+
+@browser_tests
+def test_a_model_that_generates_no_text_is_ready_and_says_so(tab, address: str, script: Script) -> None:
+    script.generates = False
+    tab.goto(address)
+    tab.wait_for_selector("#state >> text=ready")
+    tab.wait_for_selector("text=This model generates no text")
+    assert tab.is_disabled("#prompt") and not tab.is_visible("#loading")
+    tab.wait_for_selector("#chart-load[aria-label^='Requests: 3 running']")
+
+
 @browser_tests
 def test_the_charts_move_and_the_ledger_is_a_table(tab) -> None:
     def ink() -> int:
@@ -309,7 +445,7 @@ def test_an_api_key_is_asked_for_and_stays_in_the_tab(tab, address: str, script:
     say(tab)
     assert script.keys == ["Bearer s3cret"]
     assert tab.evaluate("Object.values(sessionStorage)") == ["s3cret"]
-    assert tab.evaluate("localStorage.length") == 0 and tab.evaluate("document.cookie") == ""
+    assert "s3cret" not in tab.evaluate("JSON.stringify(localStorage)") and tab.evaluate("document.cookie") == ""
 
 
 @browser_tests
