@@ -55,6 +55,10 @@ class ServerConfig:
     )
     strict_fields: bool = setting(False, "Refuse requests with fields that nobody knows.")
     max_stored_responses: int = setting(256, "Answers of /v1/responses that are kept for later reference.", least=0)
+    batch_folder: str | None = setting(
+        None, "A folder for the files and batches of /v1/files and /v1/batches; left out, there are none."
+    )
+    max_batch_requests: int = setting(16, "Requests of batches that run at once at most.", least=1)
     header_timeout: float = setting(10.0, "Seconds that a client has to send a request's head.")
     body_timeout: float = setting(30.0, "Seconds that a client has to send a request's body.")
     write_timeout: float = setting(120.0, "Seconds that a client has to take anything of an answer that is ready.")

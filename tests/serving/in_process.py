@@ -15,7 +15,7 @@ import uvicorn
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.chat.frontend import ChatFrontend
-from sglcore.serving.http.app import make_app
+from sglcore.serving.http.app import running_app
 from sglcore.serving.replicas.channel import EngineChannel
 from sglcore.serving.replicas.engine_process import start_service
 from sglcore.serving.replicas.ipc import EngineSpec, Failed
@@ -68,15 +68,17 @@ class ThreadLauncher:
 
 
 @contextmanager
-def served_here(folder: Path, **settings: Any) -> Iterator[str]:
-    """Serve a checkpoint with these settings of EngineConfig; gives the address once its engine answers."""
-    config = EngineConfig(model=str(folder), **settings)
+def served_here(folder: Path | None, server: ServerConfig | None = None, **settings: Any) -> Iterator[str]:
+    """Serve a checkpoint (None: the embedded one) with these settings of EngineConfig; gives the address once its engine answers."""
+    config = EngineConfig(model=None if folder is None else str(folder), **settings)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(16)
         ended, started = threading.Event(), threading.Event()
         faults: list[str] = []
-        thread = threading.Thread(target=lambda: asyncio.run(_serve(config, listener, started, ended, faults)))
+        thread = threading.Thread(
+            target=lambda: asyncio.run(_serve(config, server or ServerConfig(), listener, started, ended, faults))
+        )
         thread.start()
         try:
             assert started.wait(LONGEST_START_S) and not faults, faults
@@ -87,10 +89,27 @@ def served_here(folder: Path, **settings: Any) -> Iterator[str]:
 
 
 async def _serve(
-    config: EngineConfig, listener: socket.socket, started: threading.Event, ended: threading.Event, faults: list[str]
+    config: EngineConfig,
+    wanted: ServerConfig,
+    listener: socket.socket,
+    started: threading.Event,
+    ended: threading.Event,
+    faults: list[str],
 ) -> None:
-    frontend = ChatFrontend(config, ServerConfig(), launcher=ThreadLauncher())
-    server = uvicorn.Server(uvicorn.Config(make_app(frontend), log_level="error", timeout_graceful_shutdown=1))
+    frontend = ChatFrontend(config, wanted, launcher=ThreadLauncher())
+    async with running_app(frontend) as app:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        await _serve_app(server, frontend, listener, started, ended, faults)
+
+
+async def _serve_app(
+    server: uvicorn.Server,
+    frontend: ChatFrontend,
+    listener: socket.socket,
+    started: threading.Event,
+    ended: threading.Event,
+    faults: list[str],
+) -> None:
     await frontend.start()
     while not frontend.health.ready and frontend.health.live:
         await asyncio.sleep(0.005)

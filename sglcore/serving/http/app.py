@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,11 +20,15 @@ from sglcore.device.errors import SglcoreError
 from sglcore.sampling.params import SamplingError
 from sglcore.serving.apis.answer import documented_errors, shown
 from sglcore.serving.apis.anthropic import route as anthropic
+from sglcore.serving.apis.batches import route as batches
+from sglcore.serving.apis.batches.runner import BatchRunner
+from sglcore.serving.apis.batches.store import BatchStore
 from sglcore.serving.apis.openai import route as openai
 from sglcore.serving.apis.responses import route as responses
 from sglcore.serving.apis.server import control, info, probes, tokens
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.http.errors import answer, on_error, on_http, on_validation
+from sglcore.serving.http.inner import ask
 from sglcore.serving.http.openapi import Application
 from sglcore.serving.http.page import route as page
 from sglcore.serving.http.routes import JsonRequest, Routes
@@ -31,8 +38,28 @@ log = logging.getLogger("sglcore.serving")
 _ENDPOINTS = (probes, openai, responses, anthropic, tokens, info, control, page)
 
 
-def make_app(frontend: ChatFrontend) -> FastAPI:
-    """All endpoints. Their documentation is at /openapi.json; the pages that would load scripts of other hosts are off."""
+@asynccontextmanager
+async def running_app(frontend: ChatFrontend) -> AsyncIterator[FastAPI]:
+    """The application, and beside it what runs its batches; those that are not over go on with the next start. Raises
+    ConfigError for a folder that can not be used."""
+    folder = frontend.config.batch_folder
+    if folder is None:
+        yield make_app(frontend)
+        return
+    store = BatchStore(Path(folder).expanduser())
+    runner = BatchRunner(store, lambda *asked: ask(app, *asked), frontend.config.max_batch_requests)
+    app = make_app(frontend, runner)
+    running = asyncio.create_task(runner.run())
+    try:
+        yield app
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        store.close()
+
+
+def make_app(frontend: ChatFrontend, runner: BatchRunner | None = None) -> FastAPI:
+    """All endpoints. `runner` has the files and the batches; None: there are none. Their documentation is at /openapi.json; the pages that would load scripts of other hosts are off."""
     app = Application(
         needs_key=bool(frontend.config.api_key),
         responses=documented_errors((401, 403, 500)),
@@ -47,6 +74,7 @@ def make_app(frontend: ChatFrontend) -> FastAPI:
     router = Routes(frontend.config.sse_keep_alive, partial(_on_unknown, frontend))
     for module in _ENDPOINTS:
         module.add_routes(router, frontend)
+    batches.add_routes(router, runner)
     app.include_router(router)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)

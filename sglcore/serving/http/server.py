@@ -21,7 +21,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.chat.frontend import ChatFrontend
-from sglcore.serving.http.app import make_app
+from sglcore.serving.http.app import running_app
 from sglcore.serving.http.connection import Bounds, Connection
 from sglcore.serving.http.logs import Logs
 from sglcore.serving.http.middleware import with_middleware
@@ -54,18 +54,19 @@ async def serve(
     logs = Logs(server)
     frontend.metrics.lost_log_records = lambda: logs.lost
     try:
-        await frontend.start()
-        clean = await run_server(
-            with_middleware(make_app(frontend), frontend),
-            server,
-            tls=tls,
-            on_drain=frontend.drain,
-            stopped=frontend.supervisor.stopped,
-            sockets=sockets,
-            on_listening=None if on_listening is None else lambda url: on_listening(frontend, url),
-            metrics=frontend.metrics,
-            on_overdue=frontend.give_up,
-        )
+        async with running_app(frontend) as app:
+            await frontend.start()
+            clean = await run_server(
+                with_middleware(app, frontend),
+                server,
+                tls=tls,
+                on_drain=frontend.drain,
+                stopped=frontend.supervisor.stopped,
+                sockets=sockets,
+                on_listening=None if on_listening is None else lambda url: on_listening(frontend, url),
+                metrics=frontend.metrics,
+                on_overdue=frontend.give_up,
+            )
     finally:
         await frontend.stop()
         logs.close()

@@ -17,7 +17,6 @@ from sglcore.serving.replicas.errors import InvalidRequest
 from sglcore.serving.replicas.frontend import Frontend, PauseMode
 
 _SGLANG_MODES: Mapping[str, PauseMode] = MappingProxyType({"abort": "abort", "retract": "keep", "in_place": "keep"})
-_STATUSES = (503,)
 
 
 class AbortBody(Body):
@@ -78,7 +77,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
         @router.post(
             path,
             tags=["operations"],
-            responses=documented(FlushAnswer, statuses=_STATUSES),
+            responses=documented(FlushAnswer, statuses=(503,)),
             summary="Forget cached prefixes",
         )
         async def flush() -> Response:
@@ -100,7 +99,7 @@ def _add_aborts(router: APIRouter, frontend: Frontend) -> None:
 
 
 def _add_pauses(router: APIRouter, frontend: Frontend) -> None:
-    said, read = documented(StatusAnswer, statuses=_STATUSES), documented(StatusAnswer)
+    said, read = documented(StatusAnswer, statuses=(503,)), documented(StatusAnswer)
 
     async def halt(mode: PauseMode, flushes: bool) -> Response:
         await frontend.pause(mode)

@@ -1,0 +1,1 @@
+"""OpenAI's files and batches, in a folder of this machine."""

@@ -1,0 +1,69 @@
+"""The input of a batch: a line of JSON for each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+MOST_FAULTS = 50
+"""Faults of a file that are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A request: the number of its line, from 1, its caller's name for it, and its body as JSON."""
+
+    number: int
+    custom_id: str
+    body: bytes
+
+
+class _Written(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: dict[str, Any]
+
+
+def read_lines(content: bytes, endpoint: str) -> tuple[list[Line], list[dict[str, Any]]]:
+    """The requests of a file, all for this endpoint, and what is wrong with it as OpenAI writes that: a file with a fault
+    is not run."""
+    lines: list[Line] = []
+    faults: list[dict[str, Any]] = []
+    names: set[str] = set()
+    decoder = msgspec.json.Decoder(_Written)
+    for number, text in enumerate(content.splitlines(), 1):
+        if not text.strip() or len(faults) == MOST_FAULTS:
+            continue
+        try:
+            written = decoder.decode(text)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            faults.append(_fault("invalid_json_line", f"this line is not a request: {error}", None, number))
+            continue
+        fault = _wrong(written, endpoint, names)
+        names.add(written.custom_id)
+        if fault is not None:
+            faults.append(_fault(*fault, number))
+        lines.append(Line(number, written.custom_id, msgspec.json.encode(written.body)))
+    if not lines and not faults:
+        faults.append(_fault("empty_file", "the file has no requests", None, None))
+    return lines, faults
+
+
+def _wrong(written: _Written, endpoint: str, names: set[str]) -> tuple[str, str, str] | None:
+    """Code, message and field of what is wrong with a line."""
+    if written.custom_id in names:
+        return "duplicate_custom_id", f"custom_id {written.custom_id[:60]!r} was there before", "custom_id"
+    if written.method != "POST":
+        return "invalid_method", f"found the method {written.method[:60]!r}; wanted POST", "method"
+    if written.url != endpoint:
+        return "mismatched_endpoint", f"found the url {written.url[:60]!r}; the batch is for {endpoint}", "url"
+    if written.body.get("stream"):
+        return "invalid_request", "a batch has no streams; leave stream out", "body.stream"
+    return None
+
+
+def _fault(code: str, message: str, param: str | None, line: int | None) -> dict[str, Any]:
+    return {"code": code, "message": message, "param": param, "line": line}

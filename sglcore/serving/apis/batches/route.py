@@ -1,0 +1,188 @@
+"""/v1/files and /v1/batches: requests that may wait, in a file, and their answers, in another."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import FileResponse
+from pydantic import Field
+
+from sglcore.serving.apis.answer import Answer, as_json, documented
+from sglcore.serving.apis.batches.runner import BatchRunner
+from sglcore.serving.apis.batches.store import BatchStore
+from sglcore.serving.apis.batches.upload import read_form
+from sglcore.serving.apis.body import Body
+from sglcore.serving.replicas.errors import InvalidRequest
+
+WINDOW_SECONDS = 24 * 3600
+"""A batch that is not over by then has expired."""
+_GET = (400, 404)
+Limit = Annotated[int, Query(ge=1, le=10000)]
+Order = Annotated[Literal["asc", "desc"], Query()]
+
+
+class BatchBody(Body):
+    """A file of requests, all of which are for one endpoint."""
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+
+class FileObject(Answer):
+    """A file that is kept; `bytes` of its content."""
+
+    id: str
+    object: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: str
+
+
+class Deleted(Answer):
+    """A file that was forgotten."""
+
+    id: str
+    object: str
+    deleted: bool
+
+
+def add_routes(router: APIRouter, runner: BatchRunner | None) -> None:
+    """All of them; where nothing runs batches they say what it takes."""
+
+    def opened() -> BatchRunner:
+        if runner is None:
+            raise InvalidRequest(
+                "this server keeps no files",
+                remedy="start it with --batch-folder FOLDER",
+                code="no_batch_folder",
+                status=404,
+            )
+        return runner
+
+    _add_files(router, lambda: opened().store)
+    _add_batches(router, opened)
+
+
+def _add_files(router: APIRouter, opened: Callable[[], BatchStore]) -> None:
+    @router.post(
+        "/v1/files",
+        tags=["batches"],
+        responses=documented(FileObject, statuses=(400, 404, 413, 415)),
+        summary="Keep a file of requests",
+        openapi_extra=_form(),
+    )
+    async def upload(request: Request) -> Response:
+        store, body = opened(), await request.body()
+        fields, (name, content) = await asyncio.to_thread(read_form, request.headers.get("content-type", ""), body)
+        purpose = fields.pop("purpose", "")
+        if purpose != "batch":
+            raise InvalidRequest(f"found the purpose {purpose[:60]!r}", wanted="batch", param="purpose")
+        return as_json(await asyncio.to_thread(store.add_file, content, name, purpose), sorted(fields))
+
+    @router.get("/v1/files", tags=["batches"], responses=documented(statuses=_GET), summary="The files that are kept")
+    async def files(
+        purpose: str | None = None, limit: Limit = 10000, order: Order = "desc", after: str | None = None
+    ) -> Response:
+        ascending = order == "asc"
+        page = await asyncio.to_thread(
+            opened().page, "files", limit, after, ascending=ascending, purpose=purpose or None
+        )
+        return as_json(page)
+
+    @router.get(
+        "/v1/files/{file_id}", tags=["batches"], responses=documented(FileObject, statuses=_GET), summary="A file"
+    )
+    async def file(file_id: str) -> Response:
+        return as_json(await asyncio.to_thread(opened().get, "files", file_id, "file_id"))
+
+    @router.delete(
+        "/v1/files/{file_id}", tags=["batches"], responses=documented(Deleted, statuses=_GET), summary="Forget a file"
+    )
+    async def delete(file_id: str) -> Response:
+        await asyncio.to_thread(opened().delete_file, file_id)
+        return as_json({"id": file_id, "object": "file", "deleted": True})
+
+    @router.get(
+        "/v1/files/{file_id}/content",
+        tags=["batches"],
+        response_class=Response,
+        responses={
+            200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}},
+            404: documented(statuses=(404,))[404],
+        },
+        summary="What a file holds",
+    )
+    async def content(file_id: str) -> Response:
+        path = await asyncio.to_thread(opened().content, file_id)
+        return FileResponse(path, media_type="application/octet-stream")
+
+
+def _add_batches(router: APIRouter, opened: Callable[[], BatchRunner]) -> None:
+    @router.post("/v1/batches", tags=["batches"], responses=documented(), summary="Run the requests of a file")
+    async def create(body: BatchBody) -> Response:
+        runner, store = opened(), opened().store
+        await asyncio.to_thread(store.content, body.input_file_id, "input_file_id")
+        batch = _batch(body)
+        await asyncio.to_thread(store.add_batch, batch)
+        runner.tell()
+        return as_json(batch)
+
+    @router.get("/v1/batches", tags=["batches"], responses=documented(statuses=_GET), summary="All batches")
+    async def batches(limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None) -> Response:
+        return as_json(await asyncio.to_thread(opened().store.page, "batches", limit, after))
+
+    @router.get("/v1/batches/{batch_id}", tags=["batches"], responses=documented(statuses=_GET), summary="A batch")
+    async def batch(batch_id: str) -> Response:
+        return as_json(await asyncio.to_thread(opened().store.get, "batches", batch_id, "batch_id"))
+
+    @router.post(
+        "/v1/batches/{batch_id}/cancel",
+        tags=["batches"],
+        responses=documented(statuses=_GET),
+        summary="End a batch; what it has is kept",
+    )
+    async def cancel(batch_id: str) -> Response:
+        runner, store, waiting = opened(), opened().store, ("validating", "in_progress", "cancelling")
+        await asyncio.to_thread(store.get, "batches", batch_id, "batch_id")
+        found = await asyncio.to_thread(store.move, batch_id, "cancelling", of=waiting)
+        if found["status"] != "cancelling":
+            raise InvalidRequest(f"the batch is {found['status']}", wanted="one that runs", param="batch_id")
+        runner.tell()
+        return as_json(await asyncio.to_thread(store.get, "batches", batch_id, "batch_id"))
+
+
+def _batch(body: BatchBody) -> dict[str, Any]:
+    now = int(time.time())
+    ends = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+    return {
+        "id": f"batch_{secrets.token_hex(12)}",
+        "object": "batch",
+        "endpoint": body.endpoint,
+        "errors": None,
+        "input_file_id": body.input_file_id,
+        "completion_window": body.completion_window,
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": now,
+        **{f"{end}_at": None for end in ends},
+        "expires_at": now + WINDOW_SECONDS,
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": body.metadata,
+    }
+
+
+def _form() -> dict[str, Any]:
+    """The body of an upload in the document."""
+    properties = {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}}
+    schema = {"type": "object", "required": ["file", "purpose"], "properties": properties}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}

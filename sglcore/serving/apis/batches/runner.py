@@ -1,0 +1,137 @@
+"""Runs batches: line by line through the server's own endpoints, a few at a time, until each line has a result."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from sglcore.serving.apis.batches.lines import Line, read_lines
+from sglcore.serving.apis.batches.store import BatchStore
+
+Call = Callable[[str, bytes, str], Awaitable[tuple[int, bytes]]]
+"""Asks an endpoint: its path, a JSON body, the request's id; status and JSON of the answer."""
+RETRY_SECONDS = 1.0
+"""Between two tries of a request that the server has no place for."""
+MOST_DEATHS = 3
+"""Tries of a request after which its engine ended."""
+POLL_SECONDS = 1.0
+"""Between two looks at a batch that runs: whether it was cancelled, or its time is over."""
+
+log = logging.getLogger("sglcore.serving")
+
+
+class BatchRunner:
+    """One batch after another, the oldest first. `tell` it that there is something new."""
+
+    def __init__(self, store: BatchStore, call: Call, at_once: int, *, wait: float = RETRY_SECONDS) -> None:
+        """`at_once`: requests that may be on their way together. `wait`: seconds before what did not work is tried again."""
+        self.store = store
+        self._call, self._at_once, self._wait = call, at_once, wait
+        self._news = asyncio.Event()
+
+    def tell(self) -> None:
+        """A batch was made or cancelled; does not wait."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Run what there is and what comes, until cancelled; a batch that was cut off then goes on with the next start."""
+        while True:
+            self._news.clear()
+            try:
+                active = await asyncio.to_thread(self.store.active)
+                if not active:
+                    await self._news.wait()
+                for batch in active:
+                    await self._try(batch)
+            except (OSError, sqlite3.Error):
+                log.exception("batches can not be run for the moment")
+                await asyncio.sleep(self._wait)
+
+    async def _try(self, batch: dict[str, Any]) -> None:
+        """Run it; what is wrong with it fails it, what is wrong with the disk is raised."""
+        try:
+            await self._run(batch)
+        except (OSError, sqlite3.Error):
+            raise
+        except Exception as error:
+            log.exception("the batch %s failed", batch["id"])
+            fault = {
+                "code": "internal_error",
+                "message": f"{type(error).__name__}: {error}",
+                "param": None,
+                "line": None,
+            }
+            await self._fail(batch["id"], [fault])
+
+    async def _run(self, batch: dict[str, Any]) -> None:
+        name = batch["id"]
+        lines, faults = await asyncio.to_thread(self._lines, batch)
+        if faults:
+            return await self._fail(name, faults)
+        counts = {"total": len(lines), "completed": 0, "failed": 0}
+        waiting = ("validating", "in_progress")
+        begun = await asyncio.to_thread(self.store.move, name, "in_progress", of=waiting, request_counts=counts)
+        end = "completed"
+        if begun["status"] == "in_progress":
+            done = await asyncio.to_thread(self.store.lines_done, name)
+            end = await self._answer_all(begun, [line for line in lines if line.number not in done])
+        elif begun["status"] == "cancelling":
+            end = "cancelled"
+        if end == "completed":
+            await asyncio.to_thread(self.store.move, name, "finalizing", of=("in_progress",))
+        await asyncio.to_thread(self.store.finish, name, end)
+
+    def _lines(self, batch: dict[str, Any]) -> tuple[list[Line], list[dict[str, Any]]]:
+        content = self.store.content(batch["input_file_id"], "input_file_id").read_bytes()
+        return read_lines(content, batch["endpoint"])
+
+    async def _answer_all(self, batch: dict[str, Any], lines: list[Line]) -> str:
+        """How it ended: completed, cancelled or expired. What is on its way then is dropped."""
+        rest = iter(lines)
+
+        async def work() -> None:
+            for line in rest:
+                await self._answer(batch, line)
+
+        workers = [asyncio.create_task(work()) for _ in range(self._at_once)]
+        try:
+            while pending := {worker for worker in workers if not worker.done()}:
+                known = await asyncio.to_thread(self.store.get, "batches", batch["id"], "batch_id")
+                if known["status"] == "cancelling":
+                    return "cancelled"
+                if time.time() > batch["expires_at"]:
+                    return "expired"
+                news = asyncio.ensure_future(self._news.wait())
+                await asyncio.wait({*pending, news}, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+                self._news.clear()
+            for worker in workers:
+                worker.result()
+            return "completed"
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _answer(self, batch: dict[str, Any], line: Line) -> None:
+        request_id, deaths = f"batch_req_{secrets.token_hex(12)}", 0
+        while True:
+            status, body = await self._call(batch["endpoint"], line.body, request_id)
+            deaths += b'"engine_died"' in body and status == 503
+            if status not in (429, 503) or deaths == MOST_DEATHS:
+                break
+            await asyncio.sleep(self._wait)
+        response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+        result = {"id": request_id, "custom_id": line.custom_id, "response": response, "error": None}
+        text, is_answer = msgspec.json.encode(result), status < 400
+        await asyncio.to_thread(self.store.add_result, batch["id"], line.number, text, is_answer=is_answer)
+
+    async def _fail(self, name: str, faults: list[dict[str, Any]]) -> None:
+        await asyncio.to_thread(self.store.finish, name, "failed", errors={"object": "list", "data": faults})

@@ -1,0 +1,189 @@
+"""Files and batches in a folder: what they hold as files, what is known of them in SQLite. A process that is killed loses
+neither: a result is there for good before it counts, and a file before it is known.
+
+Every method waits for the disk and may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sglcore.device.errors import ConfigError
+from sglcore.serving.replicas.errors import InvalidRequest
+
+ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
+"""A batch in one of these states is not over."""
+_TABLES = """
+CREATE TABLE IF NOT EXISTS files (number INTEGER PRIMARY KEY, id TEXT UNIQUE, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY, id TEXT UNIQUE, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS results (
+    batch TEXT, line INTEGER, is_answer INTEGER, value BLOB, PRIMARY KEY (batch, line)
+) WITHOUT ROWID;
+"""
+
+
+class BatchStore:
+    """One folder, of which one server is the owner. Objects are as OpenAI's API has them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open or make it; what was half written when its owner ended is removed. Raises ConfigError."""
+        self._files = folder / "files"
+        self._lock = threading.Lock()
+        try:
+            self._files.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(folder / "batches.sqlite", check_same_thread=False, timeout=1.0)
+            self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.executescript(_TABLES)
+            known = {row[0] for row in self._database.execute("SELECT id FROM files")}
+            for path in self._files.iterdir():
+                if path.name not in known:
+                    path.unlink()
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(
+                f"batch_folder {folder} can not be used: {error}",
+                wanted="a folder that this server alone may write to",
+                remedy="name another with --batch-folder",
+            ) from None
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._database.close()
+
+    def add_file(self, content: bytes, filename: str, purpose: str) -> dict[str, Any]:
+        """Keep a file; the object that describes it."""
+        with self._transaction():
+            return self._add_file(content, filename, purpose)
+
+    def content(self, file_id: str, param: str = "file_id") -> Path:
+        """Where a file's content is. Raises InvalidRequest for one that is not there."""
+        self.get("files", file_id, param)
+        return self._files / file_id
+
+    def delete_file(self, file_id: str) -> None:
+        """Forget a file. Raises InvalidRequest for one that is not there, or that a batch still reads."""
+        self.get("files", file_id, "file_id")
+        reader = next((each["id"] for each in self.active() if each["input_file_id"] == file_id), None)
+        if reader is not None:
+            raise InvalidRequest(f"the batch {reader} reads this file", remedy="cancel it first", param="file_id")
+        with self._transaction():
+            self._database.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        (self._files / file_id).unlink(missing_ok=True)
+
+    def add_batch(self, batch: Mapping[str, Any]) -> None:
+        """Keep a new batch."""
+        with self._transaction():
+            self._put("batches", batch)
+
+    def get(self, table: str, object_id: str, param: str) -> dict[str, Any]:
+        """A file's object, or a batch's (`table`). Raises InvalidRequest that blames `param`."""
+        with self._lock:
+            row = self._database.execute(f"SELECT value FROM {table} WHERE id = ?", (object_id,)).fetchone()
+        if row is None:
+            what = "file" if table == "files" else "batch"
+            raise InvalidRequest(f"found no {what} {object_id[:60]!r}", param=param, code="not_found", status=404)
+        return self._shown(table, json.loads(row[0]))
+
+    def page(
+        self, table: str, limit: int, after: str | None, *, ascending: bool = False, purpose: str | None = None
+    ) -> dict[str, Any]:
+        """A page of all files or batches behind the one of the id `after`, newest first unless `ascending`."""
+        if after is not None:
+            self.get(table, after, "after")
+        sign, order = (">", "ASC") if ascending else ("<", "DESC")
+        where = f"WHERE number {sign} (SELECT number FROM {table} WHERE id = ?)" if after else "WHERE ? IS NULL"
+        with self._lock:
+            rows = self._database.execute(f"SELECT value FROM {table} {where} ORDER BY number {order}", (after,))
+            wanted = (value for row in rows if purpose in (None, (value := json.loads(row[0])).get("purpose")))
+            found = [value for value, _ in zip(wanted, range(limit + 1), strict=False)]
+        data = [self._shown(table, value) for value in found[:limit]]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        return {"object": "list", "data": data, **ends, "has_more": len(found) > limit}
+
+    def active(self) -> list[dict[str, Any]]:
+        """The batches that are not over, oldest first."""
+        with self._lock:
+            rows = self._database.execute("SELECT value FROM batches ORDER BY number").fetchall()
+        return [value for row in rows if (value := json.loads(row[0]))["status"] in ACTIVE]
+
+    def move(self, batch_id: str, status: str, *, of: Iterable[str] = ACTIVE, **known: Any) -> dict[str, Any]:
+        """Put a batch into a state, if it is in one `of` these, with the time of it and what is `known` then; the batch."""
+        with self._transaction():
+            return self._move(batch_id, status, of, known)
+
+    def add_result(self, batch_id: str, line: int, result: bytes, *, is_answer: bool) -> None:
+        """Keep what came of a line, as it will stand in the file of answers or of errors."""
+        with self._transaction():
+            row = (batch_id, line, is_answer, result)
+            self._database.execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?)", row)
+
+    def lines_done(self, batch_id: str) -> set[int]:
+        """The lines that have results."""
+        with self._lock:
+            rows = self._database.execute("SELECT line FROM results WHERE batch = ?", (batch_id,))
+            return {row[0] for row in rows}
+
+    def finish(self, batch_id: str, status: str, **known: Any) -> None:
+        """Make the files of what a batch has, and put it into its last state with what is `known` of it, all or nothing."""
+        with self._transaction():
+            known["request_counts"] = self._counts(batch_id)
+            for is_answer, name in ((True, "output"), (False, "error")):
+                rows = self._database.execute(
+                    "SELECT value FROM results WHERE batch = ? AND is_answer = ? ORDER BY line", (batch_id, is_answer)
+                )
+                content = b"".join(row[0] + b"\n" for row in rows)
+                if content:
+                    made = self._add_file(content, f"{batch_id}_{name}.jsonl", "batch_output")
+                    known[f"{name}_file_id"] = made["id"]
+            self._move(batch_id, status, ACTIVE, known)
+            self._database.execute("DELETE FROM results WHERE batch = ?", (batch_id,))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock, self._database:
+            yield
+
+    def _add_file(self, content: bytes, filename: str, purpose: str) -> dict[str, Any]:
+        file_id = f"file-{secrets.token_hex(12)}"
+        with (self._files / file_id).open("xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        known = {"bytes": len(content), "created_at": int(time.time()), "filename": filename, "purpose": purpose}
+        value = {"id": file_id, "object": "file", **known, "status": "processed"}
+        self._put("files", value)
+        return value
+
+    def _move(self, batch_id: str, status: str, of: Iterable[str], known: Mapping[str, Any]) -> dict[str, Any]:
+        (text,) = self._database.execute("SELECT value FROM batches WHERE id = ?", (batch_id,)).fetchone()
+        batch = json.loads(text)
+        if batch["status"] in of:
+            batch |= {"status": status, f"{status}_at": int(time.time()), **known}
+            self._database.execute("UPDATE batches SET value = ? WHERE id = ?", (json.dumps(batch), batch_id))
+        return batch
+
+    def _put(self, table: str, value: Mapping[str, Any]) -> None:
+        self._database.execute(f"INSERT INTO {table} (id, value) VALUES (?, ?)", (value["id"], json.dumps(value)))
+
+    def _shown(self, table: str, value: dict[str, Any]) -> dict[str, Any]:
+        """A batch that is not over, with what is done of it by now."""
+        if table == "batches" and value["status"] in ACTIVE:
+            with self._lock:
+                value["request_counts"] = self._counts(value["id"])
+        return value
+
+    def _counts(self, batch_id: str) -> dict[str, int]:
+        (text,) = self._database.execute("SELECT value FROM batches WHERE id = ?", (batch_id,)).fetchone()
+        rows = self._database.execute("SELECT is_answer FROM results WHERE batch = ?", (batch_id,)).fetchall()
+        completed = sum(row[0] for row in rows)
+        counts = {"completed": completed, "failed": len(rows) - completed}
+        return {**json.loads(text)["request_counts"], **counts}

@@ -1,0 +1,33 @@
+"""The server's own endpoints asked from within, without a connection."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+
+async def ask(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+    """Status and body of the answer to a POST of JSON; waits for all of it. Cancelled, it ends the request."""
+    unread, status, answer = [body], 0, bytearray()
+
+    async def receive() -> Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets this event")
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            answer.extend(message.get("body", b""))
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    scope: dict[str, Any] = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST"}
+    scope |= {"scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
+    scope |= {"headers": headers, "client": None, "server": None, "state": {"request_id": request_id}}
+    await app(scope, receive, send)
+    return status, bytes(answer)

@@ -1,0 +1,218 @@
+"""Files and batches: by OpenAI's own client, and over the death of the process that runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.server_config import ServerConfig
+from sglcore.serving.apis.batches.lines import read_lines
+from sglcore.serving.apis.batches.route import BatchBody, _batch
+from sglcore.serving.apis.batches.runner import BatchRunner
+from sglcore.serving.apis.batches.store import ACTIVE, BatchStore
+from sglcore.serving.apis.batches.upload import read_form
+from tests.serving.in_process import served_here
+
+PATH = "/v1/completions"
+PATIENCE = 60.0
+
+
+def written(*bodies: dict[str, Any], url: str = PATH) -> bytes:
+    lines = [
+        {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body} for number, body in enumerate(bodies)
+    ]
+    return "\n".join(map(json.dumps, lines)).encode()
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    folder = tmp_path_factory.mktemp("batches")
+    settings = ServerConfig(batch_folder=str(folder), max_batch_requests=3)
+    with served_here(None, settings, dtype="float32", max_requests=4, threads=1, kv_cache_memory=32 << 20) as url:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def ended(client: openai.OpenAI, batch_id: str) -> Any:
+    deadline = time.monotonic() + PATIENCE
+    while (batch := client.batches.retrieve(batch_id)).status in ACTIVE:
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.02)
+    return batch
+
+
+def answers(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
+    assert file_id is not None
+    lines = map(json.loads, client.files.content(file_id).read().splitlines())
+    return {line["custom_id"]: line["response"] for line in lines}
+
+
+def test_openais_client_runs_a_batch_whose_answers_are_those_of_the_endpoint(client: openai.OpenAI) -> None:
+    bodies = [{"model": "sglcore-demo", "prompt": f"{name} and", "max_tokens": 6, "seed": 3} for name in "ABCDE"]
+    content = written(*bodies, {"prompt": "A", "temperature": -1})
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    assert (file.bytes, file.filename, client.files.content(file.id).read()) == (len(content), "in.jsonl", content)
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint=PATH, completion_window="24h", metadata={"for": "a test"}
+    )
+    assert batch.status == "validating" and batch.metadata == {"for": "a test"}
+    batch = ended(client, batch.id)
+    assert batch.status == "completed" and batch.completed_at is not None and batch.request_counts is not None
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (6, 5, 1)
+    found = answers(client, batch.output_file_id)
+    for number, body in enumerate(bodies):
+        text = client.completions.create(**body).choices[0].text  # pyright: ignore[reportCallIssue, reportArgumentType]
+        answer = found[f"r{number}"]
+        assert (answer["status_code"], answer["body"]["choices"][0]["text"]) == (200, text)
+    refused = answers(client, batch.error_file_id)["r5"]
+    assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "temperature")
+    assert client.batches.list(limit=1).data[0].id == batch.id
+    names = [each.id for each in client.files.list(purpose="batch")]
+    assert names == [file.id] and client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+
+
+def test_a_batch_that_is_cancelled_keeps_what_it_has(client: openai.OpenAI) -> None:
+    bodies = [{"prompt": "A", "max_tokens": 2}] + [{"prompt": "A", "max_tokens": 2000, "ignore_eos": True}] * 40
+    file = client.files.create(file=written(*bodies), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=PATH, completion_window="24h")
+    while not (counts := client.batches.retrieve(batch.id).request_counts) or not counts.completed:
+        time.sleep(0.01)
+    with pytest.raises(openai.BadRequestError, match="reads this file"):
+        client.files.delete(file.id)
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    batch = ended(client, batch.id)
+    assert batch.status == "cancelled" and "r0" in answers(client, batch.output_file_id)
+    with pytest.raises(openai.BadRequestError, match="cancelled"):
+        client.batches.cancel(batch.id)
+
+
+def test_a_file_with_a_fault_is_not_run_and_its_lines_are_named(client: openai.OpenAI) -> None:
+    file = client.files.create(file=written({"prompt": "A"}, {"stream": True}) + b"\nnothing", purpose="batch")
+    batch = ended(client, client.batches.create(input_file_id=file.id, endpoint=PATH, completion_window="24h").id)
+    assert batch.status == "failed" and batch.errors is not None and batch.output_file_id is None
+    assert [(each.line, each.code) for each in batch.errors.data or ()] == [
+        (2, "invalid_request"),
+        (3, "invalid_json_line"),
+    ]
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=b"x", purpose="vision")
+    with pytest.raises(openai.NotFoundError, match="no file"):
+        client.batches.create(input_file_id="file-0", endpoint=PATH, completion_window="24h")
+
+
+def test_lines_of_other_endpoints_methods_and_names_are_refused() -> None:
+    twice = written({}) + b"\n\n" + written({})
+    assert [each["code"] for each in read_lines(twice, PATH)[1]] == ["duplicate_custom_id"]
+    assert read_lines(written({}, url="/v1/embeddings"), PATH)[1][0]["code"] == "mismatched_endpoint"
+    assert read_lines(written({}).replace(b"POST", b"GET"), PATH)[1][0]["code"] == "invalid_method"
+    assert read_lines(b"\n", PATH)[1][0]["code"] == "empty_file"
+    assert [line.number for line in read_lines(b"\r\n" + written({}, {}), PATH)[0]] == [2, 3]
+
+
+def test_a_file_comes_out_of_its_form_byte_for_byte() -> None:
+    content = bytes(range(256)) + "—\r\n--almost\r\n\r\n\u2028".encode()
+    head = b'--xx\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--xx\r\n'
+    head += b'Content-Disposition: form-data; name="file"; filename="a b.jsonl"\r\nContent-Type: text/plain\r\n\r\n'
+    fields, file = read_form("multipart/form-data; boundary=xx", head + content + b"\r\n--xx--\r\n")
+    assert (fields, file) == ({"purpose": "batch"}, ("a b.jsonl", content))
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from sglcore.serving.apis.batches.runner import BatchRunner
+from sglcore.serving.apis.batches.store import BatchStore
+from tests.serving.test_batches import begun
+
+asked = 0
+
+async def call(path, body, request_id):
+    global asked
+    asked += 1
+    if asked > 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 200, b'{"first": true}'
+
+async def main():
+    store = BatchStore(Path(sys.argv[1]))
+    begun(store)
+    await BatchRunner(store, call, 2).run()
+
+asyncio.run(main())
+"""
+
+
+def begun(store: BatchStore) -> str:
+    file = store.add_file(written(*({"n": number} for number in range(9))), "in.jsonl", "batch")
+    batch = _batch(BatchBody(input_file_id=file["id"], endpoint=PATH, completion_window="24h"))
+    store.add_batch(batch)
+    return batch["id"]
+
+
+def test_what_a_killed_server_had_answered_is_kept_and_the_rest_is_run_by_the_next(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(__file__).parents[2], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (tmp_path / "files" / "file-half-written").write_bytes(b"nobody knows of it")
+    store = BatchStore(tmp_path)
+    (batch,) = store.active()
+    done = store.lines_done(batch["id"])
+    asked: list[bytes] = []
+
+    async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        asked.append(body)
+        deaths = sum(each == body for each in asked)
+        # An engine that died once is asked again; one that dies of a request each time is not asked for ever.
+        if deaths == 1 or body == b'{"n":8}':
+            return 503, b'{"error": {"code": "engine_died"}}'
+        return 200, b'{"second": true}'
+
+    async def finish() -> None:
+        runner = asyncio.create_task(BatchRunner(store, call, 9, wait=0.0).run())
+        while store.active():
+            await asyncio.sleep(0.01)
+        runner.cancel()
+
+    asyncio.run(finish())
+    batch = store.get("batches", batch["id"], "batch_id")
+    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 9, "completed": 8, "failed": 1}
+    assert 3 <= len(done) <= 5 and len(set(asked)) == 9 - len(done)
+    lines = store.content(batch["output_file_id"]).read_bytes().splitlines()
+    found = {json.loads(line)["custom_id"]: json.loads(line)["response"]["body"] for line in lines}
+    assert {name for name, body in found.items() if "first" in body} == {f"r{number - 1}" for number in done}
+    assert len(found) == 8 and not (tmp_path / "files" / "file-half-written").exists()
+    with pytest.raises(ConfigError, match="batch_folder"):
+        BatchStore(tmp_path)
+    store.close()
+    BatchStore(tmp_path).close()
+
+
+def test_a_batch_whose_time_is_over_expires(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path)
+    name = begun(store)
+    store.move(name, "validating", expires_at=1)
+
+    async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def finish() -> None:
+        runner = asyncio.create_task(BatchRunner(store, call, 2).run())
+        while store.active():
+            await asyncio.sleep(0.01)
+        runner.cancel()
+
+    asyncio.run(finish())
+    assert store.get("batches", name, "batch_id")["status"] == "expired"
+    store.close()
