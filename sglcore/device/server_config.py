@@ -81,6 +81,9 @@ class ServerConfig:
         "auto", "How reasoning is told from the answer; auto finds it in the chat template."
     )
     chat_template: str | None = setting(None, "A file with a chat template instead of the checkpoint's.")
+    otlp_traces_endpoint: str | None = setting(
+        None, "A collector that is told of each request by OTLP over HTTP, such as http://127.0.0.1:4318."
+    )
     log_file: str | None = setting(None, "Where to log; left out, the error stream.")
     log_level: str = setting("info", "debug, info, warning or error.")
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)

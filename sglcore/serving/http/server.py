@@ -25,6 +25,7 @@ from sglcore.serving.http.app import running_app
 from sglcore.serving.http.connection import Bounds, Connection
 from sglcore.serving.http.logs import Logs
 from sglcore.serving.http.middleware import with_middleware
+from sglcore.serving.http.tracing import Traces
 from sglcore.serving.replicas.metrics import Metrics
 
 UNANSWERED = 1
@@ -51,13 +52,16 @@ async def serve(
     tls = tls_of(server)
     sockets = bind(server)
     frontend = ChatFrontend(config, server, chosen=chosen)
+    endpoint = server.otlp_traces_endpoint
+    traces = None if endpoint is None else Traces(endpoint, frontend.names[0])
     logs = Logs(server)
     frontend.metrics.lost_log_records = lambda: logs.lost
+    frontend.metrics.lost_spans = lambda: 0 if traces is None else traces.lost
     try:
         async with running_app(frontend) as app:
             await frontend.start()
             clean = await run_server(
-                with_middleware(app, frontend),
+                with_middleware(app, frontend, traces),
                 server,
                 tls=tls,
                 on_drain=frontend.drain,
@@ -69,6 +73,8 @@ async def serve(
             )
     finally:
         await frontend.stop()
+        if traces is not None:
+            traces.close()
         logs.close()
     return frontend.supervisor.exit_code or (0 if clean else UNANSWERED)
 

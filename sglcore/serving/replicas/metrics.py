@@ -125,6 +125,7 @@ class Metrics:
         self.in_flight = 0
         self.connections: Callable[[], int] = int
         self.lost_log_records: Callable[[], int] = int
+        self.lost_spans: Callable[[], int] = int
         self.engine_deaths: Callable[[], int] = int
         self._ends: deque[float] = deque(maxlen=_RATE_WINDOW)
         self._registry = CollectorRegistry(auto_describe=False)
@@ -188,6 +189,7 @@ class _Families(Collector):
             yield _family(GaugeMetricFamily, name, text, (), [((), value)])
         for name, text, labels, values in (
             ("log_records_lost", "Log lines that could not be written.", (), {(): metrics.lost_log_records()}),
+            ("spans_lost", "Spans that the collector of traces did not take.", (), {(): metrics.lost_spans()}),
             ("engine_deaths", "Engine processes that ended without being told.", (), {(): metrics.engine_deaths()}),
             ("unknown_fields", "Fields of requests that nobody knows.", ("endpoint",), metrics.unknown_fields),
             ("http_responses", "Answers.", ("method", "endpoint", "status"), metrics.responses),

@@ -15,6 +15,7 @@ from sglcore.serving.http.middleware.hosts import Hosts
 from sglcore.serving.http.middleware.keys import Keys
 
 if TYPE_CHECKING:
+    from sglcore.serving.http.tracing import Traces
     from sglcore.serving.replicas.frontend import Frontend
 
 log = logging.getLogger("sglcore.serving")
@@ -23,7 +24,7 @@ REQUEST_LOG = "sglcore.requests"
 _EXPOSED = ("x-request-id", "x-sglcore-warnings", "x-sglcore-max-tokens", "retry-after")
 
 
-def with_middleware(app: ASGIApp, frontend: Frontend) -> ASGIApp:
+def with_middleware(app: ASGIApp, frontend: Frontend, traces: Traces | None = None) -> ASGIApp:
     """The app behind its middleware, the outermost last: bodies, admission, keys, CORS, hosts, and the record of it all."""
     config, metrics = frontend.config, frontend.metrics
     if not config.api_key and not config.is_loopback:
@@ -44,4 +45,4 @@ def with_middleware(app: ASGIApp, frontend: Frontend) -> ASGIApp:
         )
     if config.is_loopback or config.allowed_hosts:
         app = Hosts(app, config.allowed_hosts, config.cors_origins, metrics)
-    return Exchanges(app, metrics, logging.getLogger(REQUEST_LOG))
+    return Exchanges(app, metrics, logging.getLogger(REQUEST_LOG), traces)

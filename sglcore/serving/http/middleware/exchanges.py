@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiEvent
 
 from sglcore.serving.http.middleware.refusal import header, refuse
+from sglcore.serving.http.tracing import Answered, Traces
 from sglcore.serving.replicas.errors import told
 from sglcore.serving.replicas.metrics import CALLER, CLOCKS, Metrics, RequestClock
 
@@ -44,9 +45,9 @@ class Exchange:
 class Exchanges:
     """Wraps the other middleware and the app."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, log: logging.Logger) -> None:
-        """`log` gets one line for each request."""
-        self._app, self._metrics, self._log = app, metrics, log
+    def __init__(self, app: ASGIApp, metrics: Metrics, log: logging.Logger, traces: Traces | None = None) -> None:
+        """`log` gets one line for each request, `traces` a span."""
+        self._app, self._metrics, self._log, self._traces = app, metrics, log, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The id comes from the header x-request-id if that is one, and goes back in the same header."""
@@ -83,7 +84,21 @@ class Exchanges:
 
     def _note(self, exchange: Exchange, scope: Scope) -> None:
         method = exchange.method if exchange.method in METHODS else "other"
-        self._metrics.responded(method, _endpoint(scope), exchange.status)
+        endpoint = _endpoint(scope)
+        self._metrics.responded(method, endpoint, exchange.status)
+        if self._traces is not None and exchange.path not in QUIET:
+            self._traces.record(
+                Answered(
+                    method,
+                    endpoint,
+                    exchange.path,
+                    exchange.request_id,
+                    exchange.status,
+                    exchange.elapsed(),
+                    exchange.clocks,
+                ),
+                header(scope, b"traceparent"),
+            )
         level = logging.DEBUG if exchange.path in QUIET else logging.INFO
         if self._log.isEnabledFor(level):
             self._log.log(level, "%s", line(exchange))

@@ -1,0 +1,176 @@
+"""A span for each request, told to a collector by OTLP over HTTP, in JSON, from a thread of its own.
+
+The format is that of the OpenTelemetry protocol 1.x; names of attributes are those of its semantic conventions.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import re
+import secrets
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from sglcore.device.errors import ConfigError
+from sglcore.serving.replicas.metrics import RequestClock
+
+MOST_WAITING, MOST_AT_ONCE = 4096, 512
+"""Spans that may wait for the collector, and that one message has."""
+SEND_SECONDS, COLLECT_SECONDS, LAST_SECONDS = 5.0, 1.0, 2.0
+"""How long the collector may take for a message, how long spans are gathered for one, how long the last one may take."""
+_PARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+_SERVER, _ERROR = 2, 2
+
+log = logging.getLogger("sglcore.serving")
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """Where a request comes from: what its header `traceparent` says (W3C Trace Context)."""
+
+    trace_id: str
+    span_id: str
+    is_sampled: bool
+
+    @staticmethod
+    def of(header: bytes | None) -> Parent | None:
+        """None: there is none, or it is no such header."""
+        found = _PARENT.fullmatch(header or b"")
+        if found is None or not found[1].strip(b"0") or not found[2].strip(b"0"):
+            return None
+        return Parent(found[1].decode(), found[2].decode(), bool(int(found[3], 16) & 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request that has ended: `seconds` that it took, and a clock for each prompt that went to an engine."""
+
+    method: str
+    route: str
+    path: str
+    request_id: str
+    status: int
+    seconds: float
+    clocks: Sequence[RequestClock]
+
+
+class Traces:
+    """Tells a collector of requests. `record` never waits: what the collector does not take is dropped and counted."""
+
+    def __init__(self, endpoint: str, model: str) -> None:
+        """`endpoint` is the collector's URL, of which an empty path means /v1/traces. Raises ConfigError if it is none."""
+        self._url = _url(endpoint)
+        self._model = model
+        self.lost = 0
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST_WAITING)
+        self._is_told = False
+        self._thread = threading.Thread(target=self._send_all, name="traces", daemon=True)
+        self._thread.start()
+
+    def record(self, answered: Answered, traceparent: bytes | None) -> None:
+        """Tell of a request, unless the one who asked says that its trace is not kept."""
+        parent = Parent.of(traceparent)
+        if parent is not None and not parent.is_sampled:
+            return
+        try:
+            self._queue.put_nowait(_span(answered, parent, self._model, time.time_ns()))
+        except queue.Full:
+            self.lost += 1
+
+    def close(self) -> None:
+        """Send what is left, for 2 seconds at most."""
+        with suppress(queue.Full):
+            self._queue.put(None, timeout=LAST_SECONDS)
+            self._thread.join(LAST_SECONDS)
+
+    def _send_all(self) -> None:
+        goes_on = True
+        while goes_on:
+            first = self._queue.get()
+            spans, end = [first], time.monotonic() + COLLECT_SECONDS
+            while spans[-1] is not None and len(spans) < MOST_AT_ONCE:
+                try:
+                    spans.append(self._queue.get(timeout=max(end - time.monotonic(), 0.0)))
+                except queue.Empty:
+                    break
+            goes_on = spans[-1] is not None
+            self._send([span for span in spans if span is not None])
+
+    def _send(self, spans: list[dict[str, Any]]) -> None:
+        if not spans:
+            return
+        resource = {"attributes": _attributes({"service.name": "sglcore"})}
+        scoped = {"scope": {"name": "sglcore"}, "spans": spans}
+        body = json.dumps({"resourceSpans": [{"resource": resource, "scopeSpans": [scoped]}]}).encode()
+        request = urllib.request.Request(self._url, body, {"content-type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=SEND_SECONDS):
+                self._is_told = False
+        except (OSError, ValueError) as error:
+            self.lost += len(spans)
+            if not self._is_told:
+                self._is_told = True
+                log.warning("the collector of traces at %s does not take them: %s", self._url, error)
+
+
+def _span(answered: Answered, parent: Parent | None, model: str, ended: int) -> dict[str, Any]:
+    """The span of a request that ended at `ended`, unix nanoseconds."""
+    started = ended - int(answered.seconds * 1e9)
+    firsts = [clock.first_token_seconds for clock in answered.clocks if clock.first_token_seconds is not None]
+    known: dict[str, Any] = {
+        "http.request.method": answered.method,
+        "http.route": answered.route,
+        "url.path": answered.path,
+        "http.response.status_code": answered.status,
+        "http.request.header.x-request-id": answered.request_id,
+    }
+    if answered.clocks:
+        known |= {
+            "gen_ai.request.model": model,
+            "gen_ai.usage.input_tokens": sum(clock.prompt_tokens for clock in answered.clocks),
+            "gen_ai.usage.output_tokens": sum(clock.tokens for clock in answered.clocks),
+            "gen_ai.response.finish_reasons": [clock.outcome or "" for clock in answered.clocks],
+        }
+    if firsts:
+        known["gen_ai.latency.time_to_first_token"] = min(firsts)
+    span = {
+        "traceId": parent.trace_id if parent else secrets.token_hex(16),
+        "spanId": secrets.token_hex(8),
+        "name": f"{answered.method} {answered.route}",
+        "kind": _SERVER,
+        "startTimeUnixNano": str(started),
+        "endTimeUnixNano": str(ended),
+        "attributes": _attributes(known),
+        "events": [{"name": "first token", "timeUnixNano": str(started + int(min(firsts) * 1e9))}] if firsts else [],
+        "status": {"code": _ERROR} if answered.status >= 500 else {},
+    }
+    return {**span, "parentSpanId": parent.span_id} if parent else span
+
+
+def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": name, "value": _value(value)} for name, value in values.items()]
+
+
+def _value(value: Any) -> dict[str, Any]:
+    if isinstance(value, list):
+        return {"arrayValue": {"values": [_value(each) for each in value]}}
+    if isinstance(value, str):
+        return {"stringValue": value}
+    return {"intValue": str(value)} if isinstance(value, int) else {"doubleValue": value}
+
+
+def _url(endpoint: str) -> str:
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"otlp_traces_endpoint is {endpoint!r}", wanted="a URL of OTLP over HTTP, such as http://127.0.0.1:4318"
+        )
+    return urlunsplit(parts._replace(path=(parts.path.strip("/") and parts.path) or "/v1/traces"))

@@ -1,0 +1,123 @@
+"""Spans: what a collector on loopback is told of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore.serving.http.middleware.exchanges import Exchanges
+from sglcore.serving.http.tracing import Parent, Traces
+from sglcore.serving.replicas.metrics import Metrics
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+class Collector:
+    """Keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.spans: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                (resource,) = body["resourceSpans"]
+                assert resource["resource"]["attributes"][0]["value"] == {"stringValue": "sglcore"}
+                collector.spans += resource["scopeSpans"][0]["spans"]
+                collector.paths.append(self.path)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Said to nobody."""
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    found = Collector()
+    yield found
+    found.close()
+
+
+def ask(traces: Traces, path: str = "/v1/completions", status: int = 200, **headers: str) -> None:
+    """One request with a prompt of five tokens and an answer of three, through the outermost middleware."""
+    metrics = Metrics("demo", "0", lambda: [])
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["route"] = SimpleNamespace(path=path)
+        clock = metrics.clock()
+        clock.on_first_token()
+        clock.on_tokens(2, 0.01)
+        clock.on_prompt(5, 0)
+        clock.on_end("length")
+        await send({"type": "http.response.start", "status": status, "headers": []})
+
+    async def nothing(*given: Any) -> Any:
+        return {}
+
+    pairs = [(name.replace("request_id", "x-request-id").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": pairs, "client": None}
+    wrapped = Exchanges(app, metrics, SimpleNamespace(isEnabledFor=lambda level: False), traces)  # pyright: ignore
+    asyncio.run(wrapped(scope, nothing, nothing))
+
+
+def test_a_request_is_a_span_of_its_callers_trace(collector: Collector) -> None:
+    traces = Traces(collector.url, "demo")
+    ask(traces, traceparent=f"00-{TRACE}-{SPAN}-01", request_id="mine")
+    ask(traces, traceparent=f"00-{TRACE}-{SPAN}-00")
+    ask(traces, path="/readyz")
+    ask(traces, status=500, traceparent="nonsense")
+    traces.close()
+    first, second = collector.spans
+    assert (first["traceId"], first["parentSpanId"]) == (TRACE, SPAN) and set(collector.paths) == {"/v1/traces"}
+    assert second["traceId"] != TRACE and "parentSpanId" not in second and len(second["traceId"]) == 32
+    assert (first["name"], first["kind"], first["status"]) == ("POST /v1/completions", 2, {})
+    assert second["status"] == {"code": 2}
+    known = {each["key"]: each["value"] for each in first["attributes"]}
+    assert known["gen_ai.usage.input_tokens"] == {"intValue": "5"}
+    assert known["gen_ai.usage.output_tokens"] == {"intValue": "3"}
+    assert known["gen_ai.response.finish_reasons"] == {"arrayValue": {"values": [{"stringValue": "length"}]}}
+    assert known["http.request.header.x-request-id"] == {"stringValue": "mine"}
+    (event,) = first["events"]
+    assert int(first["startTimeUnixNano"]) <= int(event["timeUnixNano"]) <= int(first["endTimeUnixNano"])
+    assert traces.lost == 0
+
+
+def test_a_collector_that_is_not_there_costs_spans_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    traces = Traces("http://127.0.0.1:9", "demo")
+    ask(traces)
+    ask(traces)
+    traces.close()
+    assert traces.lost == 2 and caplog.text.count("does not take them") == 1
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://host:4317", ""])
+def test_an_endpoint_that_is_no_url_of_http_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="otlp_traces_endpoint"):
+        Traces(url, "demo")
+
+
+def test_a_parent_is_what_the_header_says_or_nobody() -> None:
+    assert Parent.of(f"00-{TRACE}-{SPAN}-03".encode()) == Parent(TRACE, SPAN, True)
+    for wrong in (None, b"", b"00-xyz", f"00-{'0' * 32}-{SPAN}-01".encode(), f"00-{TRACE}-{'0' * 16}-01".encode()):
+        assert Parent.of(wrong) is None
