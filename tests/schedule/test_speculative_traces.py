@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglcore.device.batch import ScheduleBatch, offsets_of
-from sglcore.device.worker import BatchResult, TokenLogprobs
+from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk
 from sglcore.schedule.decode_rows import DecodeRows
 from sglcore.schedule.memory import Memory
@@ -355,3 +355,13 @@ MUTANTS = (
 @pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)
 def test_a_planted_bug_is_caught_by_some_trace(kind: type, path: str, message: str) -> None:
     check_caught(draw, SEEDS, plant(kind, path), message)
+
+
+def test_what_is_proposed_after_a_prompt_has_cells_of_its_own() -> None:
+    """As many as there are proposals, but none that the output can not need."""
+    limits = Limits(64, 2, 1, 64, 64, 97, allows_mixed_batches=False, draft_tokens=3)
+    for most, wanted in ((20, 8), (2, 6)):
+        scheduler = Scheduler(limits)
+        scheduler.add(Request("one", np.arange(5, dtype=np.int32), make_params(most), seed=0))
+        batch = scheduler.next_batch()
+        assert batch is not None and batch.cell_limits is not None and batch.cell_limits.tolist() == [wanted]
