@@ -191,7 +191,6 @@ def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
         config,
         architecture=kind,
         attention_bias=has_bias,
-        tie_word_embeddings=False,
         words={**config.words, **words},
     )
 

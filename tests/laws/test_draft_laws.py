@@ -164,7 +164,8 @@ def test_schedulers_whose_compositions_meet_take_each_others_sampling(
 def test_proposals_are_drawn_of_what_dense_torch_gives_on_the_text(drafts, kind: str) -> None:
     target, made = drafts
     folder, dense = made[kind]
-    assert run(folder, kind, dense, target, graph="off") < TOLERANCE
+    # The longest text takes all pages that there are.
+    assert run(folder, kind, dense, target, graph="off", max_requests=1, max_model_len=32) < TOLERANCE
 
 
 @pytest.mark.needs("device")

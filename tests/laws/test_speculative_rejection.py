@@ -108,6 +108,14 @@ def test_what_is_drawn_under_a_grammar_keeps_to_it(engines: Callable[..., TokenE
 
 
 @pytest.mark.needs("device")
+def test_cells_of_a_draft_are_paid_for(engines: Callable[..., TokenEngine], twin: str) -> None:
+    given = {"kv_cache_memory": 96 << 10, "max_model_len": 64}
+    alone, beside = engines(**given), engines(speculative="standalone", draft_model=twin, **given)
+    assert beside.worker.limits.num_pages == alone.worker.limits.num_pages // 2
+    assert beside.worker.limits.kv_bytes <= 96 << 10
+
+
+@pytest.mark.needs("device")
 def test_a_rule_that_there_is_not_is_refused_by_name(engines: Callable[..., TokenEngine]) -> None:
     with pytest.raises(ConfigError, match="'lossy'; wanted one of coupled, rejection, block"):
         engines(speculative="ngram", speculative_verify="lossy")
@@ -118,7 +126,7 @@ MIXED = [
     {"temperature": 1.0, "seed": 21},
     {"temperature": 0.0, "repetition_penalty": 1.4},
     # What is drawn of one token only is as certain as what is greedy, by the rules for what is drawn.
-    {"temperature": 1.0, "seed": 22, "top_p": 0.001, "repetition_penalty": 1.4, "frequency_penalty": 0.3},
+    {"temperature": 1.0, "seed": 22, "top_p": 0.001, "repetition_penalty": 1.4, "logit_bias": {30: 3.0}},
     {"temperature": 0.8, "seed": 23, "top_p": 0.9, "logit_bias": {30: 4.0}, "min_tokens": 9, "stop_token_ids": [5]},
 ]
 CERTAIN = (0, 2, 3)
@@ -178,6 +186,25 @@ def test_a_defect_of_parameters_changes_what_is_certain(
     engine.worker.__class__ = defect
     with pytest.raises(AssertionError):
         check_certain(run(engine, samplings=MIXED), run(engines(), samplings=MIXED))
+
+
+class FirstRowFails(RejectionWorker):
+    def _decide(self, staged: Any, rows: Any, logits: Any, state: Any) -> Any:
+        logits = logits.clone()
+        logits[: len(logits) // len(rows.slots)] = float("nan")
+        return super()._decide(staged, rows, logits, state)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("rule", list(RULES))
+def test_a_row_that_is_not_finite_ends_alone(engines: Callable[..., TokenEngine], other: str, rule: str) -> None:
+    requests, wanted = list[Request](), run(engines(), samplings=GREEDY).tokens
+    engine = proposing(engines, rule, draft_model=other)
+    engine.worker.__class__ = FirstRowFails
+    with pytest.raises(AssertionError, match="were not finite"):
+        run(engine, PROMPTS[:1] * 2, samplings=GREEDY[:1] * 2, prepare=requests.extend)
+    assert [request.finish_reason for request in requests] == ["error", "error"]
+    assert [list(request.output_ids) for request in requests][1] == wanted[0][: len(requests[1].output_ids)]
 
 
 class NotFinite(StandaloneDrafter):

@@ -211,6 +211,18 @@ def test_a_draft_of_another_width_has_an_embedding_of_its_own(target, tmp_path: 
     check(loaded(model, tmp_path, "eagle3").model, dense, 144, (PROMPT,))
 
 
+@pytest.mark.parametrize("make", [eagle, eagle3])
+def test_what_a_configuration_ties_changes_no_draft(target, make: Any, tmp_path: Path) -> None:
+    """An output layer of its own without a map, and the target's."""
+    oracle, model = target
+    dense = make(oracle, tmp_path, **({"rows": 97} if make is eagle3 else {}))
+    with_config(tmp_path, tie_word_embeddings=True)
+    file = tmp_path / "model.safetensors"
+    save_file({name: value for name, value in load_file(file).items() if name not in ("d2t", "t2d")}, file)
+    kind = make.__name__
+    check(loaded(model, tmp_path, kind).model, dense, 144 if kind == "eagle3" else 48, (PROMPT,))
+
+
 def test_any_model_over_the_same_tokens_is_a_draft(target, tmp_path: Path) -> None:
     _, model = target
     save(llama(num_hidden_layers=1, hidden_size=32), tmp_path)
