@@ -40,6 +40,10 @@ def _main(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    from sglcore.cli.aliases import refuse
+
+    if words[:1] in (("serve",), ("generate",), ("chat",), ("explain",)):
+        refuse(words[1:])
     try:
         from sglcore.cli.app import make_app
     except ModuleNotFoundError as error:

@@ -3,32 +3,92 @@ product: nothing asks it which device runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+
+from sglcore.device.errors import ConfigError
 
 FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "model": ("--model-path",),
-        "max_model_len": ("--context-length",),
-        "max_requests": ("--max-num-seqs", "--max-running-requests"),
-        "max_batch_tokens": ("--max-num-batched-tokens", "--chunked-prefill-size"),
+        "model": ("--model-path", "-m", "--hf-repo", "-hf"),
+        "hf_token": ("-hft",),
+        "max_model_len": ("--context-length", "--ctx-size", "-c"),
+        "max_requests": ("--max-num-seqs", "--max-running-requests", "--parallel", "-np"),
+        "max_batch_tokens": ("--max-num-batched-tokens", "--chunked-prefill-size", "--batch-size", "-b"),
         "page_size": ("--block-size",),
+        "prefix_cache": ("--enable-prefix-caching",),
         "kv_cache_memory": ("--kv-cache-memory-bytes",),
         "graph_buckets": ("--cuda-graph-bs",),
+        "threads": ("-t",),
         "speculative": ("--speculative-algorithm",),
-        "draft_model": ("--speculative-draft-model-path", "--speculative-model"),
+        "draft_model": ("--speculative-draft-model-path", "--speculative-model", "--model-draft", "-md"),
         "draft_tokens": ("--speculative-num-steps", "--num-speculative-tokens"),
+        "served_model_name": ("--alias", "-a"),
+        "chat_template": ("--chat-template-file",),
         "tool_parser": ("--tool-call-parser",),
         "grammar_backend": ("--guided-decoding-backend",),
-        "replicas": ("--data-parallel-size", "--dp-size"),
+        "replicas": ("--data-parallel-size", "--dp-size", "-dp"),
         "cors_origins": ("--allowed-origins",),
         "max_queued_requests": ("--max-queue-length",),
     }
 )
 """Setting -> other names of its flag."""
 
-EAGER_FLAGS = ("--enforce-eager", "--disable-cuda-graph")
-"""Flags that say "no graphs"."""
+CONSTANTS: Mapping[tuple[str, object], tuple[str, ...]] = MappingProxyType(
+    {
+        ("graph", "off"): ("--enforce-eager", "--disable-cuda-graph"),
+        ("task", "embed"): ("--is-embedding", "--embedding", "--embeddings"),
+        ("prefix_cache", False): ("--disable-radix-cache",),
+        ("overlap", False): ("--disable-overlap-schedule",),
+        ("overlap", True): ("--async-scheduling",),
+    }
+)
+"""A setting and its value -> flags that say it without a word behind them."""
+
+ALWAYS = (
+    "--enable-chunked-prefill",
+    "--enable-auto-tool-choice",
+    "--jinja",
+    "--enable-metrics",
+    "--disable-log-requests",
+)
+"""Flags for what is so in any case."""
+
+_MEMORY = "--kv-cache-memory SIZE says what the KV cache takes; left out, it takes what is free"
+_DEVICES = "a model runs whole on one device, --device NAME; --replicas N runs N of them"
+_QUANTIZED = "the checkpoint says how it is quantised; --quantize int8 or int4 rounds one that is not"
+_LORA = "merge the adapter into the checkpoint"
+_IN_FOLDER = "the model's own is read: put it into a folder with the weights"
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static", "--max-total-tokens"), _MEMORY),
+        **dict.fromkeys(("--cpu-offload-gb", "--swap-space"), _MEMORY),
+        **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp", "-tp", "--split-mode", "-sm"), _DEVICES),
+        **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "-pp", "--tensor-split", "-ts"), _DEVICES),
+        **dict.fromkeys(("--n-gpu-layers", "--gpu-layers", "-ngl"), _DEVICES),
+        **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "--ray places replicas on several machines"),
+        "--quantization": _QUANTIZED,
+        **dict.fromkeys(("--enable-lora", "--lora-modules", "--lora-paths", "--lora"), _LORA),
+        **dict.fromkeys(("--tokenizer", "--tokenizer-path"), _IN_FOLDER),
+        **dict.fromkeys(("--download-dir", "--load-format"), "HF_HUB_CACHE names the folder of what is fetched"),
+        **dict.fromkeys(("--hf-file", "-hff"), "name the model as owner/name:QUANT"),
+        **dict.fromkeys(("--ubatch-size", "-ub"), "--max-batch-tokens N is one for both"),
+        **dict.fromkeys(
+            ("--flash-attn", "-fa"), "--attention-backend NAME; left out, the fastest that serves the model"
+        ),
+        **dict.fromkeys(("--cache-type-k", "-ctk", "--cache-type-v", "-ctv"), "--kv-cache-dtype NAME is one for both"),
+        **dict.fromkeys(
+            ("--n-predict", "-n"), "each request says max_tokens, and `generate` and `chat` have --max-tokens"
+        ),
+        "--mmproj": "text alone is read",
+    }
+)
+"""A flag of another engine that no setting of ours equals -> what to do instead."""
+
+DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
+    {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+)
+"""Words for an element type -> ours."""
 
 GRAPH_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -76,3 +136,15 @@ def drafter_name(word: str) -> str:
 def graph_name(word: str) -> str:
     """Our word for a graph kind; a word that is nobody's alias is returned as it is, for the device to judge."""
     return GRAPH_NAMES.get(word.lower(), word)
+
+
+def dtype_name(word: str) -> str:
+    """Our word for an element type; a word that is nobody's alias is returned as it is."""
+    return DTYPE_NAMES.get(word.lower(), word)
+
+
+def refuse(words: Sequence[str]) -> None:
+    """Raise ConfigError for the first flag that only other engines have, with what to do instead."""
+    for word in words[: words.index("--")] if "--" in words else words:
+        if (remedy := REFUSED.get(word.partition("=")[0])) is not None:
+            raise ConfigError(f"{word.partition('=')[0]} is no flag of sglcore", remedy=remedy)

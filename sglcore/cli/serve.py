@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sglcore.cli import options
-from sglcore.cli.aliases import EAGER_FLAGS
 from sglcore.cli.settings import engine_settings, flag_names, split_settings
 from sglcore.device.config import EngineConfig, resolve_config, resolve_server_config
 from sglcore.device.errors import ConfigError
@@ -30,7 +29,6 @@ def serve(
     model_path: Annotated[
         str | None, typer.Option(*flag_names("model"), help="The same, as a flag. [SGLCORE_MODEL]")
     ] = None,
-    eager: Annotated[bool, typer.Option(*EAGER_FLAGS, help="The same as --graph off.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the address and nothing else.")] = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
@@ -41,7 +39,7 @@ def serve(
     given = settings or {}
     if model is not None and model_path is not None and model != model_path:
         raise ConfigError(f"two models are named: {model!r} and {model_path!r}", remedy="name one")
-    config = resolve_config({"model": model or model_path, **engine_settings(given, eager=eager)})
+    config = resolve_config({"model": model or model_path, **engine_settings(given)})
     server = resolve_server_config(split_settings(given, ServerConfig))
     raise typer.Exit(_run(_fetched(config, quiet=quiet), server, quiet=quiet))
 

@@ -11,12 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from sglcore.cli.aliases import (
-    EAGER_FLAGS,
+    ALWAYS,
+    CONSTANTS,
     FLAGS,
     NODES_FLAG,
     SPECULATIVE_FLAG,
     SPECULATIVE_KEYS,
     drafter_name,
+    dtype_name,
     graph_name,
 )
 from sglcore.device.config import EngineConfig
@@ -35,9 +37,14 @@ _OTHERS: Mapping[str, Any] = MappingProxyType(
                 help=f"--{', --'.join(SPECULATIVE_KEYS.values())} as JSON: {', '.join(SPECULATIVE_KEYS)}.",
             ),
         ],
+        "always": Annotated[bool | None, typer.Option(*ALWAYS, help="What is so in any case.")],
     }
 )
 """Flags of other engines that say what several of ours do, or say it otherwise."""
+_CONSTANTS: Mapping[str, tuple[str, object, str]] = MappingProxyType(
+    {f"{name}_{value}": (name, value, flags[0]) for (name, value), flags in CONSTANTS.items()}
+)
+"""Parameter of such a flag -> the setting, its value, and the flag's first name."""
 
 
 def with_settings(function: Callable[..., None], *records: type[Any]) -> Callable[..., None]:
@@ -46,7 +53,7 @@ def with_settings(function: Callable[..., None], *records: type[Any]) -> Callabl
     own = [item for item in inspect.signature(function).parameters.values() if item.name != "settings"]
     known = [item for record in records for item in settings_of(record).values() if item.name != "model"]
     made = {item.name: _flag(item) for item in known}
-    made |= _OTHERS if EngineConfig in records else {}
+    made |= {**_OTHERS, **_constant_flags()} if EngineConfig in records else {}
 
     def run(**given: Any) -> None:
         settings = {name: given.pop(name) for name in made}
@@ -65,14 +72,33 @@ def with_settings(function: Callable[..., None], *records: type[Any]) -> Callabl
     return run
 
 
-def engine_settings(settings: Mapping[str, Any] | None, *, eager: bool = False) -> dict[str, Any]:
-    """Those of the engine, graph kinds by our names; `eager` is a flag that says "no graphs". Raises ConfigError."""
-    found = {**split_settings(settings or {}, EngineConfig), **_speculative(settings or {})}
-    kind = found.get("graph")
-    if eager and kind not in (None, "off"):
-        raise ConfigError(f"--graph {kind} and {EAGER_FLAGS[0]} contradict each other", remedy="leave one out")
-    graph = "off" if eager else None if kind is None else graph_name(kind)
-    return found if graph is None else {**found, "graph": graph}
+def engine_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those of the engine, with words of other engines as ours. Raises ConfigError for two flags that contradict each other."""
+    given = settings or {}
+    found = {**split_settings(given, EngineConfig), **_speculative(given)}
+    for setting, name_of in (("graph", graph_name), ("dtype", dtype_name)):
+        if setting in found:
+            found[setting] = name_of(found[setting])
+    for parameter, (setting, value, flag) in _CONSTANTS.items():
+        if parameter in given and found.setdefault(setting, value) != value:
+            raise ConfigError(
+                f"{_written(setting, found[setting])} and {flag} contradict each other", remedy="leave one out"
+            )
+    return found
+
+
+def _constant_flags() -> dict[str, Any]:
+    return {
+        parameter: Annotated[
+            bool | None, typer.Option(*CONSTANTS[name, value], help=f"The same as {_written(name, value)}.")
+        ]
+        for parameter, (name, value, _) in _CONSTANTS.items()
+    }
+
+
+def _written(name: str, value: object) -> str:
+    flag = name.replace("_", "-")
+    return f"--{flag} {value}" if isinstance(value, str) else f"--{flag}" if value else f"--no-{flag}"
 
 
 def _speculative(settings: Mapping[str, Any]) -> dict[str, Any]:

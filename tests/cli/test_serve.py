@@ -15,13 +15,16 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from sglcore.cli.aliases import FLAGS, graph_name
+from sglcore.cli.__main__ import main
+from sglcore.cli.aliases import FLAGS, REFUSED, graph_name
 from sglcore.cli.app import make_app
-from sglcore.cli.settings import flag_names, split_settings
+from sglcore.cli.settings import engine_settings, flag_names, split_settings, with_settings
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.device.settings import settings_of
@@ -53,6 +56,54 @@ def test_no_flag_means_two_settings() -> None:
     assert SETTINGS.keys() >= FLAGS.keys()
 
 
+def test_no_command_has_a_flag_twice_and_none_that_is_refused() -> None:
+    import typer.main
+
+    commands = typer.main.get_command(make_app()).commands  # pyright: ignore[reportAttributeAccessIssue]
+    for name in ("serve", "generate", "chat", "explain"):
+        options = [item for item in commands[name].params if item.param_type_name == "option"]
+        flags = [flag for item in options for flag in (*item.opts, *item.secondary_opts)]
+        assert len(flags) == len(set(flags)) and not set(flags) & REFUSED.keys(), name
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (
+            ("-hf", "o/n:Q8_0", "-c", "4096", "-np", "3", "-t", "2"),
+            ("o/n:Q8_0", {"max_model_len": 4096, "max_requests": 3, "threads": 2}),
+        ),
+        (
+            ("-m", "x", "--dtype", "half", "--no-enable-prefix-caching"),
+            ("x", {"dtype": "float16", "prefix_cache": False}),
+        ),
+        (("--enforce-eager", "--disable-radix-cache", "--jinja"), (None, {"graph": "off", "prefix_cache": False})),
+        (
+            ("--embedding", "--async-scheduling", "--graph", "NONE"),
+            (None, {"task": "embed", "overlap": True, "graph": "off"}),
+        ),
+    ],
+)
+def test_flags_of_other_engines_say_ours(words: tuple[str, ...], wanted: tuple[str | None, dict[str, object]]) -> None:
+    app, seen = typer.Typer(), []
+
+    def serve(
+        model_path: Annotated[str | None, typer.Option(*flag_names("model"))] = None, settings: Any = None
+    ) -> None:
+        seen.append((model_path, engine_settings(settings)))
+
+    app.command()(with_settings(serve, EngineConfig, ServerConfig))
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0 and seen == [wanted], found.output
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_a_flag_that_equals_none_of_ours_names_what_to_do(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("serve", flag, "1")) == main(("serve", f"{flag}=1")) == 2
+    said = capsys.readouterr().err
+    assert said == f"error: {flag} is no flag of sglcore; {REFUSED[flag]}\n" * 2
+
+
 def test_lists_become_the_tuples_of_their_record() -> None:
     given = {"served_model_name": ["a", "b"], "port": 1, "graph_buckets": [1, 2]}
     assert split_settings(given, ServerConfig) == {"served_model_name": ("a", "b"), "port": 1}
@@ -74,6 +125,7 @@ def test_graph_kinds_may_have_the_names_of_other_engines(word: str, ours: str) -
         (("/no/such/model",), ("/no/such/model", "config.json")),
         (("a", "--model-path", "b"), ("'a'", "'b'", "name one")),
         (("--graph", "full", "--enforce-eager"), ("--graph full", "--enforce-eager")),
+        (("--overlap", "--disable-overlap-schedule"), ("--overlap and", "--disable-overlap-schedule")),
         (("--log-level", "loud"), ("log_level is 'loud'", "debug, info")),
         (("--port", "70000"), ("port is 70000",)),
         (("--chat-template", "/no/such/file"), ("chat_template /no/such/file",)),
