@@ -18,9 +18,10 @@ from results import machine, write_results
 from tokenizers import Tokenizer
 
 from sglcore.device.config import resolve_config
-from sglcore.engine.grammar import BACKENDS, GrammarBackend, Vocabulary, open_grammars
+from sglcore.engine.grammar import BACKENDS, GrammarBackend, open_grammars
 from sglcore.engine.start import embedded_model, start
 from sglcore.engine.text import TextCodec, eos_token_ids
+from sglcore.engine.vocabulary import Vocabulary
 from sglcore.sampling.grammar import Grammar
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.loop import Loop

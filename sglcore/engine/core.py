@@ -15,11 +15,12 @@ import numpy as np
 
 from sglcore.device.ledger import Row
 from sglcore.device.worker import ModelWorker
-from sglcore.engine.grammar import Grammars, Vocabulary, open_grammars
+from sglcore.engine.grammar import Grammars, open_grammars
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import RequestOutput, TextDelta
 from sglcore.engine.text import EncodedPair, TextCodec, TextError, eos_token_ids
 from sglcore.engine.tokens import TokenEngine
+from sglcore.engine.vocabulary import Vocabulary
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.prompt_embeds import PromptEmbeds

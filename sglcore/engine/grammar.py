@@ -8,16 +8,15 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
-from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Lock, Thread, stack_size
 from typing import Protocol
 
-from tokenizers import Tokenizer
-
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
-from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.engine.thinking import ThinkingGrammar
+from sglcore.engine.vocabulary import CompiledGrammar, Vocabulary
+from sglcore.sampling.grammar import Grammar, GrammarError, Thinking
 from sglcore.schedule.request import Matcher
 
 BACKENDS = ("llguidance", "xgrammar")
@@ -29,22 +28,7 @@ STACK_BYTES = 256 << 20
 the process. Only what is used of it takes memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What a mask is about: the tokenizer's tokens, `size` logits (ids beyond the tokenizer's are never allowed), and the
-    ids that end an output."""
-
-    tokenizer: Tokenizer
-    size: int
-    eos_ids: tuple[int, ...]
-
-
-class CompiledGrammar(Protocol):
-    """A grammar ready to be followed, by any number of samples."""
-
-    def start(self) -> Matcher:
-        """A matcher at the beginning, independent of all others."""
-        ...
+Wanted = tuple[Grammar | None, Thinking | None]
 
 
 class GrammarBackend(Protocol):
@@ -53,6 +37,11 @@ class GrammarBackend(Protocol):
     @property
     def name(self) -> str:
         """As it is asked for."""
+        ...
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Whose masks it makes."""
         ...
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
@@ -102,19 +91,21 @@ class Grammars:
     def __init__(self, backend: GrammarBackend, *, kept: int = KEPT_GRAMMARS, seconds: float = COMPILE_SECONDS) -> None:
         self.backend = backend
         self._kept, self._seconds = kept, seconds
-        self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._known: OrderedDict[Wanted, Future[CompiledGrammar]] = OrderedDict()
         self._lock = Lock()
-        self._jobs: SimpleQueue[tuple[Grammar, Future[CompiledGrammar]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Wanted, Future[CompiledGrammar]] | None] = SimpleQueue()
         self._threads: list[Thread] = []
 
-    def compile(self, grammar: Grammar) -> Compiling:
-        """Start compiling, or join what was asked before; does not wait. Any thread may call it."""
+    def compile(self, grammar: Grammar | None, thinking: Thinking | None = None) -> Compiling:
+        """Start compiling a grammar (None: any text), behind reasoning if there is any, or join what was asked before; does not
+        wait. Any thread may call it."""
+        wanted = (grammar, thinking)
         with self._lock:
-            future = self._known.get(grammar)
+            future = self._known.get(wanted)
             if future is None:
-                future = self._known[grammar] = Future()
-                self._queue(grammar, future)
-            self._known.move_to_end(grammar)
+                future = self._known[wanted] = Future()
+                self._queue(wanted, future)
+            self._known.move_to_end(wanted)
             while len(self._known) > self._kept:
                 self._known.popitem(last=False)
         return Compiling(future, self._seconds)
@@ -126,8 +117,8 @@ class Grammars:
                 self._jobs.put(None)
             self._threads.clear()
 
-    def _queue(self, grammar: Grammar, future: Future[CompiledGrammar]) -> None:
-        self._jobs.put((grammar, future))
+    def _queue(self, wanted: Wanted, future: Future[CompiledGrammar]) -> None:
+        self._jobs.put((wanted, future))
         if len(self._threads) < COMPILE_THREADS:
             # The interpreter does not wait for a daemon when it ends; a compiler can not be interrupted.
             thread = Thread(target=self._work, name="grammar", daemon=True)
@@ -140,14 +131,22 @@ class Grammars:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            grammar, future = job
+            (grammar, thinking), future = job
             try:
-                future.set_result(self.backend.compile(grammar))
+                future.set_result(self._compiled(grammar, thinking))
             except GrammarError as error:
                 future.set_exception(error)
             except BaseException as error:
-                text = f"{self.backend.name} failed on this {grammar.kind}: {type(error).__name__}: {error}"
+                kind = "reasoning" if grammar is None else grammar.kind
+                text = f"{self.backend.name} failed on this {kind}: {type(error).__name__}: {error}"
                 future.set_exception(GrammarError(text, wanted="a grammar that it can read"))
+
+    def _compiled(self, grammar: Grammar | None, thinking: Thinking | None) -> CompiledGrammar:
+        inner = None if grammar is None else self.backend.compile(grammar)
+        if thinking is not None:
+            return ThinkingGrammar(thinking, self.backend.vocabulary, inner)
+        assert inner is not None
+        return inner
 
 
 def open_grammars(name: str, vocabulary: Vocabulary) -> tuple[Grammars | None, Row]:

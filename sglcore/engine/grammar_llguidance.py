@@ -14,8 +14,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from sglcore.engine.grammar import Vocabulary
 from sglcore.engine.guidance_schema import NAME, OPTIONS, check_schema
+from sglcore.engine.vocabulary import Vocabulary
 from sglcore.sampling.grammar import ORIGIN, Grammar, GrammarError, read_schema
 from sglcore.schedule.request import Matcher
 
@@ -38,13 +38,13 @@ class Llguidance:
     name = NAME
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         # It takes no fewer tokens than the tokenizer has; a model may have fewer.
         self._size = max(vocabulary.size, vocabulary.tokenizer.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def _tokenizer(self) -> Any:
-        given = self._vocabulary
+        given = self.vocabulary
         try:
             spelling = llguidance.TokenizerWrapper(_Spelling(given.tokenizer, self._size, min(given.eos_ids)))
             return llguidance.LLTokenizer(spelling, n_vocab=self._size, eos_token=sorted(given.eos_ids))
@@ -62,7 +62,7 @@ class Llguidance:
         # The first mask builds most of the lexer, which all copies share.
         compiled = CompiledByLlguidance(matcher, -(-self._size // 32))
         first = compiled.start()
-        first.fill(np.empty(-(-self._vocabulary.size // 32), dtype=np.int32))
+        first.fill(np.empty(-(-self.vocabulary.size // 32), dtype=np.int32))
         if first.error:
             raise GrammarError(f"this {grammar.kind} can not be enforced: {first.error}")
         return compiled

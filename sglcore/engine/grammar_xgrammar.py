@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.engine.grammar import Vocabulary
 from sglcore.engine.grammar_schema import refuse_keywords, schemas
+from sglcore.engine.vocabulary import Vocabulary
 from sglcore.sampling.grammar import Grammar, GrammarError, read_schema
 from sglcore.schedule.request import Matcher
 
@@ -101,11 +101,11 @@ class Xgrammar:
         import xgrammar
 
         self._library = xgrammar
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
 
     @cached_property
     def _compiler(self) -> Any:
-        given, library = self._vocabulary, self._library
+        given, library = self.vocabulary, self._library
         found = library.TokenizerInfo._detect_metadata_from_hf(given.tokenizer.to_str())
         info = library.TokenizerInfo(
             _spellings(given),

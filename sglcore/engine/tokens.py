@@ -12,7 +12,7 @@ import numpy as np
 
 from sglcore.device.worker import ModelWorker
 from sglcore.engine.grammar import Compiling, Grammars
-from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.sampling.grammar import GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.output import EngineOutput, FinishReason
@@ -96,11 +96,11 @@ class TokenEngine:
                 Request(name, prompt, params, seed, index, stops, leader=leader, embeds=embeds, request_id=request_id)
             )
         group = SampleGroup(params, requests)
-        if params.grammar is None:
+        if params.grammar is None and params.thinking is None:
             self._queue(group)
         else:
             check_request(requests[0], self.limits)
-            group.compiling = self._compile(params.grammar)
+            group.compiling = self._compile(params)
             self._compiling[request_id] = group
         self._groups[request_id] = group
         if progress:
@@ -155,14 +155,14 @@ class TokenEngine:
         for request in group.requests:
             self.scheduler.add(request)
 
-    def _compile(self, grammar: Grammar) -> Compiling:
+    def _compile(self, params: SamplingParams) -> Compiling:
         if not self.limits.takes_masks:
             raise RequestError("this device's sampler takes no masks, so it follows no grammars; leave the grammar out")
         if self._grammars is None:
             self._grammars = self._open_grammars()
         if self._grammars is None:
             raise RequestError("this engine follows no grammars; the decision `grammar` says why")
-        return self._grammars.compile(grammar)
+        return self._grammars.compile(params.grammar, params.thinking)
 
     def _take_unsent(self) -> list[EngineOutput]:
         unsent, self._unsent = self._unsent, []

@@ -48,6 +48,27 @@ class Grammar:
             read_schema(self.text)
 
 
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """Reasoning before an output, which no grammar binds: any text up to `end`. Raises GrammarError.
+
+    `begin` is the text of the added token that begins it, if the output begins with that; empty: it has begun with the prompt.
+    Once it has `budget` tokens, `closing` is forced, which ends with `end`. `may_stop`: the output may end inside it.
+    """
+
+    end: str
+    closing: str
+    begin: str = ""
+    budget: int | None = None
+    may_stop: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.end or not self.closing.endswith(self.end):
+            raise GrammarError(f"reasoning is closed by {self.closing!r}", wanted=f"text that ends with {self.end!r}")
+        if self.budget is not None and self.budget < 0:
+            raise GrammarError(f"the budget of reasoning is {self.budget}", wanted="0 tokens or more")
+
+
 def read_schema(text: str) -> dict | bool:
     """A JSON schema from its text; raises GrammarError if it is none."""
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.grammar import Grammar, Thinking
 
 MIN_TEMPERATURE = 1e-4
 """Below this a request is greedy: at 1e-4 a logit gap of 0.01 is already 100 nats."""
@@ -61,6 +61,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     grammar: Grammar | None = None
     """What the output must follow; it ends by an end-of-sequence token, so that may neither be ignored nor banned."""
+    thinking: Thinking | None = None
+    """Reasoning that comes first; the grammar binds what follows."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -186,6 +188,12 @@ def _grammar(name: str, value: Any) -> Grammar:
     return value
 
 
+def _thinking(name: str, value: Any) -> Thinking:
+    if not isinstance(value, Thinking):
+        raise _refusal(name, value, "a Thinking(end, closing)")
+    return value
+
+
 _PENALTY = _number("a number in [-2, 2]", lambda x: -2.0 <= x <= 2.0)
 _CHECKS = MappingProxyType(
     {
@@ -209,5 +217,6 @@ _CHECKS = MappingProxyType(
         "skip_special_tokens": _flag,
         "include_stop_str_in_output": _flag,
         "grammar": _optional(_grammar),
+        "thinking": _optional(_thinking),
     }
 )

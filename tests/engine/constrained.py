@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from sglcore.device.config import resolve_config
-from sglcore.engine.grammar import Grammars, Vocabulary, open_grammars
+from sglcore.engine.grammar import Grammars, open_grammars
 from sglcore.engine.start import start
 from sglcore.engine.text import TextCodec, eos_token_ids
-from sglcore.sampling.grammar import Grammar
+from sglcore.engine.vocabulary import Vocabulary
+from sglcore.sampling.grammar import Grammar, Thinking
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
@@ -27,6 +28,7 @@ class Sample:
     grammar: Grammar | None = None
     seed: int = 0
     max_tokens: int = 120
+    thinking: Thinking | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,20 @@ class Constrained:
         ids = np.array(self.codec.encode(prompt))
         requests: list[Request] = []
         for sample in samples:
-            values = {"temperature": 1.0, "max_tokens": sample.max_tokens, "grammar": sample.grammar, **sampling}
-            params = SamplingParams(**values)
+            values = {
+                "temperature": 1.0,
+                "max_tokens": sample.max_tokens,
+                "grammar": sample.grammar,
+                "thinking": sample.thinking,
+            }
+            params = SamplingParams(**{**values, **sampling})
             requests.append(Request(f"r{len(requests)}", ids, params, seed=sample.seed, stop_ids=self.eos_ids))
         scheduler = Scheduler(self.limits)
         scheduler._builder._composition = self._composition
         loop = Loop(scheduler, self.worker, overlap=overlap)
         for request, sample in zip(requests, samples, strict=True):
-            request.matcher = None if sample.grammar is None else self.grammars.compile(sample.grammar).start()
+            if sample.grammar is not None or sample.thinking is not None:
+                request.matcher = self.grammars.compile(sample.grammar, sample.thinking).start()
             scheduler.add(request)
         while loop.has_work:
             loop.step()

@@ -9,10 +9,11 @@ import numpy as np
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.engine.core import Engine
-from sglcore.engine.grammar import CompiledGrammar, Grammars
+from sglcore.engine.grammar import Grammars
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokens import SampleGroup, TokenEngine
+from sglcore.engine.vocabulary import CompiledGrammar, Vocabulary
 from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
@@ -45,6 +46,7 @@ class Refusing:
     """Compiles no grammar."""
 
     name = "refusing"
+    vocabulary: Vocabulary
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         raise GrammarError("no such grammar")

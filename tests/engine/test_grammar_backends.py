@@ -13,9 +13,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from sglcore.device.errors import ConfigError
-from sglcore.engine.grammar import GrammarBackend, Grammars, Vocabulary, open_grammars
+from sglcore.engine.grammar import GrammarBackend, Grammars, open_grammars
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokens import TokenEngine
+from sglcore.engine.vocabulary import Vocabulary
 from sglcore.sampling.grammar import Grammar, GrammarError, GrammarKind
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Matcher, RequestError
@@ -267,6 +268,7 @@ class Fake:
     """A backend that does as it is told."""
 
     name = "fake"
+    vocabulary: Vocabulary
 
     def __init__(self, compile: Callable[[Grammar], Any]) -> None:
         self._compile = compile

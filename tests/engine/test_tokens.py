@@ -9,8 +9,9 @@ import pytest
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import Ticket
 from sglcore.engine import tokens
-from sglcore.engine.grammar import CompiledGrammar, Grammars
+from sglcore.engine.grammar import Grammars
 from sglcore.engine.tokens import TokenEngine
+from sglcore.engine.vocabulary import CompiledGrammar, Vocabulary
 from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput
@@ -30,6 +31,7 @@ class Failing:
     """A backend that refuses every grammar, or whose grammars can not be begun."""
 
     name = "failing"
+    vocabulary: Vocabulary
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -47,6 +49,7 @@ class Slow:
     """A backend that is busy until it is let go."""
 
     name = "slow"
+    vocabulary: Vocabulary
 
     def __init__(self) -> None:
         self.go = threading.Event()

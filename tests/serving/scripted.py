@@ -127,7 +127,6 @@ class ScriptedFormat:
 
     skip_special_tokens = True
     stop_token_ids = ()
-    opening = ""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -143,6 +142,9 @@ class ScriptedFormat:
 
     def tool_grammar(self, *given: Any, **more: Any) -> None:
         """The script needs no force."""
+
+    def thinking(self, *given: Any, **more: Any) -> None:
+        """The script says itself what is reasoning."""
 
 
 class ScriptedFrontend:

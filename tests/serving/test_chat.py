@@ -211,10 +211,45 @@ def test_what_is_thought_is_no_content(tool_server: Server) -> None:
     assert "reasoning_content" not in choice_of(tool_server, GREEDY)["message"]
 
 
-def test_a_form_binds_from_the_first_token_so_a_bound_answer_does_not_think(tool_server: Server) -> None:
-    form = {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}}
-    body = {**GREEDY, "response_format": form, "chat_template_kwargs": {"enable_thinking": True}}
-    assert choice_of(tool_server, body)["message"]["content"].strip() in ("true", "false")
+FORM = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA}}
+THINKS: Any = {"messages": MESSAGES, "max_tokens": 200, "chat_template_kwargs": {"enable_thinking": True}}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_bound_answer_comes_after_what_is_thought_which_has_a_budget(tool_server: Server, seed: int) -> None:
+    body = {**THINKS, "response_format": FORM, "thinking_token_budget": 12, "seed": seed, "return_token_ids": True}
+    found = choice_of(tool_server, body)
+    jsonschema.validate(json.loads(found["message"]["content"]), SCHEMA)
+    assert found["message"]["reasoning_content"] and found["finish_reason"] == "stop"
+    chunks = chunks_of(tool_server, body)
+    assert joined(deltas_of(chunks)) == found["message"]["content"]
+    at_once = choice_of(tool_server, {**body, "thinking_token_budget": 0})["message"]
+    assert "reasoning_content" not in at_once and json.loads(at_once["content"])
+
+
+def test_a_budget_of_thinking_holds_without_a_form_and_is_told_where_there_is_no_thinking(
+    tool_server: Server, server: Server
+) -> None:
+    found = choice_of(tool_server, {**THINKS, "temperature": 0.0, "max_tokens": 60, "thinking_token_budget": 8})
+    assert found["message"]["reasoning_content"] and found["message"]["content"]
+    given = {**GREEDY, "thinking_token_budget": 8}
+    assert server.send(PATH, given).headers["x-sglcore-warnings"] == "ignored: thinking_token_budget"
+
+
+def test_with_tools_and_a_form_the_answer_is_a_call_or_what_the_form_wants(tool_server: Server) -> None:
+    wanted = {"messages": MESSAGES, "max_tokens": 200, "tools": TOOLS, "response_format": FORM}
+    for seed in range(4):
+        found = choice_of(tool_server, {**wanted, "seed": seed})
+        calls = found["message"].get("tool_calls") or ()
+        for call in calls:
+            assert (
+                call["function"]["name"] in {"weather", "time"}
+                and json.loads(call["function"]["arguments"]) is not None
+            )
+        if not calls:
+            jsonschema.validate(json.loads(found["message"]["content"]), SCHEMA)
+    forced = choice_of(tool_server, {**wanted, "tool_choice": "required", "seed": 3})
+    assert forced["finish_reason"] == "tool_calls"
 
 
 def test_what_the_template_does_not_read_is_told(server: Server, tool_server: Server) -> None:
@@ -274,7 +309,6 @@ UNENFORCED: Any = {
     ("change", "param", "said"),
     [
         ({"tool_choice": {"type": "function", "function": {"name": "cook"}}}, "tool_choice", "cook"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "text that matches"),
         (UNENFORCED, "tools", 'the parameters of "cook" can not be enforced: Unknown format: hot'),
     ],

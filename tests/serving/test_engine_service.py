@@ -14,9 +14,10 @@ import zmq
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket
-from sglcore.engine.grammar import CompiledGrammar, Grammars
+from sglcore.engine.grammar import Grammars
 from sglcore.engine.meter import Meter
 from sglcore.engine.tokens import TokenEngine
+from sglcore.engine.vocabulary import CompiledGrammar, Vocabulary
 from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput
@@ -76,6 +77,7 @@ class Slow:
     """A compiler that is not done before it is told, and then refuses."""
 
     name = "slow"
+    vocabulary: Vocabulary
 
     def __init__(self) -> None:
         self.told = threading.Event()

@@ -11,17 +11,24 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from sglcore.engine.guidance_schema import check_schema, embedded
-from sglcore.sampling.grammar import ORIGIN, Grammar, GrammarError
+from sglcore.sampling.grammar import ORIGIN, Grammar, GrammarError, read_schema
 from sglcore.serving.chat.parsers.families import ToolFamily
 from sglcore.serving.chat.parsers.notated_calls import Notation
-from sglcore.serving.chat.parsers.parser import ReasoningFamily
 from sglcore.serving.chat.parsers.xml_calls import Tags
 from sglcore.serving.chat.self_test import CALL_IDS, Sample, Turn
 
 Function = Mapping[str, Any]
+BLANKS = r"/\s{0,4}/"
+"""Between reasoning and what follows."""
+
+ONE_OF_THEM: Mapping[str, str] = MappingProxyType(
+    {"wanted": "one of them", "remedy": 'set tool_choice to "none", or leave the form out'}
+)
+
 MOST_CALLS = 16
 """Calls that a forced answer may make."""
 
@@ -33,16 +40,20 @@ def call_grammar(
     added: Mapping[str, int],
     *,
     is_parallel: bool,
-    reasoning: ReasoningFamily | None,
-    reasoning_open: bool,
+    follows_reasoning: bool = False,
+    answer: Grammar | None = None,
 ) -> Grammar:
-    """The grammar of one call, or of several if the template writes several, of these functions.
+    """The grammar of one call, or of several if the template writes several, of these functions; or of an `answer` instead.
 
-    A block of reasoning comes first only if the prompt has opened it: nothing else bounds what a model may think. Raises
-    GrammarError for parameters that can not be enforced.
+    Raises GrammarError for parameters that can not be enforced, and for an answer that can not stand beside calls.
     """
     literal = _Literals(added)
-    rules = _reasoning(literal, reasoning, reasoning_open)
+    if answer is not None and _before(family, sample.one)[0].startswith(("{", "[")):
+        raise GrammarError(
+            "found tools and a form of the answer, and this model's calls look like JSON too", **ONE_OF_THEM
+        )
+    rules = [f"start: {BLANKS if follows_reasoning else ''} {'calls' if answer is None else '(calls | answer)'}"]
+    rules += [] if answer is None else [f"answer: {_answer(answer)}"]
     if isinstance(family.calls, Tags):
         rules += _tagged(literal, _written(family.calls, family, sample), functions, is_parallel)
     elif isinstance(family.calls, Notation):
@@ -71,12 +82,15 @@ class _Literals:
         return [f"{name}[lazy]: /(?s:.*){_escaped(mark)}/"]
 
 
-def _reasoning(literal: _Literals, family: ReasoningFamily | None, is_open: bool) -> list[str]:
-    """The rules `start` and what it begins with: the rest of a block of reasoning that is open."""
-    if family is None or not is_open:
-        return ["start: calls"]
-    rest = f"reasoning: thoughts /\\s{{0,4}}/ {literal(family.resume)}".rstrip()
-    return ["start: reasoning calls", rest, *literal.upto("thoughts", family.marks[1])]
+def _answer(grammar: Grammar) -> str:
+    if grammar.kind == "regex":
+        return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", grammar.text).replace("\n", "\\n") + "/"
+    if grammar.kind not in ("json_schema", "json_object"):
+        raise GrammarError(
+            f"found tools and an answer that is bound by {grammar.kind}, not by a schema or a regex", **ONE_OF_THEM
+        )
+    schema = read_schema(grammar.text) if grammar.text else {"type": "object"}
+    return f"%json {embedded(schema if isinstance(schema, dict) else {})}"
 
 
 def _around_json(

@@ -12,7 +12,7 @@ from typing import Any
 from sglcore.device.ledger import Row
 from sglcore.engine.chat_template import ChatTemplate, Message, TextError
 from sglcore.engine.text import TextCodec
-from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.grammar import Grammar, Thinking
 from sglcore.serving.chat.call_grammar import call_grammar
 from sglcore.serving.chat.choice import Choice, choose_reasoning, choose_tools, content_form, special_texts
 from sglcore.serving.chat.conversation import MessageForm, as_template_reads
@@ -81,11 +81,6 @@ class ChatFormat:
         )
 
     @property
-    def opening(self) -> str:
-        """What follows the prompt where the answer has to be content from its first token."""
-        return self._reasoning.opening if self._reasoning else ""
-
-    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end the model's turn, whatever the checkpoint says."""
         stops = self._tools.stops if self._tools else ()
@@ -130,17 +125,24 @@ class ChatFormat:
         )
 
     def tool_grammar(
-        self, tools: Tools, tool_choice: Any, *, reasoning_open: bool = False, parallel: bool = True
+        self,
+        tools: Tools,
+        tool_choice: Any,
+        *,
+        follows_reasoning: bool = False,
+        parallel: bool = True,
+        answer: Grammar | None = None,
     ) -> Grammar | None:
-        """A grammar that forces calls: of any of the tools for "required", one of the named function, or else None.
+        """A grammar that forces calls: of any of the tools for "required", one of the named function; else calls or the
+        `answer`, or None without one. Where calls stand beside reasoning, only the answer is bound.
 
-        The call is written as the checkpoint's template writes it, after the reasoning that the prompt has opened, if it
-        has. Raises TextError if tools are off or the named function is not among them, and GrammarError for parameters
-        that can not be enforced.
+        The call is written as the checkpoint's template writes it. Raises TextError if tools are off or the named function is
+        not among them, and GrammarError for parameters that can not be enforced.
         """
         name = _chosen_name(tool_choice)
-        if name is None and tool_choice != "required":
-            return None
+        is_forced = name is not None or tool_choice == "required"
+        if not is_forced and (answer is None or (self._reasoning and self._reasoning.opening)):
+            return answer
         if self._tools is None or self._sample is None:
             raise TextError(f"tools are off: {self.tool_reason}", remedy="ask without tools", field="tools")
         functions = [tool.get("function", tool) for tool in tools]
@@ -153,9 +155,35 @@ class ChatFormat:
             forced,
             self._added,
             is_parallel=parallel and name is None,
-            reasoning=self._reasoning,
-            reasoning_open=reasoning_open,
+            follows_reasoning=follows_reasoning,
+            answer=None if is_forced else answer,
         )
+
+    def thinking(
+        self,
+        rendered: Rendered,
+        *,
+        is_bound: bool,
+        may_call: bool = False,
+        must_call: bool = False,
+        budget: int | None = None,
+    ) -> Thinking | None:
+        """The reasoning before an answer that is bound, or that has a budget for it. None: there is none, or none that tokens
+        tell from the answer."""
+        family = self._reasoning
+        if family is None or not (is_bound or budget is not None):
+            return None
+        start, end = family.marks
+        if family.opening and not must_call:
+            # Reasoning stands anywhere before the channel of the answer, and calls beside it.
+            closing = end + family.resume + family.opening
+            return Thinking(family.opening, closing, budget=budget, may_stop=may_call or not is_bound)
+        end += family.resume
+        if rendered.reasoning_open:
+            return Thinking(end, end, budget=budget, may_stop=not is_bound)
+        if start not in self._added or rendered.text.rstrip().endswith(end):
+            return None
+        return Thinking(end, end, start, budget, may_stop=not is_bound)
 
     def _readable(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages for the template, if it reads what they hold."""

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
-from sglcore.sampling.grammar import GrammarError
+from sglcore.sampling.grammar import GrammarError, Thinking
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import FinishReason, TokenLogprob
 from sglcore.serving.chat.format import ChatFormat, Rendered
@@ -35,7 +35,7 @@ class ChatRequest:
 
     `tool_choice`: "none", "auto", "required", or `{"type": "function", "function": {"name": ...}}`.
     `parallel_tool_calls` false keeps the first call of an answer alone. `form` is the field of the request that binds the
-    answer, if one does.
+    answer, if one does. `thinking_token_budget`: tokens of reasoning after which it is ended.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -49,6 +49,7 @@ class ChatRequest:
     continue_final_message: bool = False
     request_id: str | None = None
     form: str = "response_format"
+    thinking_token_budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,26 +192,54 @@ async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
     check_token_ids(frontend, request.params)
     with blame("messages"):
         rendered = await render(frontend, request)
-    params = request.params
-    if must_call and tools:
+    params = _params(form, request, rendered, tools, must_call=must_call)
+    with blame("messages"):
+        generation = await frontend.generate(
+            rendered.text, params, special=False, progress=request.progress, request_id=request.request_id
+        )
+    is_bound_at_once = request.params.grammar is not None and params.thinking is None and not tools
+    parsers = [
+        _Content()
+        if is_bound_at_once
+        else form.stream(tools=tools, reasoning_open=rendered.reasoning_open, tool_choice=request.tool_choice)
+        for _ in range(params.n)
+    ]
+    is_free = params.grammar is None and params.thinking is None
+    has_no_use = request.thinking_token_budget is not None and params.thinking is None
+    return ChatRun(
+        generation,
+        parsers,
+        parallel=request.parallel_tool_calls,
+        form="" if is_free else "tools" if must_call else request.form,
+        ignored=(*rendered.ignored, "thinking_token_budget") if has_no_use else rendered.ignored,
+    )
+
+
+def _params(
+    form: ChatFormat,
+    request: ChatRequest,
+    rendered: Rendered,
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    must_call: bool,
+) -> SamplingParams:
+    """What the request asks for, with what the format of the chat adds: reasoning, calls, its special tokens."""
+    params = replace(request.params, thinking=_thinking(form, request, rendered, must_call=must_call))
+    if tools:
         with blame("tool_choice"), blame("tools", GrammarError):
             grammar = form.tool_grammar(
-                tools, request.tool_choice, reasoning_open=rendered.reasoning_open, parallel=request.parallel_tool_calls
+                tools,
+                request.tool_choice,
+                follows_reasoning=params.thinking is not None,
+                parallel=request.parallel_tool_calls,
+                answer=params.grammar,
             )
         params = replace(params, grammar=grammar)
     if not form.skip_special_tokens and params.skip_special_tokens:
         params = replace(params, skip_special_tokens=False)
     if form.stop_token_ids and not params.ignore_eos:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *form.stop_token_ids))
-    is_bound = request.params.grammar is not None and not request.continue_final_message
-    prompt = rendered.text + form.opening if is_bound else rendered.text
-    with blame("messages"):
-        generation = await frontend.generate(
-            prompt, params, special=False, progress=request.progress, request_id=request.request_id
-        )
-    parsers = [_parser(form, request, tools, rendered) for _ in range(params.n)]
-    form_field = "" if params.grammar is None else "tools" if must_call else request.form
-    return ChatRun(generation, parsers, parallel=request.parallel_tool_calls, form=form_field, ignored=rendered.ignored)
+    return params
 
 
 async def count_prompt(frontend: ChatFrontend, request: ChatRequest, param: str) -> int:
@@ -269,13 +298,6 @@ def tools_in_play(request: ChatRequest) -> Sequence[Mapping[str, Any]] | None:
 
 def _must_call(request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None) -> bool:
     """Whether the answer has to be a call; raises InvalidRequest for what can not be one."""
-    if tools and request.params.grammar is not None:
-        raise InvalidRequest(
-            "found tools and a form of the answer, which leaves no way to call a tool",
-            wanted="one of them",
-            remedy='set tool_choice to "none", or leave the form out',
-            param="response_format",
-        )
     if request.tool_choice in ("none", "auto"):
         return False
     if not tools:
@@ -283,17 +305,21 @@ def _must_call(request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None) 
     return True
 
 
-def _parser(
-    form: ChatFormat, request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None, rendered: Rendered
-) -> TextParser:
-    """A sample's parser. A form binds the answer from its first token, so what is bound is content, and no thinking."""
-    if request.params.grammar is not None:
-        return _Content()
-    return form.stream(tools=tools, reasoning_open=rendered.reasoning_open, tool_choice=request.tool_choice)
+def _thinking(form: ChatFormat, request: ChatRequest, rendered: Rendered, *, must_call: bool) -> Thinking | None:
+    """The reasoning before what is bound or has a budget; an answer that goes on has it behind it."""
+    if request.continue_final_message and not rendered.reasoning_open:
+        return None
+    return form.thinking(
+        rendered,
+        is_bound=must_call or request.params.grammar is not None,
+        may_call=tools_in_play(request) is not None,
+        must_call=must_call,
+        budget=request.thinking_token_budget,
+    )
 
 
 class _Content:
-    """The parser of an answer that is content whatever it holds."""
+    """The parser of an answer that is bound from its first token: it is content, whatever it holds."""
 
     def push(self, text: str) -> list[Delta]:
         """The text itself."""

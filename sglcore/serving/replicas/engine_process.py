@@ -25,11 +25,12 @@ from sglcore.device.choice import ChosenDevice, adopt
 from sglcore.device.config import EngineConfig
 from sglcore.device.discovery import discover
 from sglcore.device.errors import SglcoreError
-from sglcore.engine.grammar import Grammars, Vocabulary, open_grammars
+from sglcore.engine.grammar import Grammars, open_grammars
 from sglcore.engine.meter import Meter
 from sglcore.engine.start import Started, start
 from sglcore.engine.text import TextCodec, eos_token_ids
 from sglcore.engine.tokens import TokenEngine
+from sglcore.engine.vocabulary import Vocabulary
 from sglcore.serving.replicas.channel import EngineChannel
 from sglcore.serving.replicas.engine_service import EngineService
 from sglcore.serving.replicas.ipc import EngineSpec, Failed, ModelInfo, Phase, Ready

@@ -6,14 +6,14 @@ The frontend sends each `EngineRequest`, an engine each `EngineReply`; every rec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import astuple, fields
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.grammar import Grammar, Thinking
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.stats import SchedulerStats
@@ -213,6 +213,8 @@ def unpack_params(packed: Mapping[str, Any]) -> SamplingParams:
     values = dict(packed)
     if "grammar" in values:
         values["grammar"] = Grammar(*values["grammar"])
+    if "thinking" in values:
+        values["thinking"] = Thinking(*values["thinking"])
     return SamplingParams(**values)
 
 
@@ -229,4 +231,4 @@ def unpack_ids(packed: bytes) -> np.ndarray:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    return (value.kind, value.text) if isinstance(value, Grammar) else value
+    return astuple(value) if isinstance(value, (Grammar, Thinking)) else value

@@ -10,8 +10,8 @@ import pytest
 
 from sglcore.engine.chat_template import TextError
 from sglcore.engine.text import TextCodec
-from sglcore.sampling.grammar import Grammar, GrammarError
-from sglcore.serving.chat.format import ChatFormat
+from sglcore.sampling.grammar import Grammar, GrammarError, Thinking
+from sglcore.serving.chat.format import ChatFormat, Rendered
 from tests.serving.chat.checkpoints import FAMILIES
 
 SCHEMA = {
@@ -122,16 +122,52 @@ def test_several_calls_are_allowed_when_any_may_be_made(cases: dict[str, Case], 
     assert not case.accepts(case.format.tool_grammar(TOOLS, {"function": {"name": "look"}}), two)
 
 
-@pytest.mark.parametrize("name", ["hermes", "thinking"])
-def test_reasoning_that_is_open_must_end_and_none_may_begin(cases: dict[str, Case], name: str) -> None:
-    case = cases[name]
+def test_blanks_stand_before_calls_only_where_reasoning_has_ended(cases: dict[str, Case]) -> None:
+    case = cases["hermes"]
     call = case.answer(("look", GOOD))
-    closed = case.format.tool_grammar(TOOLS, "required", reasoning_open=False)
-    assert case.accepts(closed, call)
-    assert not case.accepts(closed, f"<think>\nWell.\n</think>\n\n{call}")
-    is_open = case.format.tool_grammar(TOOLS, "required", reasoning_open=True)
-    assert case.accepts(is_open, f"Well.\n</think>\n\n{call}")
-    assert not case.accepts(is_open, call)
+    assert not case.accepts(case.format.tool_grammar(TOOLS, "required"), f"\n\n{call}")
+    after = case.format.tool_grammar(TOOLS, "required", follows_reasoning=True)
+    assert case.accepts(after, f"\n\n{call}") and case.accepts(after, call)
+
+
+ANSWERS = (
+    (Grammar("json_schema", json.dumps(SCHEMA)), '{"place":"x","count":1}', '{"place":"x"}'),
+    (Grammar("regex", "a/b|a\\/c"), "a/c", "a/d"),
+    (Grammar("json_object"), "{}", "[]"),
+)
+
+
+@pytest.mark.parametrize("name", ["hermes", "coder", "gemma", "glm"])
+@pytest.mark.parametrize(("answer", "good", "bad"), ANSWERS)
+def test_where_no_call_is_forced_there_are_calls_or_the_bound_answer(
+    cases: dict[str, Case], name: str, answer: Grammar, good: str, bad: str
+) -> None:
+    case = cases[name]
+    either = case.format.tool_grammar(TOOLS, "auto", answer=answer)
+    call = case.answer(("look", GOOD))
+    assert case.accepts(either, call) and case.accepts(either, good)
+    assert not case.accepts(either, bad) and not case.accepts(either, good + call)
+    assert not case.accepts(case.format.tool_grammar(TOOLS, "required", answer=answer), good)
+
+
+def test_an_answer_that_leaves_no_place_for_calls_is_refused(cases: dict[str, Case]) -> None:
+    with pytest.raises(GrammarError, match="this model's calls look like JSON too"):
+        cases["llama"].format.tool_grammar(TOOLS, "auto", answer=ANSWERS[0][0])
+    with pytest.raises(GrammarError, match="found tools and an answer that is bound by lark"):
+        cases["hermes"].format.tool_grammar(TOOLS, "auto", answer=Grammar("lark", 'start: "a"'))
+
+
+def test_reasoning_may_begin_by_its_own_token_unless_the_prompt_has_ended_it(formats: dict[str, ChatFormat]) -> None:
+    own, is_open = Thinking("</think>", "</think>", "<think>"), Thinking("</think>", "</think>")
+    form = formats["thinking"]
+    assert form.thinking(Rendered("x<think>\n", reasoning_open=True), is_bound=True) == is_open
+    for name, form in formats.items():
+        known = {"<think>", "</think>"} <= form._added.keys()
+        if form.reasoning_parser == "think":
+            assert form.thinking(Rendered("x"), is_bound=True) == (own if known else None), name
+            assert form.thinking(Rendered("x<think>\n\n</think>\n\n"), is_bound=True) is None
+            assert form.thinking(Rendered("x"), is_bound=False) is None
+    assert any("<think>" in form._added for form in formats.values())
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama"])

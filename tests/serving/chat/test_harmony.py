@@ -8,7 +8,8 @@ from typing import Any
 import llguidance
 import pytest
 
-from sglcore.serving.chat.format import ChatFormat
+from sglcore.sampling.grammar import Grammar, Thinking
+from sglcore.serving.chat.format import ChatFormat, Rendered
 from tests.serving.chat.checkpoints import codec_of, read
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -80,27 +81,30 @@ def test_without_tools_a_call_is_content_and_a_prompt_may_end_inside_reasoning(f
 def test_its_end_tokens_are_stops_and_its_markers_stay_in_the_text(form: ChatFormat, tmp_path: Path) -> None:
     codec = codec_of("harmony", tmp_path)
     assert [codec.token(number) for number in form.stop_token_ids] == ["<|call|>"]
-    assert not form.skip_special_tokens and form.opening == FINAL
+    assert not form.skip_special_tokens
     off = ChatFormat.detect(codec, tool_parser="off")
     assert off.stop_token_ids == () and read(off, f"{THOUGHT}{NEXT}{FINAL}Yes.") == ("Hm, 東.", "Yes.", [])
     hermes = ChatFormat.detect(codec_of("hermes", tmp_path))
-    assert hermes.stop_token_ids == () and hermes.opening == ""
+    assert hermes.stop_token_ids == ()
 
 
-def test_a_forced_call_follows_reasoning_that_the_prompt_has_opened(form: ChatFormat, tmp_path: Path) -> None:
+def test_what_is_bound_follows_reasoning_that_ends_by_the_text_before_it(form: ChatFormat, tmp_path: Path) -> None:
     codec = codec_of("harmony", tmp_path)
     judge = llguidance.LLTokenizer(codec.tokenizer.to_str(), eos_token=[256, *form.stop_token_ids])
+    grammar = form.tool_grammar(TOOLS, "required")
+    assert grammar
+    matcher = llguidance.LLMatcher(judge, grammar.text, log_level=0)
+    ids = codec.encode(RECIPIENT_FIRST.removesuffix("<|call|>"), special=False)
+    assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
-    def accepts(text: str, *, is_open: bool) -> bool:
-        grammar = form.tool_grammar(TOOLS, "required", reasoning_open=is_open)
-        assert grammar
-        matcher = llguidance.LLMatcher(judge, grammar.text, log_level=0)
-        ids = codec.encode(text, special=False)
-        return not matcher.get_error() and matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-    call = RECIPIENT_FIRST.removesuffix("<|call|>")
-    assert accepts(call, is_open=False) and not accepts(THOUGHT + NEXT + call, is_open=False)
-    assert accepts(f"Hm.<|end|>{NEXT}{call}", is_open=True) and not accepts(f"Hm.<|end|>{call}", is_open=True)
+    plain, is_open = Rendered(NEXT), Rendered(f"{NEXT}<|channel|>analysis<|message|>", reasoning_open=True)
+    closing = f"<|end|>{NEXT}{FINAL}"
+    assert form.thinking(plain, is_bound=True, must_call=True) is None
+    assert form.thinking(is_open, is_bound=True, must_call=True) == Thinking(f"<|end|>{NEXT}", f"<|end|>{NEXT}")
+    assert form.thinking(plain, is_bound=True, budget=9) == Thinking(FINAL, closing, budget=9)
+    assert form.thinking(plain, is_bound=True, may_call=True) == Thinking(FINAL, closing, may_stop=True)
+    bound = Grammar("json_object")
+    assert form.tool_grammar(TOOLS, "auto", answer=bound) == bound
 
 
 def called(**given: Any) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def chat_request(body: CountRequest, params: SamplingParams) -> ChatRequest:
         continue_final_message=is_begun,
         add_generation_prompt=not is_begun,
         form="output_config.format.schema",
+        thinking_token_budget=body.thinking.budget_tokens if body.thinking is not None else None,
     )
 
 
@@ -75,6 +76,8 @@ def unread(body: CountRequest, ignored: Sequence[str]) -> list[str]:
     names = [f"chat_template_kwargs.{name}" for name in ignored if name in own]
     if body.thinking is not None and set(ignored) >= _SWITCHES - own.keys():
         names.append("thinking")
+    elif body.thinking is not None and "thinking_token_budget" in ignored:
+        names.append("thinking.budget_tokens")
     return [*names, "output_config.effort"] if "reasoning_effort" in set(ignored) - own.keys() else names
 
 
@@ -212,8 +215,7 @@ def unused(body: MessagesRequest) -> list[str]:
     """The fields, and those inside of others, that this server has no use for."""
     notes = [*body.warnings()]
     is_forced = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
-    if body.thinking is not None:
-        notes += [f"thinking.{name}" for name in body.thinking.given("budget_tokens", "display")]
+    notes += ["thinking.display"] if body.thinking is not None and body.thinking.display is not None else []
     for tool in body.tools or ():
         if isinstance(tool, CustomTool):
             notes += [f"tools.{name}" for name in tool.given(*_UNUSED_OF_TOOL)]

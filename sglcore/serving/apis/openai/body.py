@@ -155,6 +155,7 @@ class ChatBody(GenerationFields):
     top_logprobs: Count | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Count | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     modalities: Items[Literal["text"]] | None = None

@@ -58,6 +58,7 @@ def chat_request(body: ChatBody, config: ServerConfig, request_id: str) -> ChatR
         continue_final_message=bool(body.continue_final_message),
         request_id=request_id,
         form=form,
+        thinking_token_budget=body.thinking_token_budget,
     )
 
 
