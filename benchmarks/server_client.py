@@ -85,7 +85,7 @@ async def stream(port: int, request: bytes, *, leave_after: int | None = None) -
             pass
         while line := await reader.readline():
             if not line.startswith(b"data: "):
-                ended = "answered" if status >= 400 and line.strip() else ended
+                ended = "answered" if line.startswith(b"{") else ended
                 continue
             if line.startswith(b"data: [DONE]"):
                 ended = "done"
