@@ -29,6 +29,9 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "grammar_backend": ("--guided-decoding-backend",),
         "replicas": ("--data-parallel-size", "--dp-size", "-dp"),
         "cors_origins": ("--allowed-origins",),
+        "ssl_certfile": ("--ssl-cert-file",),
+        "ssl_keyfile": ("--ssl-key-file",),
+        "sse_keep_alive": ("--sse-ping-interval",),
         "max_queued_requests": ("--max-queue-length",),
     }
 )
