@@ -120,7 +120,7 @@ class Engine:
                 wanted="an architecture ...ForSequenceClassification",
                 remedy="of a language model that answers yes or no, ask generate for those tokens' log-probabilities",
             )
-        return self._answers(pairs, lambda pair: self.codec.encode_pair(*pair))
+        return self._answers(pairs, lambda pair: self.codec.encode_texts(*pair))
 
     def _answers(self, texts: Sequence[Text], read: Callable[[Text], EncodedPair]) -> list[np.ndarray]:
         """What the worker answers to each text; `read` gives its token ids and their segments."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.gguf import is_gguf, read_header
@@ -60,13 +60,35 @@ class TextCodec:
         except TypeError:
             raise TextError(f"{text!r:.60} holds lone surrogates", wanted="text that UTF-8 can encode") from None
 
-    def encode_pair(self, first: str, second: str) -> EncodedPair:
-        """Token ids of two texts as the checkpoint joins them, and the segment of each token; None if all are of the first."""
+    def encode_texts(self, first: str, second: str | None = None, *, most: int | None = None) -> EncodedPair:
+        """Token ids of one text or two as the checkpoint joins them, and the segment of each token; None if all are of the first.
+
+        `most` tokens are kept: the longer text loses its end first, and then both lose theirs, as transformers cuts them.
+        """
         try:
             found = self.tokenizer.encode(first, second)
+            if most is not None and len(found.ids) > most:
+                found = self._cut([first] if second is None else [first, second], most)
         except TypeError:
-            raise TextError("a text of a pair is not one", wanted="text that UTF-8 can encode") from None
+            raise TextError("this is no text", wanted="text that UTF-8 can encode") from None
         return found.ids, found.type_ids if any(found.type_ids) else None
+
+    def first_tokens(self, text: str, count: int) -> str:
+        """A text up to the end of so many tokens."""
+        offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
+        return text if len(offsets) <= count else text[: offsets[count - 1][1]]
+
+    def _cut(self, texts: Sequence[str], most: int) -> Encoding:
+        room = most - self.tokenizer.num_special_tokens_to_add(len(texts) > 1)
+        if room < len(texts):
+            raise TextError(f"a text can not be cut to {most} tokens", wanted=f"at least {most - room + len(texts)}")
+        parts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        lengths = [len(part.ids) for part in parts]
+        shorter = min(lengths) if 2 * min(lengths) <= room else room // 2
+        for part, length in zip(parts, lengths, strict=True):
+            keeps = room if len(parts) == 1 else room - shorter if length == max(lengths) else shorter
+            part.truncate(keeps)
+        return self.tokenizer.post_process(parts[0], parts[1] if len(parts) > 1 else None)
 
     def prompted(self, text: str, name: str | None = None) -> str:
         """A text to embed behind the checkpoint's prompt of that name (None: the default one, if there is one). Raises

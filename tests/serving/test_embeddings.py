@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sglcore import LLM
-from sglcore.serving.apis.openai.answers import EmbeddingAnswer
+from sglcore.serving.apis.pooling.answers import EmbeddingAnswer
 from tests.serving.conftest import Server
 
 PATH = "/v1/embeddings"
@@ -53,7 +53,7 @@ def test_the_offline_api_gives_the_same(encoder_server: Server) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
-        ({"input": "a", "dimensions": 7}, "dimensions", "384"),
+        ({"input": "a", "dimensions": 385}, "dimensions", "at most 384"),
         ({"input": "word " * 600}, "input", "tokens"),
         ({"input": []}, "input", "at least 1"),
         ({"input": "a", "prompt_name": "query"}, "input", "no prompts"),

@@ -236,8 +236,8 @@ def test_a_cross_encoder_has_no_vectors_and_says_so(client: openai.OpenAI, tmp_p
     with served_here(tmp_path, dtype="float32", threads=1) as url:
         here = client.with_options(base_url=f"{url}/v1")
         with pytest.raises(
-            openai.BadRequestError, match="has a classification head; wanted one that embeds; use LLM.score"
+            openai.BadRequestError, match="has a classification head; wanted one that embeds; use /v1/score"
         ):
             here.embeddings.create(model=tmp_path.name, input="Rain?")
-        with pytest.raises(openai.BadRequestError, match="answers with scores, and generates no text; use LLM.score"):
+        with pytest.raises(openai.BadRequestError, match="answers with scores, and generates no text; use /v1/score"):
             here.completions.create(model=tmp_path.name, prompt="Rain?")

@@ -43,7 +43,7 @@ def check_generates(frontend: Frontend) -> None:
         scores = frontend.info.limits["num_labels"] > 0
         raise InvalidRequest(
             f"this model answers with {'scores' if scores else 'vectors'}, and generates no text",
-            remedy=f"use {'LLM.score' if scores else '/v1/embeddings'}, or serve a language model",
+            remedy=f"use {'/v1/score or /classify' if scores else '/v1/embeddings'}, or serve a language model",
             param="model",
             code="model_does_not_generate",
         )

@@ -128,7 +128,8 @@ class EngineService:
 
     def _embed(self, request: Embed) -> None:
         try:
-            embedding = self.engine.embed(request.request_id, unpack_ids(request.prompt))  # pyright: ignore[reportArgumentType]
+            ids, segments = unpack_ids(request.prompt), unpack_ids(request.segments) if request.segments else None
+            embedding = self.engine.embed(request.request_id, ids, segments)  # pyright: ignore[reportArgumentType]
         except SglcoreError as error:
             self._channel.send(Refused(request.request_id, str(error)))
             return

@@ -16,11 +16,11 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.device.worker import Limits
-from sglcore.engine.core import Prompt, check_ids, cut_tokens, prompted, read_prompt
+from sglcore.engine.core import Prompt, check_ids, cut_tokens, read_prompt
 from sglcore.engine.hub import is_hub_name
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.start import choose_sampling, model_folder
-from sglcore.engine.text import TextCodec, TextError
+from sglcore.engine.text import EncodedPair, TextCodec, TextError
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.request import Request
 from sglcore.schedule.results import check_request
@@ -38,8 +38,8 @@ LONG_TEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding:
-    """A prompt's embedding, float32 [size], and how many tokens it had."""
+class Pooled:
+    """A text's embedding or scores, float32 [size], and how many tokens it had."""
 
     vector: np.ndarray
     tokens: int
@@ -163,32 +163,22 @@ class Frontend:
         generation.when_closed(lambda: self._count_closed(params.n))
         return generation
 
-    async def embed(self, prompts: Sequence[Prompt], prompt_name: str | None = None) -> list[Embedding]:
-        """The embedding of each prompt behind the checkpoint's prompt of that name; waits for all. Raises as `generate`, and
-        TextError for a model that generates."""
+    async def pooled(self, texts: Sequence[EncodedPair]) -> list[Pooled]:
+        """What a model that generates no text answers to token ids and their segments; waits for all. Raises as `generate`."""
         info = self._ready_info()
-        if info.generates:
-            raise TextError(
-                "this checkpoint generates text", wanted="an encoder, such as BERT", remedy="use completions"
-            )
-        if info.limits["num_labels"]:
-            raise TextError("this model has a classification head", wanted="one that embeds", remedy="use LLM.score")
-        self._refuse_overload(info, len(prompts))
-        tokenized = [await self.tokenize(prompted(self.codec, prompt, prompt_name)) for prompt in prompts]
-        for ids in tokenized:
+        self._refuse_overload(info, len(texts))
+        for ids, _ in texts:
             self._check(ids, SamplingParams(), info, task="embed")
-        await self._admit(len(tokenized))
-        names = [f"embed-{secrets.token_hex(12)}" for _ in tokenized]
-        self._open += len(tokenized)
+        await self._admit(len(texts))
+        self._open += len(texts)
         try:
             found = await asyncio.gather(
-                *(self.supervisor.embed(name, ids) for name, ids in zip(names, tokenized, strict=True))
+                *(self.supervisor.embed(f"embed-{secrets.token_hex(12)}", *text) for text in texts)
             )
         finally:
-            self._count_closed(len(tokenized))
+            self._count_closed(len(texts))
         return [
-            Embedding(np.frombuffer(vector, dtype="<f4"), len(ids))
-            for vector, ids in zip(found, tokenized, strict=True)
+            Pooled(np.frombuffer(vector, dtype="<f4"), len(text[0])) for vector, text in zip(found, texts, strict=True)
         ]
 
     async def tokenize(self, prompt: Prompt, *, special: bool = True) -> list[int]:

@@ -54,10 +54,11 @@ class Stop(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class Embed(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """Embed one prompt, int32 in little-endian bytes."""
+    """Embed or score one prompt, and the segments of its tokens (empty: all the first), int32 in little-endian bytes."""
 
     request_id: str
     prompt: bytes
+    segments: bytes = b""
 
 
 class Audit(msgspec.Struct, array_like=True, tag=5, gc=False):

@@ -116,9 +116,10 @@ class Replica:
         generation.bind(self._channel.send, self._forget)
         self._channel.send(generation.request)
 
-    async def embed(self, request_id: str, ids: list[int]) -> bytes:
-        """The embedding of a prompt, float32; waits. Raises what refused it, and EngineDied."""
-        answer = await self._answer(request_id, Embed(request_id, pack_ids(ids)), abort=True)
+    async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
+        """The embedding of a prompt, or its scores, float32; waits. Raises what refused it, and EngineDied."""
+        request = Embed(request_id, pack_ids(ids), pack_ids(segments or ()))
+        answer = await self._answer(request_id, request, abort=True)
         assert isinstance(answer, Embedded)
         if answer.error:
             raise Unanswered(ended_badly("error", f"this embedding failed: {answer.error}"))

@@ -99,12 +99,12 @@ class Supervisor:
         cached = self._config.prefix_cache and self.info is not None and self.info.generates
         self._choose(generation.request.prompt if cached else b"").run(generation)
 
-    async def embed(self, request_id: str, ids: list[int]) -> bytes:
-        """float32 of an embedding; waits. It is tried again if its engine dies, where there may be another."""
+    async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
+        """float32 of an embedding, or of scores; waits. It is tried again if its engine dies, where there may be another."""
         tries = 0
         while True:
             try:
-                return await self._choose(b"").embed(request_id, ids)
+                return await self._choose(b"").embed(request_id, ids, segments)
             except EngineDied as died:
                 tries += 1
                 if tries == MOST_TRIES:

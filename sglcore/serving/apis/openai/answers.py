@@ -1,4 +1,4 @@
-"""Answers of /v1/chat/completions, /v1/completions, /v1/embeddings and /v1/models, as the document describes them."""
+"""Answers of /v1/chat/completions, /v1/completions and /v1/models, as the document describes them."""
 
 from __future__ import annotations
 
@@ -180,31 +180,6 @@ class CompletionChunk(CompletionAnswer):
     """A part of a stream: text of one choice, or how far a prompt is, or at the end the usage."""
 
     prompt_progress: PromptProgress | None = None
-
-
-class Embedding(Answer):
-    """One vector: numbers, or base64 of float32 in little-endian order."""
-
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingUsage(Answer):
-    """Tokens of all inputs."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-class EmbeddingAnswer(Answer):
-    """The vectors in the order of the inputs."""
-
-    object: Literal["list"]
-    data: list[Embedding]
-    model: str
-    system_fingerprint: str
-    usage: EmbeddingUsage
 
 
 class ModelCard(Answer):

@@ -1,4 +1,4 @@
-"""Bodies of /v1/chat/completions, /v1/completions and /v1/embeddings: what a client may send. Knows no engine."""
+"""Bodies of /v1/chat/completions and /v1/completions: what a client may send. Knows no engine."""
 
 from __future__ import annotations
 
@@ -224,20 +224,6 @@ class CompletionBody(GenerationFields):
         """The ignored fields, and those that only hold where the answer streams."""
         silent = ("return_progress",) if self.return_progress and not self.stream else ()
         return tuple(sorted((*super().warnings(), *silent)))
-
-
-class EmbeddingBody(Body):
-    """A request for the vectors of one input or several. `dimensions` may only name the model's own number; `prompt_name` is
-    that of a prompt of the checkpoint's, which stands before each text."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
-
-    model: str | None = None
-    input: Prompts
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Positive | None = None
-    prompt_name: str | None = None
-    user: str | None = None
 
 
 def as_prompts(found: Any) -> list[Any]:

@@ -1,0 +1,72 @@
+"""Bodies of /v1/embeddings, /v1/score, /v1/rerank and /classify: what a client may send. Knows no engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from sglcore.serving.apis.body import Body, Items, Positive
+from sglcore.serving.apis.openai.body import Prompts
+
+Texts = Annotated[Items[str], Field(min_length=1)]
+OneOrMore = Annotated[list[str], BeforeValidator(lambda found: [found] if isinstance(found, str) else found), Texts]
+Truncated = Annotated[int, Field(ge=-1)]
+
+
+class PoolingFields(Body):
+    """What all of them share. `truncate_prompt_tokens` cuts what is longer: to so many tokens, or (-1) to what the model holds;
+    `truncate` true is the same as -1. Without them, what is too long is refused."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
+
+    model: str | None = None
+    truncate_prompt_tokens: Truncated | None = None
+    truncate: bool | None = None
+    user: str | None = None
+
+    @property
+    def most(self) -> int | None:
+        """Tokens to which a longer text is cut, -1 for what the model holds; None: it is refused."""
+        if self.truncate_prompt_tokens is not None:
+            return self.truncate_prompt_tokens
+        return -1 if self.truncate else None
+
+
+class EmbeddingBody(PoolingFields):
+    """A request for the vectors of one input or several. `dimensions` keeps the first numbers of each, scaled to length 1 where
+    the whole has it; `prompt_name` is that of a prompt of the checkpoint's, which stands before each text."""
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Positive | None = None
+    prompt_name: str | None = None
+
+
+class ScoreBody(PoolingFields):
+    """A request for how well texts fit: one with each of others, or each with its own."""
+
+    text_1: OneOrMore
+    text_2: OneOrMore
+
+
+class DocumentText(Body):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankBody(PoolingFields):
+    """A request for documents in the order of their relevance to a query, the first `top_n` of them."""
+
+    query: str
+    documents: Annotated[Items[str | DocumentText], Field(min_length=1)]
+    top_n: Positive | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: Positive | None = None
+
+
+class ClassifyBody(PoolingFields):
+    """A request for the labels of one input or several."""
+
+    input: Prompts

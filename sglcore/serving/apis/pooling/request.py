@@ -1,0 +1,177 @@
+"""Texts as a model takes them that answers with vectors or scores, and what their numbers mean."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sglcore.checkpoint.files import read_json
+from sglcore.checkpoint.pooling import read_pooling
+from sglcore.engine.core import prompted, read_prompt
+from sglcore.engine.text import EncodedPair, TextCodec
+from sglcore.serving.apis.checks import check_limit, check_model, check_ready, fingerprint
+from sglcore.serving.apis.openai.body import as_prompts
+from sglcore.serving.apis.pooling.body import ClassifyBody, EmbeddingBody, PoolingFields
+from sglcore.serving.replicas.errors import InvalidRequest, blame
+from sglcore.serving.replicas.frontend import LONG_TEXT, Frontend, Pooled
+
+Text = str | tuple[str, str] | list[int]
+"""A text, two that belong together, or token ids."""
+UNIT = 1e-3
+"""How far from 1 the length of a vector is that has been scaled to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A score for each pair, and the tokens of all."""
+
+    values: list[float]
+    tokens: int
+
+
+def described(frontend: Frontend, body: PoolingFields, tokens: int) -> dict[str, Any]:
+    """What every answer says of the model and its work. Raises InvalidRequest for another model's name."""
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"model": check_model(frontend, body.model), "system_fingerprint": fingerprint(frontend), "usage": usage}
+
+
+async def embedded(frontend: Frontend, body: EmbeddingBody) -> list[Pooled]:
+    """The vectors of a body's inputs, of as many numbers as it wants; waits."""
+    inputs = as_prompts(body.input)
+    _check(frontend, body, "input", len(inputs))
+    _check_embeds(frontend)
+    with blame("input"):
+        texts: list[Any] = [prompted(frontend.codec, prompt, body.prompt_name) for prompt in inputs]
+        found = await _pooled(frontend, texts, body.most)
+    width = len(found[0].vector)
+    if body.dimensions is not None and body.dimensions > width:
+        raise InvalidRequest(
+            f"dimensions is {body.dimensions}", wanted=f"at most {width}, which this model has", param="dimensions"
+        )
+    return [Pooled(_shortened(each.vector, body.dimensions or width), each.tokens) for each in found]
+
+
+async def scored(frontend: Frontend, body: PoolingFields, pairs: Sequence[tuple[str, str]], param: str) -> Scored:
+    """How well the texts of each pair fit: by the model's head for one label, or the cosine of their vectors; waits. `param`
+    names the field of the second texts."""
+    _check(frontend, body, param, len(pairs))
+    assert frontend.info is not None
+    if frontend.info.limits["num_labels"] == 1:
+        with blame(param):
+            found = await _pooled(frontend, pairs, body.most)
+        return Scored([float(each.vector[0]) for each in found], sum(each.tokens for each in found))
+    _check_embeds(frontend)
+    places = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+    with blame(param):
+        found = await _pooled(frontend, list(places), body.most)
+    values = [_cosine(found[places[first]].vector, found[places[second]].vector) for first, second in pairs]
+    return Scored(values, sum(each.tokens for each in found))
+
+
+async def classified(frontend: Frontend, body: ClassifyBody) -> tuple[list[dict[str, Any]], int]:
+    """Label and probabilities of each input, and the tokens of all; waits."""
+    inputs = as_prompts(body.input)
+    _check(frontend, body, "input", len(inputs))
+    assert frontend.info is not None
+    if not frontend.info.limits["num_labels"]:
+        raise _wrong_model("has no labels", "one with a classification head", "/classify")
+    with blame("input"):
+        found = await _pooled(frontend, inputs, body.most)
+    raw = read_json(frontend.model_path / "config.json")
+    names: Mapping[str, str] = raw.get("id2label") or {}
+    pooling = read_pooling(frontend.model_path, raw["architectures"][0], raw)
+    rows = [_probabilities(each.vector, raw, pooling is not None and pooling.is_sigmoid) for each in found]
+    labels = [
+        {
+            "index": place,
+            "label": names.get(str(int(row.argmax())), f"LABEL_{int(row.argmax())}"),
+            "probs": row.tolist(),
+            "num_classes": len(row),
+        }
+        for place, row in enumerate(rows)
+    ]
+    return labels, sum(each.tokens for each in found)
+
+
+async def _pooled(frontend: Frontend, texts: Sequence[Text], most: int | None) -> list[Pooled]:
+    """What the model answers to each text, cut to `most` tokens (-1: to what it holds); long ones are tokenised beside the event
+    loop."""
+    assert frontend.info is not None
+    limits = frontend.info.limits
+    longest = min(limits["max_model_len"], limits["max_batch_tokens"])
+    room = None if most is None else longest if most < 0 else min(most, longest)
+    is_long = sum(map(_characters, texts)) > LONG_TEXT
+    given = (frontend, texts, room)
+    return await frontend.pooled(await asyncio.to_thread(_encoded, *given) if is_long else _encoded(*given))
+
+
+def _characters(text: Text) -> int:
+    return len(text) if isinstance(text, str) else sum(len(part) for part in text if isinstance(part, str))
+
+
+def _encoded(frontend: Frontend, texts: Sequence[Text], most: int | None) -> list[EncodedPair]:
+    return [_encode(frontend.codec, text, most) for text in texts]
+
+
+def _encode(codec: TextCodec, text: Text, most: int | None) -> EncodedPair:
+    if isinstance(text, list):
+        return read_prompt(codec, text)[:most], None
+    return codec.encode_texts(*((text,) if isinstance(text, str) else text), most=most)
+
+
+def _check(frontend: Frontend, body: PoolingFields, param: str, texts: int) -> None:
+    check_model(frontend, body.model)
+    check_ready(frontend)
+    check_limit(param, texts, frontend.config.max_prompts, "texts")
+
+
+def _check_embeds(frontend: Frontend) -> None:
+    """Raise InvalidRequest if the model has no vectors."""
+    assert frontend.info is not None
+    if frontend.info.generates:
+        raise _wrong_model(
+            "generates text and has no embeddings",
+            "an encoder, such as BERT, or this one with --task embed",
+            "/v1/completions",
+        )
+    if frontend.info.limits["num_labels"]:
+        raise _wrong_model("has a classification head", "one that embeds", "/v1/score for one label, or /classify")
+
+
+def _wrong_model(found: str, wanted: str, remedy: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"this model {found}",
+        wanted=wanted,
+        remedy=f"use {remedy}, or serve one of those",
+        param="model",
+        code="model_does_not_embed",
+    )
+
+
+def _shortened(vector: np.ndarray, size: int) -> np.ndarray:
+    """The first numbers of a vector, of length 1 if the whole is (Kusupati et al. 2022, Matryoshka)."""
+    if size == len(vector):
+        return vector
+    is_unit = abs(float(np.linalg.norm(vector)) - 1.0) < UNIT
+    first = vector[:size]
+    length = float(np.linalg.norm(first)) if is_unit else 1.0
+    return first / (length or 1.0)
+
+
+def _cosine(first: np.ndarray, second: np.ndarray) -> float:
+    lengths = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return float(first @ second) / (lengths or 1.0)
+
+
+def _probabilities(scores: np.ndarray, raw: Mapping[str, Any], is_sigmoid: bool) -> np.ndarray:
+    """Of all labels: each by itself where several may hold or there is one, otherwise they add up to 1."""
+    if is_sigmoid:
+        return scores
+    if len(scores) == 1 or raw.get("problem_type") == "multi_label_classification":
+        return 1.0 / (1.0 + np.exp(-scores))
+    powers = np.exp(scores - scores.max())
+    return powers / powers.sum()

@@ -1,0 +1,98 @@
+"""POST /v1/embeddings, /v1/score, /v1/rerank and /classify, the last three under the other paths that clients use too."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import time
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Response
+
+from sglcore.serving.apis.answer import as_json, documented
+from sglcore.serving.apis.pooling.answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
+from sglcore.serving.apis.pooling.body import ClassifyBody, DocumentText, EmbeddingBody, RerankBody, ScoreBody
+from sglcore.serving.apis.pooling.request import classified, described, embedded, scored
+from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.frontend import Frontend
+
+
+def add_routes(router: APIRouter, frontend: Frontend) -> None:
+    """All of them."""
+
+    @router.post(
+        "/v1/embeddings", tags=["embeddings"], responses=documented(EmbeddingAnswer), summary="Vectors of texts"
+    )
+    async def embeddings(body: EmbeddingBody) -> Response:
+        found = await embedded(frontend, body)
+        data = [
+            {"object": "embedding", "index": place, "embedding": _written(one.vector, body.encoding_format)}
+            for place, one in enumerate(found)
+        ]
+        tokens = sum(one.tokens for one in found)
+        return as_json({"object": "list", "data": data, **described(frontend, body, tokens)}, body.warnings())
+
+    for path in ("/v1/score", "/score"):
+        _add_score(router, frontend, path)
+    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
+        _add_rerank(router, frontend, path)
+    for path in ("/v1/classify", "/classify"):
+        _add_classify(router, frontend, path)
+
+
+def _add_score(router: APIRouter, frontend: Frontend, path: str) -> None:
+    @router.post(path, tags=["scores"], responses=documented(ScoreAnswer), summary="How well pairs of texts fit")
+    async def score(body: ScoreBody) -> Response:
+        firsts = body.text_1 * len(body.text_2) if len(body.text_1) == 1 else body.text_1
+        if len(firsts) != len(body.text_2):
+            found = f"found {len(firsts)} of text_1 and {len(body.text_2)} of text_2"
+            raise InvalidRequest(found, wanted="one text_1, or one for each text_2", param="text_1")
+        pairs = list(zip(firsts, body.text_2, strict=True))
+        found = await scored(frontend, body, pairs, "text_2")
+        data = [{"object": "score", "index": place, "score": value} for place, value in enumerate(found.values)]
+        return as_json({**_listed("score", data), **described(frontend, body, found.tokens)}, body.warnings())
+
+
+def _add_rerank(router: APIRouter, frontend: Frontend, path: str) -> None:
+    @router.post(
+        path, tags=["scores"], responses=documented(RerankAnswer), summary="Documents, the most relevant first"
+    )
+    async def rerank(body: RerankBody) -> Response:
+        texts = [each.text if isinstance(each, DocumentText) else each for each in body.documents]
+        if body.max_tokens_per_doc is not None:
+            texts = [frontend.codec.first_tokens(text, body.max_tokens_per_doc) for text in texts]
+        found = await scored(frontend, body, [(body.query, text) for text in texts], "documents")
+        order = sorted(range(len(texts)), key=lambda place: -found.values[place])[: body.top_n]
+        shows = body.return_documents if body.return_documents is not None else path != "/v2/rerank"
+        results = [
+            {
+                "index": place,
+                "relevance_score": found.values[place],
+                **({"document": {"text": texts[place]}} if shows else {}),
+            }
+            for place in order
+        ]
+        answer = {"id": f"rerank-{secrets.token_hex(12)}", "results": results}
+        return as_json({**answer, **described(frontend, body, found.tokens)}, body.warnings())
+
+
+def _add_classify(router: APIRouter, frontend: Frontend, path: str) -> None:
+    @router.post(path, tags=["scores"], responses=documented(ClassifyAnswer), summary="Labels of texts")
+    async def classify(body: ClassifyBody) -> Response:
+        labels, tokens = await classified(frontend, body)
+        return as_json({**_listed("classify", labels), **described(frontend, body, tokens)}, body.warnings())
+
+
+def _listed(prefix: str, data: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": "list",
+        "created": int(time.time()),
+        "data": data,
+    }
+
+
+def _written(vector: np.ndarray, form: str | None) -> Any:
+    data = np.ascontiguousarray(vector, dtype="<f4")
+    return base64.b64encode(data.tobytes()).decode("ascii") if form == "base64" else data.tolist()
