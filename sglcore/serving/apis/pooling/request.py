@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sglcore.checkpoint.files import read_json
-from sglcore.checkpoint.pooling import read_pooling
 from sglcore.engine.core import prompted, read_prompt
+from sglcore.engine.labels import read_labels
 from sglcore.engine.text import EncodedPair, TextCodec
 from sglcore.serving.apis.checks import check_limit, check_model, check_ready, fingerprint
 from sglcore.serving.apis.openai.body import as_prompts
@@ -81,20 +80,13 @@ async def classified(frontend: Frontend, body: ClassifyBody) -> tuple[list[dict[
         raise _wrong_model("has no labels", "one with a classification head", "/classify")
     with blame("input"):
         found = await _pooled(frontend, inputs, body.most)
-    raw = read_json(frontend.model_path / "config.json")
-    names: Mapping[str, str] = raw.get("id2label") or {}
-    pooling = read_pooling(frontend.model_path, raw["architectures"][0], raw)
-    rows = [_probabilities(each.vector, raw, pooling is not None and pooling.is_sigmoid) for each in found]
-    labels = [
-        {
-            "index": place,
-            "label": names.get(str(int(row.argmax())), f"LABEL_{int(row.argmax())}"),
-            "probs": row.tolist(),
-            "num_classes": len(row),
-        }
+    labels = read_labels(frontend.model_path)
+    rows = [labels.probabilities(each.vector) for each in found]
+    data = [
+        {"index": place, "label": labels.names[row.argmax()], "probs": row.tolist(), "num_classes": len(row)}
         for place, row in enumerate(rows)
     ]
-    return labels, sum(each.tokens for each in found)
+    return data, sum(each.tokens for each in found)
 
 
 async def _pooled(frontend: Frontend, texts: Sequence[Text], most: int | None) -> list[Pooled]:
@@ -165,13 +157,3 @@ def _shortened(vector: np.ndarray, size: int) -> np.ndarray:
 def _cosine(first: np.ndarray, second: np.ndarray) -> float:
     lengths = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(first @ second) / (lengths or 1.0)
-
-
-def _probabilities(scores: np.ndarray, raw: Mapping[str, Any], is_sigmoid: bool) -> np.ndarray:
-    """Of all labels: each by itself where several may hold or there is one, otherwise they add up to 1."""
-    if is_sigmoid:
-        return scores
-    if len(scores) == 1 or raw.get("problem_type") == "multi_label_classification":
-        return 1.0 / (1.0 + np.exp(-scores))
-    powers = np.exp(scores - scores.max())
-    return powers / powers.sum()
