@@ -1,0 +1,40 @@
+"""What the scores of a classification head mean: the labels' names, and their probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sglcore.checkpoint.files import read_json
+from sglcore.checkpoint.pooling import read_pooling
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Names in the order of the scores. Of those that are `independent` several may hold; `is_ended`: a sigmoid has been taken."""
+
+    names: tuple[str, ...]
+    independent: bool
+    is_ended: bool
+
+    def probabilities(self, scores: np.ndarray) -> np.ndarray:
+        """float32 [labels] of scores float32 [labels]: each by itself, or all add up to 1."""
+        if self.is_ended:
+            return scores
+        if self.independent:
+            return 1.0 / (1.0 + np.exp(-scores))
+        powers = np.exp(scores - scores.max())
+        return powers / powers.sum()
+
+
+def read_labels(folder: Path) -> Labels:
+    """Of a checkpoint folder with a classification head. Raises ConfigError."""
+    raw = read_json(folder / "config.json")
+    pooling = read_pooling(folder, raw["architectures"][0], raw)
+    assert pooling is not None and pooling.labels
+    given = raw.get("id2label") or {}
+    names = tuple(given.get(str(place), f"LABEL_{place}") for place in range(pooling.labels))
+    several = raw.get("problem_type") == "multi_label_classification"
+    return Labels(names, several or pooling.labels == 1, pooling.is_sigmoid)
