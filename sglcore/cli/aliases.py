@@ -18,6 +18,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "page_size": ("--block-size",),
         "prefix_cache": ("--enable-prefix-caching",),
         "kv_cache_memory": ("--kv-cache-memory-bytes",),
+        "memory_fraction": ("--gpu-memory-utilization", "--mem-fraction-static"),
         "graph_buckets": ("--cuda-graph-bs",),
         "threads": ("-t",),
         "speculative": ("--speculative-algorithm",),
@@ -57,15 +58,14 @@ ALWAYS = (
 )
 """Flags for what is so in any case."""
 
-_MEMORY = "--kv-cache-memory SIZE says what the KV cache takes; left out, it takes what is free"
+_MEMORY = "--kv-cache-memory SIZE says what the KV cache takes, and nothing is offloaded"
 _DEVICES = "a model runs whole on one device, --device NAME; --replicas N runs N of them"
 _QUANTIZED = "the checkpoint says how it is quantised; --quantize int8 or int4 rounds one that is not"
 _LORA = "merge the adapter into the checkpoint"
 _IN_FOLDER = "the model's own is read: put it into a folder with the weights"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static", "--max-total-tokens"), _MEMORY),
-        **dict.fromkeys(("--cpu-offload-gb", "--swap-space"), _MEMORY),
+        **dict.fromkeys(("--max-total-tokens", "--cpu-offload-gb", "--swap-space"), _MEMORY),
         **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp", "-tp", "--split-mode", "-sm"), _DEVICES),
         **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "-pp", "--tensor-split", "-ts"), _DEVICES),
         **dict.fromkeys(("--n-gpu-layers", "--gpu-layers", "-ngl"), _DEVICES),

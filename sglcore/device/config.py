@@ -49,6 +49,13 @@ class EngineConfig:
     max_batch_tokens: int = setting(2048, "Tokens of one step; longer prompts are cut into chunks of it.", least=1)
     page_size: int | None = setting(None, "Tokens of a page of the KV cache.", least=1)
     kv_cache_memory: int | None = setting(None, "Memory for the KV cache, such as 512M or 4G.", least=1, is_memory=True)
+    memory_fraction: float | None = setting(
+        None,
+        "The part of the device's memory that everything on it, weights and KV cache, may take, such as 0.9; kv_cache_memory counts"
+        " first.",
+        least=0,
+        most=1,
+    )
     snapshot_memory: int | None = setting(
         None,
         "Memory for copies of recurrent state, which prefix hits of such models restore, such as 1G.",

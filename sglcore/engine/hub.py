@@ -129,7 +129,7 @@ def _bar(progress: Callable[[str, int, int], None]) -> type[Any]:
         def update(self, n: float | None = 1) -> None:
             with self.get_lock():
                 self.n += n or 0
-                if self._counts and self.total:
+                if self._counts and self.total and self.total >= 1 << 20:
                     progress("download (MiB)", int(self.n) >> 20, int(self.total) >> 20)
 
     return Bar

@@ -24,8 +24,8 @@ from sglcore.schedule.prompt_embeds import PromptEmbeds
 class LLM:
     """A model that generates text. Also a context manager; `close` frees the device.
 
-    `model` is a checkpoint folder (None: the embedded model). Settings are the fields of `EngineConfig`, each also read
-    from `SGLCORE_<NAME>`; `show_progress` draws bars on a terminal.
+    `model` is a checkpoint folder, a GGUF file or a name of Hugging Face's hub, which is fetched (None: the embedded model).
+    Settings are the fields of `EngineConfig`, each also read from `SGLCORE_<NAME>`; `show_progress` draws bars on a terminal.
     """
 
     def __init__(self, model: str | None = None, *, show_progress: bool = False, **settings: Any) -> None:

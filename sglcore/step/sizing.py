@@ -95,8 +95,7 @@ def size_pools(
     """Choose the number of requests by their states, then of window pages and pages, and the context. `context_len` is the
     model's own; a request of the chosen `max_model_len` always fits. Raises ConfigError where what was asked for can not be held."""
     max_model_len = config.max_model_len or context_len
-    given = config.kv_cache_memory
-    allowed = given if given is not None else int(budget.available * budget.default_share)
+    given, allowed = config.kv_cache_memory, _allowed(config, budget)
     if given is not None and given > budget.available:
         raise ConfigError(
             f"kv_cache_memory is {size_text(given)}, {size_text(budget.available)} are available",
@@ -121,8 +120,7 @@ def size_pools(
         useful = states.max_requests * num_pages
     what = f"{num_pages} pages of {page_size} tokens, {size_text(num_pages * page_bytes)}"
     reason = f"{budget.evidence}; {states.max_requests} requests of {max_model_len} tokens need {useful} pages"
-    asked_text = f"{size_text(given)}" if given is not None else "auto"
-    ledger.record(Row("kv cache", asked_text, what, reason, "set kv_cache_memory"))
+    ledger.record(Row("kv cache", _asked_text(config), what, reason, "set kv_cache_memory or memory_fraction"))
     requests = states.max_requests
     if num_pages < requests:
         requests = num_pages
@@ -130,6 +128,22 @@ def size_pools(
     window = geometry.window if window_pages else 0
     counts = page_size, num_pages, max_model_len, requests, states.num_snapshots, window, window_pages
     return MemorySizes(*counts, geometry)
+
+
+def _allowed(config: EngineConfig, budget: MemoryBudget) -> int:
+    """Bytes that may be taken: those that were asked for, or what a fraction of all leaves beside what is in use already, or the
+    usual share of what is free."""
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    if config.memory_fraction is not None:
+        return max(int(budget.available - budget.total * (1 - config.memory_fraction)), 0)
+    return int(budget.available * budget.default_share)
+
+
+def _asked_text(config: EngineConfig) -> str:
+    if config.kv_cache_memory is not None:
+        return size_text(config.kv_cache_memory)
+    return "auto" if config.memory_fraction is None else f"within {config.memory_fraction:g} of all memory"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import pytest
@@ -24,6 +26,7 @@ from typer.testing import CliRunner
 from sglcore.cli.__main__ import main
 from sglcore.cli.aliases import FLAGS, REFUSED, graph_name
 from sglcore.cli.app import make_app
+from sglcore.cli.serve import _show
 from sglcore.cli.settings import engine_settings, flag_names, split_settings, with_settings
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
@@ -141,6 +144,22 @@ def test_what_can_not_start_is_one_line_and_exit_code_2(words: tuple[str, ...], 
 def test_a_wrong_flag_names_the_nearest() -> None:
     found = run("serve", "--prot", "1")
     assert found.returncode == 2 and "--port" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("generates", "shown", "other"), [(True, "/v1/messages", "/v1/embeddings"), (False, "/v1/embeddings", "/v1/chat")]
+)
+def test_the_banner_lists_the_endpoints_that_the_model_has(
+    generates: bool, shown: str, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = {"model": 0.5, "total": 1.0}
+    told = {"device": "acme", "distribution": "acme", "version": "1", "device_evidence": "", "ledger": []}
+    info = SimpleNamespace(generates=generates, seconds=seconds, **told)
+    health = SimpleNamespace(ready=True, live=True)
+    frontend: Any = SimpleNamespace(health=health, info=info, names=("m",), format=SimpleNamespace(rows=[]))
+    asyncio.run(_show(frontend, "http://here", quiet=False))
+    said = capsys.readouterr().out
+    assert shown in said and other not in said
 
 
 def test_a_port_in_use_is_an_error_before_the_model_is_loaded() -> None:

@@ -15,7 +15,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class HubServer:
-    """Repositories by name, each a mapping of paths to bytes; `gated` ones need a token. `asked` are the files that were read."""
+    """Repositories by name, each a mapping of paths to bytes; `gated` ones need a token. `asked` are the files that were read, behind the name."""
 
     repositories: Mapping[str, Mapping[str, bytes]]
     gated: frozenset[str] = frozenset()
@@ -44,7 +44,7 @@ class HubServer:
             siblings = [{"rfilename": each} for each in files]
             return 200, {}, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode()
         file = "/".join(rest[2:])
-        self.asked.add(file)
+        self.asked.add(f"{name}/{file}")
         return 200, {"ETag": f'"{sha1(files[file]).hexdigest()}"', "X-Repo-Commit": COMMIT}, files[file]
 
 

@@ -118,13 +118,17 @@ def test_what_can_not_be_fetched_is_one_line_with_the_remedy(hub: HubServer, tmp
 
 
 def test_a_model_of_the_hub_generates_and_a_missing_library_is_one_line(tmp_path: Path) -> None:
-    files = {path.name: path.read_bytes() for path in embedded_model().iterdir() if path.is_file()}
+    model, draft = (
+        {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        for folder in (embedded_model(), embedded_model() / "draft")
+    )
     words = ("-m", "sglcore.cli", "generate", "owner/demo", "-q", "-p", "Once upon", "--max-tokens", "4")
-    with hub_server(HubServer({"owner/demo": files})) as hub:
+    with hub_server(HubServer({"owner/demo": model, "owner/draft": draft})) as hub:
         known = environment(tmp_path, hub.url, OMP_NUM_THREADS="1")
-        found = warm.run(words, Path.cwd(), known)
-    assert found.returncode == 0 and found.stdout.strip() and hub.asked <= files.keys(), found.stderr
-    assert "README.md" not in hub.asked and "%|" not in found.stderr
+        found = warm.run((*words, "--draft-model", "owner/draft", "--draft-tokens", "2"), Path.cwd(), known)
+    assert found.returncode == 0 and found.stdout.strip() and "%|" not in found.stderr, found.stderr
+    assert {"owner/demo/model.safetensors", "owner/draft/model.safetensors"} <= hub.asked
+    assert "owner/demo/README.md" not in hub.asked
     (tmp_path / "huggingface_hub.py").write_text("raise ImportError")
     broken = {**known, "PYTHONPATH": os.pathsep.join((str(tmp_path), known.get("PYTHONPATH", "")))}
     refused(warm.run(words, Path.cwd(), broken), "needs huggingface_hub", "sglcore[hub]")

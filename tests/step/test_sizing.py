@@ -105,6 +105,26 @@ def test_an_explicit_cache_is_taken_whole_whatever_the_share() -> None:
     assert rows["kv cache"].requested == "0.3 MiB"
 
 
+def with_fraction(fraction: float, **wanted: Any) -> tuple[int, str]:
+    """Pages, and what the ledger says was asked for, where 60 of 100 pages' memory are taken."""
+    ledger = DecisionLedger()
+    config = EngineConfig(max_requests=8, memory_fraction=fraction, **wanted)
+    given = MemoryBudget(100 * PAGE_BYTES, 40 * PAGE_BYTES, "as the test says", 0.1)
+    found = size_pools(
+        config, context_len=CONTEXT, geometry=Geometry(PAGE_BYTES), page_size=PAGE, budget=given, ledger=ledger
+    )
+    return found.num_pages, ledger.rows[-1].requested
+
+
+def test_a_fraction_is_of_all_memory_and_counts_what_is_taken() -> None:
+    assert with_fraction(0.9) == (30, "within 0.9 of all memory")
+    assert with_fraction(0.9, kv_cache_memory=20 * PAGE_BYTES) == (20, "0.3 MiB")
+    with pytest.raises(ConfigError, match="one request"):
+        with_fraction(0.5, max_model_len=CONTEXT)
+    with pytest.raises(ConfigError, match="memory_fraction is 90.0; it must be at most 1"):
+        with_fraction(90.0)
+
+
 def test_an_explicit_cache_beyond_what_is_free_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_memory is .* MiB, .* MiB are available; ask for less"):
         sizes(10, kv_cache_memory=11 * PAGE_BYTES)
