@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from sglcore.device.server_config import ServerConfig
+from sglcore.sampling.grammar import Thinking
 from sglcore.serving.chat.format import ChatFormat
 from tests.serving.chat.checkpoints import codec_of
 from tests.serving.scripted import MODEL, Stage, staged
@@ -69,12 +70,15 @@ def test_harmony_is_thought_called_answered_and_told(harmony: tuple[Stage, opena
     assert script.params[0].stop_token_ids and not script.params[0].skip_special_tokens
 
 
-def test_a_form_is_bound_inside_the_final_channel(harmony: tuple[Stage, openai.OpenAI]) -> None:
+def test_a_form_is_bound_inside_the_final_channel_behind_what_is_thought(harmony: tuple[Stage, openai.OpenAI]) -> None:
     stage, client = harmony
-    script = stage.speak("true")
+    final = "<|channel|>final<|message|>"
+    script = stage.speak("<|channel|>analysis<|message|>", "Hm.", f"<|end|><|start|>assistant{final}", "true")
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
     answer = client.chat.completions.create(model=MODEL, messages=[QUESTION], response_format=form).choices[0].message
-    assert answer.content == "true" and script.prompts[0].endswith("<|start|>assistant<|channel|>final<|message|>")
+    assert answer.content == "true" and answer.to_dict()["reasoning_content"] == "Hm."
+    assert script.prompts[0].endswith("<|start|>assistant")
+    assert script.params[0].thinking == Thinking(final, f"<|end|><|start|>assistant{final}", "<|channel|>")
     stage.speak("Yes.")
     client.chat.completions.create(model=MODEL, messages=[QUESTION])
     assert stage.script.prompts[0].endswith("<|start|>assistant")

@@ -175,9 +175,11 @@ class ChatFormat:
             return None
         start, end = family.marks
         if family.opening and not must_call:
-            # Reasoning stands anywhere before the channel of the answer, and calls beside it.
+            # Reasoning stands anywhere before the channel of the answer, and calls beside it; each begins with its channel.
             closing = end + family.resume + family.opening
-            return Thinking(family.opening, closing, budget=budget, may_stop=may_call or not is_bound)
+            channel = next((text for text in self._added if text and family.opening.startswith(text)), "")
+            begin = "" if rendered.reasoning_open else channel
+            return Thinking(family.opening, closing, begin, budget, may_stop=may_call or not is_bound)
         end += family.resume
         if rendered.reasoning_open:
             return Thinking(end, end, budget=budget, may_stop=not is_bound)

@@ -101,8 +101,8 @@ def test_what_is_bound_follows_reasoning_that_ends_by_the_text_before_it(form: C
     closing = f"<|end|>{NEXT}{FINAL}"
     assert form.thinking(plain, is_bound=True, must_call=True) is None
     assert form.thinking(is_open, is_bound=True, must_call=True) == Thinking(f"<|end|>{NEXT}", f"<|end|>{NEXT}")
-    assert form.thinking(plain, is_bound=True, budget=9) == Thinking(FINAL, closing, budget=9)
-    assert form.thinking(plain, is_bound=True, may_call=True) == Thinking(FINAL, closing, may_stop=True)
+    assert form.thinking(plain, is_bound=True, budget=9) == Thinking(FINAL, closing, "<|channel|>", 9)
+    assert form.thinking(plain, is_bound=True, may_call=True) == Thinking(FINAL, closing, "<|channel|>", may_stop=True)
     bound = Grammar("json_object")
     assert form.tool_grammar(TOOLS, "auto", answer=bound) == bound
 
