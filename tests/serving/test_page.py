@@ -300,7 +300,11 @@ def test_an_answer_is_shown_as_markdown_and_copied_as_it_was_written(tab, script
     )
     assert body.locator("pre").inner_text() == 'x = "<b>"\n\n**y**'
     assert tab.locator(".turn.user .body").inner_text() == "**not mine**"
-    tab.locator(".turn.assistant .meta >> text=Copy").click()
+    tab.fill("#schema", "{}")
+    script.chunks = [chat('{"a":\n  "*b*"}'), ended("stop"), usage(1, 9)]
+    say(tab)
+    assert last(tab) == '{"a":\n  "*b*"}'
+    tab.locator(".turn.assistant .meta >> nth=0 >> text=Copy").click()
     tab.wait_for_selector("text=Copied")
     assert tab.evaluate("navigator.clipboard.readText()") == MARKDOWN
 
