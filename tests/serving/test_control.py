@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -162,3 +163,24 @@ def test_what_is_flushed_is_computed_again(server: Server) -> None:
     for path in ("/livez", "/readyz", "/startupz", "/health"):
         answer = server.client.head(path)
         assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_a_stream_that_is_aborted_says_so_and_one_that_is_paused_goes_on(server: Server) -> None:
+    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": 5, "stream": True}
+    expected = server.post("/v1/completions", {**body, "stream": False})["choices"][0]["text"]
+    with server.client.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "abort-me"}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert server.post("/abort_request", {"rid": "abort-me"}) == {"aborted": 1}
+        assert [json.loads(line[6:])["error"]["code"] for line in lines if "error" in line] == ["aborted"]
+    with server.client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        said = [next(lines)]
+        server.post("/pause_generation", {"mode": "in_place"})
+        before = server.get("/server_info/stats")["generation_tokens"]
+        assert server.get("/is_paused")["is_paused"] and server.get("/readyz")["phase"] == "ready"
+        assert server.get("/server_info/stats")["generation_tokens"] == before
+        server.post("/continue_generation", {})
+        said += [line for line in lines if line]
+    chunks = [json.loads(line[6:]) for line in said if line not in ("data: [DONE]", "")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == expected

@@ -124,6 +124,7 @@ class EngineService:
                 logging.exception("what was in flight could not be collected")
                 outputs = self._after_failure(error)
             self._send(outputs)
+            self._send_stats(force=True)
         self._channel.send(Done(request.request_id))
 
     def _embed(self, request: Embed) -> None:
