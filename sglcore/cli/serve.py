@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from sglcore.serving.chat.frontend import ChatFrontend
 
 TEXT_ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /metrics"
-VECTOR_ENDPOINTS = "/v1/embeddings /tokenize /metrics"
-"""Those of a model that generates text, and those of one that embeds."""
+VECTOR_ENDPOINTS = "/v1/embeddings /v1/score /v1/rerank /tokenize /metrics"
+LABEL_ENDPOINTS = "/classify /v1/score /v1/rerank /tokenize /metrics"
+"""Those of a model that generates text, of one that embeds, and of one with a head for labels."""
 POLL_SECONDS = 0.05
 
 
@@ -96,9 +97,14 @@ async def _show(frontend: ChatFrontend, url: str, *, quiet: bool) -> None:
         _banner(frontend)
     print(f"serving {', '.join(frontend.names)} at {url}", flush=True)
     if not quiet:
-        assert frontend.info is not None
-        endpoints = TEXT_ENDPOINTS if frontend.info.generates else VECTOR_ENDPOINTS
-        print(f"  the page: {url}/\n  endpoints: {endpoints}\n  Ctrl-C drains, then stops", flush=True)
+        print(f"  the page: {url}/\n  endpoints: {_endpoints(frontend)}\n  Ctrl-C drains, then stops", flush=True)
+
+
+def _endpoints(frontend: ChatFrontend) -> str:
+    assert frontend.info is not None
+    if frontend.info.generates:
+        return TEXT_ENDPOINTS
+    return LABEL_ENDPOINTS if frontend.info.limits["num_labels"] else VECTOR_ENDPOINTS
 
 
 def _banner(frontend: ChatFrontend) -> None:

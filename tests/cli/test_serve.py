@@ -147,14 +147,19 @@ def test_a_wrong_flag_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("generates", "shown", "other"), [(True, "/v1/messages", "/v1/embeddings"), (False, "/v1/embeddings", "/v1/chat")]
+    ("generates", "labels", "shown", "other"),
+    [
+        (True, 0, "/v1/messages", "/v1/embeddings"),
+        (False, 0, "/v1/embeddings", "/v1/chat"),
+        (False, 1, "/v1/rerank", "/v1/embeddings"),
+    ],
 )
 def test_the_banner_lists_the_endpoints_that_the_model_has(
-    generates: bool, shown: str, other: str, capsys: pytest.CaptureFixture[str]
+    generates: bool, labels: int, shown: str, other: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seconds = {"model": 0.5, "total": 1.0}
     told = {"device": "acme", "distribution": "acme", "version": "1", "device_evidence": "", "ledger": []}
-    info = SimpleNamespace(generates=generates, seconds=seconds, **told)
+    seconds, limits = {"model": 0.5, "total": 1.0}, {"num_labels": labels}
+    info = SimpleNamespace(generates=generates, limits=limits, seconds=seconds, **told)
     health = SimpleNamespace(ready=True, live=True)
     frontend: Any = SimpleNamespace(health=health, info=info, names=("m",), format=SimpleNamespace(rows=[]))
     asyncio.run(_show(frontend, "http://here", quiet=False))
