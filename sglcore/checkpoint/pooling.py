@@ -15,6 +15,8 @@ from sglcore.device.errors import ConfigError
 
 TASKS = ("auto", "generate", "embed")
 MODULES = "modules.json"
+POOLING = "1_Pooling"
+"""Where a pooling stands that no list of modules names."""
 PROMPTS = "config_sentence_transformers.json"
 
 MODES: Mapping[str, str] = MappingProxyType(
@@ -82,6 +84,8 @@ def read_pooling(folder: Path, architecture: str, raw: Mapping[str, Any], task: 
         return _of_modules(folder)
     if not headless and task == "auto":
         return None
+    if (folder / POOLING / "config.json").is_file():
+        return Pooling(_modes(folder / POOLING), True, reason=f"{POOLING}/config.json; there is no {MODULES}")
     mode = "mean" if is_encoder else "lasttoken"
     kind = "encoders" if is_encoder else "decoders"
     return Pooling((mode,), is_normalized=True, reason=f"there is no {MODULES}, and this is usual for {kind}")

@@ -36,17 +36,23 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> np.ndarray:
-    """Mean of the last hidden states, of length 1, one sentence at a time."""
+def hidden(folder: Path) -> list[torch.Tensor]:
+    """The last hidden states, one sentence at a time."""
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder, dtype=torch.float32)
-    rows: list[Any] = []
-    for sentence in SENTENCES:
-        with torch.no_grad():
-            hidden = model.eval()(**tokenizer(sentence, return_tensors="pt")).last_hidden_state[0]
-        rows.append(torch.nn.functional.normalize(hidden.mean(0), dim=0).numpy())
-    return np.stack(rows)
+    with torch.no_grad():
+        return [model.eval()(**tokenizer(each, return_tensors="pt")).last_hidden_state[0] for each in SENTENCES]
+
+
+@pytest.fixture(scope="module")
+def expected(hidden: list[torch.Tensor]) -> np.ndarray:
+    """Their mean, of length 1."""
+    return of_length_1([each.mean(0) for each in hidden])
+
+
+def of_length_1(vectors: list[torch.Tensor]) -> np.ndarray:
+    return torch.nn.functional.normalize(torch.stack(vectors), dim=1).numpy()
 
 
 def test_embeddings_of_a_batch_are_those_of_transformers_one_by_one(folder: Path, expected: np.ndarray) -> None:
@@ -56,6 +62,19 @@ def test_embeddings_of_a_batch_are_those_of_transformers_one_by_one(folder: Path
         assert found[0] @ found[1] > found[0] @ found[2]
         alone = llm.embed(SENTENCES[2])
         np.testing.assert_allclose(alone[0], expected[2], atol=1e-4)
+
+
+@pytest.mark.parametrize(("mode", "place"), [("cls_token", 0), ("lasttoken", -1)])
+def test_a_pooling_that_no_list_of_modules_names_is_followed(
+    folder: Path, hidden: list[torch.Tensor], tmp_path: Path, mode: str, place: int
+) -> None:
+    own = shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("modules.json", "*_Pooling"))
+    (own / "1_Pooling").mkdir()
+    (own / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}), encoding="utf-8")
+    with LLM(str(own), threads=1) as llm:
+        np.testing.assert_allclose(llm.embed(SENTENCES), of_length_1([each[place] for each in hidden]), atol=1e-4)
+        (row,) = [row for row in llm.ledger.rows if row.topic == "pooling"]
+        assert row.reason.startswith("1_Pooling/config.json")
 
 
 def test_forward_batch_embedding_takes_a_schedule_batch(folder: Path, expected: np.ndarray) -> None:
