@@ -48,6 +48,7 @@ class OutputProcessor:
                 skip_special=params.skip_special_tokens,
                 include_stop=params.include_stop_str_in_output,
                 prompt=output.prompt_token_ids,
+                min_tokens=params.min_tokens,
             )
             for _ in range(params.n)
         ]

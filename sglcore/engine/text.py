@@ -119,7 +119,8 @@ class IncrementalDetokenizer:
 
     `push` returns what may be shown: never half a character, never the beginning of something that may become a stop
     string. `stopped_by` is the stop string that ended the text; `taken` counts the tokens of the last `push` up to that which
-    completed it. `prompt` ends with the tokens before the first one, which decide whether that begins with a space.
+    completed it. `prompt` ends with the tokens before the first one, which decide whether that begins with a space. What is
+    complete with the first `min_tokens` tokens is no stop string.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class IncrementalDetokenizer:
         skip_special: bool,
         include_stop: bool,
         prompt: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._codec = codec
         self._skip_special = skip_special
@@ -139,6 +141,9 @@ class IncrementalDetokenizer:
         self._ids = list(prompt[-CONTEXT:])
         self._first, self._read = 0, len(self._ids)
         self._shown = 0
+        self._count, self._min_tokens = 0, min_tokens
+        self._free = 0
+        """Characters of the text in which no stop string ends."""
         self.text = ""
         self.stopped_by: str | None = None
         self.taken = 0
@@ -150,6 +155,7 @@ class IncrementalDetokenizer:
             if self.stopped_by is not None:
                 break
             self.taken += 1
+            self._count += 1
             if token_id in self._skipped:
                 continue
             self._ids.append(token_id)
@@ -186,7 +192,11 @@ class IncrementalDetokenizer:
     def _append(self, new: str) -> None:
         first = max(len(self.text) - max(map(len, self._stop), default=0), 0)
         self.text += new
-        found = [(place, word) for word in self._stop if (place := self.text.find(word, first)) >= 0]
+        if self._count <= self._min_tokens:
+            self._free = len(self.text)
+            return
+        starts = ((word, max(first, self._free - len(word) + 1)) for word in self._stop)
+        found = [(place, word) for word, start in starts if (place := self.text.find(word, start)) >= 0]
         if found:
             place, word = min(found, key=lambda item: (item[0], -len(item[1])))
             self.text = self.text[: place + (len(word) if self._include_stop else 0)]

@@ -50,7 +50,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """Stop ids cannot be drawn before this many output tokens."""
+    """Stop ids cannot be drawn before this many output tokens, and a stop string that they complete is text."""
     logprobs: int | None = None
     """Top alternatives to report per output token; 0 = only the chosen token, None = nothing."""
     prompt_logprobs: int | None = None

@@ -117,6 +117,18 @@ def test_the_beginning_of_a_stop_string_is_held_back_by_the_longest_match_and_le
     assert shown == ["", "", "a", "aax"] and text.finish() == ""
 
 
+@pytest.mark.parametrize(
+    ("min_tokens", "wanted"),
+    [(0, ""), (1, ""), (2, "a"), (3, "a"), (4, "abx"), (5, "abxaby"), (7, "abxaby"), (8, "abxabyab")],
+)
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_a_stop_string_that_the_first_tokens_complete_is_text(min_tokens: int, wanted: str, size: int) -> None:
+    ids = [CODEC.encode(letter, special=False)[0] for letter in "abxabyab"]
+    text = IncrementalDetokenizer(CODEC, ["ab", "bxa"], skip_special=True, include_stop=False, min_tokens=min_tokens)
+    shown = "".join(text.push(ids[place : place + size]) for place in range(0, len(ids), size)) + text.finish()
+    assert shown == text.text == wanted
+
+
 def test_a_template_that_refuses_is_a_clear_error() -> None:
     with pytest.raises(TextError, match="template"):
         CODEC.render_chat([{"role": "nobody", "content": 1}])
