@@ -223,6 +223,15 @@ def test_a_call_that_was_cut_keeps_what_is_whole(stage: Stage, client: anthropic
     assert made.input == {"at": "sea", "day": "Mon"}
 
 
+@pytest.mark.parametrize(("arguments", "reason"), [('{"at": "S', "stop_sequence"), ('{"at": 1}', "tool_use")])
+def test_a_call_that_a_stop_string_has_cut_is_none_to_make(
+    stage: Stage, client: anthropic.Anthropic, arguments: str, reason: str
+) -> None:
+    stage.speak(*call("weather", arguments), stop_cause="ea")
+
+    assert client.messages.create(tools=[TOOL], **ASKED).stop_reason == reason
+
+
 @pytest.mark.parametrize(
     ("ending", "text"),
     [

@@ -6,6 +6,7 @@ All endpoints that chat, in whatever protocol, are translations to `ChatRequest`
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -137,7 +138,7 @@ class ChatRun:
                 if isinstance(item, PromptProgress):
                     yield ChatEvent(0, progress=item)
                     continue
-                for event in self._samples[item.index].take(item):
+                for event in self._samples[item.index].take(item, self.output.outputs[item.index].stop_cause):
                     yield event
 
     async def __aenter__(self) -> ChatRun:
@@ -154,21 +155,26 @@ class _Sample:
 
     def __init__(self, index: int, parser: TextParser, parallel: bool) -> None:
         self._index, self._parser, self._parallel = index, parser, parallel
-        self._has_called = False
+        self._arguments: str | None = None
+        """Of its last call; None: it has called nothing."""
         self._unsent: tuple[int, ...] = ()
 
-    def take(self, text: TextDelta) -> list[ChatEvent]:
-        """The events of new text: tokens stand with the first, the end with the last."""
+    def take(self, text: TextDelta, stop_cause: int | str | None) -> list[ChatEvent]:
+        """The events of new text: tokens stand with the first, the end with the last; `stop_cause` as its output has it."""
         deltas = self._parser.push(text.text) if text.text else []
         if text.finish_reason is not None:
             deltas = [*deltas, *self._parser.finish()]
         kept = [delta for delta in deltas if self._parallel or not _is_later_call(delta)]
-        self._has_called |= any(delta.kind == "tool_start" for delta in kept)
+        for delta in kept:
+            if delta.kind == "tool_start":
+                self._arguments = ""
+            elif delta.kind == "tool_arguments":
+                self._arguments = (self._arguments or "") + delta.text
         self._unsent += text.token_ids
         if text.logprobs is None and text.finish_reason is None and not kept:
             return []
         ids, self._unsent = self._unsent, ()
-        end = None if text.finish_reason is None else self._reason(text.finish_reason)
+        end = None if text.finish_reason is None else self._reason(text.finish_reason, stop_cause)
         if len(kept) < 2:
             return [ChatEvent(self._index, kept[0] if kept else None, end, text.logprobs, None, ids)]
         first, *others, last = kept
@@ -178,8 +184,11 @@ class _Sample:
             ChatEvent(self._index, last, end),
         ]
 
-    def _reason(self, reason: FinishReason) -> ChatFinish:
-        return "tool_calls" if reason == "stop" and self._has_called else reason
+    def _reason(self, reason: FinishReason, stop_cause: int | str | None) -> ChatFinish:
+        """A stop string inside of a call leaves none that could be made."""
+        if reason != "stop" or self._arguments is None:
+            return reason
+        return "stop" if isinstance(stop_cause, str) and not _is_json(self._arguments) else "tool_calls"
 
 
 async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
@@ -328,6 +337,14 @@ class _Content:
     def finish(self) -> list[Delta]:
         """Nothing is held back."""
         return []
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_later_call(delta: Delta) -> bool:
