@@ -57,7 +57,7 @@ def test_a_cross_encoder_scores_pairs_and_orders_documents_as_transformers_does(
         scores = client.post("/v1/score", json={"text_1": QUERY, "text_2": DOCUMENTS}).json()
         ScoreAnswer.model_validate(scores, strict=True)
         assert [each["score"] for each in scores["data"]] == pytest.approx(wanted, abs=1e-5)
-        each_own = client.post("/score", json={"text_1": [QUERY] * 3, "text_2": DOCUMENTS}).json()
+        each_own = client.post("/v1/score", json={"text_1": [QUERY] * 3, "text_2": DOCUMENTS}).json()
         assert each_own["data"] == scores["data"]
         ranked = client.post("/v1/rerank", json={"query": QUERY, "documents": [*DOCUMENTS[:2], {"text": "ok"}]}).json()
         RerankAnswer.model_validate(ranked, strict=True)
@@ -77,7 +77,7 @@ def test_a_cross_encoder_scores_pairs_and_orders_documents_as_transformers_does(
         assert wrong["param"] == "text_1" and "found 2 of text_1 and 3 of text_2" in wrong["message"]
         refused = client.post("/v1/embeddings", json={"input": "a"}).json()["error"]
         assert "/v1/score" in refused["message"] and refused["code"] == "model_does_not_embed"
-        classes = client.post("/classify", json={"input": QUERY}).json()["data"][0]
+        classes = client.post("/v1/classify", json={"input": QUERY}).json()["data"][0]
         assert classes["num_classes"] == len(classes["probs"]) == 1
 
 
@@ -86,7 +86,7 @@ def test_a_classifier_names_its_labels_with_probabilities_that_add_up(tmp_path: 
     with classifier(tmp_path, num_labels=3, id2label=names, initializer_range=0.3) as (client, model, tokenizer):
         config = json.loads((tmp_path / "config.json").read_text())
         assert config["id2label"] == {str(place): name for place, name in names.items()}
-        answer = client.post("/classify", json={"input": DOCUMENTS}).json()
+        answer = client.post("/v1/classify", json={"input": DOCUMENTS}).json()
         ClassifyAnswer.model_validate(answer, strict=True)
         for text, found in zip(DOCUMENTS, answer["data"], strict=True):
             wanted = torch.softmax(logits_of(model, tokenizer(text, return_tensors="pt")), -1)

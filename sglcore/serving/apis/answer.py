@@ -88,7 +88,9 @@ class Stream:
 
 
 def as_json(
-    answer: Answer | Mapping[str, Any], warnings: Iterable[str] = (), outputs: Sequence[RequestOutput] = ()
+    answer: Answer | Mapping[str, Any] | Sequence[Any],
+    warnings: Iterable[str] = (),
+    outputs: Sequence[RequestOutput] = (),
 ) -> Response:
     """The answer as it is sent; a mapping must be what the documented model says. `warnings`: fields without effect;
     `outputs`: what was generated for it."""
@@ -141,14 +143,15 @@ def documented(
     *,
     said: str = "",
     events: str | None = None,
+    form: Any = "object",
     statuses: Iterable[int] = WITH_BODY,
     error: type[Answer] = ErrorAnswer,
 ) -> dict[int | str, Any]:
-    """The `responses` of an endpoint: its answer (no model: an object), its stream if it has one, its errors.
+    """The `responses` of an endpoint: its answer (no model: JSON of this form), its stream if it has one, its errors.
 
     `events` names the schema of an event's data; empty: the events have several.
     """
-    content = {} if model is not None else {"application/json": {"schema": {"type": "object"}}}
+    content = {} if model is not None else {"application/json": {"schema": {"type": form}}}
     if events is not None:
         content["text/event-stream"] = events_of(events)
     given = {"model": model, "description": said, "content": content}

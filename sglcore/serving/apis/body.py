@@ -7,6 +7,7 @@ such a kind is read whole, so that it can be refused by its name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, model_validator
@@ -62,6 +63,8 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
     ignored: ClassVar[frozenset[str]] = frozenset()
+    sampled: ClassVar[Mapping[str, type[Body]]] = MappingProxyType({})
+    """Fields that hold how tokens are drawn, and what they are read as."""
 
     @model_validator(mode="before")
     @classmethod

@@ -141,7 +141,7 @@ def generation_params(
         logprobs=logprobs,
         grammar=grammar,
         stop_token_ids=tuple(body.stop_token_ids or ()),
-        logit_bias=_bias(body.logit_bias or {}),
+        logit_bias=bias_of(body.logit_bias or {}),
         **body.given("n", "stop", "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
     )
     return params, form
@@ -232,7 +232,8 @@ def _literal(text: str) -> str:
     return re.sub(r"([\\.+*?()|\[\]{}^$])", r"\\\1", text)
 
 
-def _bias(given: Mapping[str, float]) -> dict[int, float]:
+def bias_of(given: Mapping[str, float]) -> dict[int, float]:
+    """By token id. Raises InvalidRequest."""
     bias: dict[int, float] = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):

@@ -24,6 +24,7 @@ from sglcore.serving.apis.batches import route as batches
 from sglcore.serving.apis.batches.runner import BatchRunner
 from sglcore.serving.apis.batches.store import BatchStore
 from sglcore.serving.apis.openai import route as openai
+from sglcore.serving.apis.others import llama, sglang
 from sglcore.serving.apis.pooling import route as pooling
 from sglcore.serving.apis.responses import route as responses
 from sglcore.serving.apis.server import control, info, probes, tokens
@@ -36,7 +37,7 @@ from sglcore.serving.http.routes import JsonRequest, Routes
 from sglcore.serving.replicas.errors import told
 
 log = logging.getLogger("sglcore.serving")
-_ENDPOINTS = (probes, openai, responses, anthropic, pooling, tokens, info, control, page)
+_ENDPOINTS = (probes, openai, responses, anthropic, pooling, llama, sglang, tokens, info, control, page)
 
 
 @asynccontextmanager

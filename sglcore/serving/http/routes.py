@@ -63,6 +63,9 @@ class JsonRequest(Request):
         self.decoded = _decoded(data)
         if issubclass(model, Body):
             refuse_foreign(self.decoded, model.names(), generates=issubclass(model, SamplingFields))
+            parts = self.decoded if isinstance(self.decoded, dict) else {}
+            for name, part in model.sampled.items():
+                refuse_foreign(parts.get(name), part.names(), generates=True)
         try:
             self._read = model.model_validate(self.decoded, context=self.unknown)
         except ValidationError as error:

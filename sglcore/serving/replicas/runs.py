@@ -61,7 +61,7 @@ async def start_runs(
     *,
     special: bool,
     progress: bool,
-    name: str,
+    name: str | None,
     form: str = "",
 ) -> Runs:
     """Give all prompts to engines, or none: the first that is refused ends those before it. `form` as in `Runs`."""
@@ -70,7 +70,7 @@ async def start_runs(
         generations: list[Generation] = []
         for place, prompt in enumerate(prompts):
             with blame("prompt" if len(prompts) == 1 else f"prompt[{place}]"):
-                own = name if len(prompts) == 1 else f"{name}-{place}"
+                own = name if name is None or len(prompts) == 1 else f"{name}-{place}"
                 found = await frontend.generate(prompt, params, special=special, progress=progress, request_id=own)
             generations.append(await stack.enter_async_context(found))
             await asyncio.sleep(0)  # between many prompts others have their turn

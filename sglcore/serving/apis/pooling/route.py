@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/score, /v1/rerank and /classify, the last three under the other paths that clients use too."""
+"""POST /v1/embeddings, /v1/score, /v1/rerank, /v2/rerank and /v1/classify."""
 
 from __future__ import annotations
 
@@ -33,16 +33,14 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
         tokens = sum(one.tokens for one in found)
         return as_json({"object": "list", "data": data, **described(frontend, body, tokens)}, body.warnings())
 
-    for path in ("/v1/score", "/score"):
-        _add_score(router, frontend, path)
-    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
+    _add_score(router, frontend)
+    _add_classify(router, frontend)
+    for path in ("/v1/rerank", "/v2/rerank"):
         _add_rerank(router, frontend, path)
-    for path in ("/v1/classify", "/classify"):
-        _add_classify(router, frontend, path)
 
 
-def _add_score(router: APIRouter, frontend: Frontend, path: str) -> None:
-    @router.post(path, tags=["scores"], responses=documented(ScoreAnswer), summary="How well pairs of texts fit")
+def _add_score(router: APIRouter, frontend: Frontend) -> None:
+    @router.post("/v1/score", tags=["scores"], responses=documented(ScoreAnswer), summary="How well pairs of texts fit")
     async def score(body: ScoreBody) -> Response:
         firsts = body.text_1 * len(body.text_2) if len(body.text_1) == 1 else body.text_1
         if len(firsts) != len(body.text_2):
@@ -77,8 +75,8 @@ def _add_rerank(router: APIRouter, frontend: Frontend, path: str) -> None:
         return as_json({**answer, **described(frontend, body, found.tokens)}, body.warnings())
 
 
-def _add_classify(router: APIRouter, frontend: Frontend, path: str) -> None:
-    @router.post(path, tags=["scores"], responses=documented(ClassifyAnswer), summary="Labels of texts")
+def _add_classify(router: APIRouter, frontend: Frontend) -> None:
+    @router.post("/v1/classify", tags=["scores"], responses=documented(ClassifyAnswer), summary="Labels of texts")
     async def classify(body: ClassifyBody) -> Response:
         labels, tokens = await classified(frontend, body)
         return as_json({**_listed("classify", labels), **described(frontend, body, tokens)}, body.warnings())

@@ -31,11 +31,15 @@ class TokenizeBody(Body):
     """A text, or the messages of a chat, as the model's token ids.
 
     `add_special_tokens` is whether a text gets what the checkpoint puts around a prompt (true unless said otherwise);
-    messages have what their template writes. The fields after it belong to messages.
+    messages have what their template writes. The fields after it belong to messages. `content` is a text too, without what
+    stands around a prompt unless `add_special` is true; `with_pieces` gives each token's id and text: llama-server's fields.
     """
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
     messages: Items[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -45,10 +49,17 @@ class TokenizeBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class TokenPiece(Answer):
+    """A token and its text."""
+
+    id: int
+    piece: str
+
+
 class TokenizeAnswer(Answer):
     """The ids, and the number that a prompt and its answer may have together."""
 
-    tokens: list[int]
+    tokens: list[int] | list[TokenPiece]
     count: int
     max_model_len: int | None
     token_strs: list[str] | None = None
@@ -62,9 +73,10 @@ class DetokenizeBody(Body):
 
 
 class DetokenizeAnswer(Answer):
-    """The text of token ids."""
+    """The text of token ids, under vLLM's name and llama-server's."""
 
     prompt: str
+    content: str
 
 
 class TokenizerInfo(Answer):
@@ -90,6 +102,8 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         ids = await _ids(frontend, body)
         length = frontend.info.max_model_len if frontend.info is not None else None
         answer = {"tokens": ids, "count": len(ids), "max_model_len": length}
+        if body.with_pieces:
+            answer["tokens"] = [{"id": token_id, "piece": texts.text(token_id)} for token_id in ids]
         if body.return_token_strs:
             answer["token_strs"] = await _beside(len(ids), lambda: [texts.text(token_id) for token_id in ids])
         return as_json(answer)
@@ -107,7 +121,8 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
                 )
             return frontend.codec.decode(body.tokens, skip_special_tokens=False)
 
-        return as_json({"prompt": await _beside(len(body.tokens), read)})
+        text = await _beside(len(body.tokens), read)
+        return as_json({"prompt": text, "content": text})
 
     @router.get(
         "/tokenizer_info",
@@ -128,13 +143,16 @@ async def _beside(tokens: int, work: Callable[[], T]) -> T:
 
 
 async def _ids(frontend: ChatFrontend, body: TokenizeBody) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        found = "neither prompt nor messages" if body.prompt is None else "prompt and messages"
+    given = body.given("prompt", "content", "messages")
+    if len(given) != 1:
+        found = " and ".join(given) or "neither prompt nor messages"
         raise InvalidRequest(f"found {found}", wanted="one of them", param="prompt")
-    if body.prompt is not None:
+    if body.messages is None:
         _check_alone(body)
-        with blame("prompt"):
-            return await frontend.tokenize(body.prompt, special=body.add_special_tokens is not False)
+        name, text = next(iter(given.items()))
+        special = bool(body.add_special) if name == "content" else body.add_special_tokens is not False
+        with blame(name):
+            return await frontend.tokenize(text, special=special)
     assert body.messages is not None
     request = ChatRequest(
         messages=[message.plain() for message in body.messages],

@@ -13,6 +13,7 @@ from sglcore.serving.http.middleware.bodies import Bodies
 from sglcore.serving.http.middleware.exchanges import Exchanges
 from sglcore.serving.http.middleware.hosts import Hosts
 from sglcore.serving.http.middleware.keys import Keys
+from sglcore.serving.http.middleware.paths import Paths
 
 if TYPE_CHECKING:
     from sglcore.serving.http.tracing import Traces
@@ -25,7 +26,7 @@ _EXPOSED = ("x-request-id", "x-sglcore-warnings", "x-sglcore-max-tokens", "retry
 
 
 def with_middleware(app: ASGIApp, frontend: Frontend, traces: Traces | None = None) -> ASGIApp:
-    """The app behind its middleware, the outermost last: bodies, admission, keys, CORS, hosts, and the record of it all."""
+    """The app behind its middleware, the outermost last: bodies, admission, keys, CORS, hosts, the record of it all, and the paths."""
     config, metrics = frontend.config, frontend.metrics
     if not config.api_key and not config.is_loopback:
         log.warning("whoever reaches %s may use this server; give it keys with --api-key-file", config.host)
@@ -45,4 +46,4 @@ def with_middleware(app: ASGIApp, frontend: Frontend, traces: Traces | None = No
         )
     if config.is_loopback or config.allowed_hosts:
         app = Hosts(app, config.allowed_hosts, config.cors_origins, metrics)
-    return Exchanges(app, metrics, logging.getLogger(REQUEST_LOG), traces)
+    return Paths(Exchanges(app, metrics, logging.getLogger(REQUEST_LOG), traces))

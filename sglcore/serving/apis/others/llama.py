@@ -1,0 +1,228 @@
+"""POST /completion, /infill and /apply-template, GET /props and /slots, as llama-server has them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from sglcore import __version__
+from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.apis.answer import Answer, Stream, as_json, documented, event
+from sglcore.serving.apis.checks import check_generates, check_limit, check_model
+from sglcore.serving.apis.logprobs import chat_logprobs
+from sglcore.serving.apis.openai.body import as_prompts
+from sglcore.serving.apis.others.llama_body import (
+    ApplyTemplateBody,
+    InfillBody,
+    LlamaCompletionBody,
+    LlamaFields,
+    llama_params,
+)
+from sglcore.serving.apis.params import completed
+from sglcore.serving.apis.token_text import TokenTexts
+from sglcore.serving.chat.frontend import ChatFrontend
+from sglcore.serving.chat.run import ChatRequest, render
+from sglcore.serving.replicas.errors import InvalidRequest, blame
+from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
+
+_ONE_OR_MORE = ["object", "array"]
+FILL = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+)
+"""Tokens before the text, after it and in its place, by which models are trained to fill in (Bavarian et al. 2022)."""
+
+
+class PromptAnswer(Answer):
+    """A conversation as its prompt."""
+
+    prompt: str
+
+
+def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
+    """All of them."""
+    texts = TokenTexts(frontend.codec)
+
+    async def run(body: LlamaFields, prompts: list[Any]) -> Response | Stream:
+        model = check_model(frontend, body.model)
+        check_generates(frontend)
+        check_limit("prompt", len(prompts), frontend.config.max_prompts, "prompts")
+        params, form = llama_params(completed(body, frontend.sampling), frontend.config)
+        runs = await start_runs(frontend, prompts, params, special=True, progress=False, name=None, form=form)
+        writer = _Writer(body, params, model, texts)
+        if body.stream:
+            return Stream(writer.events(runs), runs, body.warnings(), runs.outputs)
+        async with runs:
+            outputs = await runs.wait()
+            check_answered(outputs)
+            found = [writer.end(place, output) for place, output in enumerate(outputs)]
+            return as_json(found[0] if len(found) == 1 else found, body.warnings(), outputs)
+
+    said = documented(said="The text, or with `stream` events of its parts", events="", form=_ONE_OR_MORE)
+
+    @router.post("/completion", tags=["llama-server"], responses=said, summary="Continue texts")
+    async def completion(body: LlamaCompletionBody) -> Response | Stream:
+        return await run(body, as_prompts(body.prompt))
+
+    @router.post("/infill", tags=["llama-server"], responses=said, summary="Fill in between two texts")
+    async def infill(body: InfillBody) -> Response | Stream:
+        return await run(body, [_filled(frontend, body)])
+
+    @router.post(
+        "/apply-template",
+        tags=["llama-server"],
+        responses=documented(PromptAnswer),
+        summary="A conversation as its prompt",
+    )
+    async def apply_template(body: ApplyTemplateBody) -> Response:
+        request = ChatRequest(
+            messages=[message.plain() for message in body.messages],
+            params=SamplingParams(),
+            tools=[tool.plain() for tool in body.tools] if body.tools else None,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        with blame("messages"):
+            return as_json({"prompt": (await render(frontend, request)).text}, body.warnings())
+
+    _add_state(router, frontend)
+
+
+def _add_state(router: APIRouter, frontend: ChatFrontend) -> None:
+    said: Any = documented(statuses=(503,))
+
+    @router.get("/props", tags=["llama-server"], responses=said, summary="What is served")
+    async def props() -> Response:
+        check_generates(frontend)
+        assert frontend.info is not None
+        special = frontend.codec.template.special_tokens
+        return as_json(
+            {
+                "default_generation_settings": {
+                    "n_ctx": frontend.info.max_model_len,
+                    "params": dict(frontend.sampling),
+                },
+                "total_slots": frontend.info.limits["max_requests"] * len(frontend.supervisor.replicas),
+                "model_alias": frontend.names[0],
+                "model_path": str(frontend.model_path),
+                "modalities": {"vision": False, "audio": False},
+                "chat_template": frontend.codec.template.source() or "",
+                "bos_token": special.get("bos_token") or "",
+                "eos_token": special.get("eos_token") or "",
+                "build_info": f"sglcore {__version__}",
+            }
+        )
+
+    @router.get(
+        "/slots",
+        tags=["llama-server"],
+        responses=documented(form="array", statuses=(503,)),
+        summary="The places of requests, and how many are taken",
+    )
+    async def slots() -> Response:
+        check_generates(frontend)
+        assert frontend.info is not None
+        places = frontend.info.limits["max_requests"] * len(frontend.supervisor.replicas)
+        running, length = frontend.stats().running, frontend.info.max_model_len
+        found = [{"id": place, "n_ctx": length, "is_processing": place < running} for place in range(places)]
+        return as_json(found)
+
+
+class _Writer:
+    """Answers to one request, whole or as events."""
+
+    def __init__(self, body: LlamaFields, params: SamplingParams, model: str, texts: TokenTexts) -> None:
+        self._body, self._params, self._model, self._texts = body, params, model, texts
+        self._began = time.perf_counter()
+
+    async def events(self, runs: Runs) -> AsyncGenerator[bytes, None]:
+        """Parts of the text, and for each prompt its end."""
+        async for place, item in runs.read():
+            if isinstance(item, PromptProgress):
+                continue
+            output = runs.outputs[place]
+            if item.text or item.token_ids:
+                yield event(self._part(place, item, output))
+            if item.finish_reason is not None:
+                yield event({**self.end(place, output), "content": "", "tokens": []})
+        check_answered(runs.outputs)
+
+    def end(self, place: int, output: RequestOutput) -> dict[str, Any]:
+        """The whole answer to a prompt."""
+        sample, prompt = output.outputs[0], len(output.prompt_token_ids)
+        made, seconds = len(sample.token_ids), max(time.perf_counter() - self._began, 1e-9)
+        found = {
+            "index": place,
+            "content": sample.text,
+            "tokens": sample.token_ids if self._body.return_tokens else [],
+            "id_slot": 0,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": made,
+            "tokens_evaluated": prompt,
+            "tokens_cached": output.cached_tokens,
+            "truncated": False,
+            **_stop(sample),
+            "generation_settings": {"seed": sample.seed, "n_predict": self._params.max_tokens or -1},
+            "timings": {
+                "prompt_n": prompt - output.cached_tokens,
+                "cache_n": output.cached_tokens,
+                "predicted_n": made,
+                "predicted_ms": seconds * 1000,
+                "predicted_per_second": made / seconds,
+            },
+        }
+        return (
+            {**found, "completion_probabilities": self._probabilities(sample.logprobs)}
+            if self._params.logprobs
+            else found
+        )
+
+    def _part(self, place: int, delta: TextDelta, output: RequestOutput) -> dict[str, Any]:
+        part = {
+            "index": place,
+            "content": delta.text,
+            "tokens": delta.token_ids,
+            "stop": False,
+            "id_slot": 0,
+            "tokens_predicted": len(output.outputs[0].token_ids),
+            "tokens_evaluated": len(output.prompt_token_ids),
+        }
+        return (
+            {**part, "completion_probabilities": self._probabilities(delta.logprobs)} if self._params.logprobs else part
+        )
+
+    def _probabilities(self, found: Any) -> list[dict[str, Any]]:
+        if not found:
+            return []
+        shown = chat_logprobs(self._texts, found, self._params.logprobs or 0)["content"]
+        return [{"id": item.token_id, **one} for item, one in zip(found, shown, strict=True)]
+
+
+def _stop(sample: Completion) -> dict[str, Any]:
+    """How a text ended: by a word, by the model's own end, or by the limit."""
+    word = sample.stop_cause if isinstance(sample.stop_cause, str) else ""
+    kind = "word" if word else {"stop": "eos", "length": "limit"}.get(sample.finish_reason or "", "none")
+    return {"stop_type": kind, "stopping_word": word}
+
+
+def _filled(frontend: ChatFrontend, body: InfillBody) -> str:
+    """The prompt of a model that was trained to fill in; raises InvalidRequest for any other."""
+    tokenizer = frontend.codec.tokenizer
+    marks = next((each for each in FILL if all(tokenizer.token_to_id(mark) is not None for mark in each)), None)
+    if marks is None:
+        raise InvalidRequest(
+            "this model's tokenizer has no tokens to fill in between two texts",
+            wanted=f"such as {', '.join(FILL[0])}",
+            remedy="use /completion, or serve a model that was trained for it",
+            param="input_suffix",
+        )
+    before, after, middle = marks
+    extra = "".join(f"{each.filename or ''}\n{each.text}\n" for each in body.input_extra or ())
+    return f"{extra}{before}{body.input_prefix}{after}{body.input_suffix}{middle}{body.prompt or ''}"

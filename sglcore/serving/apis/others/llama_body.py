@@ -1,0 +1,115 @@
+"""Bodies of llama-server's own endpoints, and what they ask of the engines."""
+
+from __future__ import annotations
+
+import json
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from sglcore.device.server_config import ServerConfig
+from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.apis.body import Body, Count, Int, Items
+from sglcore.serving.apis.checks import check_limit, own_names
+from sglcore.serving.apis.openai.body import Message, Prompts, Tool
+from sglcore.serving.apis.params import MOST_IDS, Bias, SamplingFields, Stop, Stops, bias_of, sampling_params
+from sglcore.serving.replicas.errors import InvalidRequest, blame
+
+NEVER = -1e30
+"""What is added to the logit of a token that may not come."""
+_OWN_NAMES = MappingProxyType(
+    {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs"}
+)
+
+Pair = Annotated[Items[Count | float | Literal[False]], Field(min_length=2, max_length=2)]
+
+
+class LlamaFields(SamplingFields):
+    """How a text goes on, by llama-server's names. `n_predict` of -1 is as many tokens as the context holds; `logit_bias` is an
+    object or pairs of a token id and a number, or false for a token that may not come."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_prompt", "id_slot", "response_fields", "timings_per_token"})
+
+    model: str | None = None
+    n_predict: Annotated[Int, Field(ge=-1)] | None = None
+    repeat_penalty: float | None = Field(None, gt=0)
+    logit_bias: Bias | Annotated[Items[Pair], Field(max_length=MOST_IDS)] | None = None
+    stop: Stop | Stops | None = None
+    n_probs: Count | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    return_tokens: bool | None = None
+    stream: bool | None = None
+    cache_prompt: bool | None = None
+    id_slot: Int | None = None
+    response_fields: Items[str] | None = None
+    timings_per_token: bool | None = None
+
+
+class LlamaCompletionBody(LlamaFields):
+    """A request to continue a text, or several."""
+
+    prompt: Prompts
+
+
+class Extra(Body):
+    """Another file, as context."""
+
+    filename: str | None = None
+    text: str
+
+
+class InfillBody(LlamaFields):
+    """A request for what stands between two texts; `prompt` is what it begins with."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Items[Extra] | None = None
+    prompt: str | None = None
+
+
+class ApplyTemplateBody(Body):
+    """A conversation to be written as its prompt."""
+
+    messages: Items[Message] = Field(min_length=1)
+    tools: Items[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def llama_params(body: LlamaFields, config: ServerConfig) -> tuple[SamplingParams, str]:
+    """What a body asks for, and the field that binds the form of the text (empty: none does). Raises InvalidRequest."""
+    check_limit("n_probs", body.n_probs, config.max_logprobs)
+    form, grammar = _form(body)
+    if body.repeat_penalty is not None:
+        body = body.model_copy(update={"repetition_penalty": body.repeat_penalty})
+    with own_names(_OWN_NAMES):
+        params = sampling_params(
+            body,
+            max_tokens=None if body.n_predict in (None, -1) else body.n_predict,
+            logprobs=body.n_probs or None,
+            stop=body.stop or None,
+            grammar=grammar,
+            logit_bias=_bias(body.logit_bias),
+        )
+    return params, form
+
+
+def _form(body: LlamaFields) -> tuple[str, Grammar | None]:
+    if body.grammar and body.json_schema is not None:
+        raise InvalidRequest("found grammar and json_schema", wanted="one of them", param="grammar")
+    if body.json_schema is not None:
+        with blame("json_schema"):
+            return "json_schema", Grammar("json_schema", json.dumps(body.json_schema, ensure_ascii=False))
+    if body.grammar:
+        with blame("grammar"):
+            return "grammar", Grammar("ebnf", body.grammar)
+    return "", None
+
+
+def _bias(given: Any) -> dict[int, float] | None:
+    if not isinstance(given, list):
+        return bias_of(given or {}) or None
+    return {int(token): NEVER if value is False else float(value) for token, value in given}

@@ -1,0 +1,185 @@
+"""POST /generate, as SGLang has it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Response
+from pydantic import Field
+
+from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput
+from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.apis.answer import DONE, Stream, as_json, documented, event
+from sglcore.serving.apis.body import Body, Count, Items, Positive, Seed
+from sglcore.serving.apis.checks import check_generates, check_limit, own_names
+from sglcore.serving.apis.logprobs import finite
+from sglcore.serving.apis.openai.body import Ids
+from sglcore.serving.apis.params import MOST_IDS, SamplingFields, Stop, Stops, completed, sampling_params
+from sglcore.serving.apis.token_text import TokenTexts
+from sglcore.serving.chat.frontend import ChatFrontend
+from sglcore.serving.replicas.errors import InvalidRequest, blame
+from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
+
+DEFAULT_MAX_TOKENS = 128
+"""What SGLang continues a text by if nobody says."""
+_FORMS = MappingProxyType({"json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf"})
+_OWN_NAMES = MappingProxyType(
+    {
+        "max_tokens": "sampling_params.max_new_tokens",
+        "min_tokens": "sampling_params.min_new_tokens",
+        "logprobs": "top_logprobs_num",
+    }
+)
+
+
+class SglangSampling(SamplingFields):
+    """How tokens are drawn, by SGLang's names."""
+
+    max_new_tokens: Positive | None = None
+    min_new_tokens: Count | None = None
+    sampling_seed: Seed | None = None
+    n: Positive | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: Annotated[Items[Count], Field(max_length=MOST_IDS)] | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+class GenerateBody(Body):
+    """A request to continue one text or several, or token ids."""
+
+    sampled: ClassVar = {"sampling_params": SglangSampling}
+
+    text: str | Annotated[Items[str], Field(min_length=1)] | None = None
+    input_ids: Ids | Annotated[Items[Ids], Field(min_length=1)] | None = None
+    sampling_params: SglangSampling | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: Count | None = None
+    stream: bool | None = None
+    rid: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+
+
+def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
+    """It."""
+    texts = TokenTexts(frontend.codec)
+
+    @router.post(
+        "/generate",
+        tags=["sglang"],
+        responses=documented(
+            said="The text, or with `stream` events that each have all of it so far",
+            events="",
+            form=["object", "array"],
+        ),
+        summary="Continue texts",
+    )
+    async def generate(body: GenerateBody) -> Response | Stream:
+        check_generates(frontend)
+        prompts, is_batch = _prompts(body)
+        check_limit("text", len(prompts), frontend.config.max_prompts, "prompts")
+        check_limit("top_logprobs_num", body.top_logprobs_num, frontend.config.max_logprobs)
+        params, form = _params(body, frontend)
+        check_limit("sampling_params.n", params.n, frontend.config.max_n)
+        name = body.rid or secrets.token_hex(16)
+        runs = await start_runs(frontend, prompts, params, special=True, progress=False, name=name, form=form)
+        writer = _Writer(texts, is_list=is_batch or params.n > 1)
+        if body.stream:
+            return Stream(writer.events(runs), runs, body.warnings(), runs.outputs)
+        async with runs:
+            outputs = await runs.wait()
+            check_answered(outputs)
+            found = [writer.answer(output, sample) for output in outputs for sample in output.outputs]
+            return as_json(found if writer.is_list else found[0], body.warnings(), outputs)
+
+
+class _Writer:
+    def __init__(self, texts: TokenTexts, *, is_list: bool) -> None:
+        self._texts, self.is_list, self._began = texts, is_list, time.perf_counter()
+
+    def answer(self, output: RequestOutput, sample: Completion) -> dict[str, Any]:
+        """What there is of a sample."""
+        about: dict[str, Any] = {
+            "id": output.request_id,
+            "finish_reason": _ending(sample),
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": len(sample.token_ids),
+            "cached_tokens": output.cached_tokens,
+            "e2e_latency": time.perf_counter() - self._began,
+            "seed": sample.seed,
+        }
+        if sample.logprobs is not None:
+            about["output_token_logprobs"] = [
+                [finite(one.logprob), one.token_id, self._texts.text(one.token_id)] for one in sample.logprobs
+            ]
+            about["output_top_logprobs"] = [
+                [[finite(value), token, self._texts.text(token)] for token, value in one.top] for one in sample.logprobs
+            ]
+        return {"text": sample.text, "output_ids": sample.token_ids, "meta_info": about}
+
+    async def events(self, runs: Runs) -> AsyncGenerator[bytes, None]:
+        """All of a sample so far, with every part of it."""
+        async for place, item in runs.read():
+            if isinstance(item, PromptProgress):
+                continue
+            output = runs.outputs[place]
+            sample = output.outputs[item.index]
+            extra = {"index": place * len(output.outputs) + item.index} if self.is_list else {}
+            yield event({**self.answer(output, sample), **extra})
+        check_answered(runs.outputs)
+        yield DONE
+
+
+def _ending(sample: Completion) -> dict[str, Any] | None:
+    if sample.finish_reason is None:
+        return None
+    if sample.finish_reason == "length":
+        return {"type": "length", "length": len(sample.token_ids)}
+    return {"type": sample.finish_reason, **({} if sample.stop_cause is None else {"matched": sample.stop_cause})}
+
+
+def _prompts(body: GenerateBody) -> tuple[list[Any], bool]:
+    """The prompts, and whether they came as a list."""
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("found neither or both of text and input_ids", wanted="one of them", param="text")
+    if body.text is not None:
+        return (body.text, True) if isinstance(body.text, list) else ([body.text], False)
+    assert body.input_ids is not None
+    is_batch = isinstance(body.input_ids[0], list)
+    return (list(body.input_ids), True) if is_batch else ([body.input_ids], False)
+
+
+def _params(body: GenerateBody, frontend: ChatFrontend) -> tuple[SamplingParams, str]:
+    """What is asked for, and the field that binds the form of the text (empty: none does)."""
+    given = body.sampling_params or SglangSampling.model_validate({})
+    bound = given.given(*_FORMS)
+    if len(bound) > 1:
+        raise InvalidRequest(f"found {' and '.join(bound)}", wanted="one of them", param="sampling_params")
+    form, grammar = "", None
+    for name, text in bound.items():
+        form = f"sampling_params.{name}"
+        with blame(form):
+            grammar = Grammar(_FORMS[name], text if isinstance(text, str) else json.dumps(text, ensure_ascii=False))  # pyright: ignore[reportArgumentType]
+    named = {"min_tokens": given.min_new_tokens, "seed": given.sampling_seed}
+    fields = completed(given, frontend.sampling)
+    fields = fields.model_copy(update={name: value for name, value in named.items() if value is not None})
+    with own_names(_OWN_NAMES):
+        params = sampling_params(
+            fields,
+            max_tokens=given.max_new_tokens or DEFAULT_MAX_TOKENS,
+            logprobs=(body.top_logprobs_num or 0) if body.return_logprob else None,
+            stop=given.stop or None,
+            stop_token_ids=tuple(given.stop_token_ids or ()),
+            include_stop_str_in_output=given.no_stop_trim,
+            grammar=grammar,
+            **given.given("n", "skip_special_tokens"),
+        )
+    return params, form

@@ -1,0 +1,154 @@
+"""Endpoints that llama-server and SGLang have of their own give what /v1/completions gives."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.serving.conftest import Server
+from tests.serving.stubs import DEMO, call, gives, make_frontend
+
+STORY = "Once upon a time"
+OURS = {"prompt": STORY, "max_tokens": 9, "seed": 5, "temperature": 0.8}
+LLAMA = {"prompt": STORY, "n_predict": 9, "seed": 5, "temperature": 0.8}
+SGLANG = {"text": STORY, "sampling_params": {"max_new_tokens": 9, "sampling_seed": 5, "temperature": 0.8}}
+
+
+def events_of(server: Server, path: str, body: Any) -> list[Any]:
+    return [json.loads(event) for event in server.events(path, body) if event != "[DONE]"]
+
+
+def test_completion_says_the_same_as_completions(server: Server) -> None:
+    wanted = server.post("/v1/completions", {**OURS, "logprobs": 2, "return_token_ids": True})
+    found = server.post("/completion", {**LLAMA, "n_probs": 2, "return_tokens": True})
+    choice = wanted["choices"][0]
+    assert (found["content"], found["tokens"]) == (choice["text"], choice["token_ids"])
+    assert (found["stop"], found["stop_type"], found["stopping_word"]) == (True, "limit", "")
+    assert found["tokens_evaluated"] == wanted["usage"]["prompt_tokens"] and found["tokens_predicted"] == 9
+    values = [each["logprob"] for each in found["completion_probabilities"]]
+    assert values == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
+    assert all(len(each["top_logprobs"]) == 2 for each in found["completion_probabilities"])
+    assert "completion_probabilities" not in server.post("/completion", LLAMA)
+
+
+def test_a_stream_of_completion_adds_up_and_ends_with_its_counts(server: Server) -> None:
+    whole = server.post("/completion", LLAMA)
+    parts = events_of(server, "/completion", LLAMA)
+    assert "".join(part["content"] for part in parts) == whole["content"]
+    assert [part["stop"] for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1]["tokens_predicted"] == 9 and parts[-1]["timings"]["predicted_n"] == 9
+
+
+def test_the_names_of_llama_server_mean_what_they_say_there(server: Server) -> None:
+    word = server.post("/completion", {**LLAMA, "n_predict": -1, "stop": ["."]})
+    assert (word["stop_type"], word["stopping_word"]) == ("word", ".")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    assert set(
+        json.loads(server.post("/completion", {**LLAMA, "n_predict": 30, "json_schema": schema})["content"])
+    ) == {"a"}
+    bound = server.post("/completion", {**LLAMA, "grammar": 'root ::= "fox" | "dog"'})
+    assert bound["content"] in ("fox", "dog") and bound["stop_type"] == "eos"
+    token = server.post("/tokenize", {"content": " fox"})["tokens"][0]
+    drawn = server.post("/completion", {**LLAMA, "logit_bias": [[token, 100]], "return_tokens": True})["tokens"]
+    assert drawn == [token] * 9
+    never = server.post(
+        "/completion", {**LLAMA, "temperature": 0, "logit_bias": [[token, False]], "return_tokens": True}
+    )
+    assert token not in never["tokens"]
+    several = server.post("/completion", {**LLAMA, "prompt": [STORY, "The dog"]})
+    assert [each["index"] for each in several] == [0, 1]
+    error = server.refusal("/completion", {**LLAMA, "n_predict": 0})
+    assert error["param"] == "n_predict"
+    assert server.refusal("/completion", {**LLAMA, "mirostat": 2})["param"] == "mirostat"
+    assert server.refusal("/completion", {**LLAMA, "max_tokens": 2})["message"].endswith("use n_predict")
+    assert "no tokens to fill in" in server.refusal("/infill", {"input_prefix": "a", "input_suffix": "b"})["message"]
+
+
+def test_what_is_filled_in_stands_behind_both_sides() -> None:
+    from tokenizers import Tokenizer
+
+    asked: list[Any] = []
+    frontend = make_frontend()
+    frontend.codec.tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    frontend.codec.tokenizer.add_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
+
+    async def generate(prompt: Any, *given: Any, **named: Any) -> Any:
+        asked.append(prompt)
+        return await gives()(prompt)
+
+    frontend.generate = generate  # pyright: ignore[reportAttributeAccessIssue]
+    call(frontend, "POST", "/infill", {"input_prefix": "a(", "input_suffix": ")c", "prompt": "b"})
+    assert asked == ["<|fim_prefix|>a(<|fim_suffix|>)c<|fim_middle|>b"]
+
+
+def test_state_and_templates_as_llama_server_tells_them(server: Server) -> None:
+    info, props = server.get("/server_info"), server.get("/props")
+    assert props["total_slots"] == info["limits"]["max_requests"] == len(server.get("/slots"))
+    assert props["default_generation_settings"]["n_ctx"] == info["max_model_len"]
+    assert props["chat_template"] == server.get("/tokenizer_info")["chat_template"]
+    assert not any(slot["is_processing"] for slot in server.get("/slots"))
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = server.post("/apply-template", {"messages": messages})["prompt"]
+    shown = server.post("/tokenize", {"messages": messages})["tokens"]
+    assert server.post("/tokenize", {"content": prompt})["tokens"] == shown
+    pieces = server.post("/tokenize", {"content": "a fox", "with_pieces": True, "add_special": True})["tokens"]
+    assert "".join(piece["piece"] for piece in pieces).endswith("a fox")
+    assert [piece["id"] for piece in pieces] == server.post("/tokenize", {"prompt": "a fox"})["tokens"]
+    assert server.post("/detokenize", {"tokens": shown})["content"] == prompt
+
+
+def test_generate_says_the_same_as_completions(server: Server) -> None:
+    wanted = server.post("/v1/completions", {**OURS, "logprobs": 0, "return_token_ids": True})
+    found = server.post("/generate", {**SGLANG, "return_logprob": True})
+    choice = wanted["choices"][0]
+    assert (found["text"], found["output_ids"]) == (choice["text"], choice["token_ids"])
+    assert found["meta_info"]["finish_reason"] == {"type": "length", "length": 9}
+    values = [value for value, _, _ in found["meta_info"]["output_token_logprobs"]]
+    assert values == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
+    parts = events_of(server, "/generate", SGLANG)
+    assert parts[-1]["text"] == found["text"] and all(found["text"].startswith(part["text"]) for part in parts)
+    ids = server.post("/tokenize", {"prompt": STORY})["tokens"]
+    same = server.post("/generate", {"input_ids": ids, "sampling_params": SGLANG["sampling_params"]})
+    assert same["text"] == found["text"]
+
+
+def test_generate_takes_lists_forms_and_refuses_by_name(server: Server) -> None:
+    several = server.post("/generate", {"text": [STORY, "The dog"], "sampling_params": {"max_new_tokens": 3, "n": 2}})
+    assert len(several) == 4
+    bound = server.post("/generate", {"text": STORY, "sampling_params": {"regex": "fox|dog"}})
+    assert bound["text"] in ("fox", "dog")
+    stopped = server.post(
+        "/generate", {**SGLANG, "sampling_params": {"max_new_tokens": 200, "stop": ".", "no_stop_trim": True}}
+    )
+    assert stopped["text"].endswith(".") and stopped["meta_info"]["finish_reason"]["matched"] == "."
+    for given, param in (
+        ({"max_new_tokens": 5, "min_new_tokens": 9}, "sampling_params.min_new_tokens"),
+        ({"temperature": -1}, "sampling_params.temperature"),
+        ({"regex": "("}, "sampling_params.regex"),
+        ({"typical_p": 0.5}, "typical_p"),
+        ({"max_tokens": 5}, "max_tokens"),
+    ):
+        assert server.refusal("/generate", {"text": "a", "sampling_params": given})["param"] == param
+    assert "text and input_ids" in server.refusal("/generate", {})["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completions", OURS),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+        ("/responses", {"input": "a", "max_output_tokens": 2}),
+        ("/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+    ],
+)
+def test_paths_without_v1_are_the_same(server: Server, path: str, body: Any) -> None:
+    assert server.post(path, body)["usage"] == server.post(f"/v1{path}", body)["usage"] or path != "/completions"
+    assert server.send(path, {}).json() == server.send(f"/v1{path}", {}).json()
+    assert server.get("/models") == server.get("/v1/models")
