@@ -29,7 +29,7 @@ from sglcore.serving.chat.run import ChatRequest, render
 from sglcore.serving.replicas.errors import InvalidRequest, blame
 from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
 
-_ONE_OR_MORE = ["object", "array"]
+_ONE_OR_MORE = ("object", "array")
 FILL = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),

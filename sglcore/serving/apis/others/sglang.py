@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
@@ -57,7 +57,7 @@ class SglangSampling(SamplingFields):
 class GenerateBody(Body):
     """A request to continue one text or several, or token ids."""
 
-    sampled: ClassVar = {"sampling_params": SglangSampling}
+    sampled: ClassVar[Mapping[str, type[Body]]] = MappingProxyType({"sampling_params": SglangSampling})
 
     text: str | Annotated[Items[str], Field(min_length=1)] | None = None
     input_ids: Ids | Annotated[Items[Ids], Field(min_length=1)] | None = None
@@ -78,7 +78,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         responses=documented(
             said="The text, or with `stream` events that each have all of it so far",
             events="",
-            form=["object", "array"],
+            form=("object", "array"),
         ),
         summary="Continue texts",
     )
