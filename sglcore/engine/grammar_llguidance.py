@@ -128,7 +128,7 @@ class _Spelling:
         added = tokenizer.get_added_tokens_decoder()
         marks = {each: token.content for each, token in added.items() if token.special or MARK.fullmatch(token.content)}
         self._marks = frozenset(marks)
-        self._plain = llguidance.LLTokenizer(_without(marks, tokenizer), n_vocab=size, eos_token=eos_id)
+        self._plain = llguidance.LLTokenizer(_without(marks, tokenizer), n_vocab=size, eos_token=eos_id, slices=[])
         self.eos_token_id = eos_id
         self.tokens = [self._plain.decode_bytes([each]) for each in range(size)]
         for each, text in marks.items():

@@ -74,7 +74,14 @@ def test_alone_and_without_overlap_a_constrained_request_has_the_same_tokens(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_match_their_regular_expressions(model: Constrained, temperature: float) -> None:
-    patterns = ("(yes|no|perhaps)", "[A-Z][a-z]{2,8}( [a-z]{1,6}){3}\\.", "\\d{3}-\\d{4}", "[äöü]{4}", "(a|bc)*d")
+    patterns = (
+        "(yes|no|perhaps)",
+        "[A-Z][a-z]{2,8}( [a-z]{1,6}){3}\\.",
+        "\\d{3}-\\d{4}",
+        "[äöü]{4}",
+        "(a|bc)*d",
+        "<\\|user\\|>|<\\|end\\|>!",
+    )
     samples = [Sample(Grammar("regex", pattern), seed) for pattern in patterns for seed in range(4)]
     for sample, answer in zip(samples, model.run(samples, temperature=temperature), strict=True):
         assert sample.grammar is not None and answer.finish == "stop"
