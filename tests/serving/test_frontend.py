@@ -11,7 +11,7 @@ import pytest
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.replicas.errors import NotReady, Overloaded
+from sglcore.serving.replicas.errors import InvalidRequest, NotReady, Overloaded
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.generation import Generation
 from tests.serving.staged_replicas import Stage, info, until
@@ -82,13 +82,27 @@ def test_what_is_overdue_is_told_so_and_keeps_what_had_come() -> None:
             begun, queued, ended = [await begin(frontend) for _ in range(3)]
             engine.emit(begun.request_id, 9)
             engine.emit(ended.request_id, 9, reason="length")
-            await until(lambda: begun.output.outputs[0].token_ids and ended.is_closed)
+            await until(lambda: bool(begun.output.outputs[0].token_ids) and ended.is_closed)
             frontend.give_up()
             assert (await ended.wait()).outputs[0].finish_reason == "length"
             for generation in (begun, queued):
                 with pytest.raises(NotReady, match="time to drain is over"):
                     await generation.wait()
             assert begun.output.outputs[0].token_ids == [9]
+
+    asyncio.run(play())
+
+
+def test_an_id_names_one_request_at_a_time() -> None:
+    async def play() -> None:
+        async with staged_frontend() as (frontend, stage):
+            engine = await stage.ready_engine()
+            first = await frontend.generate([5, 6, 7], PARAMS, request_id="mine")
+            with pytest.raises(InvalidRequest, match="mine"):
+                await frontend.generate([5, 6, 7], PARAMS, request_id="mine")
+            engine.emit("mine", 9, reason="length")
+            assert (await first.wait()).outputs[0].token_ids == [9]
+            (await frontend.generate([5, 6, 7], PARAMS, request_id="mine")).abort()
 
     asyncio.run(play())
 

@@ -24,7 +24,7 @@ from sglcore.engine.text import EncodedPair, TextCodec, TextError
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.request import Request
 from sglcore.schedule.results import check_request
-from sglcore.serving.replicas.errors import NotReady, Overloaded
+from sglcore.serving.replicas.errors import InvalidRequest, NotReady, Overloaded
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
 from sglcore.serving.replicas.ipc import EngineStats, GenerateRequest, ModelInfo, pack_ids, pack_params
@@ -142,8 +142,8 @@ class Frontend:
         progress: bool = False,
         request_id: str | None = None,
     ) -> Generation:
-        """Start a prompt. `special` adds what the checkpoint puts around text. Raises RequestError, TextError, NotReady
-        and Overloaded, and then nothing was started."""
+        """Start a prompt. `special` adds what the checkpoint puts around text. Raises RequestError, TextError, NotReady,
+        Overloaded, and InvalidRequest for an id that another request has, and then nothing was started."""
         clock = self.metrics.clock()
         info = self._ready_info()
         self._refuse_overload(info, params.n)
@@ -158,6 +158,8 @@ class Frontend:
         generation = Generation(request, processor, clock)
         generation.caller = CALLER.get()
         await self._admit(params.n)
+        if self.supervisor.has(name):
+            raise InvalidRequest(f"a request with the id {name[:60]!r} is on its way", remedy="give each its own id")
         self.supervisor.submit(generation)
         self._open += params.n
         generation.when_closed(lambda: self._count_closed(params.n))

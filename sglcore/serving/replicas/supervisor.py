@@ -130,6 +130,10 @@ class Supervisor:
         """Have all engines forget cached prefixes that nobody uses; how many pages they had. Waits."""
         return sum(await asyncio.gather(*(replica.flush(_name("flush")) for replica in self.ready)))
 
+    def has(self, request_id: str) -> bool:
+        """A request of this id has not ended."""
+        return request_id in self._orphans or any(request_id in each.generations for each in self.replicas.values())
+
     @property
     def generations(self) -> list[Generation]:
         """The requests that have not ended."""
