@@ -138,6 +138,25 @@ def test_one_more_token_does_not_change_a_scored_prompt(server: Server) -> None:
         assert long["text"].startswith(short["text"])
 
 
+@pytest.mark.parametrize("limit", [0, 9])
+def test_a_stream_that_echoes_has_the_log_probabilities_of_the_whole_answer(server: Server, limit: int) -> None:
+    body = {"prompt": [STORY, "The dog"], "n": 2, "seed": 3, "max_tokens": limit, "echo": True, "logprobs": 2}
+    whole = server.post(PATH, {**body, "return_token_ids": True})
+    chunks = chunks_of(server, {**body, "stream_options": {"include_usage": True}})
+    assert texts_of(chunks) == {choice["index"]: choice["text"] for choice in whole["choices"]}
+    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    for choice in whole["choices"]:
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            assert [each for part in parts for each in part["logprobs"][name]] == choice["logprobs"][name]
+
+
+def test_a_seed_of_minus_one_is_any(server: Server) -> None:
+    found = [server.post(PATH, {"prompt": STORY, "seed": -1, "max_tokens": 2})["choices"][0] for _ in range(2)]
+    assert found[0]["seed_used"] != found[1]["seed_used"] and min(each["seed_used"] for each in found) >= 0
+
+
 def test_offsets_lead_to_the_tokens(server: Server) -> None:
     prompt = "Ein Kätzchen 😀 and a dog"
     choice = server.post(PATH, {"prompt": prompt, "max_tokens": 8, "echo": True, "logprobs": 0, "seed": 5})["choices"][
@@ -236,7 +255,8 @@ def test_ignored_fields_are_named_in_a_header(server: Server) -> None:
         ({"suffix": "the end"}, "suffix", "suffix"),
         ({"best_of": 3}, "best_of", "same number"),
         ({"max_tokens": 0}, "max_tokens", "echo"),
-        ({"max_tokens": 0, "echo": True, "stream": True}, "stream", "stream"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+        ({"seed": -2}, "seed", "at least -1"),
         ({"logprobs": 21}, "logprobs", "at most 20"),
         ({"n": 65}, "n", "at most 64"),
         ({"prompt_logprobs": 1000}, "prompt_logprobs", "at most 20"),
@@ -251,7 +271,6 @@ def test_ignored_fields_are_named_in_a_header(server: Server) -> None:
         ({"temperature": -1}, "temperature", "at least 0"),
         ({"temperature": "1"}, "temperature", "a number"),
         ({"top_p": 0}, "top_p", "more than 0"),
-        ({"seed": -1}, "seed", "-1"),
         ({"seed": 10**30}, "seed", "18446744073709551615"),
         ({"max_tokens": 1.5}, "max_tokens", "integer"),
         ({"stop": ["a", ""]}, "stop", "non-empty"),

@@ -39,8 +39,8 @@ Positive = Annotated[int, Field(ge=1, le=MOST_INT32), BeforeValidator(_whole)]
 """1 or more."""
 TopK = Annotated[int, Field(ge=-1, le=MOST_INT32), BeforeValidator(_whole)]
 """0 and -1 keep all tokens."""
-Seed = Annotated[int, Field(ge=0, json_schema_extra={"maximum": MOST_SEED}), BeforeValidator(_whole)]
-"""What `SamplingParams` takes as a seed; it checks the upper bound, which is no 64-bit float."""
+Seed = Annotated[int, Field(ge=-1, json_schema_extra={"maximum": MOST_SEED}), BeforeValidator(_whole)]
+"""What `SamplingParams` takes as a seed, or -1 for any; it checks the upper bound, which is no 64-bit float."""
 
 
 def entries(most: int) -> BeforeValidator:

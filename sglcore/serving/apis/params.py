@@ -117,7 +117,18 @@ def sampling_params(body: SamplingFields, *, max_tokens: int | None, **others: A
     """What a body's fields of sampling ask for, and those of `others` that are not None; `max_tokens` of None: as many as the
     context holds. Raises SamplingError."""
     values = {name: value for name, value in others.items() if value is not None}
-    return SamplingParams(max_tokens=max_tokens, **body.given(*SamplingFields.model_fields), **values)
+    given = body.given(*SamplingFields.model_fields)
+    if given.get("seed") == -1:
+        del given["seed"]
+    return SamplingParams(max_tokens=max_tokens, **given, **values)
+
+
+def check_streamed(body: GenerationFields) -> None:
+    """Raise InvalidRequest for what a stream does not have, and what only a stream has."""
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs does not stream", remedy="leave stream out", param="prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("found stream_options without stream", wanted="stream true", param="stream_options")
 
 
 def generation_params(
@@ -130,10 +141,6 @@ def generation_params(
     """
     check_limit("n", body.n, config.max_n)
     check_limit("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
-    if body.stream and body.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs does not stream", remedy="leave stream out", param="prompt_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("found stream_options without stream", wanted="stream true", param="stream_options")
     form, grammar = _form(body)
     params = sampling_params(
         body,

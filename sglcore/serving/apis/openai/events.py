@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
@@ -212,16 +213,25 @@ class CompletionWriter(_Writer):
     ) -> dict[str, Any] | None:
         """What is new of one choice; None if there is nothing to tell yet. `records` has one for each choice that began."""
         is_first, ids = index not in records, self._body.return_token_ids
-        text = delta.text
+        if self._body.max_tokens == 0:
+            reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
+            delta = replace(
+                delta, text="", token_ids=(), logprobs=() if delta.logprobs is not None else None, finish_reason=reason
+            )
+        text, read, found = delta.text, delta.token_ids, delta.logprobs
         if is_first:
             echoed = self._echoed(output)
-            records[index] = self._record(len(echoed))
             text = echoed + text
-        if not (text or delta.finish_reason or delta.logprobs or (ids and delta.token_ids)):
+            shows_prompt = self._body.echo and found is not None
+            records[index] = self._record(0 if shows_prompt else len(echoed))
+            if shows_prompt:
+                read = (*output.prompt_token_ids, *read)
+                found = (*(output.prompt_logprobs or ()), *(found or ()))
+        if not (text or delta.finish_reason or found or (ids and read)):
             return None
         part: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-        if delta.logprobs is not None:
-            part["logprobs"] = records[index].record(delta.token_ids, delta.logprobs, self._body.logprobs or 0)
+        if found is not None:
+            part["logprobs"] = records[index].record(read, found, self._body.logprobs or 0)
         if ids:
             part["token_ids"] = delta.token_ids
             if is_first:

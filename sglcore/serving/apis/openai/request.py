@@ -10,7 +10,7 @@ from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.checks import check_limit
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody, as_prompts
-from sglcore.serving.apis.params import generation_params
+from sglcore.serving.apis.params import check_streamed, generation_params
 from sglcore.serving.chat.run import ChatRequest
 from sglcore.serving.replicas.errors import InvalidRequest
 
@@ -30,6 +30,7 @@ class CompletionRequest:
 def completion_request(body: CompletionBody, config: ServerConfig) -> CompletionRequest:
     """The prompts that a body wants to go on; raises InvalidRequest and SamplingError."""
     _check(body)
+    check_streamed(body)
     prompts = as_prompts(body.prompt)
     check_limit("prompt", len(prompts), config.max_prompts, "prompts")
     check_limit(
@@ -45,6 +46,7 @@ def completion_request(body: CompletionBody, config: ServerConfig) -> Completion
 
 def chat_request(body: ChatBody, config: ServerConfig, request_id: str) -> ChatRequest:
     """The chat that a body describes; raises InvalidRequest and SamplingError."""
+    check_streamed(body)
     params, form = generation_params(body, config, max_tokens=_max_tokens(body), logprobs=_alternatives(body, config))
     return ChatRequest(
         messages=[message.plain() for message in body.messages],
@@ -115,11 +117,3 @@ def _check(body: CompletionBody) -> None:
         )
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens is 0 without echo", wanted="at least 1", param="max_tokens")
-    if not body.stream:
-        return
-    if body.max_tokens == 0 or (body.echo and body.logprobs is not None):
-        raise InvalidRequest(
-            "a prompt's log-probabilities are known as a whole",
-            remedy="leave stream out when you ask for echo with logprobs, or for max_tokens 0",
-            param="stream",
-        )
