@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.length import LengthController
 from sglcore.schedule.draft_counts import sums_of
 from tests.laws.test_speculative_laws import TOKENS, Ran, check_same, engines, folder, plain, run
@@ -78,6 +79,26 @@ def test_no_second_is_that_of_two_steps(engines, plain: Ran, overlap: bool) -> N
     begin = time.perf_counter()
     run(engine)
     assert 0 < told.seconds < time.perf_counter() - begin
+
+
+class Closing(ModelRunner):
+    """Remembers that it was closed."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        super().close()
+        self.is_closed = True
+
+
+@pytest.mark.needs("device")
+def test_the_runner_of_a_draft_is_closed_with_the_worker(engines, plain: Ran, folder: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"speculative": "standalone", "draft_model": str(copytree(folder, tmp_path / "draft"))}
+    engine = engines("ngram", plain, graph="off", **settings)
+    runner = engine.worker.drafter.runner
+    runner.__class__ = Closing
+    engine.worker.close()
+    assert runner.is_closed
 
 
 @pytest.mark.needs("device")
