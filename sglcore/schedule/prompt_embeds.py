@@ -77,7 +77,12 @@ def check_embeds(request: Request, embeds: PromptEmbeds, limits: Limits) -> None
         wanted = f"{limits.embed_size} numbers a token" if limits.embed_size else "text or token ids"
         raise RequestError(f"the embeddings of this request have {embeds.rows.shape[1]} numbers a token; give {wanted}")
     if embeds.positions is not None and not limits.takes_mrope:
-        raise RequestError("this request has positions by three axes, and this model has one; leave the positions out")
+        whose = (
+            "proposals are verified by one; start with --speculative off, or"
+            if limits.draft_tokens
+            else "this model has one;"
+        )
+        raise RequestError(f"this request has positions by three axes, and {whose} leave the positions out")
     if embeds.axes.min() < 0 or embeds.delta > 0:
         found = f"{embeds.axes.min()}..{embeds.axes.max()}"
         raise RequestError(f"the positions of this request are {found}, wanted 0..{len(embeds.rows) - 1}")

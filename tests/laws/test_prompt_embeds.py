@@ -202,6 +202,12 @@ def test_what_is_no_prompt_is_refused(model: tuple[Path, Any], make: Callable[[]
     ("embeds", "given", "limits", "said"),
     [
         (PromptEmbeds(np.zeros((3, 4)), None, [[0, -1, 0]] * 3), {}, {}, r"-1\.\.0, wanted 0\.\.2"),
+        (
+            PromptEmbeds(np.zeros((3, 4)), None, [[0, 1, 2]] * 3),
+            {},
+            {"takes_mrope": False, "draft_tokens": 2},
+            "verified by one; start with --speculative off",
+        ),
         (PromptEmbeds(np.zeros((3, 4)), None, [[0, 1, 2]] * 3), {}, {"takes_mrope": False}, "this model has one"),
         (PromptEmbeds(np.zeros((3, 4))), {}, {"embed_size": 0}, "give text or token ids"),
         (PromptEmbeds(np.zeros((3, 4))), {"prompt_logprobs": 1}, {}, "prompt_logprobs; give the token_ids"),
@@ -285,3 +291,11 @@ def test_pages_that_others_could_share_would_be_noticed(
     with pytest.raises(AssertionError, match="Not equal"):
         one_after_another(made, oracle)
     made.worker.close()
+
+
+def test_who_verifies_proposals_takes_no_positions_by_three_axes(tmp_path: Path) -> None:
+    folder = save(qwen25_vl(), tmp_path)
+    for kind in ("off", "ngram"):
+        engine = TokenEngine(folder, speculative=kind, graph="off")
+        assert engine.worker.limits.takes_mrope == (kind == "off")
+        engine.worker.close()

@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.length import LengthController
 from sglcore.schedule.draft_counts import sums_of
-from tests.laws.test_speculative_laws import TOKENS, Ran, check_same, engines, folder, plain, run
+from sglcore.schedule.prompt_embeds import PromptEmbeds
+from sglcore.schedule.request import Request
+from tests.checkpoints import llama, save
+from tests.laws.test_speculative_laws import CONTEXT, TOKENS, VOCABULARY, Ran, check_same, engines, folder, plain, run
 
 __all__ = ["engines", "folder", "plain"]
 
@@ -113,3 +117,18 @@ def test_a_draft_takes_in_a_prompt_that_ends_beside_one_that_goes_on(
     # The draft is the model itself, and knows nothing of penalties.
     counted = sums_of(engine.scheduler.drafts)
     assert counted.accepted > 0.7 * counted.proposed > TOKENS
+
+
+@pytest.mark.needs("device")
+def test_a_draft_reads_tokens_where_the_model_was_given_embeddings(
+    engines, plain: Ran, tmp_path: Path, folder: Path
+) -> None:
+    draft = save(llama(max_position_embeddings=CONTEXT, vocab_size=VOCABULARY, hidden_size=32), tmp_path / "draft")
+    engine = engines("ngram", plain, speculative="standalone", draft_model=str(draft), graph="off")
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].astype(np.float32)
+
+    def embed(requests: list[Request]) -> None:
+        for request in requests:
+            request.embeds = PromptEmbeds(table[request.prompt_ids], request.prompt_ids.tolist())
+
+    check_same(run(engine, prepare=embed), plain)

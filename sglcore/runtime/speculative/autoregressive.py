@@ -91,7 +91,7 @@ class StandaloneDrafter(AutoregressiveDrafter):
         roots = rows.ids.index_select(0, rows.select)
         if rows.batch.forward_mode.is_decode:
             return self.run(self._with_roots(rows, roots))[-len(roots) :]
-        self.run(replace(rows.batch, plan_record=None))
+        self.run(replace(rows.batch, input_embeds=None, plan_record=None))
         return self.run(self.decode(rows, roots, 0)) if len(roots) else roots
 
     def _with_roots(self, rows: DraftRows, roots: Tensor) -> ForwardBatch:

@@ -48,6 +48,8 @@ def make_speculative_worker(
         lookahead=drafter.lookahead,
         keeps_history=drafter.reads_history,
         allows_mixed_batches=False,
+        # Tokens to verify are placed by their number in the text.
+        takes_mrope=False,
         can_overlap=limits.can_overlap and not facts.needs_host_lengths,
     )
     feature_size = runner.model.feature_size if isinstance(runner.model, FeatureModel) else None
