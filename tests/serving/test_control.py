@@ -82,9 +82,9 @@ def test_an_engine_that_comes_while_the_server_is_paused_is_paused_too() -> None
         async with staged_frontend(restart=True) as (frontend, stage):
             first = await stage.ready_engine()
             pausing = asyncio.create_task(frontend.pause("keep"))
-            await follow(first, Pause)
-            await pausing
+            assert isinstance(await asyncio.wait_for(first.requests.get(), 60), Pause)
             first.die()
+            await pausing
             second = await stage.ready_engine()
             assert (await follow(second, Pause)).is_paused
 

@@ -89,7 +89,8 @@ def test_a_stream_that_has_nothing_to_say_says_that_it_lives(fault: Exception | 
         return Stream(events(), nullcontext(), on_error=lambda error: event(str(error)))
 
     async def receive() -> Message:
-        return await asyncio.Event().wait() or {}
+        await asyncio.Event().wait()
+        return {}
 
     async def send(message: Message) -> None:
         heard.append(message.get("body", b"") if message["type"] == "http.response.body" else b"begin")

@@ -124,7 +124,7 @@ class Supervisor:
     async def pause(self, is_paused: bool) -> None:
         """Have no engine run a step, those that come later included, or all of them again; waits until they do so."""
         self.is_paused = is_paused
-        await asyncio.gather(*(replica.pause(_name("pause"), is_paused) for replica in self.ready))
+        await asyncio.gather(*(_pause(replica, is_paused) for replica in self.ready))
 
     async def flush(self) -> int:
         """Have all engines forget cached prefixes that nobody uses; how many pages they had. Waits."""
@@ -188,7 +188,7 @@ class Supervisor:
         if self.health.started or len(self.ready) == len(self._restarts):
             self.health.become_ready()
         if self.is_paused:
-            self._keep(replica.pause(_name("pause"), True))
+            self._keep(_pause(replica, True))
         for generation in self._take_orphans():
             self._retry(generation)
         self._tell_change()
@@ -357,6 +357,12 @@ def _log_failures(found: Iterable[object]) -> None:
     for each in found:
         if isinstance(each, Exception):
             log.error("an engine did not end as it should: %s", each, exc_info=each)
+
+
+async def _pause(replica: Replica, is_paused: bool) -> None:
+    """One that dies meanwhile runs no steps either."""
+    with suppress(EngineDied):
+        await replica.pause(_name("pause"), is_paused)
 
 
 def _name(what: str) -> str:
