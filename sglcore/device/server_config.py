@@ -53,6 +53,7 @@ class ServerConfig:
     max_prompt_tokens: int | None = setting(
         None, "Tokens of a prompt at most; left out, what the context holds.", least=1
     )
+    vllm_metrics: bool = setting(False, "Show the metrics under vLLM's names too.")
     strict_fields: bool = setting(False, "Refuse requests with fields that nobody knows.")
     max_stored_responses: int = setting(256, "Answers of /v1/responses that are kept for later reference.", least=0)
     batch_folder: str | None = setting(

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglcore.serving.replicas.ipc import EngineStats
 from sglcore.serving.replicas.metrics import CLOCKS, Histogram, Metrics, RequestClock, kv_usage
+from sglcore.serving.replicas.vllm_metrics import VllmFamilies
 
 STATS = EngineStats(
     waiting=3,
@@ -207,3 +208,30 @@ def test_a_prompts_clock_is_noted_in_the_request_that_brought_it(metrics: Metric
 
     assert [(clock.prompt_tokens, clock.cached_tokens) for clock in asyncio.run(request())] == [(7, 4)]
     assert CLOCKS.get() is None
+
+
+def test_the_same_numbers_stand_under_the_names_of_vllm_where_that_is_asked_for(metrics: Metrics) -> None:
+    assert not any(name.startswith("vllm:") for name, _ in samples(metrics))
+    metrics.add(VllmFamilies(metrics, "tiny", lambda: [("0", "ready", STATS), ("1", "starting", None)]))
+    clock = metrics.clock()
+    clock.on_first_token()
+    clock.on_end("stop")
+    metrics.clock().on_end("EngineDied")
+    found = samples(metrics)
+    engine, model = (("engine", "0"), ("model_name", "tiny")), (("model_name", "tiny"),)
+    assert {
+        name: value for (name, labels), value in found.items() if name.startswith("vllm:") and labels == engine
+    } == {
+        "vllm:num_requests_running": 5,
+        "vllm:num_requests_waiting": 3,
+        "vllm:kv_cache_usage_perc": 0.5,
+        "vllm:prompt_tokens_total": 1000,
+        "vllm:generation_tokens_total": 456,
+        "vllm:prefix_cache_queries_total": 90,
+        "vllm:prefix_cache_hits_total": 70,
+        "vllm:num_preemptions_total": 2,
+    }
+    ended = {labels: value for (name, labels), value in found.items() if name == "vllm:request_success_total"}
+    assert ended == {(("finished_reason", "stop"), *model): 1}
+    assert found["vllm:time_to_first_token_seconds_count", model] == 1
+    assert found["vllm:e2e_request_latency_seconds_count", model] == 2

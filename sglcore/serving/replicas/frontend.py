@@ -31,6 +31,7 @@ from sglcore.serving.replicas.ipc import EngineStats, GenerateRequest, ModelInfo
 from sglcore.serving.replicas.launch import Launcher
 from sglcore.serving.replicas.metrics import CALLER, Metrics
 from sglcore.serving.replicas.supervisor import Supervisor
+from sglcore.serving.replicas.vllm_metrics import VllmFamilies
 
 PauseMode = Literal["abort", "wait", "keep"]
 LONG_TEXT = 4096
@@ -70,6 +71,8 @@ class Frontend:
         self.health = Health()
         self.supervisor = Supervisor(config, server, self.health, chosen=chosen, launcher=launcher)
         self.metrics = Metrics(self.names[0], __version__, self._numbers)
+        if server.vllm_metrics:
+            self.metrics.add(VllmFamilies(self.metrics, self.names[0], self._numbers))
         self.metrics.engine_deaths = lambda: self.supervisor.deaths
         self._open = 0
         self._may_start = asyncio.Event()

@@ -131,6 +131,10 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Families(self, model, version, replicas))
 
+    def add(self, families: Collector) -> None:
+        """Have the page show these too."""
+        self._registry.register(families)
+
     def clock(self) -> RequestClock:
         """A clock for a prompt that arrives now; `CLOCKS` has it, for the log line of the request that brought the prompt."""
         clock = RequestClock(self, time.perf_counter())
