@@ -55,5 +55,7 @@ def test_a_file_that_is_no_model_is_an_error_of_one_line(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="is damaged: it does not begin with GGUF") as error:
         LLM(model=str(tmp_path / "m.gguf"), device="cpu")
     assert "\n" not in str(error.value)
-    with pytest.raises(ConfigError, match=r"there is no model at .*; wanted a checkpoint folder .*, or a .gguf file"):
+    with pytest.raises(
+        ConfigError, match=r"there is no model at .*; wanted a checkpoint folder .*, a .gguf file, or a name of"
+    ):
         LLM(model=str(tmp_path / "n.gguf"), device="cpu")
