@@ -15,8 +15,9 @@ from typing import Protocol
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
 from sglcore.engine.thinking import ThinkingGrammar
+from sglcore.engine.token_rules import RuledTokens
 from sglcore.engine.vocabulary import CompiledGrammar, Vocabulary
-from sglcore.sampling.grammar import Grammar, GrammarError, Thinking
+from sglcore.sampling.grammar import Grammar, GrammarError, Thinking, TokenRules
 from sglcore.schedule.request import Matcher
 
 BACKENDS = ("llguidance", "xgrammar")
@@ -28,7 +29,7 @@ STACK_BYTES = 256 << 20
 the process. Only what is used of it takes memory."""
 
 
-Wanted = tuple[Grammar | None, Thinking | None]
+Wanted = tuple[Grammar | None, Thinking | None, TokenRules | None]
 
 
 class GrammarBackend(Protocol):
@@ -96,10 +97,12 @@ class Grammars:
         self._jobs: SimpleQueue[tuple[Wanted, Future[CompiledGrammar]] | None] = SimpleQueue()
         self._threads: list[Thread] = []
 
-    def compile(self, grammar: Grammar | None, thinking: Thinking | None = None) -> Compiling:
-        """Start compiling a grammar (None: any text), behind reasoning if there is any, or join what was asked before; does not
-        wait. Any thread may call it."""
-        wanted = (grammar, thinking)
+    def compile(
+        self, grammar: Grammar | None, thinking: Thinking | None = None, rules: TokenRules | None = None
+    ) -> Compiling:
+        """Start compiling a grammar (None: any text), behind reasoning if there is any, under the rules of tokens if there are,
+        or join what was asked before; does not wait. Any thread may call it."""
+        wanted = (grammar, thinking, rules)
         with self._lock:
             future = self._known.get(wanted)
             if future is None:
@@ -131,22 +134,26 @@ class Grammars:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            (grammar, thinking), future = job
+            wanted, future = job
             try:
-                future.set_result(self._compiled(grammar, thinking))
+                future.set_result(self._compiled(*wanted))
             except GrammarError as error:
                 future.set_exception(error)
             except BaseException as error:
-                kind = "reasoning" if grammar is None else grammar.kind
+                kind = "request" if wanted[0] is None else wanted[0].kind
                 text = f"{self.backend.name} failed on this {kind}: {type(error).__name__}: {error}"
                 future.set_exception(GrammarError(text, wanted="a grammar that it can read"))
 
-    def _compiled(self, grammar: Grammar | None, thinking: Thinking | None) -> CompiledGrammar:
-        inner = None if grammar is None else self.backend.compile(grammar)
+    def _compiled(
+        self, grammar: Grammar | None, thinking: Thinking | None, rules: TokenRules | None
+    ) -> CompiledGrammar:
+        found = None if grammar is None else self.backend.compile(grammar)
         if thinking is not None:
-            return ThinkingGrammar(thinking, self.backend.vocabulary, inner)
-        assert inner is not None
-        return inner
+            found = ThinkingGrammar(thinking, self.backend.vocabulary, found)
+        if rules is not None:
+            found = RuledTokens(rules, self.backend.vocabulary, found)
+        assert found is not None
+        return found
 
 
 def open_grammars(name: str, vocabulary: Vocabulary) -> tuple[Grammars | None, Row]:

@@ -96,7 +96,7 @@ class TokenEngine:
                 Request(name, prompt, params, seed, index, stops, leader=leader, embeds=embeds, request_id=request_id)
             )
         group = SampleGroup(params, requests)
-        if params.grammar is None and params.thinking is None:
+        if params.grammar is None and params.thinking is None and params.token_rules is None:
             self._queue(group)
         else:
             check_request(requests[0], self.limits)
@@ -162,7 +162,7 @@ class TokenEngine:
             self._grammars = self._open_grammars()
         if self._grammars is None:
             raise RequestError("this engine follows no grammars; the decision `grammar` says why")
-        return self._grammars.compile(params.grammar, params.thinking)
+        return self._grammars.compile(params.grammar, params.thinking, params.token_rules)
 
     def _take_unsent(self) -> list[EngineOutput]:
         unsent, self._unsent = self._unsent, []

@@ -69,6 +69,14 @@ class Thinking:
             raise GrammarError(f"the budget of reasoning is {self.budget}", wanted="0 tokens or more")
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Ids that alone may come (none: all may), and words that may not, neither at once nor behind a space."""
+
+    allowed: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+
+
 def read_schema(text: str) -> dict | bool:
     """A JSON schema from its text; raises GrammarError if it is none."""
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.sampling.grammar import Grammar, Thinking
+from sglcore.sampling.grammar import Grammar, Thinking, TokenRules
 
 MIN_TEMPERATURE = 1e-4
 """Below this a request is greedy: at 1e-4 a logit gap of 0.01 is already 100 nats."""
@@ -61,6 +61,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     grammar: Grammar | None = None
     """What the output must follow; it ends by an end-of-sequence token, so that may neither be ignored nor banned."""
+    token_rules: TokenRules | None = None
+    """Which tokens alone may come, and which words may not."""
     thinking: Thinking | None = None
     """Reasoning that comes first; the grammar binds what follows."""
 
@@ -188,6 +190,12 @@ def _grammar(name: str, value: Any) -> Grammar:
     return value
 
 
+def _token_rules(name: str, value: Any) -> TokenRules:
+    if not isinstance(value, TokenRules):
+        raise _refusal(name, value, "a TokenRules(allowed, bad_words)")
+    return value
+
+
 def _thinking(name: str, value: Any) -> Thinking:
     if not isinstance(value, Thinking):
         raise _refusal(name, value, "a Thinking(end, closing)")
@@ -217,6 +225,7 @@ _CHECKS = MappingProxyType(
         "skip_special_tokens": _flag,
         "include_stop_str_in_output": _flag,
         "grammar": _optional(_grammar),
+        "token_rules": _optional(_token_rules),
         "thinking": _optional(_thinking),
     }
 )

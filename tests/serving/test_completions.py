@@ -152,6 +152,23 @@ def test_a_stream_that_echoes_has_the_log_probabilities_of_the_whole_answer(serv
             assert [each for part in parts for each in part["logprobs"][name]] == choice["logprobs"][name]
 
 
+def test_words_that_may_not_come_do_not_and_ids_that_alone_may_do(server: Server) -> None:
+    free = server.post(PATH, {**GREEDY, "return_token_ids": True})["choices"][0]
+    words = re.findall(r"[a-z]{3,}", free["text"])[:3]
+    held = server.post(PATH, {**GREEDY, "bad_words": words})["choices"][0]["text"]
+    assert words and not set(words) & set(re.findall(r"[a-z]+", held)) and held != free["text"]
+    two = server.post("/tokenize", {"content": " patient fox"})["tokens"]
+    phrase = " patient fox"
+    only = server.post(PATH, {**GREEDY, "allowed_token_ids": two, "return_token_ids": True})["choices"][0]
+    assert set(only["token_ids"]) <= set(two) and only["finish_reason"] == "length"
+    both = server.post(
+        PATH, {**GREEDY, "allowed_token_ids": two, "bad_words": [phrase.strip()], "seed": 4, "n": 4, "temperature": 2}
+    )
+    assert all(phrase not in choice["text"] for choice in both["choices"])
+    bound = server.post(PATH, {**GREEDY, "guided_choice": ["fox", "dog"], "bad_words": ["fox"]})["choices"][0]
+    assert bound["text"] == "dog"
+
+
 def test_a_seed_of_minus_one_is_any(server: Server) -> None:
     found = [server.post(PATH, {"prompt": STORY, "seed": -1, "max_tokens": 2})["choices"][0] for _ in range(2)]
     assert found[0]["seed_used"] != found[1]["seed_used"] and min(each["seed_used"] for each in found) >= 0
@@ -268,6 +285,8 @@ def test_ignored_fields_are_named_in_a_header(server: Server) -> None:
         ({"prompt": None}, "prompt", "null"),
         ({"logit_bias": {"word": 1}}, "logit_bias", "'word'"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "99999"),
+        ({"allowed_token_ids": [99999]}, "allowed_token_ids", "99999"),
+        ({"bad_words": [""]}, "bad_words[0]", "at least 1 character"),
         ({"temperature": -1}, "temperature", "at least 0"),
         ({"temperature": "1"}, "temperature", "a number"),
         ({"top_p": 0}, "top_p", "more than 0"),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.sampling.grammar import Grammar, GrammarKind
+from sglcore.sampling.grammar import Grammar, GrammarKind, TokenRules
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.body import Body, Count, Items, Positive, Seed, TopK, entries
 from sglcore.serving.apis.checks import check_limit
@@ -24,6 +24,7 @@ SWITCH = "x-guidance"
 """What changes how a schema inside a Lark grammar is enforced."""
 
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
+BadWord = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[Items[Stop], Field(max_length=MOST_STOPS)]
 Bias = Annotated[dict[str, float], Field(max_length=MOST_IDS), entries(MOST_IDS)]
 
@@ -92,6 +93,8 @@ class GenerationFields(SamplingFields):
     logit_bias: Bias | None = None
     stop: Stop | Stops | None = None
     stop_token_ids: Annotated[Items[Count], Field(max_length=MOST_IDS)] | None = None
+    bad_words: Annotated[Items[BadWord], Field(max_length=MOST_STOPS)] | None = None
+    allowed_token_ids: Annotated[Items[Count], Field(min_length=1, max_length=MOST_IDS)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: Count | None = None
@@ -148,6 +151,7 @@ def generation_params(
         logprobs=logprobs,
         grammar=grammar,
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        token_rules=_token_rules(body),
         logit_bias=bias_of(body.logit_bias or {}),
         **body.given("n", "stop", "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
     )
@@ -237,6 +241,13 @@ def _schema_text(schema: Mapping[str, Any] | str, param: str) -> str:
 def _literal(text: str) -> str:
     """A regular expression for the text itself, with no escapes beyond those that every engine reads alike."""
     return re.sub(r"([\\.+*?()|\[\]{}^$])", r"\\\1", text)
+
+
+def _token_rules(body: GenerationFields) -> TokenRules | None:
+    """Which tokens alone may come, and which words may not; None if all may."""
+    if not (body.allowed_token_ids or body.bad_words):
+        return None
+    return TokenRules(tuple(body.allowed_token_ids or ()), tuple(body.bad_words or ()))
 
 
 def bias_of(given: Mapping[str, float]) -> dict[int, float]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglcore.sampling.grammar import Grammar, Thinking
+from sglcore.sampling.grammar import Grammar, Thinking, TokenRules
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.stats import SchedulerStats
@@ -214,6 +214,8 @@ def unpack_params(packed: Mapping[str, Any]) -> SamplingParams:
     values = dict(packed)
     if "grammar" in values:
         values["grammar"] = Grammar(*values["grammar"])
+    if "token_rules" in values:
+        values["token_rules"] = TokenRules(*map(tuple, values["token_rules"]))
     if "thinking" in values:
         values["thinking"] = Thinking(*values["thinking"])
     return SamplingParams(**values)
@@ -232,4 +234,4 @@ def unpack_ids(packed: bytes) -> np.ndarray:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    return astuple(value) if isinstance(value, (Grammar, Thinking)) else value
+    return astuple(value) if isinstance(value, (Grammar, Thinking, TokenRules)) else value

@@ -81,7 +81,7 @@ def check_token_ids(frontend: Frontend, params: SamplingParams) -> None:
     """Raise InvalidRequest for a token id beyond the vocabulary."""
     if frontend.info is None:
         return
-    name = "logit_bias" if params.logit_bias else "stop_token_ids"
+    name = "logit_bias" if params.logit_bias else "stop_token_ids" if params.stop_token_ids else "allowed_token_ids"
     with blame(name):
         check_ids(params, frontend.info.limits["vocab_size"])
 

@@ -1,0 +1,75 @@
+"""Tokens that alone may come, and words that may not, over whatever else binds an output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from sglcore.engine.vocabulary import CompiledGrammar, Vocabulary
+from sglcore.sampling.grammar import TokenRules
+from sglcore.schedule.request import Ints, Matcher
+
+
+class RuledTokens:
+    """The rules as masks and sequences, shared by all matchers; `inner` is what else binds the output (None: nothing)."""
+
+    def __init__(self, rules: TokenRules, vocabulary: Vocabulary, inner: CompiledGrammar | None) -> None:
+        self._inner = inner
+        self.allowed = frozenset(rules.allowed)
+        self.mask = np.full(-(-vocabulary.size // 32), 0 if rules.allowed else -1, dtype=np.int32)
+        for token in rules.allowed:
+            self.mask.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
+        spelled = (word for each in rules.bad_words for word in (each, " " + each))
+        encoded = (vocabulary.tokenizer.encode(word, add_special_tokens=False).ids for word in spelled)
+        self.barred = tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
+
+    def start(self) -> Matcher:
+        """As `CompiledGrammar.start`."""
+        return RuledMatcher(self, None if self._inner is None else self._inner.start())
+
+
+class RuledMatcher:
+    """One sample's way through the rules."""
+
+    __slots__ = ("_inner", "_rules", "_tokens")
+
+    def __init__(self, rules: RuledTokens, inner: Matcher | None) -> None:
+        self._rules, self._inner, self._tokens = rules, inner, list[int]()
+
+    @property
+    def error(self) -> str:
+        """As `Matcher.error`."""
+        return "" if self._inner is None else self._inner.error
+
+    def accept(self, token_id: int) -> bool:
+        """As `Matcher.accept`."""
+        rules = self._rules
+        if (rules.allowed and token_id not in rules.allowed) or token_id in self._barred():
+            return False
+        if self._inner is not None and not self._inner.accept(token_id):
+            return False
+        self._tokens.append(token_id)
+        return True
+
+    def rollback(self, count: int) -> None:
+        """As `Matcher.rollback`."""
+        del self._tokens[len(self._tokens) - count :]
+        if self._inner is not None:
+            self._inner.rollback(count)
+
+    def fill(self, words: Ints) -> None:
+        """As `Matcher.fill`."""
+        if self._inner is None:
+            words[:] = self._rules.mask
+        else:
+            self._inner.fill(words)
+            words &= self._rules.mask
+        for token in self._barred():
+            words.view(np.uint32)[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+
+    def _barred(self) -> Iterator[int]:
+        """The last tokens of the words that would be whole with one more."""
+        for *begin, last in self._rules.barred:
+            if not begin or self._tokens[-len(begin) :] == begin:
+                yield last

@@ -1,0 +1,65 @@
+"""Tokens that alone may come, and words that may not: what a mask says is what a matcher takes."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglcore.engine.text import TextCodec
+from sglcore.engine.token_rules import RuledTokens
+from sglcore.engine.vocabulary import Vocabulary
+from sglcore.sampling.grammar import TokenRules
+from sglcore.schedule.request import Matcher
+
+CODEC = TextCodec(Path(str(files("sglcore") / "assets" / "demo")))
+SIZE = CODEC.tokenizer.get_vocab_size(with_added_tokens=True)
+LONG = "xylophones"
+
+
+def ids(text: str) -> list[int]:
+    return CODEC.encode(text, special=False)
+
+
+def started(rules: TokenRules) -> Matcher:
+    return RuledTokens(rules, Vocabulary(CODEC.tokenizer, SIZE, (2,)), None).start()
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    words = np.zeros(-(-SIZE // 32), np.int32)
+    matcher.fill(words)
+    return {token for token in range(SIZE) if words.view(np.uint32)[token >> 5] >> (token & 31) & 1}
+
+
+def taken(matcher: Matcher) -> set[int]:
+    found: set[int] = set()
+    for token in range(SIZE):
+        if matcher.accept(token):
+            found.add(token)
+            matcher.rollback(1)
+    return found
+
+
+@pytest.mark.parametrize("begin", [[], ids(LONG)[:-1], ids("the " + LONG)[:-1], ids(LONG)[:1]])
+@pytest.mark.parametrize("rules", [TokenRules((), (LONG, "a")), TokenRules(tuple(ids(LONG) + ids(" a")), (LONG, " a"))])
+def test_the_mask_is_what_is_taken_after_any_beginning(rules: TokenRules, begin: list[int]) -> None:
+    matcher = started(rules)
+    assert all(matcher.accept(token) for token in begin if not rules.allowed or token in rules.allowed)
+    assert allowed(matcher) == taken(matcher)
+    before = allowed(matcher)
+    matcher.rollback(0)
+    assert allowed(matcher) == before
+
+
+def test_a_word_of_several_tokens_loses_its_last_one_alone() -> None:
+    *begin, last = ids(LONG)
+    assert begin, "the test wants a word of several tokens"
+    matcher = started(TokenRules((), (LONG,)))
+    assert last in allowed(matcher)
+    assert all(matcher.accept(token) for token in begin)
+    assert not matcher.accept(last) and last not in allowed(matcher)
+    assert matcher.accept(begin[0]) and last in allowed(matcher)
+    matcher.rollback(1)
+    assert not matcher.accept(last)
