@@ -57,6 +57,8 @@ class SamplingParams:
     n: int = 1
     seed: int | None = None
     """0..2**64-1; None = the engine draws one with fresh_seed()."""
+    priority: int = 0
+    """Of requests that wait, those with the lowest start first, and those with the highest give up their place first."""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     grammar: Grammar | None = None
@@ -222,6 +224,7 @@ _CHECKS = MappingProxyType(
         "prompt_logprobs": _optional(_integer(0)),
         "n": _integer(1),
         "seed": _optional(_integer(0, MAX_SEED)),
+        "priority": _integer(-MAX_INT32, MAX_INT32),
         "skip_special_tokens": _flag,
         "include_stop_str_in_output": _flag,
         "grammar": _optional(_grammar),

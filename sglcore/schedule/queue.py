@@ -1,4 +1,4 @@
-"""Waiting requests in order of arrival; a retracted one returns to its place."""
+"""Waiting requests by priority, and in order of arrival; a retracted one returns to its place."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from sglcore.schedule.request import Request
 
 
-def by_arrival(request: Request) -> int:
-    """The order in which requests are served."""
-    return request.arrival
+def by_turn(request: Request) -> tuple[int, int]:
+    """The order in which requests are served: a total one that never changes, so the first always comes to its end."""
+    return request.params.priority, request.arrival
 
 
 class WaitingQueue:
-    """Requests sorted by arrival."""
+    """Requests sorted by their turn."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -26,9 +26,9 @@ class WaitingQueue:
         return iter(self._requests)
 
     def add(self, request: Request) -> None:
-        """Put a request in its place; O(1) for a new arrival."""
-        insort(self._requests, request, key=by_arrival)
+        """Put a request in its place; O(1) for a new arrival of the last priority."""
+        insort(self._requests, request, key=by_turn)
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it waits."""
-        del self._requests[bisect_left(self._requests, request.arrival, key=by_arrival)]
+        del self._requests[bisect_left(self._requests, by_turn(request), key=by_turn)]

@@ -16,7 +16,7 @@ from sglcore.schedule.decode_rows import DecodeRows
 from sglcore.schedule.in_batch_prefix import MOST_COMPARED, InBatchPrefixes
 from sglcore.schedule.memory import Memory
 from sglcore.schedule.overlap import BatchRecord, InFlight
-from sglcore.schedule.queue import WaitingQueue, by_arrival
+from sglcore.schedule.queue import WaitingQueue, by_turn
 from sglcore.schedule.request import Ints, Request, State
 
 MOST_PASSED_OVER = 64
@@ -225,16 +225,16 @@ class RunningRequests:
         request.awaited = None
         if request.embeds is None:
             self._in_batch_prefixes.add(request)
-        insort(self.extending, request, key=by_arrival)
+        insort(self.extending, request, key=by_turn)
         self.compare_waiting()
 
     def _obtain(self, request: Request, count: int) -> bool:
-        """`count` more pages for the request; if they are not there, younger requests are retracted, youngest first."""
+        """`count` more pages for the request; if they are not there, requests of a later turn are retracted, the last first."""
         while not self.memory.grow(request, count):
             if self._comes_back(count):
                 return False
-            victim = max((*self.rows.requests, *self.extending), key=by_arrival)
-            if victim.arrival <= request.arrival:
+            victim = max((*self.rows.requests, *self.extending), key=by_turn)
+            if by_turn(victim) <= by_turn(request):
                 return False
             self._retract(victim)
         return True

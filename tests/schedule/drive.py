@@ -30,7 +30,11 @@ class Drive:
         ids = (
             [(first + index) % self.limits.vocab_size for index in range(prompt)] if isinstance(prompt, int) else prompt
         )
-        wanted = {name: given.pop(name) for name in ("logprobs", "prompt_logprobs", "needs_history") if name in given}
+        wanted = {
+            name: given.pop(name)
+            for name in ("logprobs", "prompt_logprobs", "needs_history", "priority")
+            if name in given
+        }
         return Request(rid, np.array(ids, dtype=np.int32), make_params(max_tokens, **wanted), **given)
 
     def add(self, rid: str, prompt: int | list[int], max_tokens: int | None = 8, **given: Any) -> Request:

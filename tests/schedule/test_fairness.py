@@ -105,3 +105,33 @@ def test_retracting_the_oldest_to_the_back_of_the_queue_is_noticed() -> None:
     watched = drive.add("old", 10, 20)
     with pytest.raises(AssertionError, match="not finished"):
         finish_under_a_stream(drive, watched, prompt=9, max_tokens=20, most=ENDLESS)
+
+
+def order_of_ends(priorities: dict[str, int]) -> list[str]:
+    """The order in which requests end that have one place among them."""
+    drive = Drive(max_requests=1, num_pages=18)
+    requests = {name: drive.add(name, 4, 3, priority=priority) for name, priority in priorities.items()}
+    ended: list[str] = []
+    while drive.loop.has_work:
+        drive.step()
+        ended += [name for name, each in requests.items() if each.finish_reason is not None and name not in ended]
+    return ended
+
+
+def test_the_lowest_priority_is_served_first_and_equal_ones_in_order_of_arrival() -> None:
+    assert order_of_ends({"a": 0, "b": 5, "c": -1, "d": 5, "e": -1}) == ["c", "e", "a", "b", "d"]
+
+
+def test_the_highest_priority_gives_up_its_place_first() -> None:
+    drive = Drive(max_model_len=32, page_size=4, num_pages=8, max_requests=2)
+    late = drive.add("late", 12, 16, priority=3)
+    drive.step()
+    urgent = drive.add("urgent", 12, 16)
+    while urgent.finish_reason is None:
+        drive.step()
+    assert late.finish_reason is None and drive.scheduler.stats().retractions > 0
+
+
+def test_serving_by_arrival_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglcore.schedule.queue.by_turn", lambda request: (0, request.arrival))
+    assert order_of_ends({"a": 0, "b": 5, "c": -1}) == ["a", "b", "c"]

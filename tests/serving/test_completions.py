@@ -169,6 +169,12 @@ def test_words_that_may_not_come_do_not_and_ids_that_alone_may_do(server: Server
     assert bound["text"] == "dog"
 
 
+def test_a_priority_is_known_and_changes_no_text(server: Server) -> None:
+    answer = server.send(PATH, {**GREEDY, "priority": -3})
+    assert "x-sglcore-warnings" not in answer.headers
+    assert answer.json()["choices"][0]["text"] == server.post(PATH, GREEDY)["choices"][0]["text"]
+
+
 def test_a_seed_of_minus_one_is_any(server: Server) -> None:
     found = [server.post(PATH, {"prompt": STORY, "seed": -1, "max_tokens": 2})["choices"][0] for _ in range(2)]
     assert found[0]["seed_used"] != found[1]["seed_used"] and min(each["seed_used"] for each in found) >= 0
@@ -286,6 +292,7 @@ def test_ignored_fields_are_named_in_a_header(server: Server) -> None:
         ({"logit_bias": {"word": 1}}, "logit_bias", "'word'"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "99999"),
         ({"allowed_token_ids": [99999]}, "allowed_token_ids", "99999"),
+        ({"priority": 2**40}, "priority", "at most 2147483647"),
         ({"bad_words": [""]}, "bad_words[0]", "at least 1 character"),
         ({"temperature": -1}, "temperature", "at least 0"),
         ({"temperature": "1"}, "temperature", "a number"),

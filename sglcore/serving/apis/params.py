@@ -12,7 +12,7 @@ from pydantic import Field
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.grammar import Grammar, GrammarKind, TokenRules
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.apis.body import Body, Count, Items, Positive, Seed, TopK, entries
+from sglcore.serving.apis.body import MOST_INT32, Body, Count, Int, Items, Positive, Seed, TopK, entries
 from sglcore.serving.apis.checks import check_limit
 from sglcore.serving.replicas.errors import InvalidRequest, blame
 
@@ -93,6 +93,7 @@ class GenerationFields(SamplingFields):
     logit_bias: Bias | None = None
     stop: Stop | Stops | None = None
     stop_token_ids: Annotated[Items[Count], Field(max_length=MOST_IDS)] | None = None
+    priority: Annotated[Int, Field(ge=-MOST_INT32, le=MOST_INT32)] | None = None
     bad_words: Annotated[Items[BadWord], Field(max_length=MOST_STOPS)] | None = None
     allowed_token_ids: Annotated[Items[Count], Field(min_length=1, max_length=MOST_IDS)] | None = None
     skip_special_tokens: bool | None = None
@@ -153,7 +154,7 @@ def generation_params(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         token_rules=_token_rules(body),
         logit_bias=bias_of(body.logit_bias or {}),
-        **body.given("n", "stop", "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
+        **body.given("n", "stop", "priority", "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
     )
     return params, form
 
