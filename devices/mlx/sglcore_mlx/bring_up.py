@@ -74,12 +74,12 @@ def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger
                 f"{name} is {value!r}, and this device takes weights and cells as the checkpoint has them",
                 remedy=f"leave --{name.replace('_', '-')} out, or use a checkpoint that is quantised",
             )
-    if config.speculative not in ("auto", "off"):
+    if config.speculative not in (None, "auto", "off"):
         raise ConfigError(
             f"speculative is {config.speculative!r}, and this device verifies no proposals",
             remedy="leave --speculative out",
         )
-    ledger.record(Row("speculative", config.speculative, "off", "this device verifies no proposals"))
+    ledger.record(Row("speculative", config.speculative or "not asked", "off", "this device verifies no proposals"))
     what = ", ".join(sorted({origin.partition(":")[0].partition(".")[0] for origin in table.origin.values()}))
     ledger.record(Row("kernels", config.kernels, what, "this device has one implementation of each operation"))
     return table
