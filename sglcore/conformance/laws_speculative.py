@@ -78,6 +78,6 @@ LAWS: tuple[Law, ...] = (
         proposals_change_no_rows,
         broken.ROW_BY_ROW,
         needs=TORCH | {"proposals"},
-        cases=lambda target: (f"{target.facts().graph_kind('auto')}/compressed",),
+        cases=lambda _: ("auto/compressed",),
     ),
 )
