@@ -323,20 +323,10 @@ def _prompt_sizes(config: EngineConfig, sizes: MemorySizes, captured: bool) -> t
     return min(sizes.max_requests, 16), min(config.max_batch_tokens, sizes.max_model_len)
 
 
-def worker(
-    config: EngineConfig,
-    package: DevicePackage,
-    facts: Facts,
-    model: LoadedModel,
-    pools: Pools,
-    sizes: MemorySizes,
-    runner: ModelRunner,
-    speculation: Speculation | None,
-    draft_runner: ModelRunner | None,
-) -> TpModelWorker:
-    """The worker that the scheduler submits to."""
+def limits(config: EngineConfig, facts: Facts, model: LoadedModel, pools: Pools, sizes: MemorySizes) -> Limits:
+    """What a worker that proposes nothing can hold and do."""
     pooling = model.config.pooling
-    limits = Limits(
+    return Limits(
         max_model_len=sizes.max_model_len,
         max_requests=sizes.max_requests,
         page_size=sizes.page_size,
@@ -357,8 +347,22 @@ def worker(
         takes_mrope=mrope_axes(model.config) is not None,
         reads_history=model.reads_history,
     )
+
+
+def worker(
+    package: DevicePackage,
+    facts: Facts,
+    model: LoadedModel,
+    pools: Pools,
+    limits: Limits,
+    runner: ModelRunner,
+    speculation: Speculation | None,
+    draft_runner: ModelRunner | None,
+) -> TpModelWorker:
+    """The worker that the scheduler submits to."""
     if speculation is not None:
         return make_speculative_worker(speculation, runner, draft_runner, pools.token_table, limits, facts)
+    pooling = model.config.pooling
     pooler = None if pooling is None else Pooler(pooling, model.classify, model.dtype)
     return resolve(package.worker, package.name)(runner, pools.token_table, limits, pooler)
 
@@ -372,7 +376,7 @@ STANDARD = BringUp(
             ("attention", "runner"),
             {"model": "draft", "pools": "draft_pools", "ledger": "draft_ledger"},
         ),
-        *(worker, trial),
+        *(limits, worker, trial),
     )
 )
 """Every torch device starts from this order; `device_memory` is what a package must insert before `sizes`."""

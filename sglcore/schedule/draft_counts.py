@@ -31,7 +31,7 @@ def cells_of(
 ) -> list[tuple[int, int, int, int]]:
     """The `DraftCell`s, as plain tuples, in which a step of these requests is counted that proposed and emitted so many of each."""
     return [
-        ((len(request.prompt_ids) + len(request.output_ids)).bit_length(), request.cached_share, made, count - 1)
+        (request.num_tokens.bit_length(), request.cached_share, made, count - 1)
         for request, made, count in zip(requests, proposed, emitted, strict=True)
     ]
 

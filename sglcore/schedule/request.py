@@ -82,8 +82,9 @@ class Request:
     `matcher`: has accepted all of `output_ids` but a stop token, and is dropped when the request ends.
     `drafts`: what the worker proposes after `output_ids`, of a request with a matcher.
     `cached_tokens`: prompt tokens that the prefix cache had when the request first ran (-1: not yet).
-    Everything below `cached_tokens` belongs to the scheduler. `cached_share`: quarters of the prompt, begun ones too, that these are. `is_broken`: a step that named it failed, so its cells may
-    hold anything, however it ended. `is_duplicate`: another running request has published a page that it computed too.
+    Everything below `cached_tokens` belongs to the scheduler. `cached_share`: quarters of the prompt, begun ones too, that
+    these are. `is_broken`: a step that named it failed, so its cells may hold anything, however it ended. `is_duplicate`:
+    another running request has published a page that it computed too.
     `restored`: the snapshot with which its state begins. `cuts`: the lengths after which it is to leave a snapshot for
     others. `snapshots`: by length, the places with copies of its state; that of length `spare` is renewed while it runs.
     `window_pages`: its list of them, of the pages from `window_first` on; the device has it from `sent_window_first` on.

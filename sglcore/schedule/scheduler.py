@@ -39,7 +39,8 @@ class Scheduler:
     """One worker's requests. `next_batch` plans a step, `finish` takes in its results. Not thread-safe.
 
     `compose` makes the sampling state of a batch from its requests, row for row (SamplingRows). A step may be planned
-    while the one before it is in flight. `first_composition`: another for each scheduler of a worker, far apart. Raises ConfigError if one request of max_model_len does not fit.
+    while the one before it is in flight. `first_composition`: another for each scheduler of a worker, far apart. Raises
+    ConfigError if one request of max_model_len does not fit.
     """
 
     def __init__(
@@ -53,8 +54,7 @@ class Scheduler:
         self._builder = BatchBuilder(limits, compose or SamplingRows(), first_composition)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
-        self._step = 0
-        self._collected = 0
+        self._step = self._collected = 0
         self._prompt_tokens = self._stale_rows = self._invalid_rows = 0
         self.drafts = Counter[tuple[int, int, int, int]]()
         """What came of proposals."""

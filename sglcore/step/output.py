@@ -46,9 +46,9 @@ class StepOutput(Generic[A]):
         """From the host's own arrays of `arrays()`."""
         drafts = None if self.drafts is None else arrays[0]
         own = arrays if drafts is None else arrays[1:]
-        result = (
-            self._read_rows(step, own) if self.runs is None else accepted_runs(self._read_rows(step, own[2:]), *own[:2])
-        )
+        result = self._read_rows(step, own if self.runs is None else own[2:])
+        if self.runs is not None:
+            result = accepted_runs(result, *own[:2])
         return result if drafts is None else replace(result, drafts=drafts)
 
     def _read_rows(self, step: int, arrays: Sequence[NDArray]) -> BatchResult:

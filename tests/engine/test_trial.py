@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from sglcore import LLM
 from sglcore.cli.serve import _fetched
 from sglcore.device.config import EngineConfig, resolve_config
 from sglcore.device.ledger import DecisionLedger
+from sglcore.device.worker import Limits
 from sglcore.engine import trial
 from sglcore.engine.start import start
 from sglcore.engine.trial import MARGIN, ROUNDS, keep_faster
@@ -58,20 +60,24 @@ def test_no_round_begins_after_the_time(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[list[int]]:
+def plain() -> tuple[list[list[int]], Limits]:
     with LLM(dtype="float32", threads=1) as llm:
-        return [each.outputs[0].token_ids for each in llm.generate(list(PROMPTS), PARAMS)]
+        texts = [each.outputs[0].token_ids for each in llm.generate(list(PROMPTS), PARAMS)]
+        return texts, llm.engine.scheduler.limits
 
 
 @pytest.mark.parametrize(("margin", "drafts"), [(0.0, 4), (1e9, 0)])
 def test_whichever_is_kept_writes_the_same_text(
-    margin: float, drafts: int, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    margin: float, drafts: int, plain: tuple[list[list[int]], Limits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "MARGIN", margin)
     with LLM(speculative="auto", dtype="float32", threads=1) as llm:
         assert llm.engine.scheduler.limits.draft_tokens == drafts
         found = [each.outputs[0].token_ids for each in llm.generate(list(PROMPTS), PARAMS)]
-        assert found == plain
+        assert found == plain[0]
+        # A page has cells of the draft too, while one is tried.
+        limits = replace(llm.engine.scheduler.limits, kv_bytes=plain[1].kv_bytes, num_pages=plain[1].num_pages)
+        assert (limits == plain[1]) == (not drafts)
         assert bool(llm.engine.scheduler.drafts) == bool(drafts)
         llm.engine.scheduler.audit()
 

@@ -15,7 +15,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
-from sglcore.device.worker import Trial
+from sglcore.device.worker import Limits, Trial
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel, Progress
 from sglcore.runtime.memory.geometry import layer_shapes
@@ -95,24 +95,16 @@ def draft_ledger(ledger: DecisionLedger) -> DecisionLedger:
 
 def trial(
     package: DevicePackage,
-    facts: Facts,
     model: LoadedModel,
     pools: Pools,
+    limits: Limits,
     speculation: Speculation | None,
     worker: TpModelWorker,
 ) -> Trial | None:
     """The worker beside one that proposes nothing, where proposals are made only if that is faster."""
     if speculation is None or not speculation.is_tried or not isinstance(worker, SpeculativeWorker):
         return None
-    mixed = facts.allows_mixed_batches
-    own = {
-        "draft_tokens": 0,
-        "lookahead": 0,
-        "keeps_history": False,
-        "can_overlap": True,
-        "allows_mixed_batches": mixed,
-    }
-    plain = resolve(package.worker, package.name)(worker.runner, pools.token_table, replace(worker.limits, **own), None)
+    plain = resolve(package.worker, package.name)(worker.runner, pools.token_table, limits, None)
     first = model.config.words.get("bos_token_id")
     prompt = np.array([first if isinstance(first, int) else 0], dtype=np.int32)
     return Trial(f"{speculation.summary}; {promise(speculation.rule)}", worker, plain, prompt, worker.drafter.close)
