@@ -202,13 +202,15 @@ def prompted(codec: TextCodec, prompt: Prompt, name: str | None) -> Prompt:
 def check_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise TextError for an id beyond the vocabulary, which would bias another row's logits."""
     allowed = params.token_rules.allowed if params.token_rules is not None else ()
-    highest = max((*params.logit_bias, *params.stop_token_ids, *allowed), default=0)
-    if highest >= vocab_size:
-        raise TextError(
-            f"logit_bias, stop_token_ids or allowed_token_ids name token id {highest}",
-            wanted=f"0..{vocab_size - 1}",
-            remedy="use the ids of this model's tokenizer",
-        )
+    named = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids, "allowed_token_ids": allowed}
+    for name, ids in named.items():
+        if max(ids, default=0) >= vocab_size:
+            raise TextError(
+                f"{name} has the token id {max(ids)}",
+                wanted=f"0..{vocab_size - 1}",
+                remedy="use the ids of this model's tokenizer",
+                field=name,
+            )
 
 
 def cut_tokens(params: SamplingParams, prompt_tokens: int, max_model_len: int) -> int | None:

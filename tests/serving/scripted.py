@@ -91,6 +91,12 @@ class ScriptedGeneration:
     async def ended(self) -> None:
         """It has all been written down."""
 
+    async def __aenter__(self) -> ScriptedGeneration:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.abort()
+
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         for place, said in enumerate(self._script.says):
             self._done.token_ids.append(place + 10)

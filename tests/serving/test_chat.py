@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from typing import Any, cast
 
 import jsonschema
 import pytest
 
 from sglcore.engine.outputs import TextDelta
+from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.openai.answers import ChatAnswer, ChatChunk
 from sglcore.serving.chat.parsers.delta import Delta
-from sglcore.serving.chat.run import ChatRun, collect_chat
+from sglcore.serving.chat.run import ChatRequest, ChatRun, collect_chat
+from sglcore.serving.replicas.runs import Runs
 from tests.serving.conftest import SCHEMA, TOOLS, Server
 from tests.serving.stubs import StubGeneration
 
@@ -182,7 +185,9 @@ def test_without_parallel_calls_the_first_one_stands_alone() -> None:
     calls: dict[bool, list[str]] = {}
     for parallel in (True, False):
         pieces = [TextDelta("r", 0, str(place), (place,), "stop" if place == 2 else None) for place in range(3)]
-        run = ChatRun(cast(Any, StubGeneration(pieces)), [ScriptedParser(says)], parallel=parallel)
+        request = ChatRequest(messages=[], params=SamplingParams(), parallel_tool_calls=parallel)
+        runs = Runs([cast(Any, StubGeneration(pieces))], AsyncExitStack())
+        run = ChatRun(runs, request, [ScriptedParser(says)])
         message = asyncio.run(collect_chat(run))[0]
         calls[parallel] = [call.name for call in message.tool_calls]
         assert (message.content, message.finish_reason) == ("so: ", "tool_calls")

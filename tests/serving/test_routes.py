@@ -63,7 +63,7 @@ def test_a_stream_is_sent_as_it_comes_and_what_it_holds_is_left(fault: Exception
 
     @routes.post("/")
     async def stream(body: Body) -> Response | Stream:
-        return Stream(events(), held(), ["colour"], on_error=lambda error: event(str(error)))
+        return Stream(events(), held(), lambda error: event(str(error)), ["colour"])
 
     answer = TestClient(served(routes)).post("/", json={"text": ""})
     assert answer.text == "data: 1\n\n" + ("" if fault is None else 'data: "it broke"\n\n')
@@ -86,7 +86,7 @@ def test_a_stream_that_has_nothing_to_say_says_that_it_lives(fault: Exception | 
 
     @routes.get("/")
     async def stream() -> Response | Stream:
-        return Stream(events(), nullcontext(), on_error=lambda error: event(str(error)))
+        return Stream(events(), nullcontext(), lambda error: event(str(error)))
 
     async def receive() -> Message:
         await asyncio.Event().wait()

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import MutableHeaders
 
 from sglcore.engine.outputs import RequestOutput
-from sglcore.serving.replicas.errors import Failure, told
+from sglcore.serving.replicas.errors import Failure
 
 DONE = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
@@ -82,9 +82,9 @@ class Stream:
 
     events: AsyncGenerator[bytes, None]
     held: AbstractAsyncContextManager[Any]
+    on_error: Callable[[Exception], bytes]
     warnings: Iterable[str] = ()
     outputs: Sequence[RequestOutput] = ()
-    on_error: Callable[[Exception], bytes] = lambda error: event(error_body(told(error)))
 
 
 def as_json(

@@ -17,10 +17,14 @@ from sglcore.serving.apis.unknown import UnknownFields
 
 MOST_SEED = 2**64 - 1
 MOST_INT32 = 2**31 - 1
+UNUSED = object()
+"""Marks a field that clients send and this server has no use for."""
 OTHER = "other"
 """The tag of a kind that this server does not have."""
 
 T = TypeVar("T")
+Ignored = Annotated[T | None, UNUSED]
+"""The type of such a field; answers tell which of them were given."""
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list of a request. The first wrong item ends its reading: an error for each of a million would fill the memory."""
 
@@ -56,29 +60,29 @@ def entries(most: int) -> BeforeValidator:
 
 class Body(BaseModel):
     """A part of a request. Values are not converted; names that it does not know go to the validation's context, if that is
-    an UnknownFields.
-
-    `ignored` names fields that clients send and this server has no use for; answers tell which of them were given.
-    """
+    an UnknownFields."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
-    ignored: ClassVar[frozenset[str]] = frozenset()
+    known: ClassVar[frozenset[str]]
+    """What a request may call its fields."""
+    ignored: ClassVar[frozenset[str]]
+    """The names of those that are `Ignored`."""
     sampled: ClassVar[Mapping[str, type[Body]]] = MappingProxyType({})
     """Fields that hold how tokens are drawn, and what they are read as."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **given: Any) -> None:
+        fields = cls.model_fields.items()
+        cls.known = frozenset(field.alias or name for name, field in fields)
+        cls.ignored = frozenset(name for name, field in fields if UNUSED in field.metadata)
 
     @model_validator(mode="before")
     @classmethod
     def _know_names(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, dict) and isinstance(info.context, UnknownFields):
-            known = cls.names()
-            if not known.issuperset(value):
-                info.context.take(cls, value, known)
+        found = info.context
+        if isinstance(value, dict) and isinstance(found, UnknownFields) and not cls.known.issuperset(value):
+            found.take(cls, value, cls.known)
         return value
-
-    @classmethod
-    def names(cls) -> frozenset[str]:
-        """What a request may call its fields."""
-        return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     def given(self, *names: str) -> dict[str, Any]:
         """Those of the named fields that have a value: not left out, not null."""

@@ -12,7 +12,7 @@ from pydantic import Field
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.grammar import Grammar, GrammarKind, TokenRules
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.apis.body import MOST_INT32, Body, Count, Int, Items, Positive, Seed, TopK, entries
+from sglcore.serving.apis.body import MOST_INT32, Body, Count, Ignored, Int, Items, Positive, Seed, TopK, entries
 from sglcore.serving.apis.checks import check_limit
 from sglcore.serving.replicas.errors import InvalidRequest, blame
 
@@ -109,7 +109,7 @@ class GenerationFields(SamplingFields):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_progress: bool | None = None
-    user: str | None = None
+    user: Ignored[str] = None
 
 
 def completed(body: Fields, defaults: Mapping[str, float]) -> Fields:

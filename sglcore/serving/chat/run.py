@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
@@ -20,8 +19,7 @@ from sglcore.serving.chat.format import ChatFormat, Rendered
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.parsers.delta import Call, Delta, calls_of, text_of
 from sglcore.serving.replicas.errors import InvalidRequest, blame
-from sglcore.serving.replicas.generation import Generation
-from sglcore.serving.replicas.runs import check_token_ids
+from sglcore.serving.replicas.runs import Runs, start_runs
 
 ChatFinish = Literal[FinishReason, "tool_calls"]
 ToolChoice = str | Mapping[str, Any]
@@ -101,53 +99,30 @@ class TextParser(Protocol):
         ...
 
 
-class ChatRun:
-    """Async iterator of ChatEvent, and async context manager: leaving it ends what has not ended.
-
-    Iterating raises what ended the generation from outside. One consumer.
-    """
+class ChatRun(Runs):
+    """The run of one prompt, as an async iterator of ChatEvent. Iterating raises what ended it from outside. One consumer."""
 
     def __init__(
-        self,
-        generation: Generation,
-        parsers: Sequence[TextParser],
-        *,
-        parallel: bool,
-        form: str = "",
-        ignored: Sequence[str] = (),
+        self, runs: Runs, request: ChatRequest, parsers: Sequence[TextParser], ignored: Sequence[str] = ()
     ) -> None:
-        """`form`: the field that is to blame if an engine refuses the form of the answer. `ignored`: the
-        chat_template_kwargs that the template does not read."""
-        self.generation = generation
-        self._form = form
-        self.ignored = tuple(ignored)
+        """`parsers` of its samples. `ignored`: the chat_template_kwargs that the template does not read."""
+        super().__init__(runs.generations, runs.held, runs.form)
+        self.request, self.ignored = request, tuple(ignored)
+        parallel = request.parallel_tool_calls
         self._samples = [_Sample(index, parser, parallel) for index, parser in enumerate(parsers)]
 
     @property
     def output(self) -> RequestOutput:
         """What the engine gave of it so far."""
-        return self.generation.output
-
-    async def ended(self) -> None:
-        """Wait until every sample has ended, and take nothing: for an answer that is given as a whole."""
-        await self.generation.ended()
+        return self.outputs[0]
 
     async def __aiter__(self) -> AsyncIterator[ChatEvent]:
-        with blame(self._form):
-            async for item in self.generation:
-                if isinstance(item, PromptProgress):
-                    yield ChatEvent(0, progress=item)
-                    continue
-                for event in self._samples[item.index].take(item, self.output.outputs[item.index].stop_cause):
-                    yield event
-
-    async def __aenter__(self) -> ChatRun:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.generation.abort()
+        async for _, item in self.read():
+            if isinstance(item, PromptProgress):
+                yield ChatEvent(0, progress=item)
+                continue
+            for event in self._samples[item.index].take(item, self.output.outputs[item.index].stop_cause):
+                yield event
 
 
 class _Sample:
@@ -198,14 +173,20 @@ async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
     """
     form, tools = frontend.format, tools_in_play(request)
     must_call = _must_call(request, tools)
-    check_token_ids(frontend, request.params)
     with blame("messages"):
         rendered = await render(frontend, request)
     params = _params(form, request, rendered, tools, must_call=must_call)
-    with blame("messages"):
-        generation = await frontend.generate(
-            rendered.text, params, special=False, progress=request.progress, request_id=request.request_id
-        )
+    is_free = params.grammar is None and params.thinking is None
+    runs = await start_runs(
+        frontend,
+        [rendered.text],
+        params,
+        special=False,
+        progress=request.progress,
+        name=request.request_id,
+        field="messages",
+        form="" if is_free else "tools" if must_call else request.form,
+    )
     is_bound_at_once = request.params.grammar is not None and params.thinking is None and not tools
     parsers = [
         _Content()
@@ -213,15 +194,9 @@ async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
         else form.stream(tools=tools, reasoning_open=rendered.reasoning_open, tool_choice=request.tool_choice)
         for _ in range(params.n)
     ]
-    is_free = params.grammar is None and params.thinking is None
     has_no_use = request.thinking_token_budget is not None and params.thinking is None
-    return ChatRun(
-        generation,
-        parsers,
-        parallel=request.parallel_tool_calls,
-        form="" if is_free else "tools" if must_call else request.form,
-        ignored=(*rendered.ignored, "thinking_token_budget") if has_no_use else rendered.ignored,
-    )
+    ignored = (*rendered.ignored, "thinking_token_budget") if has_no_use else rendered.ignored
+    return ChatRun(runs, request, parsers, ignored)
 
 
 def _params(

@@ -62,10 +62,10 @@ class JsonRequest(Request):
     def _take(self, data: bytes, model: type[BaseModel]) -> None:
         self.decoded = _decoded(data)
         if issubclass(model, Body):
-            refuse_foreign(self.decoded, model.names(), generates=issubclass(model, SamplingFields))
+            refuse_foreign(self.decoded, model.known, generates=issubclass(model, SamplingFields))
             parts = self.decoded if isinstance(self.decoded, dict) else {}
             for name, part in model.sampled.items():
-                refuse_foreign(parts.get(name), part.names(), generates=True)
+                refuse_foreign(parts.get(name), part.known, generates=True)
         try:
             self._read = model.model_validate(self.decoded, context=self.unknown)
         except ValidationError as error:
@@ -102,8 +102,9 @@ class Routes(APIRouter):
         self._keep_alive = keep_alive
 
     def add_api_route(self, path: str, endpoint: Callable[..., Any], **given: Any) -> None:
-        """As ever, for an endpoint that is cancelled when its client goes."""
-        super().add_api_route(path, _connected(endpoint, self), **{**given, "response_model": None})
+        """As ever, for an endpoint that is cancelled when its client goes. Its docstring is its summary in the document."""
+        summary = given.get("summary") or (endpoint.__doc__ or "").rstrip(".")
+        super().add_api_route(path, _connected(endpoint, self), **{**given, "response_model": None, "summary": summary})
 
     async def sent(self, request: Request, work: Callable[[], Work]) -> Response:
         """The answer that `work` makes, with what is to be told of the request's fields."""
@@ -130,6 +131,7 @@ def _connected(endpoint: Callable[..., Work], routes: Routes) -> Callable[..., A
         return await routes.sent(request, partial(endpoint, **given, **more))
 
     parameters = [each.replace(kind=by_name) for each in {**wanted, "request": own}.values()]
+    answer.__doc__ = None  # FastAPI would show it as a description
     answer.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return answer
 

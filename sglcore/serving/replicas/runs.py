@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 
-from sglcore.engine.core import check_ids
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.replicas.errors import Failure, Unanswered, blame, ended_badly
@@ -24,17 +23,21 @@ class Runs:
     def __init__(self, generations: Sequence[Generation], held: AsyncExitStack, form: str = "") -> None:
         """`form`: the field that is to blame if an engine refuses the form of the answer."""
         self.generations = tuple(generations)
-        self._held = held
-        self._form = form
+        self.held, self.form = held, form
+
+    async def ended(self) -> None:
+        """Wait until every sample has ended, and take nothing: for an answer that is given as a whole."""
+        for generation in self.generations:
+            await generation.ended()
 
     async def wait(self) -> list[RequestOutput]:
         """All outputs; waits for the last one. Raises what ended one from outside."""
-        with blame(self._form):
+        with blame(self.form):
             return [await generation.wait() for generation in self.generations]
 
     async def read(self) -> AsyncGenerator[tuple[int, Item], None]:
         """What is new of all, each with its prompt's place."""
-        with blame(self._form):
+        with blame(self.form):
             if len(self.generations) == 1:
                 async for item in self.generations[0]:
                     yield 0, item
@@ -51,7 +54,7 @@ class Runs:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._held.aclose()
+        await self.held.aclose()
 
 
 async def start_runs(
@@ -62,28 +65,20 @@ async def start_runs(
     special: bool,
     progress: bool,
     name: str | None,
+    field: str = "prompt",
     form: str = "",
 ) -> Runs:
-    """Give all prompts to engines, or none: the first that is refused ends those before it. `form` as in `Runs`."""
-    check_token_ids(frontend, params)
+    """Give all prompts to engines, or none: the first that is refused ends those before it. `field` of the request has them;
+    `form` as in `Runs`."""
     async with AsyncExitStack() as stack:
         generations: list[Generation] = []
         for place, prompt in enumerate(prompts):
-            with blame("prompt" if len(prompts) == 1 else f"prompt[{place}]"):
+            with blame(field if len(prompts) == 1 else f"{field}[{place}]"):
                 own = name if name is None or len(prompts) == 1 else f"{name}-{place}"
                 found = await frontend.generate(prompt, params, special=special, progress=progress, request_id=own)
             generations.append(await stack.enter_async_context(found))
             await asyncio.sleep(0)  # between many prompts others have their turn
         return Runs(generations, stack.pop_all(), form)
-
-
-def check_token_ids(frontend: Frontend, params: SamplingParams) -> None:
-    """Raise InvalidRequest for a token id beyond the vocabulary."""
-    if frontend.info is None:
-        return
-    name = "logit_bias" if params.logit_bias else "stop_token_ids" if params.stop_token_ids else "allowed_token_ids"
-    with blame(name):
-        check_ids(params, frontend.info.limits["vocab_size"])
 
 
 def check_answered(outputs: Sequence[RequestOutput]) -> None:

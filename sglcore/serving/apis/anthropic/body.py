@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
 from sglcore.serving.apis.answer import Answer
-from sglcore.serving.apis.body import Body, Items, Other, Positive, by_kind
+from sglcore.serving.apis.body import Body, Ignored, Items, Other, Positive, by_kind
 from sglcore.serving.apis.params import SamplingFields, Stops
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
@@ -91,11 +91,11 @@ class CustomTool(Body):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: CacheControl | None = None
-    input_examples: Items[dict[str, Any]] | None = None
-    allowed_callers: Items[str] | None = None
-    defer_loading: bool | None = None
-    eager_input_streaming: bool | None = None
+    cache_control: Ignored[CacheControl] = None
+    input_examples: Ignored[Items[dict[str, Any]]] = None
+    allowed_callers: Ignored[Items[str]] = None
+    defer_loading: Ignored[bool] = None
+    eager_input_streaming: Ignored[bool] = None
 
 
 Tool = Annotated[Annotated[CustomTool, Tag("custom")] | Other, by_kind({"custom": "custom"}, default="custom")]
@@ -114,7 +114,7 @@ class Thinking(Body):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Positive | None = None
-    display: str | None = None
+    display: Ignored[str] = None
 
 
 class JsonFormat(Body):
@@ -134,7 +134,6 @@ class OutputConfig(Body):
 class CountRequest(Body):
     """A request for the number of input tokens, and what a request for a message begins with."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "speed", "user_profile_id", "context_management"})
     model: str | None = None
     messages: Annotated[Items[Message], Field(min_length=1)]
     system: str | Items[Texts] | None = None
@@ -144,31 +143,24 @@ class CountRequest(Body):
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
     mcp_servers: list[Any] | None = None
-    cache_control: CacheControl | None = None
-    context_management: dict[str, Any] | None = None
-    speed: str | None = None
-    user_profile_id: str | None = None
+    cache_control: Ignored[CacheControl] = None
+    context_management: Ignored[dict[str, Any]] = None
+    speed: Ignored[str] = None
+    user_profile_id: Ignored[str] = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountRequest, SamplingFields):
     """A request for a message."""
 
-    ignored: ClassVar[frozenset[str]] = CountRequest.ignored | {
-        "diagnostics",
-        "inference_geo",
-        "metadata",
-        "service_tier",
-        "workspace_id",
-    }
     max_tokens: Positive
     stop_sequences: Stops | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
+    metadata: Ignored[dict[str, Any]] = None
+    service_tier: Ignored[str] = None
     container: Any = None
-    diagnostics: Any = None
-    inference_geo: str | None = None
-    workspace_id: str | None = None
+    diagnostics: Ignored[Any] = None
+    inference_geo: Ignored[str] = None
+    workspace_id: Ignored[str] = None
     stream: bool | None = None
 
 

@@ -13,9 +13,9 @@ from pydantic_core import from_json
 from sglcore.engine.outputs import RequestOutput
 from sglcore.serving.apis.answer import named_events
 from sglcore.serving.apis.blocks import Block, BlockChange, Blocks
-from sglcore.serving.apis.checks import fingerprint
+from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.run import ChatEvent, ChatRun
-from sglcore.serving.replicas.errors import Failure
+from sglcore.serving.replicas.errors import Failure, told
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.runs import check_answered
 
@@ -23,64 +23,71 @@ Event = dict[str, Any]
 _REASONS: Mapping[str, str] = MappingProxyType({"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"})
 
 
-class MessageWriter:
+class MessageWriter(Writer[ChatRun]):
     """The answer of one chat."""
 
-    def __init__(self, frontend: Frontend, model: str, run: ChatRun) -> None:
-        self._run = run
+    def __init__(self, frontend: Frontend, name: str | None) -> None:
+        super().__init__(frontend, name)
         self._max_model_len = frontend.info.max_model_len if frontend.info is not None else 0
         """Tells an answer that filled the context from one that reached its own limit."""
-        self._message: dict[str, Any] = {
-            "id": f"msg_{uuid.uuid4().hex}",
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {"input_tokens": len(run.output.prompt_token_ids), "output_tokens": 0},
-            "system_fingerprint": fingerprint(frontend),
-        }
         self._blocks = Blocks()
         self._reason = ""
 
-    async def answer(self) -> dict[str, Any]:
+    async def answer(self, run: ChatRun) -> dict[str, Any]:
         """The whole message; waits for its end. Raises Unanswered if it failed."""
-        await self._run.ended()
-        async for event in self._run:
+        await run.ended()
+        async for event in run:
             self._take(event)
-        self._end()
-        return self._message
+        message = self._begun(run.output)
+        self._end(message, run.output)
+        return message
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
         """The message's events as they happen. What comes before the first word is raised before anything is given."""
-        events = aiter(self._run)
+        events, message = aiter(run), self._begun(run.output)
         first = self._take(await anext(events))
-        yield named_events([{"type": "message_start", "message": self._message}, {"type": "ping"}, *first])
+        yield named_events([{"type": "message_start", "message": message}, {"type": "ping"}, *first])
         async for event in events:
             made = self._take(event)
             if made:
                 yield named_events(made)
-        yield named_events(self._end())
+        yield named_events(self._end(message, run.output))
+
+    def on_error(self, error: Exception) -> bytes:
+        """The event that tells of an error after the first."""
+        return named_events([error_body(told(error))])
+
+    def _begun(self, output: RequestOutput) -> dict[str, Any]:
+        """The message before its first word."""
+        return {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": len(output.prompt_token_ids), "output_tokens": 0},
+            "system_fingerprint": self.fingerprint,
+        }
 
     def _take(self, event: ChatEvent) -> list[Event]:
         if event.finish_reason is not None:
             self._reason = event.finish_reason
         return [made for change in self._blocks.take(event.delta) for made in _events(change)]
 
-    def _end(self) -> list[Event]:
+    def _end(self, message: dict[str, Any], output: RequestOutput) -> list[Event]:
         """The events after the last word; the message is whole then."""
-        output = self._run.output
         check_answered([output])
         made = [event for change in self._blocks.finish() for event in _events(change)]
         delta = self._ending(output)
-        self._message |= {
+        message |= {
             **delta,
             "content": [_whole(block) for block in self._blocks.all],
             "usage": _usage(output),
             "seed_used": output.outputs[0].seed,
         }
-        last = {"type": "message_delta", "delta": delta, "usage": self._message["usage"]}
+        last = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
         return [*made, last, {"type": "message_stop"}]
 
     def _ending(self, output: RequestOutput) -> dict[str, Any]:

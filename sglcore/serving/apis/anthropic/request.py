@@ -30,7 +30,6 @@ _ABSENT = MappingProxyType(
     {"mcp_servers": "this server calls no other servers", "container": "this server has no containers"}
 )
 _CHOICES = MappingProxyType({"auto": "auto", "any": "required", "none": "none"})
-_UNUSED_OF_TOOL = ("cache_control", "input_examples", "allowed_callers", "defer_loading", "eager_input_streaming")
 _SWITCHES = frozenset({"enable_thinking", "thinking"})
 """What templates call their switch of thinking."""
 _OWN_NAMES = MappingProxyType({"stop": "stop_sequences"})
@@ -215,10 +214,10 @@ def unused(body: MessagesRequest) -> list[str]:
     """The fields, and those inside of others, that this server has no use for."""
     notes = [*body.warnings()]
     is_forced = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
-    notes += ["thinking.display"] if body.thinking is not None and body.thinking.display is not None else []
+    notes += [f"thinking.{name}" for name in body.thinking.warnings()] if body.thinking is not None else []
     for tool in body.tools or ():
         if isinstance(tool, CustomTool):
-            notes += [f"tools.{name}" for name in tool.given(*_UNUSED_OF_TOOL)]
+            notes += [f"tools.{name}" for name in tool.warnings()]
             notes += ["tools.strict"] if tool.strict and not is_forced else []
     blocks = [block for message in body.messages for block in _blocks(message.content)]
     blocks += body.system if isinstance(body.system, list) else []

@@ -77,10 +77,10 @@ def _add_files(router: APIRouter, opened: Callable[[], BatchStore]) -> None:
         "/v1/files",
         tags=["batches"],
         responses=documented(FileObject, statuses=(400, 404, 413, 415)),
-        summary="Keep a file of requests",
         openapi_extra=_form(),
     )
     async def upload(request: Request) -> Response:
+        """Keep a file of requests."""
         store, body = opened(), await request.body()
         fields, (name, content) = await asyncio.to_thread(read_form, request.headers.get("content-type", ""), body)
         purpose = fields.pop("purpose", "")
@@ -88,26 +88,25 @@ def _add_files(router: APIRouter, opened: Callable[[], BatchStore]) -> None:
             raise InvalidRequest(f"found the purpose {purpose[:60]!r}", wanted="batch", param="purpose")
         return as_json(await asyncio.to_thread(store.add_file, content, name, purpose), sorted(fields))
 
-    @router.get("/v1/files", tags=["batches"], responses=documented(statuses=_GET), summary="The files that are kept")
+    @router.get("/v1/files", tags=["batches"], responses=documented(statuses=_GET))
     async def files(
         purpose: str | None = None, limit: Limit = 10000, order: Order = "desc", after: str | None = None
     ) -> Response:
+        """The files that are kept."""
         ascending = order == "asc"
         page = await asyncio.to_thread(
             opened().page, "files", limit, after, ascending=ascending, purpose=purpose or None
         )
         return as_json(page)
 
-    @router.get(
-        "/v1/files/{file_id}", tags=["batches"], responses=documented(FileObject, statuses=_GET), summary="A file"
-    )
+    @router.get("/v1/files/{file_id}", tags=["batches"], responses=documented(FileObject, statuses=_GET))
     async def file(file_id: str) -> Response:
+        """A file."""
         return as_json(await asyncio.to_thread(opened().get, "files", file_id, "file_id"))
 
-    @router.delete(
-        "/v1/files/{file_id}", tags=["batches"], responses=documented(Deleted, statuses=_GET), summary="Forget a file"
-    )
+    @router.delete("/v1/files/{file_id}", tags=["batches"], responses=documented(Deleted, statuses=_GET))
     async def delete(file_id: str) -> Response:
+        """Forget a file."""
         await asyncio.to_thread(opened().delete_file, file_id)
         return as_json({"id": file_id, "object": "file", "deleted": True})
 
@@ -119,16 +118,17 @@ def _add_files(router: APIRouter, opened: Callable[[], BatchStore]) -> None:
             200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}},
             404: documented(statuses=(404,))[404],
         },
-        summary="What a file holds",
     )
     async def content(file_id: str) -> Response:
+        """What a file holds."""
         path = await asyncio.to_thread(opened().content, file_id)
         return FileResponse(path, media_type="application/octet-stream")
 
 
 def _add_batches(router: APIRouter, opened: Callable[[], BatchRunner]) -> None:
-    @router.post("/v1/batches", tags=["batches"], responses=documented(), summary="Run the requests of a file")
+    @router.post("/v1/batches", tags=["batches"], responses=documented())
     async def create(body: BatchBody) -> Response:
+        """Run the requests of a file."""
         runner, store = opened(), opened().store
         await asyncio.to_thread(store.content, body.input_file_id, "input_file_id")
         batch = _batch(body)
@@ -136,21 +136,19 @@ def _add_batches(router: APIRouter, opened: Callable[[], BatchRunner]) -> None:
         runner.tell()
         return as_json(batch)
 
-    @router.get("/v1/batches", tags=["batches"], responses=documented(statuses=_GET), summary="All batches")
+    @router.get("/v1/batches", tags=["batches"], responses=documented(statuses=_GET))
     async def batches(limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None) -> Response:
+        """All batches."""
         return as_json(await asyncio.to_thread(opened().store.page, "batches", limit, after))
 
-    @router.get("/v1/batches/{batch_id}", tags=["batches"], responses=documented(statuses=_GET), summary="A batch")
+    @router.get("/v1/batches/{batch_id}", tags=["batches"], responses=documented(statuses=_GET))
     async def batch(batch_id: str) -> Response:
+        """A batch."""
         return as_json(await asyncio.to_thread(opened().store.get, "batches", batch_id, "batch_id"))
 
-    @router.post(
-        "/v1/batches/{batch_id}/cancel",
-        tags=["batches"],
-        responses=documented(statuses=_GET),
-        summary="End a batch; what it has is kept",
-    )
+    @router.post("/v1/batches/{batch_id}/cancel", tags=["batches"], responses=documented(statuses=_GET))
     async def cancel(batch_id: str) -> Response:
+        """End a batch; what it has is kept."""
         runner, store, waiting = opened(), opened().store, ("validating", "in_progress", "cancelling")
         await asyncio.to_thread(store.get, "batches", batch_id, "batch_id")
         found = await asyncio.to_thread(store.move, batch_id, "cancelling", of=waiting)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from sglcore.serving.apis.body import Body, Count, Int, Items, Positive
+from sglcore.serving.apis.body import Body, Count, Ignored, Int, Items, Positive
 from sglcore.serving.apis.params import GenerationFields
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
@@ -42,12 +42,10 @@ class FunctionCall(Body):
 class CalledTool(Body):
     """A tool call of an earlier answer."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"index"})
-
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionCall
-    index: Int | None = None
+    index: Ignored[Int] = None
 
 
 class Message(Body):
@@ -131,20 +129,6 @@ class ChatBody(GenerationFields):
     answer alone.
     """
 
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {
-            "metadata",
-            "prediction",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "safety_identifier",
-            "service_tier",
-            "store",
-            "user",
-            "verbosity",
-        }
-    )
-
     messages: Items[Message] = Field(min_length=1)
     tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
@@ -159,14 +143,14 @@ class ChatBody(GenerationFields):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     modalities: Items[Literal["text"]] | None = None
-    metadata: dict[str, Any] | None = None
-    prediction: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    verbosity: str | None = None
+    metadata: Ignored[dict[str, Any]] = None
+    prediction: Ignored[dict[str, Any]] = None
+    prompt_cache_key: Ignored[str] = None
+    prompt_cache_retention: Ignored[str] = None
+    safety_identifier: Ignored[str] = None
+    service_tier: Ignored[str] = None
+    store: Ignored[bool] = None
+    verbosity: Ignored[str] = None
 
     def warnings(self) -> tuple[str, ...]:
         """The ignored fields, and those that only hold where a call is forced or the answer streams."""
@@ -207,8 +191,6 @@ class CompletionBody(GenerationFields):
     gets what the checkpoint puts around a prompt, such as BOS.
     """
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"user", "metadata", "store", "service_tier"})
-
     prompt: Prompts
     max_tokens: Count | None = None
     logprobs: Count | None = None
@@ -216,9 +198,9 @@ class CompletionBody(GenerationFields):
     best_of: Positive | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
+    metadata: Ignored[dict[str, Any]] = None
+    store: Ignored[bool] = None
+    service_tier: Ignored[str] = None
 
     def warnings(self) -> tuple[str, ...]:
         """The ignored fields, and those that only hold where the answer streams."""

@@ -10,27 +10,26 @@ from typing import Any
 
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
 from sglcore.serving.apis.answer import DONE, cut_of, error_body, event
-from sglcore.serving.apis.checks import check_generates, check_model, fingerprint
 from sglcore.serving.apis.logprobs import CompletionLogprobs, chat_logprobs, prompt_scores
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody
 from sglcore.serving.apis.params import GenerationFields
 from sglcore.serving.apis.token_text import TokenTexts
+from sglcore.serving.apis.writer import Run, Writer
 from sglcore.serving.chat.parsers.delta import Delta
 from sglcore.serving.chat.run import ChatEvent, ChatMessage, ChatRun, collect_chat
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.runs import Runs, check_answered, failure_of
 
 
-class _Writer:
-    """What completions and chats have alike. Raises what refuses the request's model."""
+class _Writer(Writer[Run]):
+    """What completions and chats have alike."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: GenerationFields, prefix: str, chunk: str) -> None:
         """`prefix` of the answer's id; `chunk`: the `object` of a stream's parts."""
+        super().__init__(frontend, body.model)
         self.id = f"{prefix}-{secrets.token_hex(12)}"
         self._texts, self._chunk = texts, chunk
-        model = check_model(frontend, body.model)
-        check_generates(frontend)
-        self._about = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint(frontend)}
+        self._about = {"created": int(time.time()), "model": self.model, "system_fingerprint": self.fingerprint}
         self._tells_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
 
     def _frame(self, kind: str) -> dict[str, Any]:
@@ -69,7 +68,7 @@ class _Writer:
         return {**found, "completion_tokens_details": details} if details else found
 
 
-class ChatWriter(_Writer):
+class ChatWriter(_Writer[ChatRun]):
     """The answer to one chat."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: ChatBody) -> None:
@@ -148,7 +147,7 @@ class ChatWriter(_Writer):
         return None if found is None else chat_logprobs(self._texts, found, self._body.top_logprobs or 0)
 
 
-class CompletionWriter(_Writer):
+class CompletionWriter(_Writer[Runs]):
     """The answer to one request for completions."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: CompletionBody) -> None:

@@ -36,30 +36,18 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
     texts = TokenTexts(frontend.codec)
 
-    @router.post(
-        "/v1/chat/completions",
-        tags=["chat"],
-        responses=_streamed(ChatAnswer, ChatChunk),
-        summary="The next message of a conversation",
-    )
+    @router.post("/v1/chat/completions", tags=["chat"], responses=_streamed(ChatAnswer, ChatChunk))
     async def chat(body: ChatBody) -> Response | Stream:
+        """The next message of a conversation."""
         writer = ChatWriter(frontend, texts, body)
         run = await start_chat(frontend, chat_request(completed(body, frontend.sampling), frontend.config, writer.id))
         values = body.chat_template_kwargs or {}
         unread = (f"chat_template_kwargs.{name}" if name in values else name for name in run.ignored)
-        warnings = (*body.warnings(), *unread)
-        if body.stream:
-            return Stream(writer.events(run), run, warnings, [run.output])
-        async with run:
-            return as_json(await writer.answer(run), warnings, [run.output])
+        return await writer.respond(run, body.stream, (*body.warnings(), *unread))
 
-    @router.post(
-        "/v1/completions",
-        tags=["completions"],
-        responses=_streamed(CompletionAnswer, CompletionChunk),
-        summary="Continue texts",
-    )
+    @router.post("/v1/completions", tags=["completions"], responses=_streamed(CompletionAnswer, CompletionChunk))
     async def completions(body: CompletionBody) -> Response | Stream:
+        """Continue texts."""
         writer = CompletionWriter(frontend, texts, body)
         request = completion_request(completed(body, frontend.sampling), frontend.config)
         runs = await start_runs(
@@ -71,10 +59,7 @@ def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
             name=writer.id,
             form=request.form,
         )
-        if body.stream:
-            return Stream(writer.events(runs), runs, body.warnings(), runs.outputs)
-        async with runs:
-            return as_json(await writer.answer(runs), body.warnings(), runs.outputs)
+        return await writer.respond(runs, body.stream, body.warnings())
 
 
 def _add_models(router: APIRouter, frontend: Frontend) -> None:
@@ -90,17 +75,14 @@ def _add_models(router: APIRouter, frontend: Frontend) -> None:
             parent=None,
         )
 
-    @router.get("/v1/models", tags=["models"], responses=documented(ModelList, statuses=()), summary="The served names")
+    @router.get("/v1/models", tags=["models"], responses=documented(ModelList, statuses=()))
     async def all_models() -> Response:
+        """The served names."""
         return as_json(ModelList(object="list", data=[card(name) for name in frontend.names]))
 
-    @router.get(
-        "/v1/models/{name:path}",
-        tags=["models"],
-        responses=documented(ModelCard, statuses=(404,)),
-        summary="One name",
-    )
+    @router.get("/v1/models/{name:path}", tags=["models"], responses=documented(ModelCard, statuses=(404,)))
     async def one_model(name: str) -> Response:
+        """One name."""
         if not name:
             return await all_models()
         check_model(frontend, name)

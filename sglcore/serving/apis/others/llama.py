@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -11,8 +11,9 @@ from fastapi import APIRouter, Response
 from sglcore import __version__
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.apis.answer import Answer, Stream, as_json, documented, event
-from sglcore.serving.apis.checks import check_generates, check_limit, check_model
+from sglcore.serving.apis.checks import check_generates, check_limit
 from sglcore.serving.apis.logprobs import chat_logprobs
 from sglcore.serving.apis.openai.body import as_prompts
 from sglcore.serving.apis.others.llama_body import (
@@ -24,6 +25,7 @@ from sglcore.serving.apis.others.llama_body import (
 )
 from sglcore.serving.apis.params import completed
 from sglcore.serving.apis.token_text import TokenTexts
+from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.run import ChatRequest, render
 from sglcore.serving.replicas.errors import InvalidRequest, blame
@@ -50,37 +52,27 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     texts = TokenTexts(frontend.codec)
 
     async def run(body: LlamaFields, prompts: list[Any]) -> Response | Stream:
-        model = check_model(frontend, body.model)
-        check_generates(frontend)
+        writer = _Writer(frontend, body, texts)
         check_limit("prompt", len(prompts), frontend.config.max_prompts, "prompts")
         params, form = llama_params(completed(body, frontend.sampling), frontend.config)
         runs = await start_runs(frontend, prompts, params, special=True, progress=False, name=None, form=form)
-        writer = _Writer(body, params, model, texts)
-        if body.stream:
-            return Stream(writer.events(runs), runs, body.warnings(), runs.outputs)
-        async with runs:
-            outputs = await runs.wait()
-            check_answered(outputs)
-            found = [writer.end(place, output) for place, output in enumerate(outputs)]
-            return as_json(found[0] if len(found) == 1 else found, body.warnings(), outputs)
+        return await writer.respond(runs, body.stream, body.warnings())
 
     said = documented(said="The text, or with `stream` events of its parts", events="", form=_ONE_OR_MORE)
 
-    @router.post("/completion", tags=["llama-server"], responses=said, summary="Continue texts")
+    @router.post("/completion", tags=["llama-server"], responses=said)
     async def completion(body: LlamaCompletionBody) -> Response | Stream:
+        """Continue texts."""
         return await run(body, as_prompts(body.prompt))
 
-    @router.post("/infill", tags=["llama-server"], responses=said, summary="Fill in between two texts")
+    @router.post("/infill", tags=["llama-server"], responses=said)
     async def infill(body: InfillBody) -> Response | Stream:
+        """Fill in between two texts."""
         return await run(body, [_filled(frontend, body)])
 
-    @router.post(
-        "/apply-template",
-        tags=["llama-server"],
-        responses=documented(PromptAnswer),
-        summary="A conversation as its prompt",
-    )
+    @router.post("/apply-template", tags=["llama-server"], responses=documented(PromptAnswer))
     async def apply_template(body: ApplyTemplateBody) -> Response:
+        """A conversation as its prompt."""
         request = ChatRequest(
             messages=[message.plain() for message in body.messages],
             params=SamplingParams(),
@@ -97,8 +89,9 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 def _add_state(router: APIRouter, frontend: ChatFrontend) -> None:
     said: Any = documented(statuses=(503,))
 
-    @router.get("/props", tags=["llama-server"], responses=said, summary="What is served")
+    @router.get("/props", tags=["llama-server"], responses=said)
     async def props() -> Response:
+        """What is served."""
         check_generates(frontend)
         assert frontend.info is not None
         special = frontend.codec.template.special_tokens
@@ -119,13 +112,9 @@ def _add_state(router: APIRouter, frontend: ChatFrontend) -> None:
             }
         )
 
-    @router.get(
-        "/slots",
-        tags=["llama-server"],
-        responses=documented(form="array", statuses=(503,)),
-        summary="The places of requests, and how many are taken",
-    )
+    @router.get("/slots", tags=["llama-server"], responses=documented(form="array", statuses=(503,)))
     async def slots() -> Response:
+        """The places of requests, and how many are taken."""
         check_generates(frontend)
         assert frontend.info is not None
         places = frontend.info.limits["max_requests"] * len(frontend.supervisor.replicas)
@@ -134,42 +123,51 @@ def _add_state(router: APIRouter, frontend: ChatFrontend) -> None:
         return as_json(found)
 
 
-class _Writer:
-    """Answers to one request, whole or as events."""
+class _Writer(Writer[Runs]):
+    """The answer to one request: of several prompts a list."""
 
-    def __init__(self, body: LlamaFields, params: SamplingParams, model: str, texts: TokenTexts) -> None:
-        self._body, self._params, self._model, self._texts = body, params, model, texts
+    def __init__(self, frontend: ChatFrontend, body: LlamaFields, texts: TokenTexts) -> None:
+        super().__init__(frontend, body.model)
+        self._body, self._texts = body, texts
         self._began = time.perf_counter()
 
-    async def events(self, runs: Runs) -> AsyncGenerator[bytes, None]:
+    async def answer(self, run: Runs) -> Any:
+        """The whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        outputs = await run.wait()
+        check_answered(outputs)
+        found = [self._end(place, output) for place, output in enumerate(outputs)]
+        return found[0] if len(found) == 1 else found
+
+    async def events(self, run: Runs) -> AsyncGenerator[bytes, None]:
         """Parts of the text, and for each prompt its end."""
-        async for place, item in runs.read():
+        async for place, item in run.read():
             if isinstance(item, PromptProgress):
                 continue
-            output = runs.outputs[place]
+            output = run.outputs[place]
             if item.text or item.token_ids:
                 yield event(self._part(place, item, output))
             if item.finish_reason is not None:
-                yield event({**self.end(place, output), "content": "", "tokens": []})
-        check_answered(runs.outputs)
+                yield event({**self._end(place, output), "content": "", "tokens": []})
+        check_answered(run.outputs)
 
-    def end(self, place: int, output: RequestOutput) -> dict[str, Any]:
+    def _end(self, place: int, output: RequestOutput) -> dict[str, Any]:
         """The whole answer to a prompt."""
         sample, prompt = output.outputs[0], len(output.prompt_token_ids)
         made, seconds = len(sample.token_ids), max(time.perf_counter() - self._began, 1e-9)
-        found = {
+        return {
             "index": place,
             "content": sample.text,
             "tokens": sample.token_ids if self._body.return_tokens else [],
             "id_slot": 0,
             "stop": True,
-            "model": self._model,
+            "model": self.model,
             "tokens_predicted": made,
             "tokens_evaluated": prompt,
             "tokens_cached": output.cached_tokens,
             "truncated": False,
             **_stop(sample),
-            "generation_settings": {"seed": sample.seed, "n_predict": self._params.max_tokens or -1},
+            **self._probabilities(sample.logprobs),
+            "generation_settings": {"seed": sample.seed, "n_predict": self._body.n_predict or -1},
             "timings": {
                 "prompt_n": prompt - output.cached_tokens,
                 "cache_n": output.cached_tokens,
@@ -178,14 +176,9 @@ class _Writer:
                 "predicted_per_second": made / seconds,
             },
         }
-        return (
-            {**found, "completion_probabilities": self._probabilities(sample.logprobs)}
-            if self._params.logprobs
-            else found
-        )
 
     def _part(self, place: int, delta: TextDelta, output: RequestOutput) -> dict[str, Any]:
-        part = {
+        return {
             "index": place,
             "content": delta.text,
             "tokens": delta.token_ids,
@@ -193,16 +186,16 @@ class _Writer:
             "id_slot": 0,
             "tokens_predicted": len(output.outputs[0].token_ids),
             "tokens_evaluated": len(output.prompt_token_ids),
+            **self._probabilities(delta.logprobs),
         }
-        return (
-            {**part, "completion_probabilities": self._probabilities(delta.logprobs)} if self._params.logprobs else part
-        )
 
-    def _probabilities(self, found: Any) -> list[dict[str, Any]]:
-        if not found:
-            return []
-        shown = chat_logprobs(self._texts, found, self._params.logprobs or 0)["content"]
-        return [{"id": item.token_id, **one} for item, one in zip(found, shown, strict=True)]
+    def _probabilities(self, found: Sequence[TokenLogprob] | None) -> dict[str, Any]:
+        """Those of the tokens, if they are wanted."""
+        if not self._body.n_probs:
+            return {}
+        shown = chat_logprobs(self._texts, found or (), self._body.n_probs)["content"]
+        listed = [{"id": item.token_id, **one} for item, one in zip(found or (), shown, strict=True)]
+        return {"completion_probabilities": listed}
 
 
 def _stop(sample: Completion) -> dict[str, Any]:

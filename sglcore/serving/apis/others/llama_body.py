@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.grammar import Grammar
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.apis.body import Body, Count, Int, Items
+from sglcore.serving.apis.body import Body, Count, Ignored, Int, Items
 from sglcore.serving.apis.checks import check_limit, own_names
 from sglcore.serving.apis.openai.body import Message, Prompts, Tool
 from sglcore.serving.apis.params import MOST_IDS, Bias, SamplingFields, Stop, Stops, bias_of, sampling_params
@@ -30,8 +30,6 @@ class LlamaFields(SamplingFields):
     """How a text goes on, by llama-server's names. `n_predict` of -1 is as many tokens as the context holds; `logit_bias` is an
     object or pairs of a token id and a number, or false for a token that may not come."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"cache_prompt", "id_slot", "response_fields", "timings_per_token"})
-
     model: str | None = None
     n_predict: Annotated[Int, Field(ge=-1)] | None = None
     repeat_penalty: float | None = Field(None, gt=0)
@@ -42,10 +40,10 @@ class LlamaFields(SamplingFields):
     json_schema: dict[str, Any] | None = None
     return_tokens: bool | None = None
     stream: bool | None = None
-    cache_prompt: bool | None = None
-    id_slot: Int | None = None
-    response_fields: Items[str] | None = None
-    timings_per_token: bool | None = None
+    cache_prompt: Ignored[bool] = None
+    id_slot: Ignored[Int] = None
+    response_fields: Ignored[Items[str]] = None
+    timings_per_token: Ignored[bool] = None
 
 
 class LlamaCompletionBody(LlamaFields):

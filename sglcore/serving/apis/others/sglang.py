@@ -15,13 +15,14 @@ from pydantic import Field
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput
 from sglcore.sampling.grammar import Grammar
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.apis.answer import DONE, Stream, as_json, documented, event
+from sglcore.serving.apis.answer import DONE, Stream, documented, event
 from sglcore.serving.apis.body import Body, Count, Items, Positive, Seed
-from sglcore.serving.apis.checks import check_generates, check_limit, own_names
+from sglcore.serving.apis.checks import check_limit, own_names
 from sglcore.serving.apis.logprobs import finite
-from sglcore.serving.apis.openai.body import Ids
+from sglcore.serving.apis.openai.body import Ids, as_prompts
 from sglcore.serving.apis.params import MOST_IDS, SamplingFields, Stop, Stops, completed, sampling_params
 from sglcore.serving.apis.token_text import TokenTexts
+from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.replicas.errors import InvalidRequest, blame
 from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
@@ -67,6 +68,12 @@ class GenerateBody(Body):
     stream: bool | None = None
     rid: Annotated[str, Field(min_length=1, max_length=128)] | None = None
 
+    @property
+    def is_list(self) -> bool:
+        """Whether the answer is one: of a list of prompts, or of several samples."""
+        samples = self.sampling_params.n if self.sampling_params is not None else None
+        return isinstance(self.text, list) or isinstance((self.input_ids or [0])[0], list) or (samples or 1) > 1
+
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     """It."""
@@ -80,32 +87,35 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
             events="",
             form=("object", "array"),
         ),
-        summary="Continue texts",
     )
     async def generate(body: GenerateBody) -> Response | Stream:
-        check_generates(frontend)
-        prompts, is_batch = _prompts(body)
+        """Continue texts."""
+        writer = _Writer(frontend, texts, body)
+        prompts = _prompts(body)
         check_limit("text", len(prompts), frontend.config.max_prompts, "prompts")
         check_limit("top_logprobs_num", body.top_logprobs_num, frontend.config.max_logprobs)
         params, form = _params(body, frontend)
         check_limit("sampling_params.n", params.n, frontend.config.max_n)
         name = body.rid or secrets.token_hex(16)
         runs = await start_runs(frontend, prompts, params, special=True, progress=False, name=name, form=form)
-        writer = _Writer(texts, is_list=is_batch or params.n > 1)
-        if body.stream:
-            return Stream(writer.events(runs), runs, body.warnings(), runs.outputs)
-        async with runs:
-            outputs = await runs.wait()
-            check_answered(outputs)
-            found = [writer.answer(output, sample) for output in outputs for sample in output.outputs]
-            return as_json(found if writer.is_list else found[0], body.warnings(), outputs)
+        return await writer.respond(runs, body.stream, body.warnings())
 
 
-class _Writer:
-    def __init__(self, texts: TokenTexts, *, is_list: bool) -> None:
-        self._texts, self.is_list, self._began = texts, is_list, time.perf_counter()
+class _Writer(Writer[Runs]):
+    """The answer to one request: of a list of prompts, or of several samples, a list."""
 
-    def answer(self, output: RequestOutput, sample: Completion) -> dict[str, Any]:
+    def __init__(self, frontend: ChatFrontend, texts: TokenTexts, body: GenerateBody) -> None:
+        super().__init__(frontend)
+        self._texts, self._is_list, self._began = texts, body.is_list, time.perf_counter()
+
+    async def answer(self, run: Runs) -> Any:
+        """The whole answer; waits for all samples. Raises Unanswered if every one failed."""
+        outputs = await run.wait()
+        check_answered(outputs)
+        found = [self._sample(output, sample) for output in outputs for sample in output.outputs]
+        return found if self._is_list else found[0]
+
+    def _sample(self, output: RequestOutput, sample: Completion) -> dict[str, Any]:
         """What there is of a sample."""
         about: dict[str, Any] = {
             "id": output.request_id,
@@ -125,16 +135,16 @@ class _Writer:
             ]
         return {"text": sample.text, "output_ids": sample.token_ids, "meta_info": about}
 
-    async def events(self, runs: Runs) -> AsyncGenerator[bytes, None]:
+    async def events(self, run: Runs) -> AsyncGenerator[bytes, None]:
         """All of a sample so far, with every part of it."""
-        async for place, item in runs.read():
+        async for place, item in run.read():
             if isinstance(item, PromptProgress):
                 continue
-            output = runs.outputs[place]
+            output = run.outputs[place]
             sample = output.outputs[item.index]
-            extra = {"index": place * len(output.outputs) + item.index} if self.is_list else {}
-            yield event({**self.answer(output, sample), **extra})
-        check_answered(runs.outputs)
+            extra = {"index": place * len(output.outputs) + item.index} if self._is_list else {}
+            yield event({**self._sample(output, sample), **extra})
+        check_answered(run.outputs)
         yield DONE
 
 
@@ -146,15 +156,10 @@ def _ending(sample: Completion) -> dict[str, Any] | None:
     return {"type": sample.finish_reason, **({} if sample.stop_cause is None else {"matched": sample.stop_cause})}
 
 
-def _prompts(body: GenerateBody) -> tuple[list[Any], bool]:
-    """The prompts, and whether they came as a list."""
+def _prompts(body: GenerateBody) -> list[Any]:
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("found neither or both of text and input_ids", wanted="one of them", param="text")
-    if body.text is not None:
-        return (body.text, True) if isinstance(body.text, list) else ([body.text], False)
-    assert body.input_ids is not None
-    is_batch = isinstance(body.input_ids[0], list)
-    return (list(body.input_ids), True) if is_batch else ([body.input_ids], False)
+    return as_prompts(body.input_ids if body.text is None else body.text)
 
 
 def _params(body: GenerateBody, frontend: ChatFrontend) -> tuple[SamplingParams, str]:

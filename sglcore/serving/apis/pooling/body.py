@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from sglcore.serving.apis.body import Body, Items, Positive
+from sglcore.serving.apis.body import Body, Ignored, Items, Positive
 from sglcore.serving.apis.openai.body import Prompts
 
 Texts = Annotated[Items[str], Field(min_length=1)]
@@ -18,12 +18,10 @@ class PoolingFields(Body):
     """What all of them share. `truncate_prompt_tokens` cuts what is longer: to so many tokens, or (-1) to what the model holds;
     `truncate` true is the same as -1. Without them, what is too long is refused."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
-
     model: str | None = None
     truncate_prompt_tokens: Truncated | None = None
     truncate: bool | None = None
-    user: str | None = None
+    user: Ignored[str] = None
 
     @property
     def most(self) -> int | None:

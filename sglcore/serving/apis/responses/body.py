@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from sglcore.serving.apis.body import Body, Count, Items, Other, Positive, by_kind, entries
+from sglcore.serving.apis.body import Body, Count, Ignored, Items, Other, Positive, by_kind, entries
 from sglcore.serving.apis.params import SamplingFields, Stop, Stops
 
 Role = Literal["user", "assistant", "system", "developer"]
@@ -105,9 +105,9 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    output_schema: dict[str, Any] | None = None
-    allowed_callers: Items[str] | None = None
-    defer_loading: bool | None = None
+    output_schema: Ignored[dict[str, Any]] = None
+    allowed_callers: Ignored[Items[str]] = None
+    defer_loading: Ignored[bool] = None
 
 
 class NamedTool(Body):
@@ -151,10 +151,10 @@ class Reasoning(Body):
     """How much the model should think."""
 
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-    context: str | None = None
-    mode: str | None = None
+    summary: Ignored[str] = None
+    generate_summary: Ignored[str] = None
+    context: Ignored[str] = None
+    mode: Ignored[str] = None
 
 
 class StreamOptions(Body):
@@ -183,40 +183,28 @@ class Conversation(Body):
 class CountRequest(Conversation):
     """A request for the number of input tokens."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"personality"})
-    personality: str | None = None
+    personality: Ignored[str] = None
 
 
 class ResponsesRequest(Conversation, SamplingFields):
     """A request for a response. `stop` and most fields of sampling are this server's own."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {
-            "max_tool_calls",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "safety_identifier",
-            "service_tier",
-            "user",
-        }
-    )
     background: bool | None = None
     context_management: list[Any] | None = None
     include: Items[str] | None = None
     max_output_tokens: Positive | None = None
-    max_tool_calls: Positive | None = None
+    max_tool_calls: Ignored[Positive] = None
     metadata: Metadata | None = None
     moderation: Any = None
     prompt: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
+    prompt_cache_key: Ignored[str] = None
+    prompt_cache_options: Ignored[dict[str, Any]] = None
+    prompt_cache_retention: Ignored[str] = None
+    safety_identifier: Ignored[str] = None
+    service_tier: Ignored[str] = None
     store: bool | None = None
     top_logprobs: Count | None = None
-    user: str | None = None
+    user: Ignored[str] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | Stops | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -16,9 +16,13 @@ from sglcore.serving.apis.answer import named_events
 from sglcore.serving.apis.blocks import Block, BlockChange, Blocks
 from sglcore.serving.apis.logprobs import chat_logprobs
 from sglcore.serving.apis.responses.body import ResponsesRequest
+from sglcore.serving.apis.responses.items import input_items
+from sglcore.serving.apis.responses.store import ResponseStore, Stored
 from sglcore.serving.apis.token_text import TokenTexts
+from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.run import ChatEvent, ChatRun
 from sglcore.serving.replicas.errors import Failure, told
+from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.runs import check_answered, failure_of
 
 Event = dict[str, Any]
@@ -69,53 +73,53 @@ def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"description": None, "parameters": None, "strict": None, **tool}
 
 
-class ResponseWriter:
-    """The answer of one chat. `response` is whole when it has ended, and then `on_end` is called."""
+class ResponseWriter(Writer[ChatRun]):
+    """The answer of one chat. When it has ended, the store has it, unless the client wants none stored."""
 
-    def __init__(
-        self,
-        response: dict[str, Any],
-        run: ChatRun,
-        texts: TokenTexts,
-        *,
-        top: int | None,
-        count: Callable[[str], int],
-        on_end: Callable[[ResponseWriter], None],
-    ) -> None:
-        """`top`: the most likely tokens that log-probabilities show (None: none at all); `count` gives the tokens of a text."""
-        self.response, self._run = response, run
+    def __init__(self, frontend: Frontend, texts: TokenTexts, body: ResponsesRequest, store: ResponseStore) -> None:
+        super().__init__(frontend, body.model)
+        self._response: dict[str, Any] = {}
         self._blocks = Blocks()
-        self._texts, self._top, self._count, self._on_end = texts, top, count, on_end
+        self._codec, self._texts, self._body, self._store = frontend.codec, texts, body, store
+        self._top: int | None = None
+        """The most likely tokens that log-probabilities show; None: none at all."""
         self._reason: str | None = None
         self._sent = 0
 
-    async def answer(self) -> dict[str, Any]:
+    async def answer(self, run: ChatRun) -> dict[str, Any]:
         """The whole response; waits for its end. Raises Unanswered if it failed."""
-        await self._run.ended()
-        async for event in self._run:
+        self._begin(run)
+        await run.ended()
+        async for event in run:
             self._take(event)
-        self._end(failure_of(self._run.output.outputs[0]))
-        check_answered([self._run.output])
-        return self.response
+        self._end(run, failure_of(run.output.outputs[0]))
+        check_answered(run.outputs)
+        return self._response
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
         """The response's events as they happen. An error ends them with the event that tells it, but what comes before
         the first word is raised, so that it has a status of its own."""
-        events = aiter(self._run)
+        self._begin(run)
+        events = aiter(run)
         first = await anext(events)
-        begin = [{"type": f"response.{word}", "response": self.response} for word in ("created", "in_progress")]
+        begin = [{"type": f"response.{word}", "response": self._response} for word in ("created", "in_progress")]
         yield named_events([*self._number(begin), *self._take(first)])
         try:
             async for event in events:
                 made = self._take(event)
                 if made:
                     yield named_events(made)
-            failure = failure_of(self._run.output.outputs[0])
+            failure = failure_of(run.output.outputs[0])
         except Exception as error:
             failure = told(error)
-        yield named_events(self._end(failure))
+        yield named_events(self._end(run, failure))
 
-    def said(self) -> dict[str, Any]:
+    def _keep(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Store the response, and the conversation up to and with it: `messages` but for the instructions, which are not of it."""
+        asked = messages[1:] if self._body.instructions else messages
+        self._store.put(Stored.of(self._response, input_items(self._body.input or ""), [*asked, self._said()]))
+
+    def _said(self) -> dict[str, Any]:
         """The answer as a message of the conversation."""
         texts = [block.text for block in self._blocks.all if block.kind == "text"]
         calls = [block for block in self._blocks.all if block.kind == "tool"]
@@ -131,6 +135,10 @@ class ResponseWriter:
             ]
         return message
 
+    def _begin(self, run: ChatRun) -> None:
+        self._response = draft(self._body, run.request.params, self.model, self.fingerprint)
+        self._top = run.request.params.logprobs
+
     def _take(self, event: ChatEvent) -> list[Event]:
         """The events that a part of the answer makes."""
         if event.finish_reason is not None:
@@ -138,32 +146,37 @@ class ResponseWriter:
         changes = self._blocks.take(event.delta, (event.logprobs or ()) if self._top is not None else ())
         return self._number([made for change in changes for made in self._change(change)])
 
-    def _end(self, failure: Failure | None) -> list[Event]:
+    def _end(self, run: ChatRun, failure: Failure | None) -> list[Event]:
         """The events after the last word; the response is whole then."""
         changes = [] if failure is not None else self._blocks.force_text()
         changes += self._blocks.finish()
         made = [event for change in changes for event in self._change(change)]
-        self._complete(self._run.output, failure)
-        self._on_end(self)
-        kind = f"response.{self.response['status']}"
-        return self._number([*made, {"type": kind, "response": self.response}])
+        self._complete(run.output, failure)
+        if self._body.store is not False:
+            self._keep(run.request.messages)
+        kind = f"response.{self._response['status']}"
+        return self._number([*made, {"type": kind, "response": self._response}])
 
     def _complete(self, output: RequestOutput, failure: Failure | None) -> None:
         cut = _CUT.get(self._reason or "")
         status = "failed" if failure is not None else "incomplete" if cut else "completed"
-        self.response |= {
+        self._response |= {
             "status": status,
             "output": [self._item(block, self._status_of(block)) for block in self._blocks.all],
-            "usage": _usage(output, self._count(self._reasoning())),
+            "usage": _usage(output, self._count_reasoning()),
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": {"reason": cut} if cut else None,
             "seed_used": output.outputs[0].seed,
         }
         if failure is not None:
-            self.response["error"] = {"code": "server_error", "message": failure.message}
+            self._response["error"] = {"code": "server_error", "message": failure.message}
 
     def _reasoning(self) -> str:
         return "".join(block.text for block in self._blocks.all if block.kind == "reasoning")
+
+    def _count_reasoning(self) -> int:
+        reasoning = self._reasoning()
+        return len(self._codec.encode(reasoning, special=False)) if reasoning else 0
 
     def _status_of(self, block: Block) -> str:
         """Only the last block of an answer that was cut is incomplete."""

@@ -39,13 +39,9 @@ LOGPROBS = "message.output_text.logprobs"
 """The word of `include` that asks for log-probabilities."""
 
 
-def response_request(
-    body: ResponsesRequest, earlier: Sequence[dict[str, Any]], max_logprobs: int
-) -> tuple[ChatRequest, list[dict[str, Any]]]:
-    """What a request asks for, and the messages of its own input; `earlier` is the conversation up to it. Raises
-    InvalidRequest or SamplingError."""
+def response_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], max_logprobs: int) -> ChatRequest:
+    """What a request asks for; `earlier` is the conversation up to it. Raises InvalidRequest or SamplingError."""
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
-    new = read_input(body, earlier)
     check_limit("top_logprobs", body.top_logprobs, max_logprobs)
     form = body.text.format if body.text is not None else None
     schema = form.schema_ if isinstance(form, SchemaFormat) else None
@@ -56,18 +52,18 @@ def response_request(
         logprobs=(body.top_logprobs or 0) if _wants_logprobs(body) else None,
         grammar=format_grammar(form.type, schema, "text.format.schema") if form is not None else None,
     )
-    return chat_request(body, [*earlier, *new], params), new
+    return chat_request(body, earlier, params)
 
 
-def chat_request(body: Conversation, messages: list[dict[str, Any]], params: SamplingParams) -> ChatRequest:
-    """The chat request of a conversation; `instructions` stand before it."""
+def chat_request(body: Conversation, earlier: Sequence[dict[str, Any]], params: SamplingParams) -> ChatRequest:
+    """The chat request of a conversation that begins with `earlier`; `instructions` stand before it."""
     if body.truncation == "auto":
         raise InvalidRequest(
             "truncation: found 'auto'", wanted="'disabled'", remedy="shorten the input", param="truncation"
         )
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return ChatRequest(
-        messages=[*system, *messages],
+        messages=[*system, *earlier, *_input(body, earlier)],
         tools=[_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())] or None,
         tool_choice=_choice(body),
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -77,7 +73,7 @@ def chat_request(body: Conversation, messages: list[dict[str, Any]], params: Sam
     )
 
 
-def read_input(body: Conversation, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _input(body: Conversation, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages of the request's own input. Raises InvalidRequest."""
     if body.input is None or body.input == [] or body.input == "":
         raise InvalidRequest("the field input is missing", wanted="text, or a list of items", param="input")
@@ -215,16 +211,14 @@ def unused(body: ResponsesRequest) -> list[str]:
     if body.text is not None and body.text.verbosity is not None:
         notes.append("text.verbosity")
     if body.reasoning is not None:
-        notes += [
-            f"reasoning.{name}" for name in body.reasoning.given("summary", "generate_summary", "context", "mode")
-        ]
+        notes += [f"reasoning.{name}" for name in body.reasoning.warnings()]
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         notes.append("stream_options.include_obfuscation")
     is_forced = body.tool_choice not in (None, "auto", "none")
     for tool in body.tools or ():
         if isinstance(tool, FunctionTool):
             notes += ["tools.strict"] if tool.strict and not is_forced else []
-            notes += [f"tools.{name}" for name in tool.given("output_schema", "allowed_callers", "defer_loading")]
+            notes += [f"tools.{name}" for name in tool.warnings()]
     items = body.input if isinstance(body.input, list) else []
     if any(isinstance(item, ReasoningItem) and item.encrypted_content is not None for item in items):
         notes.append("input.encrypted_content")

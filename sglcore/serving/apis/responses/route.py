@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -11,13 +10,13 @@ from fastapi import APIRouter, Query, Request, Response
 
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.answer import WITH_BODY, Stream, as_json, documented
-from sglcore.serving.apis.checks import check_generates, check_model, fingerprint, own_names
+from sglcore.serving.apis.checks import check_model, own_names
 from sglcore.serving.apis.params import completed
 from sglcore.serving.apis.responses.body import CountRequest, ResponsesRequest
-from sglcore.serving.apis.responses.events import ResponseWriter, draft
-from sglcore.serving.apis.responses.items import input_items, page_of
-from sglcore.serving.apis.responses.request import chat_request, read_input, response_request, unread, unused
-from sglcore.serving.apis.responses.store import ResponseStore, Stored
+from sglcore.serving.apis.responses.events import ResponseWriter
+from sglcore.serving.apis.responses.items import page_of
+from sglcore.serving.apis.responses.request import chat_request, response_request, unread, unused
+from sglcore.serving.apis.responses.store import ResponseStore
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.run import count_prompt, start_chat
@@ -45,39 +44,22 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         "/v1/responses",
         tags=["responses"],
         responses=_documented("The response, or with `stream` its events, of which the last has the whole", events=""),
-        summary="Answer a conversation made of items",
     )
     async def create(body: ResponsesRequest) -> Response | Stream:
-        model = check_model(frontend, body.model)
-        check_generates(frontend)
+        """Answer a conversation made of items."""
+        writer = ResponseWriter(frontend, texts, body, store)
         earlier = _earlier(store, body.previous_response_id)
         with own_names(_OWN_NAMES):
-            request, new = response_request(completed(body, frontend.sampling), earlier, frontend.config.max_logprobs)
+            request = response_request(completed(body, frontend.sampling), earlier, frontend.config.max_logprobs)
             run = await start_chat(frontend, request)
-        writer = ResponseWriter(
-            draft(body, request.params, model, fingerprint(frontend)),
-            run,
-            texts,
-            top=request.params.logprobs,
-            count=lambda text: len(frontend.codec.encode(text, special=False)) if text else 0,
-            on_end=partial(_keep, store, body, [*earlier, *new]),
-        )
-        warnings = sorted({*unused(body), *unread(body, run.ignored)})
-        if body.stream:
-            return Stream(writer.events(), run, warnings, [run.output])
-        async with run:
-            return as_json(await writer.answer(), warnings, [run.output])
+        return await writer.respond(run, body.stream, sorted({*unused(body), *unread(body, run.ignored)}))
 
-    @router.post(
-        "/v1/responses/input_tokens",
-        tags=["responses"],
-        responses=_documented(),
-        summary="Count the tokens of an input",
-    )
+    @router.post("/v1/responses/input_tokens", tags=["responses"], responses=_documented())
     async def count(body: CountRequest) -> Response:
+        """Count the tokens of an input."""
         check_model(frontend, body.model)
         earlier = _earlier(store, body.previous_response_id)
-        chat = chat_request(body, [*earlier, *read_input(body, earlier)], SamplingParams())
+        chat = chat_request(body, earlier, SamplingParams())
         found = {"object": "response.input_tokens", "input_tokens": await count_prompt(frontend, chat, "input")}
         return as_json(found, body.warnings())
 
@@ -87,33 +69,21 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 def _add_kept(router: APIRouter, store: ResponseStore) -> None:
     """The routes of responses that are kept."""
 
-    @router.get(
-        "/v1/responses/{response_id}",
-        tags=["responses"],
-        responses=_documented(statuses=_ADDRESS),
-        summary="A response that was kept",
-    )
+    @router.get("/v1/responses/{response_id}", tags=["responses"], responses=_documented(statuses=_ADDRESS))
     async def retrieve(response_id: str, request: Request) -> Response:
+        """A response that was kept."""
         _only(request, ("include",))
         return as_json(store.get(response_id, "response_id").response)
 
-    @router.delete(
-        "/v1/responses/{response_id}",
-        tags=["responses"],
-        responses=_documented(statuses=_ADDRESS),
-        summary="Forget a response",
-    )
+    @router.delete("/v1/responses/{response_id}", tags=["responses"], responses=_documented(statuses=_ADDRESS))
     async def delete(response_id: str) -> Response:
+        """Forget a response."""
         store.drop(response_id, "response_id")
         return as_json({"id": response_id, "object": "response", "deleted": True})
 
-    @router.post(
-        "/v1/responses/{response_id}/cancel",
-        tags=["responses"],
-        responses=_documented(statuses=_ADDRESS),
-        summary="Refused: no response outlives its request",
-    )
+    @router.post("/v1/responses/{response_id}/cancel", tags=["responses"], responses=_documented(statuses=_ADDRESS))
     async def cancel(response_id: str) -> Response:
+        """Refused: no response outlives its request."""
         store.get(response_id, "response_id")
         raise InvalidRequest(
             "a response that is not in the background can not be cancelled",
@@ -121,12 +91,7 @@ def _add_kept(router: APIRouter, store: ResponseStore) -> None:
             param="response_id",
         )
 
-    @router.get(
-        "/v1/responses/{response_id}/input_items",
-        tags=["responses"],
-        responses=_documented(statuses=_ADDRESS),
-        summary="The items of a response's own input",
-    )
+    @router.get("/v1/responses/{response_id}/input_items", tags=["responses"], responses=_documented(statuses=_ADDRESS))
     async def items(
         response_id: str,
         request: Request,
@@ -134,18 +99,13 @@ def _add_kept(router: APIRouter, store: ResponseStore) -> None:
         order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
         after: str | None = None,
     ) -> Response:
+        """The items of a response's own input."""
         _only(request, ("include", "limit", "order", "after"))
         return as_json(page_of(store.get(response_id, "response_id").items, limit, order, after))
 
 
 def _earlier(store: ResponseStore, response_id: str | None) -> list[Any]:
     return list(store.get(response_id, "previous_response_id").messages) if response_id is not None else []
-
-
-def _keep(store: ResponseStore, body: ResponsesRequest, before: list[dict[str, Any]], writer: ResponseWriter) -> None:
-    """Store a response that has ended, unless the client wants none stored; `before` are the messages that it answers."""
-    if body.store is not False:
-        store.put(Stored.of(writer.response, input_items(body.input or ""), [*before, writer.said()]))
 
 
 def _documented(

@@ -74,27 +74,23 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     _add_pauses(router, frontend)
     for path in ("/flush_cache", "/reset_prefix_cache"):
 
-        @router.post(
-            path,
-            tags=["operations"],
-            responses=documented(FlushAnswer, statuses=(503,)),
-            summary="Forget cached prefixes",
-        )
+        @router.post(path, tags=["operations"], responses=documented(FlushAnswer, statuses=(503,)))
         async def flush() -> Response:
+            """Forget cached prefixes."""
             return as_json({"success": True, "pages": await frontend.flush_prefix_cache()})
 
 
 def _add_aborts(router: APIRouter, frontend: Frontend) -> None:
-    @router.post(
-        "/abort_request", tags=["operations"], responses=documented(AbortAnswer), summary="End a request, or all"
-    )
+    @router.post("/abort_request", tags=["operations"], responses=documented(AbortAnswer))
     async def abort(body: AbortBody) -> Response:
+        """End a request, or all."""
         if not body.rid and not body.abort_all:
             raise InvalidRequest("found neither rid nor abort_all", wanted="one of them", param="rid")
         return as_json({"aborted": frontend.abort(None if body.abort_all else [body.rid or ""])})
 
-    @router.post("/abort_requests", tags=["operations"], responses=documented(AbortAnswer), summary="End requests")
+    @router.post("/abort_requests", tags=["operations"], responses=documented(AbortAnswer))
     async def abort_several(body: AbortListBody) -> Response:
+        """End requests."""
         return as_json({"aborted": frontend.abort(body.request_ids)})
 
 
@@ -111,29 +107,29 @@ def _add_pauses(router: APIRouter, frontend: Frontend) -> None:
         await frontend.resume()
         return as_json({"status": "resumed", "message": "Generation resumed"})
 
-    @router.post("/pause", tags=["operations"], responses=said, summary="Hold up all requests")
+    @router.post("/pause", tags=["operations"], responses=said)
     async def pause(
         mode: Annotated[Literal["abort", "wait", "keep"], Query()] = "abort", clear_cache: bool = True
     ) -> Response:
+        """Hold up all requests."""
         return await halt(mode, clear_cache)
 
-    @router.post("/resume", tags=["operations"], responses=said, summary="Go on after a pause")
+    @router.post("/resume", tags=["operations"], responses=said)
     async def resume() -> Response:
+        """Go on after a pause."""
         return await go_on()
 
-    @router.post("/pause_generation", tags=["operations"], responses=read, summary="Hold up all requests")
+    @router.post("/pause_generation", tags=["operations"], responses=read)
     async def pause_generation(body: PauseBody) -> Response:
+        """Hold up all requests."""
         return await halt(_SGLANG_MODES[body.mode], False)
 
-    @router.post("/continue_generation", tags=["operations"], responses=read, summary="Go on after a pause")
+    @router.post("/continue_generation", tags=["operations"], responses=read)
     async def continue_generation(body: ContinueBody) -> Response:
+        """Go on after a pause."""
         return await go_on()
 
-    @router.get(
-        "/is_paused",
-        tags=["operations"],
-        responses=documented(PausedAnswer, statuses=()),
-        summary="Whether requests are held up",
-    )
+    @router.get("/is_paused", tags=["operations"], responses=documented(PausedAnswer, statuses=()))
     async def is_paused() -> Response:
+        """Whether requests are held up."""
         return as_json({"is_paused": frontend.is_paused})

@@ -99,40 +99,31 @@ class ServerAudit(Answer):
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     """The routes; but for the audit they wait for nothing."""
 
-    @router.get(
-        "/server_info",
-        tags=["operations"],
-        responses={200: {"model": ServerInfo}},
-        summary="What runs, and every decision",
-    )
+    @router.get("/server_info", tags=["operations"], responses={200: {"model": ServerInfo}})
     async def server_info() -> Response:
+        """What runs, and every decision."""
         return as_json(_info(frontend))
 
-    @router.get(
-        "/server_info/stats", tags=["operations"], responses={200: {"model": ServerStats}}, summary="What it counts"
-    )
+    @router.get("/server_info/stats", tags=["operations"], responses={200: {"model": ServerStats}})
     async def stats() -> Response:
+        """What it counts."""
         found = [_replica(replica) for replica in frontend.supervisor.replicas.values()]
         known = {"time": time.time(), "deaths": frontend.supervisor.deaths}
         return as_json({**known, **_counters(frontend.stats()), "replicas": found})
 
-    @router.get(
-        "/server_info/audit",
-        tags=["operations"],
-        responses={200: {"model": ServerAudit}},
-        summary="Looks for what leaked",
-    )
+    @router.get("/server_info/audit", tags=["operations"], responses={200: {"model": ServerAudit}})
     async def audit() -> Response:
+        """Looks for what leaked."""
         return as_json({"problems": await frontend.audit()})
 
     @router.get(
         "/metrics",
         tags=["operations"],
         response_class=Response,
-        summary="Metrics for Prometheus",
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics() -> Response:
+        """Metrics for Prometheus."""
         return Response(frontend.metrics.page(), headers={"content-type": CONTENT_TYPE})
 
 

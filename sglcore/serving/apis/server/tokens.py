@@ -94,10 +94,9 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     """The routes; they ask no engine."""
     texts = TokenTexts(frontend.codec)
 
-    @router.post(
-        "/tokenize", tags=["tokens"], responses=documented(TokenizeAnswer), summary="Text or messages as token ids"
-    )
+    @router.post("/tokenize", tags=["tokens"], responses=documented(TokenizeAnswer))
     async def tokenize(body: TokenizeBody) -> Response:
+        """Text or messages as token ids."""
         check_model(frontend, body.model)
         ids = await _ids(frontend, body)
         length = frontend.info.max_model_len if frontend.info is not None else None
@@ -108,8 +107,9 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
             answer["token_strs"] = await _beside(len(ids), lambda: [texts.text(token_id) for token_id in ids])
         return as_json(answer)
 
-    @router.post("/detokenize", tags=["tokens"], responses=documented(DetokenizeAnswer), summary="Token ids as text")
+    @router.post("/detokenize", tags=["tokens"], responses=documented(DetokenizeAnswer))
     async def detokenize(body: DetokenizeBody) -> Response:
+        """Token ids as text."""
         check_model(frontend, body.model)
         size = frontend.codec.tokenizer.get_vocab_size(with_added_tokens=True)
 
@@ -124,13 +124,9 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         text = await _beside(len(body.tokens), read)
         return as_json({"prompt": text, "content": text})
 
-    @router.get(
-        "/tokenizer_info",
-        tags=["tokens"],
-        responses={200: {"model": TokenizerInfo}},
-        summary="Special tokens and the chat template",
-    )
+    @router.get("/tokenizer_info", tags=["tokens"], responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info() -> Response:
+        """Special tokens and the chat template."""
         template = frontend.codec.template
         found = {name: template.special_tokens.get(name) or None for name in _SPECIAL}
         size = frontend.codec.tokenizer.get_vocab_size(with_added_tokens=True)

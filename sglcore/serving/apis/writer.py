@@ -1,0 +1,46 @@
+"""What writes the answer to a request that generates: whole, or as the events of a stream. Each protocol has its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any, Generic, TypeVar
+
+from fastapi import Response
+
+from sglcore.serving.apis.answer import Stream, as_json, error_body, event
+from sglcore.serving.apis.checks import check_generates, check_model, fingerprint
+from sglcore.serving.replicas.errors import told
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.runs import Runs
+
+Run = TypeVar("Run", bound=Runs)
+
+
+class Writer(ABC, Generic[Run]):
+    """The answer to one request."""
+
+    def __init__(self, frontend: Frontend, name: str | None = None) -> None:
+        """`name` of the model that is asked. Raises InvalidRequest if it is another or generates no text, and NotReady."""
+        self.model = check_model(frontend, name)
+        check_generates(frontend)
+        self.fingerprint = fingerprint(frontend)
+
+    @abstractmethod
+    async def answer(self, run: Run) -> Any:
+        """The whole answer; waits for all samples. Raises Unanswered if every one failed."""
+
+    @abstractmethod
+    def events(self, run: Run) -> AsyncGenerator[bytes, None]:
+        """The answer's parts as they come, and what ends them. Raises as `answer` does."""
+
+    def on_error(self, error: Exception) -> bytes:
+        """The event that tells of an error after the first."""
+        return event(error_body(told(error)))
+
+    async def respond(self, run: Run, streams: bool | None, warnings: Iterable[str]) -> Response | Stream:
+        """The answer as it is sent; waits for all of it unless it streams. `warnings`: fields of the request without effect."""
+        if streams:
+            return Stream(self.events(run), run, self.on_error, warnings, run.outputs)
+        async with run:
+            return as_json(await self.answer(run), warnings, run.outputs)
