@@ -11,7 +11,7 @@ from sglcore.schedule.output import EngineOutput, TokenLogprob
 
 
 class EarlyEnd(NamedTuple):
-    """A sample whose text has ended before its tokens did: at a stop string, or (None) because it can not be made."""
+    """A sample whose text has ended before its tokens did: at a stop string or pattern, or (None) because it can not be made."""
 
     index: int
     cause: str | None
@@ -49,6 +49,7 @@ class OutputProcessor:
                 include_stop=params.include_stop_str_in_output,
                 prompt=output.prompt_token_ids,
                 min_tokens=params.min_tokens,
+                patterns=params.stop_regex,
             )
             for _ in range(params.n)
         ]

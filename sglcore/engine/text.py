@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Encoding, Tokenizer
 
@@ -15,6 +15,7 @@ from sglcore.checkpoint.pooling import read_prompts
 from sglcore.device.errors import ConfigError
 from sglcore.engine.chat_template import ChatTemplate, Message, TextError
 from sglcore.engine.gguf_tokenizer import read_gguf_tokenizer
+from sglcore.sampling.stop_pattern import PatternScan, stop_pattern
 
 __all__ = ["IncrementalDetokenizer", "TextCodec", "TextError", "eos_token_ids"]
 
@@ -114,13 +115,21 @@ class TextCodec:
         return self.template.render(messages, variables=variables)
 
 
+class Ending(NamedTuple):
+    """Where what ends a text begins and ends in it: a stop string, or the match of a pattern."""
+
+    start: int
+    end: int
+    cause: str
+
+
 class IncrementalDetokenizer:
-    """The text of tokens that arrive one after another, cut at stop strings.
+    """The text of tokens that arrive one after another, cut at stop strings and at what `patterns` match.
 
     `push` returns what may be shown: never half a character, never the beginning of something that may become a stop
-    string. `stopped_by` is the stop string that ended the text; `taken` counts the tokens of the last `push` up to that which
-    completed it. `prompt` ends with the tokens before the first one, which decide whether that begins with a space. What is
-    complete with the first `min_tokens` tokens is no stop string.
+    string or a match. `stopped_by` is the stop string or the pattern that ended the text; `taken` counts the tokens of the last
+    `push` up to that which completed it. `prompt` ends with the tokens before the first one, which decide whether that begins
+    with a space. What is complete with the first `min_tokens` tokens is no stop string, and no match.
     """
 
     def __init__(
@@ -132,11 +141,13 @@ class IncrementalDetokenizer:
         include_stop: bool,
         prompt: Sequence[int] = (),
         min_tokens: int = 0,
+        patterns: Sequence[str] = (),
     ) -> None:
         self._codec = codec
         self._skip_special = skip_special
         self._skipped = codec.special_ids if skip_special else frozenset()
         self._stop = tuple(stop)
+        self._scans = [PatternScan(stop_pattern(each)) for each in patterns]
         self._include_stop = include_stop
         self._ids = list(prompt[-CONTEXT:])
         self._first, self._read = 0, len(self._ids)
@@ -190,23 +201,36 @@ class IncrementalDetokenizer:
         return self._codec.decode(self._ids[self._first : end], skip_special_tokens=self._skip_special)
 
     def _append(self, new: str) -> None:
-        first = max(len(self.text) - max(map(len, self._stop), default=0), 0)
+        may_end, before = self._count > self._min_tokens, len(self.text)
         self.text += new
-        if self._count <= self._min_tokens:
+        found = [
+            Ending(match.start, match.end, scan.pattern.text)
+            for scan in self._scans
+            if (match := scan.feed(new, may_end=may_end)) is not None
+        ]
+        if not may_end:
             self._free = len(self.text)
             return
-        starts = ((word, max(first, self._free - len(word) + 1)) for word in self._stop)
-        found = [(place, word) for word, start in starts if (place := self.text.find(word, start)) >= 0]
+        found += self._words(before)
         if found:
-            place, word = min(found, key=lambda item: (item[0], -len(item[1])))
-            self.text = self.text[: place + (len(word) if self._include_stop else 0)]
-            self.stopped_by = word
+            ending = min(found, key=lambda each: (each.start, -each.end))
+            self.text = self.text[: ending.end if self._include_stop else ending.start]
+            self.stopped_by = ending.cause
+
+    def _words(self, before: int) -> Iterator[Ending]:
+        """The stop strings that the text has, of which so many characters were searched before."""
+        first = max(before - max(map(len, self._stop), default=0), 0)
+        for word in self._stop:
+            place = self.text.find(word, max(first, self._free - len(word) + 1))
+            if place >= 0:
+                yield Ending(place, place + len(word), word)
 
     def _held_back(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
+        """Characters at the end that may be the beginning of a stop string, or of a match."""
         if self.stopped_by is not None:
             return 0
-        return max((_begun(self.text, word) for word in self._stop), default=0)
+        begun = max((_begun(self.text, word) for word in self._stop), default=0)
+        return max(begun, *(scan.held_back for scan in self._scans)) if self._scans else begun
 
     def _show(self, end: int) -> str:
         start, self._shown = self._shown, max(end, self._shown)

@@ -12,6 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.sampling.grammar import Grammar, Thinking, TokenRules
+from sglcore.sampling.pattern_syntax import PatternError
+from sglcore.sampling.stop_pattern import MAX_PLACES, stop_pattern
 
 MIN_TEMPERATURE = 1e-4
 """Below this a request is greedy: at 1e-4 a logit gap of 0.01 is already 100 nats."""
@@ -19,6 +21,9 @@ MAX_SEED = 2**64 - 1
 MAX_INT32 = 2**31 - 1
 MAX_STOP_TEXT = 4096
 """Characters of all stop strings of a request: the text is searched for them with every token."""
+
+MAX_STOP_PATTERNS, MAX_PATTERN_TEXT = 16, 1024
+"""Regular expressions of a request that end its text, and characters of them all."""
 
 
 class SamplingError(ValueError):
@@ -47,10 +52,12 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Token id -> added to the logit after penalties, before temperature."""
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    """Regular expressions, as `stop_pattern` follows them: the text ends where one has matched."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """Stop ids cannot be drawn before this many output tokens, and a stop string that they complete is text."""
+    """Stop ids cannot be drawn before this many output tokens, and a stop string or pattern that they complete is text."""
     logprobs: int | None = None
     """Top alternatives to report per output token; 0 = only the chosen token, None = nothing."""
     prompt_logprobs: int | None = None
@@ -166,6 +173,23 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def _stop_regex(name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if texts is None:
+        return ()
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) and text for text in texts):
+        raise _refusal(name, value, "a regular expression or a list of them")
+    if len(texts) > MAX_STOP_PATTERNS or sum(map(len, texts)) > MAX_PATTERN_TEXT:
+        raise _refusal(name, value, f"at most {MAX_STOP_PATTERNS}, of {MAX_PATTERN_TEXT} characters in all")
+    try:
+        size = sum(len(stop_pattern(text)) for text in texts)
+    except PatternError as error:
+        raise SamplingError(f"{name}: {error}; write it without, or name texts in stop") from None
+    if size > MAX_PLACES:
+        raise _refusal(name, value, f"at most {MAX_PLACES} characters in all with repetitions written out")
+    return tuple(texts)
+
+
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
@@ -217,6 +241,7 @@ _CHECKS = MappingProxyType(
         "repetition_penalty": _number("a finite number above 0", lambda x: 1e-30 <= x <= 1e30),
         "logit_bias": _bias,
         "stop": _stop,
+        "stop_regex": _stop_regex,
         "stop_token_ids": _token_ids,
         "ignore_eos": _flag,
         "min_tokens": _integer(0),

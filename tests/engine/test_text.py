@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ CODEC = TextCodec(embedded_model())
 
 
 def grow(
-    ids: list[int], sizes: list[int], stop: list[str], include: bool = False
+    ids: list[int], sizes: list[int], stop: list[str], include: bool = False, patterns: Sequence[str] = ()
 ) -> tuple[list[str], IncrementalDetokenizer]:
     """Push tokens in groups of the given sizes, the rest at once."""
-    text = IncrementalDetokenizer(CODEC, stop, skip_special=True, include_stop=include)
+    text = IncrementalDetokenizer(CODEC, stop, skip_special=True, include_stop=include, patterns=patterns)
     parts, place = [], 0
     for size in [*sizes, len(ids)]:
         parts.append(text.push(ids[place : place + size]))
@@ -126,6 +127,42 @@ def test_a_stop_string_that_the_first_tokens_complete_is_text(min_tokens: int, w
     ids = [CODEC.encode(letter, special=False)[0] for letter in "abxabyab"]
     text = IncrementalDetokenizer(CODEC, ["ab", "bxa"], skip_special=True, include_stop=False, min_tokens=min_tokens)
     shown = "".join(text.push(ids[place : place + size]) for place in range(0, len(ids), size)) + text.finish()
+    assert shown == text.text == wanted
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.text(alphabet="ab1é🙂\n", max_size=30),
+    st.lists(st.sampled_from(["a.b", r"\d+a", "[é🙂]a*b", r"\nb\d", "a[^é]*1"]), min_size=1, max_size=3),
+    st.lists(st.sampled_from(["ab", "1é"]), max_size=1),
+    st.lists(st.integers(1, 3), max_size=20),
+    st.booleans(),
+)
+def test_nothing_of_a_match_or_after_it_is_ever_shown_however_the_tokens_come(
+    content: str, patterns: list[str], stop: list[str], sizes: list[int], include: bool
+) -> None:
+    ids = CODEC.encode(content, special=False)
+    parts, text = grow(ids, sizes, stop, include, patterns)
+    shown, (_, single) = "".join(parts), grow(ids, [1] * len(ids), stop, include, patterns)
+    assert shown == text.text == single.text and text.stopped_by == single.stopped_by
+    whole = CODEC.decode(ids)
+    if text.stopped_by is None:
+        assert shown == whole and not any(re.search(pattern, whole) for pattern in patterns)
+        return
+    cause = re.escape(text.stopped_by) if text.stopped_by in stop else text.stopped_by
+    if include:
+        assert whole.startswith(shown) and re.search(rf"(?:{cause})\Z", shown)
+    else:
+        assert re.compile(cause).match(whole, len(shown)) and not re.search(cause, shown)
+
+
+@pytest.mark.parametrize(("min_tokens", "wanted"), [(0, "x"), (3, "x"), (4, "x12ay"), (6, "x12ay"), (7, "x12ay3a")])
+def test_a_match_that_the_first_tokens_complete_is_text(min_tokens: int, wanted: str) -> None:
+    ids = [CODEC.encode(letter, special=False)[0] for letter in "x12ay3a"]
+    text = IncrementalDetokenizer(
+        CODEC, [], skip_special=True, include_stop=False, min_tokens=min_tokens, patterns=[r"\d+[ab]"]
+    )
+    shown = "".join(text.push([token]) for token in ids) + text.finish()
     assert shown == text.text == wanted
 
 

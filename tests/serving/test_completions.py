@@ -241,6 +241,20 @@ def test_a_stop_string_ends_the_text_and_is_named(server: Server) -> None:
     assert shown["choices"][0]["text"].endswith(word)
 
 
+def test_a_pattern_ends_the_text_of_an_answer_and_of_a_stream(server: Server) -> None:
+    free = server.post(PATH, {**GREEDY, "max_tokens": 20})["choices"][0]["text"]
+    first = re.search(r"\s\w\w\w+[.,]?\s", free)
+    assert first is not None
+    body = {**GREEDY, "max_tokens": 20, "stop_regex": [r"\d\d", r"\s\w\w\w+[.,]?\s"]}
+    choice = server.post(PATH, body)["choices"][0]
+    assert choice["text"] == free[: first.start()]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", body["stop_regex"][1])
+    shown = server.post(PATH, {**body, "include_stop_str_in_output": True})["choices"][0]["text"]
+    assert shown == free[: first.end()]
+    pieces = [chunk["choices"][0]["text"] for chunk in chunks_of(server, body)]
+    assert "".join(pieces) == choice["text"]
+
+
 def test_a_bias_forces_and_forbids_tokens(server: Server) -> None:
     token = ids_of(server, " dog")[-1]
     body = {**GREEDY, "max_tokens": 3, "return_token_ids": True}
@@ -300,6 +314,7 @@ def test_ignored_fields_are_named_in_a_header(server: Server) -> None:
         ({"seed": 10**30}, "seed", "18446744073709551615"),
         ({"max_tokens": 1.5}, "max_tokens", "integer"),
         ({"stop": ["a", ""]}, "stop", "non-empty"),
+        ({"stop_regex": "a(?=b)"}, "stop_regex", "looks ahead"),
         ({"min_tokens": 30}, "min_tokens", "at most max_tokens"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "one form"),
         ({"guided_regex": "("}, None, "("),

@@ -128,6 +128,12 @@ def test_generate_takes_lists_forms_and_refuses_by_name(server: Server) -> None:
         "/generate", {**SGLANG, "sampling_params": {"max_new_tokens": 200, "stop": ".", "no_stop_trim": True}}
     )
     assert stopped["text"].endswith(".") and stopped["meta_info"]["finish_reason"]["matched"] == "."
+    asked = {"max_new_tokens": 200, "temperature": 0}
+    plain, pattern = (
+        server.post("/generate", {**SGLANG, "sampling_params": {**asked, **stop}})
+        for stop in ({"stop": "."}, {"stop_regex": "[.]"})
+    )
+    assert pattern["text"] == plain["text"] and pattern["meta_info"]["finish_reason"]["matched"] == "[.]"
     for given, param in (
         ({"max_new_tokens": 5, "min_new_tokens": 9}, "sampling_params.min_new_tokens"),
         ({"temperature": -1}, "sampling_params.temperature"),

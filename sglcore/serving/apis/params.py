@@ -11,7 +11,7 @@ from pydantic import Field
 
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.grammar import Grammar, GrammarKind, TokenRules
-from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.params import MAX_PATTERN_TEXT, MAX_STOP_PATTERNS, SamplingParams
 from sglcore.serving.apis.body import MOST_INT32, Body, Count, Ignored, Int, Items, Positive, Seed, TopK, entries
 from sglcore.serving.apis.checks import check_limit
 from sglcore.serving.replicas.errors import InvalidRequest, blame
@@ -26,6 +26,8 @@ SWITCH = "x-guidance"
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 BadWord = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[Items[Stop], Field(max_length=MOST_STOPS)]
+Pattern = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_TEXT)]
+Patterns = Annotated[Items[Pattern], Field(max_length=MAX_STOP_PATTERNS)]
 Bias = Annotated[dict[str, float], Field(max_length=MOST_IDS), entries(MOST_IDS)]
 
 
@@ -43,6 +45,7 @@ class SamplingFields(Body):
     seed: Seed | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
+    stop_regex: Pattern | Patterns | None = None
 
 
 Fields = TypeVar("Fields", bound=SamplingFields)

@@ -106,7 +106,7 @@ CHANGING = frozenset(
         *("skip_special_tokens", "include_stop_str_in_output", "no_stop_trim", "prompt_logprobs"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
         *("continue_final_message", "add_generation_prompt", "chat_template", "documents"),
-        *("bad_words", "allowed_token_ids", "stop_regex", "thinking_token_budget"),
+        *("bad_words", "allowed_token_ids", "thinking_token_budget"),
         *("truncate_prompt_tokens", "logits_processors", "custom_logit_processor", "return_tokens_as_token_ids"),
         *("lora", "lora_path", "lora_request", "prompt_embeds", "input_embeds", "return_hidden_states"),
         *("dry_multiplier", "xtc_probability", "typical_p", "typical", "tfs_z", "top_a", "top_n_sigma", "mirostat"),

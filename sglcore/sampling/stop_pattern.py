@@ -1,0 +1,249 @@
+"""Regular expressions that end a text: read one character after the other, each once, whatever the pattern.
+
+Python's syntax without what looks ahead or back. A pattern becomes a position automaton (Glushkov, 1961): sets of its
+characters are the bits of an integer, so a character costs one step for each place at which a match may have begun.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from sglcore.sampling.pattern_syntax import Anchor, Atom, Choice, Joined, Node, PatternError, Repeat, read_pattern
+
+MAX_PLACES = 256
+"""Characters of a pattern with its repetitions written out: a step takes time by them."""
+MAX_PARTS = 8192
+"""Parts of such a pattern, empty ones too."""
+LONGEST_CUT = 1024
+"""Characters of a match that are held back and cut; what comes before them in a longer match has been shown."""
+KEPT_PATTERNS, KEPT_STEPS = 64, 1024
+
+
+class Where(IntEnum):
+    """What stands before a place of the text."""
+
+    BEGINNING = 0
+    LINE = 1
+    INSIDE = 2
+
+
+class Ends(NamedTuple):
+    """Of a part of a pattern: which of its characters may come first and last, and whether it may be empty."""
+
+    first: int
+    last: int
+    is_empty: bool
+
+
+EMPTY, NEVER = Ends(0, 0, True), Ends(0, 0, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Automaton:
+    """A pattern where a certain set of its anchors holds: `follow[i]` may come after character i."""
+
+    ends: Ends
+    follow: list[int]
+
+
+class StopPattern:
+    """One pattern, shared by all texts that look for it. Raises PatternError."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                flags = re.compile(text).flags
+                root = read_pattern(text)
+                self._places, *automata = _build(root)
+                self._tests = {each: re.compile(each, flags) for each in set(self._places)}
+        except (re.error, OverflowError) as error:
+            raise PatternError(f"{text!r:.60} is no regular expression: {error}") from None
+        except RecursionError:
+            raise PatternError(f"{text!r:.60} is nested too deeply") from None
+        self._automata: Sequence[Automaton] = automata
+        self.has_lines = bool(flags & re.MULTILINE)
+        if any(each.ends.is_empty for each in self._automata):
+            raise PatternError(f"{text!r:.60} matches the empty text, which would end every text")
+        self._masks: dict[str, int] = {}
+        self._steps: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        """Its characters with repetitions written out."""
+        return len(self._places)
+
+    def mask(self, character: str) -> int:
+        """The characters of the pattern that this one may be."""
+        found = self._masks.get(character)
+        if found is None:
+            fits = {each for each, test in self._tests.items() if test.fullmatch(character)}
+            found = sum(1 << place for place, each in enumerate(self._places) if each in fits)
+            _keep(self._masks, character, found)
+        return found
+
+    def first(self, where: Where) -> int:
+        """The characters of the pattern with which a match may begin there."""
+        return self._automata[where].ends.first
+
+    def last(self, where: Where) -> int:
+        """Those with which it may be complete, if that is what stands behind them."""
+        return self._automata[where].ends.last
+
+    def after(self, hits: int, where: Where) -> int:
+        """The characters of the pattern that may come after any of `hits`."""
+        found = self._steps.get((hits, where))
+        if found is None:
+            follow, found = self._automata[where].follow, 0
+            for place in _bits(hits):
+                found |= follow[place]
+            _keep(self._steps, (hits, where), found)
+        return found
+
+
+class Match(NamedTuple):
+    """Where a match begins and ends in a text."""
+
+    start: int
+    end: int
+
+
+class PatternScan:
+    """One growing text and one pattern. Of the matches that are complete first it takes the one that begins first."""
+
+    def __init__(self, pattern: StopPattern) -> None:
+        self.pattern = pattern
+        self._begun: list[tuple[int, int]] = []
+        """Places at which a match may have begun, in order, each with what may come next that no earlier one waits for."""
+        self._length, self._where = 0, Where.BEGINNING
+
+    def feed(self, new: str, *, may_end: bool = True) -> Match | None:
+        """Read what the text has grown by, up to the first match; with `may_end` False what is complete there is none."""
+        for character in new:
+            start = self._step(character)
+            if start is not None and may_end:
+                return Match(max(start, self._length - LONGEST_CUT), self._length)
+        return None
+
+    @property
+    def held_back(self) -> int:
+        """Characters at the end of the text that may belong to a match, of which LONGEST_CUT count."""
+        return min(self._length - self._begun[0][0], LONGEST_CUT) if self._begun else 0
+
+    def _step(self, character: str) -> int | None:
+        """One character; where the match that it completes began."""
+        pattern, mask, found, seen = self.pattern, self.pattern.mask(character), None, 0
+        before, begun = self._where, self._begun
+        self._where = Where.LINE if pattern.has_lines and character == "\n" else Where.INSIDE
+        self._begun = []
+        for start, wanted in (*begun, (self._length, pattern.first(before))):
+            hits = wanted & mask
+            if not hits:
+                continue
+            if found is None and hits & pattern.last(self._where):
+                found = start
+            following = pattern.after(hits, self._where) & ~seen
+            if following:
+                seen |= following
+                self._begun.append((start, following))
+        self._length += 1
+        return found
+
+
+@lru_cache(maxsize=KEPT_PATTERNS)
+def stop_pattern(text: str) -> StopPattern:
+    """The pattern of a text, made once. Raises PatternError."""
+    return StopPattern(text)
+
+
+def _keep(found: dict[Any, int], key: Any, value: int) -> None:
+    if len(found) >= KEPT_STEPS:
+        found.clear()
+    found[key] = value
+
+
+def _bits(word: int) -> Iterator[int]:
+    while word:
+        low = word & -word
+        yield low.bit_length() - 1
+        word ^= low
+
+
+def _build(root: Node) -> tuple[list[str], Automaton, Automaton, Automaton]:
+    """The characters of a pattern, each as a pattern of one, and the automata, one for each `Where`."""
+    anchors = (frozenset(Anchor), frozenset({Anchor.LINE}), frozenset[Anchor]())
+    builders = [_Builder(holding) for holding in anchors]
+    found = [Automaton(builder.ends(root), builder.follow) for builder in builders]
+    return builders[0].places, found[0], found[1], found[2]
+
+
+class _Builder:
+    """Numbers a pattern's characters in the order in which it meets them, which is the same whatever anchors hold."""
+
+    def __init__(self, holding: frozenset[Anchor]) -> None:
+        self._holding = holding
+        self._parts = 0
+        self.places: list[str] = []
+        self.follow: list[int] = []
+
+    def ends(self, node: Node) -> Ends:
+        """Those of a part, whose characters are numbered now."""
+        self._parts += 1
+        if self._parts > MAX_PARTS or len(self.places) > MAX_PLACES:
+            raise PatternError(f"with its repetitions written out it has more than {MAX_PLACES} characters")
+        match node:
+            case Atom(text):
+                return self._place(text)
+            case Anchor():
+                return EMPTY if node in self._holding else NEVER
+            case Joined(parts):
+                found = EMPTY
+                for part in parts:
+                    found = self._join(found, self.ends(part))
+                return found
+            case Choice(parts):
+                each = [self.ends(part) for part in parts]
+                return Ends(_union(e.first for e in each), _union(e.last for e in each), any(e.is_empty for e in each))
+            case Repeat():
+                return self._repeat(node)
+
+    def _place(self, text: str) -> Ends:
+        bit = 1 << len(self.places)
+        self.places.append(text)
+        self.follow.append(0)
+        return Ends(bit, bit, False)
+
+    def _join(self, one: Ends, other: Ends) -> Ends:
+        for place in _bits(one.last):
+            self.follow[place] |= other.first
+        return Ends(
+            one.first | (other.first if one.is_empty else 0),
+            other.last | (one.last if other.is_empty else 0),
+            one.is_empty and other.is_empty,
+        )
+
+    def _repeat(self, node: Repeat) -> Ends:
+        found = EMPTY
+        for _ in range(node.low):
+            found = self._join(found, self.ends(node.part))
+        if node.high is None:
+            again = self.ends(node.part)
+            self._join(again, again)
+            return self._join(found, again._replace(is_empty=True))
+        rest = EMPTY
+        for _ in range(node.high - node.low):
+            rest = self._join(self.ends(node.part), rest)._replace(is_empty=True)
+        return self._join(found, rest)
+
+
+def _union(words: Iterator[int]) -> int:
+    found = 0
+    for word in words:
+        found |= word
+    return found
