@@ -1,5 +1,5 @@
-"""The page at `/`: one file that asks nothing of any other host. Its policy names the script and the style that it holds
-by their hashes, so that nothing else can run in it.
+"""The page at `/`: one document that asks nothing of any other host, put together from the files beside this one. Its policy names
+its scripts and its style by their hashes, so that nothing else can run in it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,30 @@ from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
 
+LINKED = re.compile(rb'<link rel="stylesheet" href="(\w+\.css)">|<script src="(\w+\.js)"></script>')
+
 
 def add_routes(router: APIRouter, frontend: object) -> None:
     """GET `/`. The page is read once; it asks the server for all it shows, so it needs nothing of the frontend."""
     content = page()
     shown = page_headers(content)
 
-    @router.get("/", include_in_schema=False)
+    @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def show(request: Request) -> Response:
         known = request.headers.get("if-none-match") == shown["etag"]
         return Response(status_code=304, headers=shown) if known else Response(content, headers=shown)
 
 
 def page() -> bytes:
-    """The page's file."""
-    return (files("sglcore.serving.http.page") / "index.html").read_bytes()
+    """The document, with its style and its scripts in it."""
+    folder = files("sglcore.serving.http.page")
+
+    def inlined(found: re.Match[bytes]) -> bytes:
+        style, script = found.groups()
+        content = (folder / (style or script).decode("ascii")).read_bytes()
+        return b"<style>\n%s</style>" % content if style else b"<script>\n%s</script>" % content
+
+    return LINKED.sub(inlined, (folder / "index.html").read_bytes())
 
 
 def page_headers(content: bytes) -> dict[str, str]:
@@ -42,7 +51,7 @@ def page_headers(content: bytes) -> dict[str, str]:
 
 
 def policy(content: bytes) -> str:
-    """The Content-Security-Policy that allows the script and the style in `content`, and no other."""
+    """The Content-Security-Policy that allows the scripts and the style in `content`, and no other."""
     allowed = {
         "default-src": "'none'",
         "script-src": _hashes(content, b"script"),
