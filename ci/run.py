@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -91,6 +91,13 @@ def command(lane: Lane, workers: int, words: Sequence[str] = (), taken: Sequence
     )
 
 
+def environ(around: Mapping[str, str]) -> dict[str, str]:
+    """What a lane's processes find in their environment. What they import is compiled once, whatever is said outside: a run
+    starts hundreds of processes, and the install leaves the compiling to them."""
+    own = {"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": NO_PLUGINS, **around}
+    return {name: value for name, value in own.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def run_all(lanes: Sequence[Lane], workers: int, words: Sequence[str] = (), taken: Sequence[str] = ()) -> list[Ran]:
     """Run lanes here, as many side by side as there may be processes; waits."""
     beside = max(1, min(workers, len(lanes)))
@@ -110,11 +117,10 @@ def run(lane: Lane, workers: int, words: Sequence[str] = (), taken: Sequence[str
         return Ran(lane, error.returncode, time.monotonic() - start, Failure.IMAGE)
     before = f"{lane.name:<10} " if is_beside else ""
     own = [word for word in words if lane.takes(word)]
-    environ = {"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": NO_PLUGINS, **os.environ}
     with subprocess.Popen(
         command(lane, 1 if is_beside else workers, own, taken),
         cwd=ROOT,
-        env=environ,
+        env=environ(os.environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -15,7 +15,7 @@ import pytest
 
 from ci.lanes import ROOT, Lane, lanes
 from ci.pytest_lanes import LaneRun
-from ci.run import Failure, classify, command, report, run
+from ci.run import Failure, classify, command, environ, report, run
 from ci.selection import ELSEWHERE, Selection
 from ci.table import markdown, read, summary
 
@@ -46,6 +46,11 @@ def test_a_lane_is_run_by_its_interpreter_with_its_name_its_simulator_and_its_re
         assert [word for word in words if word.startswith("--ignore")] == [f"--ignore={file}" for file in lane.ignore]
         assert f"--lane={lane.name}" in words and "-n3" in words
         assert (f"--sim={lane.simulator}" in words) == bool(lane.simulator)
+
+
+def test_what_processes_import_is_compiled_once_though_the_environment_forbids_it() -> None:
+    found = environ({"PATH": "/bin", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "4"})
+    assert found.keys() == {"PATH", "OMP_NUM_THREADS", "PYTEST_ADDOPTS"} and found["OMP_NUM_THREADS"] == "4"
 
 
 def test_what_failed_is_named_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
