@@ -184,6 +184,9 @@ class NoClock:
     def on_tokens(self, count: int, seconds: float) -> None:
         """Not counted."""
 
+    def on_restart(self) -> None:
+        """Not counted."""
+
     def on_end(self, reason: str) -> None:
         """Not counted."""
 

@@ -230,6 +230,28 @@ def test_a_request_whose_samples_all_fail_is_an_error(path: str, reason: Any, st
     assert json.loads(events[-1])["error"]["code"] == code and "[DONE]" not in events
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *((path, BODIES[path]) for path in GENERATING),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+        ("/v1/responses", {"input": "a"}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_an_operator_ends_before_its_first_word_is_told_so(
+    path: str, body: dict[str, Any], stream: bool
+) -> None:
+    generation = StubGeneration([])
+    generation.output.outputs[0].finish_reason = "abort"
+
+    async def generate(*given: Any, **named: Any) -> StubGeneration:
+        return generation
+
+    answer = call(make_frontend(generate), "POST", path, {**body, "stream": stream})
+    assert answer.status_code == 503 and "aborted" in answer.text
+
+
 def test_only_what_may_be_told_is_told() -> None:
     assert failure(RuntimeError("secret")) is None
     assert "secret" not in told(RuntimeError("secret")).message

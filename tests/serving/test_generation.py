@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from sglcore.device.errors import ConfigError
 from sglcore.engine.output_processor import OutputProcessor
-from sglcore.engine.outputs import TextDelta
+from sglcore.engine.outputs import PromptProgress, TextDelta
 from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
@@ -36,6 +36,7 @@ class KeptClock:
     """Keeps what it is told."""
 
     firsts: int = 0
+    restarts: int = 0
     gaps: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
 
@@ -47,6 +48,9 @@ class KeptClock:
 
     def on_tokens(self, count: int, seconds: float) -> None:
         self.gaps.append(count)
+
+    def on_restart(self) -> None:
+        self.restarts += 1
 
     def on_end(self, reason: str) -> None:
         self.ends.append(reason)
@@ -158,5 +162,48 @@ def test_what_has_ended_can_not_fail_any_more() -> None:
         generation.fail(RuntimeError("too late"))
         generation.abort()
         assert (await generation.wait()).outputs[0].finish_reason == "length" and clock.ends == ["length"]
+
+    asyncio.run(play())
+
+
+def test_what_is_begun_again_repeats_no_word_and_no_time() -> None:
+    async def play() -> None:
+        clock = KeptClock()
+        generation = make(clock, SamplingParams(max_tokens=2, logprobs=0))
+        generation.deliver(EngineOutput("r", 0, [9], cached_tokens=1))
+        generation.restart()
+        for token_id, reason in ((9, None), (10, "length")):
+            generation.deliver(EngineOutput("r", 0, [token_id], reason))
+        deltas = [delta async for delta in generation if isinstance(delta, TextDelta)]
+        assert [delta.token_ids for delta in deltas] == [(9, 10)]
+        assert (clock.firsts, clock.restarts, clock.gaps) == (2, 1, [1])
+        assert generation.output.cached_tokens == 0
+
+    asyncio.run(play())
+
+
+def test_progress_wakes_who_waits_for_it() -> None:
+    async def play() -> None:
+        generation = make(KeptClock(), SamplingParams(max_tokens=2))
+        waiting = asyncio.ensure_future(anext(generation))
+        await asyncio.sleep(0)
+        generation.deliver(EngineOutput("r", 0, cached_tokens=0, processed=1))
+        assert await asyncio.wait_for(waiting, 60) == PromptProgress("r", 2, 0, 1)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_an_abort_tells_the_end_of_each_sample_once_there_was_something_to_tell(is_told: bool) -> None:
+    async def play() -> None:
+        clock = KeptClock()
+        generation = make(clock, SamplingParams(n=2, max_tokens=2))
+        if is_told:
+            generation.deliver(EngineOutput("r", 1, [9], "length"))
+        generation.abort()
+        ends = {delta.index: delta.finish_reason async for delta in generation if isinstance(delta, TextDelta)}
+        assert ends == ({0: "abort", 1: "length"} if is_told else {})
+        assert [each.finish_reason for each in generation.output.outputs] == ["abort", "length" if is_told else "abort"]
+        assert clock.ends == ["abort"]
 
     asyncio.run(play())

@@ -109,6 +109,10 @@ class TestHosts:
         answer = answer_of(ServerConfig(), headers={"host": "localhost:1", "origin": "http://evil.example"})
         assert (answer.status, answer.error["code"]) == (403, "origin_not_allowed")
 
+    @pytest.mark.parametrize("origin", ["null", "http://[", "http://a]b", "localhost:1"])
+    def test_what_is_no_origin_is_no_page_of_ours(self, origin: str) -> None:
+        assert answer_of(ServerConfig(), headers={"host": "localhost:1", "origin": origin}).status == 403
+
 
 PREFLIGHT = {"origin": "http://app.example", "access-control-request-method": "POST"}
 

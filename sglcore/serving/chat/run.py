@@ -19,7 +19,7 @@ from sglcore.serving.chat.format import ChatFormat, Rendered
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.parsers.delta import Call, Delta, calls_of, text_of
 from sglcore.serving.replicas.errors import InvalidRequest, blame
-from sglcore.serving.replicas.runs import Runs, start_runs
+from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
 
 ChatFinish = Literal[FinishReason, "tool_calls"]
 ToolChoice = str | Mapping[str, Any]
@@ -123,6 +123,16 @@ class ChatRun(Runs):
                 continue
             for event in self._samples[item.index].take(item, self.output.outputs[item.index].stop_cause):
                 yield event
+
+    async def begin(self) -> tuple[ChatEvent, AsyncIterator[ChatEvent]]:
+        """The first event, and the others; waits for it. Raises what ended the run before it, and Unanswered if that was an
+        operator."""
+        events = aiter(self)
+        first = await anext(events, None)
+        if first is None:
+            check_answered(self.outputs)
+        assert first is not None
+        return first, events
 
 
 class _Sample:

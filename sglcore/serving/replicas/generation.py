@@ -34,6 +34,10 @@ class Clock(Protocol):
         """`count` tokens of one sample arrived `seconds` after the ones before."""
         ...
 
+    def on_restart(self) -> None:
+        """Its tokens come again, from the first."""
+        ...
+
     def on_end(self, reason: str) -> None:
         """It has ended."""
         ...
@@ -112,6 +116,7 @@ class Generation:
         """Forget what an engine that has ended made of it, of which nobody was told."""
         assert not self.is_told
         self._processor.restart()
+        self._clock.on_restart()
         self._pending.clear()
         self._last_token.clear()
 
@@ -123,12 +128,18 @@ class Generation:
         self._woken.set()
 
     def abort(self) -> None:
-        """End what has not ended, and free its place on the device. Idempotent; does not wait."""
+        """End what has not ended, and free its place on the device. Whoever reads is told so by an end of each sample, but
+        by nothing at all if there was nothing to tell yet: such an answer has a status of its own. Idempotent; does not
+        wait."""
         if self.is_closed:
             return
         self._send(Abort(self.request_id))
+        is_begun = self.is_told or any(completion.finish_reason for completion in self.output.outputs)
         for completion in self.output.outputs:
-            completion.finish_reason = completion.finish_reason or "abort"
+            if completion.finish_reason is None:
+                completion.finish_reason = "abort"
+                end = TextDelta(self.request_id, completion.index, "", (), "abort")
+                self._pending.setdefault(completion.index, []).extend([end] * is_begun)
         self._close("abort")
         self._woken.set()
 

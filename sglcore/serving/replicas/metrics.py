@@ -95,6 +95,10 @@ class RequestClock:
             self.tokens += count
             self._metrics.between_tokens.observe(seconds / count, count)
 
+    def on_restart(self) -> None:
+        """What its engine had drawn is lost with it, and drawn again."""
+        self.tokens = 0
+
     def on_end(self, reason: str) -> None:
         """The request ended; `reason` is its finish reason, or a word for the error that ended it."""
         if self.outcome is None:

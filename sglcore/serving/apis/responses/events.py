@@ -100,8 +100,7 @@ class ResponseWriter(Writer[ChatRun]):
         """The response's events as they happen. An error ends them with the event that tells it, but what comes before
         the first word is raised, so that it has a status of its own."""
         self._begin(run)
-        events = aiter(run)
-        first = await anext(events)
+        first, events = await run.begin()
         begin = [{"type": f"response.{word}", "response": self._response} for word in ("created", "in_progress")]
         yield named_events([*self._number(begin), *self._take(first)])
         try:
@@ -126,7 +125,7 @@ class ResponseWriter(Writer[ChatRun]):
         message: dict[str, Any] = {"role": "assistant"}
         if reasoning := self._reasoning():
             message["reasoning_content"] = reasoning
-        if texts:
+        if texts or not calls:
             message["content"] = "".join(texts)
         if calls:
             message["tool_calls"] = [

@@ -5,8 +5,6 @@ Without it any web page could make a name of its own point here, and use the vis
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglcore.device.server_config import is_loopback
@@ -45,7 +43,7 @@ class Hosts:
         return is_loopback(name) or name in self._allowed or "*" in self._allowed
 
     def _may_ask(self, origin: str, host: str) -> bool:
-        return origin in self._origins or "*" in self._origins or urlsplit(origin).netloc.lower() == host.lower()
+        return origin in self._origins or "*" in self._origins or origin.partition("://")[2].lower() == host.lower()
 
     async def _refuse(self, what: str, found: str, option: str, scope: Scope, receive: Receive, send: Send) -> None:
         self._metrics.refused(f"{what}_not_allowed")
