@@ -55,9 +55,7 @@ class TextCodec:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text; `special` adds what the checkpoint puts around a prompt (such as BOS)."""
         try:
-            if len(text) > LONG_TEXT:
-                return self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
-            return self.tokenizer.encode(text, add_special_tokens=special).ids
+            return self._encoded(text, special=special).ids
         except TypeError:
             raise TextError(f"{text!r:.60} holds lone surrogates", wanted="text that UTF-8 can encode") from None
 
@@ -67,7 +65,7 @@ class TextCodec:
         `most` tokens are kept: the longer text loses its end first, and then both lose theirs, as transformers cuts them.
         """
         try:
-            found = self.tokenizer.encode(first, second)
+            found = self._encoded(first, second)
             if most is not None and len(found.ids) > most:
                 found = self._cut([first] if second is None else [first, second], most)
         except TypeError:
@@ -76,14 +74,21 @@ class TextCodec:
 
     def first_tokens(self, text: str, count: int) -> str:
         """A text up to the end of so many tokens."""
-        offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
+        offsets = self.tokenizer.encode_batch([text], add_special_tokens=False)[0].offsets
         return text if len(offsets) <= count else text[: offsets[count - 1][1]]
+
+    def _encoded(self, first: str, second: str | None = None, *, special: bool = True) -> Encoding:
+        """Without offsets where the text is long: the call that makes them keeps every other thread waiting."""
+        if len(first) + len(second or "") <= LONG_TEXT:
+            return self.tokenizer.encode(first, second, add_special_tokens=special)
+        given = first if second is None else (first, second)
+        return self.tokenizer.encode_batch_fast([given], add_special_tokens=special)[0]
 
     def _cut(self, texts: Sequence[str], most: int) -> Encoding:
         room = most - self.tokenizer.num_special_tokens_to_add(len(texts) > 1)
         if room < len(texts):
             raise TextError(f"a text can not be cut to {most} tokens", wanted=f"at least {most - room + len(texts)}")
-        parts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        parts = [self._encoded(text, special=False) for text in texts]
         lengths = [len(part.ids) for part in parts]
         shorter = min(lengths) if 2 * min(lengths) <= room else room // 2
         for part, length in zip(parts, lengths, strict=True):

@@ -181,3 +181,28 @@ def test_the_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
     assert ends({"eos_token_id": 2}) == {2}
     assert ends({"eos_token_id": 2}, {"eos_token_id": [5, 6], "pad_token_id": 0}) == {5, 6}
     assert ends({"eos_token_id": None}, {}) == frozenset()
+
+
+class Held:
+    """A tokenizer that keeps which of its calls were made."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(self._tokenizer, name)
+
+
+def test_long_texts_are_read_by_calls_that_let_other_threads_run_and_to_the_same_tokens() -> None:
+    codec = TextCodec(embedded_model())
+    text = "The fox, jumping. " * 300
+    wanted = codec.tokenizer.encode(text, "a fox")
+    held: Any = Held(codec.tokenizer)
+    codec.tokenizer = held
+    assert codec.encode_texts(text, "a fox")[0] == wanted.ids
+    assert len(codec.encode_texts(text, "a fox", most=20)[0]) == 20
+    assert codec.encode(text, special=False) == codec.encode_texts(text)[0][-len(codec.encode(text, special=False)) :]
+    assert text.startswith(codec.first_tokens(text, 7)) and len(codec.first_tokens(text, 7)) < 60
+    assert held.calls.count("encode") == 1  # the short one of a pair that is cut

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from sglcore.sampling.params import SamplingParams
+from sglcore.serving.apis.server.control import PATHS
 from sglcore.serving.http.app import make_app
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.generation import Generation
@@ -149,6 +150,12 @@ def test_the_paths_are_those_of_sglang_and_of_vllm() -> None:
     asyncio.run(play())
     modes = ["keep", "abort", "flush", "resume", "keep", "resume", "flush", "flush"]
     assert told == [*modes, ["a"], None, ["a", "b"]]
+
+
+def test_what_operators_do_is_done_though_there_is_too_much_to_do() -> None:
+    document = make_app(make_frontend()).openapi()["paths"]
+    posts = {path for path, found in document.items() if "operations" in found.get("post", {}).get("tags", ())}
+    assert posts == PATHS
 
 
 def test_what_is_flushed_is_computed_again(server: Server) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from sglcore.serving.replicas.ipc import (
     Audit,
     Audited,
     Done,
+    Embed,
+    Embedded,
     EngineOutputs,
     EngineReply,
     EngineRequest,
@@ -73,6 +77,22 @@ class Counting:
         self.closed = True
 
 
+class Encoder(Counting):
+    """A device that embeds, and tells of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits = replace(LIMITS, generates=False)
+        self.on_step: Callable[[], object] = int
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        ticket = super().submit(batch)
+        self.on_step()
+        vectors = np.ones((len(batch.emits), 2), dtype=np.float32)
+        assert isinstance(ticket.payload, BatchResult)
+        return Ticket(batch.step, replace(ticket.payload, embeddings=vectors))
+
+
 class Slow:
     """A compiler that is not done before it is told, and then refuses."""
 
@@ -103,8 +123,10 @@ class Line:
         self.say(GenerateRequest(name, pack_ids([1, 2, 3]), pack_params(params), 0, progress))
 
     def hear(self, *kinds: type[Any]) -> Any:
+        """The next of these; its counters an engine tells for ever."""
+        end = time.monotonic() + PATIENCE_MS / 1000
         while True:
-            assert self._socket.poll(PATIENCE_MS), f"no {kinds} came"
+            assert self._socket.poll(PATIENCE_MS) and time.monotonic() < end, f"no {kinds} came"
             reply = self._decoder.decode(self._socket.recv())
             if isinstance(reply, kinds):
                 return reply
@@ -135,11 +157,11 @@ class Served:
         socket.bind(f"ipc://{folder}/engine")
         self.line = Line(socket)
         self._socket = socket
-        self._channel = EngineChannel(Address(f"ipc://{folder}/engine"))
+        self.channel = EngineChannel(Address(f"ipc://{folder}/engine"))
         grammars = Grammars(compiler)
         meter = Meter(device)
         self.engine = TokenEngine(meter, frozenset(), overlap=True, open_grammars=lambda: grammars)
-        service = EngineService(self.engine, meter, self._channel)
+        service = EngineService(self.engine, meter, self.channel)
         self.codes: list[int] = []
         self._thread = threading.Thread(target=lambda: self.codes.append(service.run()))
         self._thread.start()
@@ -153,7 +175,7 @@ class Served:
         self.compiler.told.set()
         self.line.say(Shutdown())
         self._thread.join(PATIENCE_MS / 1000)
-        self._channel.close()
+        self.channel.close()
         self._socket.close(0)
 
 
@@ -227,6 +249,32 @@ def test_a_device_that_fails_again_and_again_ends_the_process_and_failures_apart
     failed: Failed = served.line.hear(Failed)
     assert failed.exit_code == 1 and str(MOST_FAILURES) in failed.error
     assert served.end() == 1
+
+
+def test_an_embedding_that_is_in_flight_when_the_engine_is_paused_is_told_before_it(tmp_path: Path) -> None:
+    device, begun = Encoder(), threading.Event()
+    served = Served(tmp_path, device, Slow())
+
+    def hold() -> None:
+        """The step goes on when the next order is there."""
+        begun.set()
+        served.channel._socket.poll(PATIENCE_MS)
+
+    try:
+        device.on_step = hold
+        served.line.say(Embed("e", pack_ids([1, 2])))
+        begun.wait()
+        served.line.say(Pause("p", True))
+        found = [served.line.hear(Embedded, Done) for _ in range(2)]
+        assert [each.request_id for each in found] == ["e", "p"] and not found[0].error
+        device.on_step = int
+        served.line.say(Embed("left", pack_ids([1, 2])))
+        served.line.say(Abort("left"))
+        served.line.say(Pause("q", False))
+        served.line.say(Embed("next", pack_ids([1, 2])))
+        assert served.line.hear(Embedded).request_id == "next" and device.submitted == 2
+    finally:
+        served.close()
 
 
 def test_waiting_for_a_compiler_is_no_step_and_an_abort_ends_the_wait(served: Served) -> None:

@@ -37,11 +37,12 @@ class KeptClock:
 
     firsts: int = 0
     restarts: int = 0
+    prompt: tuple[int, int] = (0, 0)
     gaps: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
 
     def on_prompt(self, tokens: int, cached: int) -> None:
-        """Nobody asks."""
+        self.prompt = (tokens, cached)
 
     def on_first_token(self) -> None:
         self.firsts += 1
@@ -172,12 +173,12 @@ def test_what_is_begun_again_repeats_no_word_and_no_time() -> None:
         generation = make(clock, SamplingParams(max_tokens=2, logprobs=0))
         generation.deliver(EngineOutput("r", 0, [9], cached_tokens=1))
         generation.restart()
-        for token_id, reason in ((9, None), (10, "length")):
-            generation.deliver(EngineOutput("r", 0, [token_id], reason))
+        assert generation.output.cached_tokens == 0
+        generation.deliver(EngineOutput("r", 0, [9], cached_tokens=2))
+        generation.deliver(EngineOutput("r", 0, [10], "length"))
         deltas = [delta async for delta in generation if isinstance(delta, TextDelta)]
         assert [delta.token_ids for delta in deltas] == [(9, 10)]
-        assert (clock.firsts, clock.restarts, clock.gaps) == (2, 1, [1])
-        assert generation.output.cached_tokens == 0
+        assert (clock.firsts, clock.restarts, clock.gaps, clock.prompt) == (2, 1, [1], (2, 2))
 
     asyncio.run(play())
 
@@ -199,11 +200,18 @@ def test_an_abort_tells_the_end_of_each_sample_once_there_was_something_to_tell(
         clock = KeptClock()
         generation = make(clock, SamplingParams(n=2, max_tokens=2))
         if is_told:
-            generation.deliver(EngineOutput("r", 1, [9], "length"))
+            generation.deliver(EngineOutput("r", 0, [9], "length"))
         generation.abort()
         ends = {delta.index: delta.finish_reason async for delta in generation if isinstance(delta, TextDelta)}
-        assert ends == ({0: "abort", 1: "length"} if is_told else {})
-        assert [each.finish_reason for each in generation.output.outputs] == ["abort", "length" if is_told else "abort"]
+        assert ends == ({0: "length", 1: "abort"} if is_told else {})
+        assert [each.finish_reason for each in generation.output.outputs] == ["length" if is_told else "abort", "abort"]
         assert clock.ends == ["abort"]
 
     asyncio.run(play())
+
+
+def test_a_sample_that_fails_before_its_first_token_has_no_time_to_it() -> None:
+    clock = KeptClock()
+    generation = make(clock, SamplingParams(max_tokens=2))
+    generation.deliver(EngineOutput("r", 0, [], "error", error="planted"))
+    assert (clock.firsts, clock.gaps, clock.ends) == (0, [], ["error"])

@@ -160,6 +160,8 @@ def test_a_clock_times_the_first_of_all_samples_and_counts_every_token_and_one_e
     assert sample(metrics, "requests_total", model="tiny", reason="stop") == 1
     assert "abort" not in metrics.page().decode()
     assert clock.tokens == 6
+    clock.on_restart()
+    assert clock.tokens == 0
 
 
 def test_a_value_on_a_bound_is_in_its_bucket_and_one_beyond_all_is_in_the_last() -> None:

@@ -190,6 +190,7 @@ class TestAdmission:
             await holding.wait()
             second = await call(app)
             assert (await call(app, "/livez", method="GET")).status == 200
+            assert (await call(app, "/resume")).status == 200
             release.set()
             answers = await first, second
             assert (await call(app)).status == 200
@@ -198,7 +199,7 @@ class TestAdmission:
 
         async def hold(scope: Scope, receive: Receive, send: Send) -> None:
             holding.set()
-            if scope["method"] == "POST":
+            if scope["path"].startswith("/v1/"):
                 await release.wait()
             await echo(scope, receive, send)
 

@@ -64,6 +64,9 @@ def test_the_names_of_llama_server_mean_what_they_say_there(server: Server) -> N
     assert token not in never["tokens"]
     several = server.post("/completion", {**LLAMA, "prompt": [STORY, "The dog"]})
     assert [each["index"] for each in several] == [0, 1]
+    for wrong in (0.5, -1, False):
+        refused = server.refusal("/completion", {**LLAMA, "logit_bias": [[wrong, 1.0]]})
+        assert refused["param"] == "logit_bias" and "token id" in refused["message"]
     error = server.refusal("/completion", {**LLAMA, "n_predict": 0})
     assert error["param"] == "n_predict"
     assert server.refusal("/completion", {**LLAMA, "mirostat": 2})["param"] == "mirostat"
@@ -115,8 +118,8 @@ def test_generate_says_the_same_as_completions(server: Server) -> None:
     parts = events_of(server, "/generate", SGLANG)
     assert parts[-1]["text"] == found["text"] and all(found["text"].startswith(part["text"]) for part in parts)
     ids = server.post("/tokenize", {"prompt": STORY})["tokens"]
-    same = server.post("/generate", {"input_ids": ids, "sampling_params": SGLANG["sampling_params"]})
-    assert same["text"] == found["text"]
+    same = server.post("/generate", {"input_ids": ids, "sampling_params": SGLANG["sampling_params"], "rid": "mine"})
+    assert (same["text"], same["meta_info"]["id"]) == (found["text"], "mine")
 
 
 def test_generate_takes_lists_forms_and_refuses_by_name(server: Server) -> None:

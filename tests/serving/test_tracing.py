@@ -119,5 +119,6 @@ def test_an_endpoint_that_is_no_url_of_http_is_refused(url: str) -> None:
 
 def test_a_parent_is_what_the_header_says_or_nobody() -> None:
     assert Parent.of(f"00-{TRACE}-{SPAN}-03".encode()) == Parent(TRACE, SPAN, True)
-    for wrong in (None, b"", b"00-xyz", f"00-{'0' * 32}-{SPAN}-01".encode(), f"00-{TRACE}-{'0' * 16}-01".encode()):
-        assert Parent.of(wrong) is None
+    wrong = (f"00-{'0' * 32}-{SPAN}-01", f"00-{TRACE}-{'0' * 16}-01", f"ff-{TRACE}-{SPAN}-01")
+    for each in (None, b"", b"00-xyz", *map(str.encode, wrong)):
+        assert Parent.of(each) is None

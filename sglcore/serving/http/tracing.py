@@ -26,7 +26,7 @@ MOST_WAITING, MOST_AT_ONCE = 4096, 512
 """Spans that may wait for the collector, and that one message has."""
 SEND_SECONDS, COLLECT_SECONDS, LAST_SECONDS = 5.0, 1.0, 2.0
 """How long the collector may take for a message, how long spans are gathered for one, how long the last one may take."""
-_PARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+_PARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _SERVER, _ERROR = 2, 2
 
 log = logging.getLogger("sglcore.serving")

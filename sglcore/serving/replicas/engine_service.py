@@ -124,6 +124,7 @@ class EngineService:
                 logging.exception("what was in flight could not be collected")
                 outputs = self._after_failure(error)
             self._send(outputs)
+            self._send_embeddings()
             self._send_stats(force=True)
         self._channel.send(Done(request.request_id))
 
@@ -147,8 +148,7 @@ class EngineService:
             logging.exception("a step failed")
             outputs = self._after_failure(error)
         self._send(outputs)
-        if self._embeds:
-            self._send_embeddings()
+        self._send_embeddings()
         if only_compiles and not self.engine.loop.has_work:
             return
         self._step_seconds += time.perf_counter() - begin

@@ -110,4 +110,7 @@ def _form(body: LlamaFields) -> tuple[str, Grammar | None]:
 def _bias(given: Any) -> dict[int, float] | None:
     if not isinstance(given, list):
         return bias_of(given or {}) or None
+    wrong = next((token for token, _ in given if token is False or token < 0 or token != int(token)), None)
+    if wrong is not None:
+        raise InvalidRequest(f"logit_bias has the token {wrong!r:.40}", wanted="a token id", param="logit_bias")
     return {int(token): NEVER if value is False else float(value) for token, value in given}

@@ -71,6 +71,15 @@ async def scored(frontend: Frontend, body: PoolingFields, pairs: Sequence[tuple[
     return Scored(values, sum(each.tokens for each in found))
 
 
+async def shortened(frontend: Frontend, texts: Sequence[str], tokens: int) -> list[str]:
+    """Each text up to the end of so many tokens; long ones are read beside the event loop."""
+
+    def first() -> list[str]:
+        return [frontend.codec.first_tokens(text, tokens) for text in texts]
+
+    return await asyncio.to_thread(first) if sum(map(len, texts)) > LONG_TEXT else first()
+
+
 async def classified(frontend: Frontend, body: ClassifyBody) -> tuple[list[dict[str, Any]], int]:
     """Label and probabilities of each input, and the tokens of all; waits."""
     inputs = as_prompts(body.input)

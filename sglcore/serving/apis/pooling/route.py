@@ -13,7 +13,7 @@ from fastapi import APIRouter, Response
 from sglcore.serving.apis.answer import as_json, documented
 from sglcore.serving.apis.pooling.answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
 from sglcore.serving.apis.pooling.body import ClassifyBody, DocumentText, EmbeddingBody, RerankBody, ScoreBody
-from sglcore.serving.apis.pooling.request import classified, described, embedded, scored
+from sglcore.serving.apis.pooling.request import classified, described, embedded, scored, shortened
 from sglcore.serving.replicas.errors import InvalidRequest
 from sglcore.serving.replicas.frontend import Frontend
 
@@ -58,7 +58,7 @@ def _add_rerank(router: APIRouter, frontend: Frontend, path: str) -> None:
         """Documents, the most relevant first."""
         texts = [each.text if isinstance(each, DocumentText) else each for each in body.documents]
         if body.max_tokens_per_doc is not None:
-            texts = [frontend.codec.first_tokens(text, body.max_tokens_per_doc) for text in texts]
+            texts = await shortened(frontend, texts, body.max_tokens_per_doc)
         found = await scored(frontend, body, [(body.query, text) for text in texts], "documents")
         order = sorted(range(len(texts)), key=lambda place: -found.values[place])[: body.top_n]
         shows = body.return_documents if body.return_documents is not None else path != "/v2/rerank"

@@ -16,6 +16,14 @@ from sglcore.serving.apis.body import Body, Items
 from sglcore.serving.replicas.errors import InvalidRequest
 from sglcore.serving.replicas.frontend import Frontend, PauseMode
 
+_FLUSHES = ("/flush_cache", "/reset_prefix_cache")
+PATHS = frozenset(
+    {
+        *("/abort_request", "/abort_requests", "/pause", "/resume", "/pause_generation", "/continue_generation"),
+        *_FLUSHES,
+    }
+)
+"""What is answered though the server has too much to do: a pause may be why, and an abort the way out."""
 _SGLANG_MODES: Mapping[str, PauseMode] = MappingProxyType({"abort": "abort", "retract": "keep", "in_place": "keep"})
 
 
@@ -72,7 +80,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     """All of them."""
     _add_aborts(router, frontend)
     _add_pauses(router, frontend)
-    for path in ("/flush_cache", "/reset_prefix_cache"):
+    for path in _FLUSHES:
 
         @router.post(path, tags=["operations"], responses=documented(FlushAnswer, statuses=(503,)))
         async def flush() -> Response:

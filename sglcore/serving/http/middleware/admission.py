@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sglcore.serving.apis.server.control import PATHS
 from sglcore.serving.http.middleware.refusal import refuse
 from sglcore.serving.replicas.errors import Failure
 from sglcore.serving.replicas.metrics import Metrics
 
 
 class Admission:
-    """Bounds the POST requests in flight, and refuses those for the model while its queue is full."""
+    """Bounds the POST requests in flight, but for those of operators, and refuses those for the model while its queue is
+    full."""
 
     def __init__(
         self, app: ASGIApp, max_concurrent: int, max_queued: int, waiting: Callable[[], int], metrics: Metrics
@@ -24,7 +26,7 @@ class Admission:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses with 429 and Retry-After, which is computed from how fast requests ended lately."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] in PATHS:
             return await self._app(scope, receive, send)
         refusal = self._refusal(scope["path"])
         if refusal is not None:
