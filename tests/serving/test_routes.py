@@ -12,9 +12,12 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel
 from starlette.types import Message
 
+from sglcore.device.server_config import ServerConfig
 from sglcore.serving.apis.answer import Stream, as_json, event
+from sglcore.serving.http.connection import ANSWERING
 from sglcore.serving.http.routes import Routes
 from sglcore.serving.http.sse import KEEP_ALIVE
+from tests.serving.wrapped import wrapped
 
 
 class Body(BaseModel):
@@ -102,11 +105,12 @@ def test_a_stream_that_has_nothing_to_say_says_that_it_lives(fault: Exception | 
     assert said == [event(0), event(1), *([] if fault is None else [event("it broke")])]
 
 
-def test_the_work_for_a_client_that_leaves_is_cancelled() -> None:
-    routes, told = Routes(), list[str]()
+def test_the_work_for_a_client_that_leaves_is_cancelled_and_counted() -> None:
+    routes, told, answering = Routes(), list[str](), set[asyncio.Task[None]]()
 
     @routes.get("/")
     async def wait() -> Response:
+        answering.pop().cancel()  # as a connection that has ended does
         try:
             await asyncio.Event().wait()
         finally:
@@ -114,11 +118,19 @@ def test_the_work_for_a_client_that_leaves_is_cancelled() -> None:
         return as_json({})
 
     async def receive() -> Message:
-        return {"type": "http.disconnect"}
+        raise AssertionError("there is no body")
 
     async def send(message: Message) -> None:
-        told.append(str(message.get("status", "")))
+        told.append(message["type"])
 
-    scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": []}
-    asyncio.run(asyncio.wait_for(served(routes)(scope, receive, send), 20))
-    assert told[:2] == ["cancelled", "499"]
+    app, frontend = wrapped(served(routes), ServerConfig())
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/",
+        "query_string": b"",
+        "headers": [],
+        "state": {ANSWERING: answering},
+    }
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 20))
+    assert told == ["cancelled"] and frontend.metrics.responses == {("GET", "/", 499): 1}

@@ -30,6 +30,8 @@ LINGER_SECONDS = 1.0
 """How long a refused client may go on sending, unread, so that it gets to read why."""
 MOST_REFUSED = 128
 """So many connections over the bound are told so at once; others are cut off."""
+ANSWERING = "answering"
+"""In a request's state: the tasks that answer it, which are cancelled and taken out when its connection ends."""
 MALFORMED = Failure(400, "what arrived is not a valid HTTP/1.1 request", INVALID, None, "malformed_request")
 
 
@@ -47,6 +49,7 @@ class Connection(HttpToolsProtocol):
         self._failure = MALFORMED
         self._is_refused = self._in_head = False
         self._head_bytes = 0
+        self._answering: set[asyncio.Task[Any]] = set()
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -62,7 +65,9 @@ class Connection(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """No timer outlives it."""
+        """No timer outlives it, and no work for an answer."""
+        while self._answering:
+            self._answering.pop().cancel()
         self._head_timer = _cancelled(self._head_timer)
         self._write_timer = _cancelled(self._write_timer)
         super().connection_lost(exc)
@@ -88,6 +93,7 @@ class Connection(HttpToolsProtocol):
         """A head begins."""
         self._in_head = True
         super().on_message_begin()
+        self.scope["state"][ANSWERING] = self._answering  # pyright: ignore[reportTypedDictNotRequiredAccess]
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer."""
@@ -103,6 +109,12 @@ class Connection(HttpToolsProtocol):
             self._failure = self._too_large()
             raise HeadTooLarge
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """All of a request is there: reading goes on, so that it is noticed when the client leaves."""
+        super().on_message_complete()
+        if not self.pipeline:
+            self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         """The client takes less than there is: it has a while to catch up."""

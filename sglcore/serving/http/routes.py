@@ -1,11 +1,11 @@
-"""From a request to its endpoint and back: strict JSON in, answers and streams out, all of which ends when the client goes."""
+"""From a request to its endpoint and back: strict JSON in, answers and streams out."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from sglcore.serving.apis.body import Body
 from sglcore.serving.apis.params import SamplingFields
 from sglcore.serving.apis.unknown import UnknownFields, refuse_foreign
 from sglcore.serving.http.errors import LONGEST_SHOWN
-from sglcore.serving.http.sse import EventStream, while_connected
+from sglcore.serving.http.sse import EventStream
 from sglcore.serving.replicas.errors import InvalidRequest
 
 LARGE = 256 << 10
@@ -99,27 +99,23 @@ class Routes(APIRouter):
         fields that nobody knows."""
         self._on_unknown = on_unknown
         super().__init__(route_class=JsonRoute)
-        self._keep_alive = keep_alive
+        self.keep_alive = keep_alive
 
     def add_api_route(self, path: str, endpoint: Callable[..., Any], **given: Any) -> None:
-        """As ever, for an endpoint that is cancelled when its client goes. Its docstring is its summary in the document."""
+        """As ever, for an endpoint that may give a Stream. Its docstring is its summary in the document."""
         summary = given.get("summary") or (endpoint.__doc__ or "").rstrip(".")
-        super().add_api_route(path, _connected(endpoint, self), **{**given, "response_model": None, "summary": summary})
+        super().add_api_route(path, _streaming(endpoint, self), **{**given, "response_model": None, "summary": summary})
 
-    async def sent(self, request: Request, work: Callable[[], Work]) -> Response:
-        """The answer that `work` makes, with what is to be told of the request's fields."""
-        unknown = request.unknown.places(request.decoded) if isinstance(request, JsonRequest) else []
-        if unknown and self._on_unknown is not None:
-            self._on_unknown(request, unknown)
-        found = await while_connected(request, work())
-        response = EventStream(found, self._keep_alive) if isinstance(found, Stream) else found
-        if unknown:
-            add_unknown(response.headers, unknown)
-        return response
+    def unknown_fields(self, request: Request) -> list[str]:
+        """The fields of a request that nobody knows, of which `on_unknown` has been told."""
+        found = request.unknown.places(request.decoded) if isinstance(request, JsonRequest) else []
+        if found and self._on_unknown is not None:
+            self._on_unknown(request, found)
+        return found
 
 
-def _connected(endpoint: Callable[..., Work], routes: Routes) -> Callable[..., Any]:
-    """The endpoint as FastAPI calls it, by the parameters of its signature: with the request, whose client may go."""
+def _streaming(endpoint: Callable[..., Work], routes: Routes) -> Callable[..., Any]:
+    """The endpoint as FastAPI calls it, by the parameters of its signature and with the request, and gets a response."""
 
     by_name = inspect.Parameter.KEYWORD_ONLY
     wanted = inspect.signature(endpoint).parameters
@@ -127,8 +123,12 @@ def _connected(endpoint: Callable[..., Work], routes: Routes) -> Callable[..., A
 
     @wraps(endpoint)
     async def answer(*, request: Request, **given: Any) -> Response:
-        more = {"request": request} if "request" in wanted else {}
-        return await routes.sent(request, partial(endpoint, **given, **more))
+        unknown = routes.unknown_fields(request)
+        found = await endpoint(**given, **({"request": request} if "request" in wanted else {}))
+        response = EventStream(found, routes.keep_alive) if isinstance(found, Stream) else found
+        if unknown:
+            add_unknown(response.headers, unknown)
+        return response
 
     parameters = [each.replace(kind=by_name) for each in {**wanted, "request": own}.values()]
     answer.__doc__ = None  # FastAPI would show it as a description

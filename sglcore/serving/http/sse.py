@@ -1,14 +1,11 @@
-"""Answers that stream, and answers that wait: both end when the client goes, and what they waited for with them."""
+"""Answers that stream."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
-from contextlib import aclosing, suppress
-from typing import Any
+from contextlib import aclosing
 
-from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,7 +17,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class EventStream(Response):
-    """A `Stream` as it is sent. When the client goes, what makes the events is closed."""
+    """A `Stream` as it is sent."""
 
     media_type = "text/event-stream"
 
@@ -36,15 +33,19 @@ class EventStream(Response):
         self._keep_alive = keep_alive
         self._has_begun = self._is_sending = False
         self._sent_at = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ping: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events, or stop when the client is gone. Waits for the client to take them."""
+        """Send all events. Waits for the client to take them. When this is cancelled, what makes the events is closed."""
         async with self.stream.held:
-            pinging = asyncio.ensure_future(self._ping(send))
+            self._watch(send, self._keep_alive)
             try:
-                await first_to_end(self._send_all(send), disconnected(receive))
+                await self._send_all(send)
             finally:
-                pinging.cancel()
+                for each in (self._timer, self._ping):
+                    if each is not None:
+                        each.cancel()
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self.stream.events) as events:
@@ -65,37 +66,12 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": data, "more_body": not is_last})
         self._sent_at, self._is_sending = time.monotonic(), False
 
-    async def _ping(self, send: Send) -> None:
-        """A comment whenever nothing was sent for a while; it begins the answer, if nothing has."""
-        while True:
-            rest = self._sent_at + self._keep_alive - time.monotonic()
-            if rest > 0 or self._is_sending:
-                await asyncio.sleep(max(rest, self._keep_alive / 4))
-            else:
-                await self._send(send, KEEP_ALIVE)
+    def _watch(self, send: Send, seconds: float) -> None:
+        """A comment whenever nothing was sent for a while; it begins the answer, if nothing has. Looks after `seconds`."""
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look, send)
 
-
-async def disconnected(receive: Receive) -> None:
-    """Wait until the client is gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def first_to_end(work: Coroutine[Any, Any, Any], limit: Coroutine[Any, Any, None]) -> Any:
-    """The result of `work`, or None if `limit` ends first; the other one is cancelled, and waited for."""
-    working, limiting = asyncio.ensure_future(work), asyncio.ensure_future(limit)
-    try:
-        await asyncio.wait((working, limiting), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, limiting):
-            task.cancel()
-        for task in (working, limiting):
-            with suppress(asyncio.CancelledError, Exception):
-                await task
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, Response | Stream]) -> Response | Stream:
-    """The answer that `work` makes; if the client goes first, `work` is cancelled and nobody reads the answer."""
-    found = await first_to_end(work, disconnected(request.receive))
-    return found if found is not None else Response(status_code=499)
+    def _look(self, send: Send) -> None:
+        rest = self._sent_at + self._keep_alive - time.monotonic()
+        if rest <= 0 and not self._is_sending:
+            self._ping = asyncio.ensure_future(self._send(send, KEEP_ALIVE))
+        self._watch(send, max(rest, self._keep_alive / 4))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiEvent
 
+from sglcore.serving.http.connection import ANSWERING
 from sglcore.serving.http.middleware.refusal import header, refuse
 from sglcore.serving.http.tracing import Answered, Traces
 from sglcore.serving.replicas.errors import told
@@ -21,6 +26,8 @@ QUIET = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/se
 """Asked so often by machines that their log lines are of level debug."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Counted by name. A client can make up others, of which each would be a series for ever."""
+GONE = 499
+"""The status of a request whose client left before the answer began."""
 _ID = re.compile(rb"[A-Za-z0-9._:+=/-]{1,128}")
 
 
@@ -54,7 +61,8 @@ class Exchanges:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         exchange = _exchange(scope)
-        scope.setdefault("state", {})["request_id"] = exchange.request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = exchange.request_id
         id_header = (b"x-request-id", exchange.request_id.encode())
 
         async def outward(message: AsgiEvent) -> None:
@@ -67,7 +75,8 @@ class Exchanges:
         token, caller = CLOCKS.set(exchange.clocks), CALLER.set(exchange.request_id)
         self._metrics.in_flight += 1
         try:
-            await self._answer(exchange, scope, receive, outward)
+            with _while_connected(exchange, state.get(ANSWERING, set())):
+                await self._answer(exchange, scope, receive, outward)
         finally:
             self._metrics.in_flight -= 1
             CLOCKS.reset(token)
@@ -104,8 +113,25 @@ class Exchanges:
             self._log.log(level, "%s", line(exchange))
 
 
+@contextmanager
+def _while_connected(exchange: Exchange, answering: set[asyncio.Task[Any]]) -> Iterator[None]:
+    """What runs inside is cancelled, and that is all, when the connection ends."""
+    task = asyncio.current_task()
+    assert task is not None
+    answering.add(task)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if task in answering:
+            raise
+        task.uncancel()
+        exchange.status = exchange.status or GONE
+    finally:
+        answering.discard(task)
+
+
 def line(exchange: Exchange) -> str:
-    """One line about a request that ended; status 0 is a client that left before the answer began."""
+    """One line about a request that ended; status 499 is a client that left before the answer began."""
     elapsed = _milliseconds(exchange.elapsed())
     words = [f"id={exchange.request_id}", f"client={exchange.client}", exchange.method, json.dumps(exchange.path)]
     words += [f"status={exchange.status}", f"ms={elapsed}"]
