@@ -168,7 +168,7 @@ class ScriptedFrontend:
         self.codec = TextCodec(DEMO)
         self.format = form or ScriptedFormat(script)
         self.names = (MODEL,)
-        self.health = SimpleNamespace(ready=True, phase="ready")
+        self.health = SimpleNamespace(ready=True, takes_requests=True, phase="ready")
         self.info = SimpleNamespace(
             max_model_len=64, generates=True, fingerprint="fp_0123456789ab", limits={"vocab_size": 2147}
         )

@@ -31,8 +31,8 @@ def check_model(frontend: Frontend, name: str | None) -> str:
 
 
 def check_ready(frontend: Frontend) -> None:
-    """Raise NotReady, with the phase, unless requests may come."""
-    if not frontend.health.ready:
+    """Raise NotReady, with the phase, unless requests may come: those that come while an engine is started again wait."""
+    if not frontend.health.takes_requests:
         raise NotReady(frontend.health.phase)
 
 

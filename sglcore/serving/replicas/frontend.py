@@ -105,7 +105,7 @@ class Frontend:
     async def pause(self, mode: PauseMode) -> None:
         """Start no request any more, so that new ones wait; waits until nothing moves. What runs is ended (abort), awaited
         (wait), or keeps its place, between two steps (keep). Raises NotReady."""
-        self._ready_info()
+        self._check_ready()
         self._may_start.clear()
         if mode == "abort":
             self.abort(None)
@@ -133,7 +133,7 @@ class Frontend:
 
     async def flush_prefix_cache(self) -> int:
         """Forget cached prefixes that nobody uses; how many pages they had. Waits. Raises NotReady."""
-        self._ready_info()
+        self._check_ready()
         return await self.supervisor.flush()
 
     async def generate(
@@ -148,7 +148,7 @@ class Frontend:
         """Start a prompt. `special` adds what the checkpoint puts around text. Raises RequestError, TextError, NotReady,
         Overloaded, and InvalidRequest for an id that another request has, and then nothing was started."""
         clock = self.metrics.clock()
-        info = self._ready_info()
+        info = self._known_info()
         self._refuse_overload(info, params.n)
         ids = await self.tokenize(prompt, special=special)
         check_ids(params, info.limits["vocab_size"])
@@ -170,7 +170,7 @@ class Frontend:
 
     async def pooled(self, texts: Sequence[EncodedPair]) -> list[Pooled]:
         """What a model that generates no text answers to token ids and their segments; waits for all. Raises as `generate`."""
-        info = self._ready_info()
+        info = self._known_info()
         self._refuse_overload(info, len(texts))
         for ids, _ in texts:
             self._check(ids, SamplingParams(), info, task="embed")
@@ -202,11 +202,15 @@ class Frontend:
             raise NotReady(self.health.phase)
         return await self.supervisor.audit()
 
-    def _ready_info(self) -> ModelInfo:
-        info = self.info
-        if info is None or not self.health.ready:
+    def _known_info(self) -> ModelInfo:
+        """What runs, or ran when the engine ended that is being started again."""
+        if self.info is None or not self.health.takes_requests:
             raise NotReady(self.health.phase)
-        return info
+        return self.info
+
+    def _check_ready(self) -> None:
+        if not self.health.ready:
+            raise NotReady(self.health.phase)
 
     def _refuse_overload(self, info: ModelInfo, more: int) -> None:
         """Raise Overloaded if `more` samples would wait behind too many."""

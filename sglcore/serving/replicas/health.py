@@ -33,6 +33,11 @@ class Health:
         """It has been ready once."""
         return self._started_s is not None
 
+    @property
+    def takes_requests(self) -> bool:
+        """Requests will be answered, at once or by an engine that is being started again."""
+        return self.started and self.phase not in ("draining", "dead")
+
     def begin(self, phase: str, done: int = 0, total: int = 0) -> None:
         """A phase of the start; no change while the server drains or is dead."""
         if self.phase not in ("draining", "dead"):

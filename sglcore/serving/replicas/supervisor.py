@@ -95,21 +95,29 @@ class Supervisor:
             await self._launch(number)
 
     def submit(self, generation: Generation) -> None:
-        """Give a request to a replica; raises NotReady. Does not wait."""
-        cached = self._config.prefix_cache and self.info is not None and self.info.generates
-        self._choose(generation.request.prompt if cached else b"").run(generation)
+        """Give a request to a replica, or keep it for one that is being started again; raises NotReady. Does not wait."""
+        if self.ready:
+            cached = self._config.prefix_cache and self.info is not None and self.info.generates
+            self._router.choose(self.ready, generation.request.prompt if cached else b"").run(generation)
+            return
+        if not self._goes_on:
+            raise NotReady(self.health.phase)
+        generation.bind(_drop, self._forget_orphan)
+        self._orphans[generation.request_id] = generation
 
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
         """float32 of an embedding, or of scores; waits. It is tried again if its engine dies, where there may be another."""
-        tries = 0
-        while True:
+        error: Exception = NotReady(self.health.phase)
+        for _ in range(MOST_TRIES):
+            while not self.ready:
+                if not self._goes_on:
+                    raise error
+                await self._changed.wait()
             try:
-                return await self._choose(b"").embed(request_id, ids, segments)
+                return await self._router.choose(self.ready, b"").embed(request_id, ids, segments)
             except EngineDied as died:
-                tries += 1
-                if tries == MOST_TRIES:
-                    raise
-                await self._until_ready(died)
+                error = died
+        raise error
 
     async def audit(self) -> list[str]:
         """What audits of all replicas found; waits."""
@@ -246,19 +254,13 @@ class Supervisor:
                 self._retry(generation)
 
     def _retry(self, generation: Generation) -> None:
-        if generation.is_closed:
-            return
-        if self.ready:
+        if not generation.is_closed:
             self.submit(generation)
-        else:
-            generation.bind(_drop, self._forget_orphan)
-            self._orphans[generation.request_id] = generation
 
-    def _choose(self, prompt: bytes) -> Replica:
-        ready = self.ready
-        if not ready:
-            raise NotReady(self.health.phase)
-        return self._router.choose(ready, prompt)
+    @property
+    def _goes_on(self) -> bool:
+        """Where no replica is ready, one is being started again."""
+        return self.health.started and not (self._ending.is_set() or self.stopped.is_set())
 
     def _take_orphans(self) -> list[Generation]:
         taken, self._orphans = list(self._orphans.values()), {}
@@ -274,13 +276,6 @@ class Supervisor:
     def _tell_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    async def _until_ready(self, died: EngineDied) -> None:
-        """Wait for a replica; raises `died` when none will come."""
-        while not self.ready:
-            if self._ending.is_set() or self.stopped.is_set():
-                raise died
-            await self._changed.wait()
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)
