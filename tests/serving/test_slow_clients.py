@@ -297,6 +297,31 @@ class TestReaders:
 
         run(work())
 
+    def test_work_that_sends_nothing_ends_when_its_client_leaves_however_much_that_had_sent(self) -> None:
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def works(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["path"] != "/work":
+                return await echo(scope, receive, send)
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        async def work() -> None:
+            async with served(works) as server:
+                _, writer = await server.connect()
+                writer.write(
+                    b"POST /work HTTP/1.1\r\nhost: localhost\r\ncontent-length: 200000\r\n\r\n" + b"x" * 200_000
+                )
+                await begun.wait()
+                writer.transport.abort()
+                await ended.wait()
+                assert await server.is_well()
+
+        run(work())
+
 
 class TestStopping:
     async def _held(self, server: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -345,9 +370,10 @@ class TestStopping:
     def test_draining_ends_when_its_time_is_over(self) -> None:
         async def work() -> None:
             async with served(self.app, drain_timeout=SHORT) as server:
-                await self._held(server)
+                _, writer = await self._held(server)
                 os.kill(os.getpid(), signal.SIGTERM)
                 assert await server.task is False
+                writer.close()
 
         run(work())
 
