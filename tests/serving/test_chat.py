@@ -87,6 +87,16 @@ def test_a_stream_begins_with_the_role_and_says_what_the_whole_answer_says(serve
     assert sorted((end["index"], end["seed_used"]) for end in ends) == [(0, 5), (1, 5)]
 
 
+def test_every_chunk_has_the_usage_so_far_for_those_who_want_it(server: Server) -> None:
+    wanted = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": True}
+    chunks = chunks_of(server, {**GREEDY, "stream_options": wanted})
+    made = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert made == sorted(made) and made[0] < 12 and made[-2:] == [12, 12]
+    assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
+    headers = server.send(PATH, {**GREEDY, "stream": True, "stream_options": wanted}).headers
+    assert headers["x-sglcore-warnings"] == "ignored: stream_options.include_obfuscation"
+
+
 def test_streamed_log_probabilities_are_those_of_the_whole_answer(server: Server) -> None:
     body = {**GREEDY, "logprobs": True, "top_logprobs": 1}
     whole = choice_of(server, body)["logprobs"]["content"]

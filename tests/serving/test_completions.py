@@ -209,6 +209,15 @@ def test_a_stream_says_what_the_whole_answer_says(server: Server, echo: bool) ->
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
 
 
+def test_every_chunk_has_the_usage_so_far_for_those_who_want_it(server: Server) -> None:
+    body = {"prompt": [STORY, "The dog"], "max_tokens": 8, "ignore_eos": True}
+    wanted = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(server, {**body, "stream_options": wanted})
+    made = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert made == sorted(made) and made[0] < 16 and made[-2:] == [16, 16]
+    assert all(chunk["usage"]["total_tokens"] > chunk["usage"]["completion_tokens"] for chunk in chunks)
+
+
 def test_streamed_log_probabilities_and_ids_are_those_of_the_whole_answer(server: Server) -> None:
     body = {**GREEDY, "logprobs": 1, "return_token_ids": True}
     whole = server.post(PATH, body)["choices"][0]

@@ -276,7 +276,6 @@ def test_log_probabilities_stand_with_the_text(stage: Stage, client: openai.Open
         ("background", True, "background"),
         ("conversation", "conv_1", "conversation"),
         ("prompt", {"id": "p"}, "prompt"),
-        ("truncation", "auto", "truncation"),
         ("tools", [{"type": "web_search"}], "tools[0]"),
         ("tool_choice", {"type": "mcp", "server_label": "x"}, "tool_choice"),
         ("tool_choice", "required", "tool_choice"),

@@ -52,11 +52,11 @@ Fields = TypeVar("Fields", bound=SamplingFields)
 
 
 class StreamOptions(Body):
-    """`include_usage` adds a last chunk with the token counts."""
+    """`include_usage` adds a last chunk with the token counts; with `continuous_usage_stats` every chunk has those so far."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
-    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class JsonSchemaFormat(Body):
@@ -113,6 +113,15 @@ class GenerationFields(SamplingFields):
     return_token_ids: bool | None = None
     return_progress: bool | None = None
     user: Ignored[str] = None
+
+    def warnings(self) -> tuple[str, ...]:
+        """The ignored fields, those that only hold where the answer streams, and padding, which is never added."""
+        names = [*super().warnings()]
+        if self.return_progress and not self.stream:
+            names.append("return_progress")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            names.append("stream_options.include_obfuscation")
+        return tuple(sorted(names))
 
 
 def completed(body: Fields, defaults: Mapping[str, float]) -> Fields:

@@ -11,6 +11,9 @@ from typing import Any
 
 from sglcore.engine.chat_template import Message, TextError
 
+UNREADABLE = "invalid_json"
+"""What the model is shown as the only argument of a call whose arguments are no JSON object."""
+
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
@@ -135,20 +138,17 @@ def _call(place: int, call: Any, form: MessageForm) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     wants_object = form.arguments or form.write is not None
     if isinstance(arguments, str) and wants_object:
-        arguments = _object(place, arguments)
+        arguments = _object(arguments)
     if not isinstance(arguments, str) and not wants_object:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
-def _object(place: int, text: str) -> dict[str, Any]:
+def _object(text: str) -> dict[str, Any]:
+    """The object of a call's arguments. Of text that is none, such as that of an answer that was cut, the text itself under
+    `UNREADABLE`: the next turn, which says what was wrong with the call, must not fail for it."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict):
-        raise TextError(
-            f"messages[{place}].tool_calls holds arguments {text!r:.60}",
-            wanted="JSON text of an object, as it was sent",
-        )
-    return found
+    return found if isinstance(found, dict) else {UNREADABLE: text}

@@ -45,11 +45,15 @@ def test_calls_of_earlier_turns_are_written_as_the_template_writes_them(
         assert [(call.name, json.loads(call.arguments)) for call in calls_of(deltas)] == [("f", {"a": "é"})]
 
 
-def test_arguments_that_are_no_object_are_the_callers_error(formats: dict[str, ChatFormat]) -> None:
-    for wrong in ("{", "[1]", "nothing"):
-        with pytest.raises(TextError, match=r"messages\[1\].tool_calls"):
-            formats["hermes"].render([USER, called(wrong)], tools=TOOLS)
-    with pytest.raises(TextError, match=r"function\.name"):
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.tools])
+def test_a_call_whose_arguments_are_no_object_is_shown_to_the_model(formats: dict[str, ChatFormat], name: str) -> None:
+    for wrong in ('{"city": Rome', '{"a": "b', "[1]", "nothing", "1", "null"):
+        text = formats[name].render([USER, called(wrong)], tools=TOOLS).text
+        assert wrong in text or json.dumps(wrong)[1:-1] in text
+
+
+def test_a_call_without_a_name_is_the_callers_error(formats: dict[str, ChatFormat]) -> None:
+    with pytest.raises(TextError, match=r"messages\[1\].tool_calls .*function\.name"):
         formats["hermes"].render([USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}], tools=TOOLS)
 
 

@@ -153,13 +153,11 @@ class ChatBody(GenerationFields):
     verbosity: Ignored[str] = None
 
     def warnings(self) -> tuple[str, ...]:
-        """The ignored fields, and those that only hold where a call is forced or the answer streams."""
-        names = list(super().warnings())
-        if self.return_progress and not self.stream:
-            names.append("return_progress")
+        """Those of all bodies, and a tool's `strict` where no call is forced."""
+        names = super().warnings()
         if self.tool_choice in (None, "auto", "none") and any(tool.function.strict for tool in self.tools or ()):
-            names.append("tools.function.strict")
-        return tuple(sorted(names))
+            return tuple(sorted((*names, "tools.function.strict")))
+        return names
 
 
 Ids = Annotated[Items[Count], Field(min_length=1)]
@@ -201,11 +199,6 @@ class CompletionBody(GenerationFields):
     metadata: Ignored[dict[str, Any]] = None
     store: Ignored[bool] = None
     service_tier: Ignored[str] = None
-
-    def warnings(self) -> tuple[str, ...]:
-        """The ignored fields, and those that only hold where the answer streams."""
-        silent = ("return_progress",) if self.return_progress and not self.stream else ()
-        return tuple(sorted((*super().warnings(), *silent)))
 
 
 def as_prompts(found: Any) -> list[Any]:

@@ -30,16 +30,21 @@ class _Writer(Writer[Run]):
         self.id = f"{prefix}-{secrets.token_hex(12)}"
         self._texts, self._chunk = texts, chunk
         self._about = {"created": int(time.time()), "model": self.model, "system_fingerprint": self.fingerprint}
-        self._tells_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        wanted = body.stream_options
+        self._counts_along = wanted is not None and bool(wanted.continuous_usage_stats)
+        self._tells_usage = self._counts_along or (wanted is not None and bool(wanted.include_usage))
 
     def _frame(self, kind: str) -> dict[str, Any]:
         """What the answer, and every part of a stream, begins with."""
         return {"id": self.id, "object": kind, **self._about}
 
-    def _chunks(self) -> Callable[[dict[str, Any]], bytes]:
+    def _chunks(self, runs: Runs) -> Callable[[dict[str, Any]], bytes]:
         """What makes an event of a chunk: the constant part is encoded once."""
-        constant = event({**self._frame(self._chunk), **({"usage": None} if self._tells_usage else {})})
+        is_empty = self._tells_usage and not self._counts_along
+        constant = event({**self._frame(self._chunk), **({"usage": None} if is_empty else {})})
         begin = constant[:-3] + b","  # without the end of the object and of the event
+        if self._counts_along:
+            return lambda rest: begin + event({**rest, "usage": self._usage(runs.outputs)})[7:]
         return lambda rest: begin + event(rest)[7:]
 
     def _last(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -93,7 +98,7 @@ class ChatWriter(_Writer[ChatRun]):
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
         """All events, the last one [DONE] unless every sample failed."""
-        chunk, begun = self._chunks(), set[int]()
+        chunk, begun = self._chunks(run), set[int]()
         async for found in run:
             if found.progress is not None:
                 yield chunk({"choices": [], "prompt_progress": _progress(found.progress)})
@@ -168,7 +173,7 @@ class CompletionWriter(_Writer[Runs]):
 
     async def events(self, runs: Runs) -> AsyncGenerator[bytes, None]:
         """All events, the last one [DONE] unless every sample failed."""
-        chunk, records = self._chunks(), dict[int, CompletionLogprobs]()
+        chunk, records = self._chunks(runs), dict[int, CompletionLogprobs]()
         async for place, item in runs.read():
             if isinstance(item, PromptProgress):
                 yield chunk({"choices": [], "prompt_progress": _progress(item)})

@@ -57,10 +57,6 @@ def response_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], 
 
 def chat_request(body: Conversation, earlier: Sequence[dict[str, Any]], params: SamplingParams) -> ChatRequest:
     """The chat request of a conversation that begins with `earlier`; `instructions` stand before it."""
-    if body.truncation == "auto":
-        raise InvalidRequest(
-            "truncation: found 'auto'", wanted="'disabled'", remedy="shorten the input", param="truncation"
-        )
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return ChatRequest(
         messages=[*system, *earlier, *_input(body, earlier)],
@@ -210,6 +206,8 @@ def unused(body: ResponsesRequest) -> list[str]:
     notes += [f"include {ascii(word)[:SHOWN]}" for word in body.include or () if word != LOGPROBS]
     if body.text is not None and body.text.verbosity is not None:
         notes.append("text.verbosity")
+    if body.truncation == "auto":
+        notes.append("truncation")
     if body.reasoning is not None:
         notes += [f"reasoning.{name}" for name in body.reasoning.warnings()]
     if body.stream_options is not None and body.stream_options.include_obfuscation:
