@@ -32,6 +32,7 @@ DRAWS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1, "min_tokens": 2},
     {"temperature": 0.8, "seed": 5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logit_bias": {7: 1.0}},
     {"temperature": 1.0, "seed": 6, "grammars": (3, None, 4)},
+    {"temperature": 1.2, "seed": 7, "top_p": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.01},
 )
 BUSY, ROUNDS = 512, 6
 """Rows of the matrices whose products keep the device busy, and how many copies are sent behind them."""

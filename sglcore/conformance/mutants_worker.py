@@ -152,6 +152,14 @@ class SeedsByRow(Changed):
         batch.sampling = replace(sampling, seed_words=sampling.seed_words + rows)
 
 
+class LeavesExclusionOut(Changed):
+    """What XTC leaves out is drawn."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        sampling: Any = batch.sampling
+        batch.sampling = replace(sampling, xtc_chance=np.zeros_like(sampling.xtc_chance))
+
+
 class KeepsOldPages(Changed):
     """A request that takes over a slot runs on the pages that the slot had before."""
 
@@ -289,6 +297,7 @@ NEIGHBOURING_PAGES = _worker("pages are neighbours", NeighbouringPages)
 KEEPS_ROW_ORDER = _worker("order of rows", KeepsRowOrder)
 REUSES_RESULTS = _worker("result buffer reused", ReusesResults)
 SEEDS_BY_ROW = _worker("seeds by row", SeedsByRow)
+LEAVES_EXCLUSION_OUT = _worker("no XTC", LeavesExclusionOut)
 KEEPS_OLD_PAGES = _worker("slot keeps old pages", KeepsOldPages)
 FORGETS_OUTPUTS = _worker("outputs forgotten", ForgetsOutputs)
 LOSES_SHARED_PAGES = _worker("shared page lost", LosesSharedPages)

@@ -151,10 +151,10 @@ class SampleStep:
 
 def _of_requests(state: SamplingState, width: int) -> SamplingState:
     """The state of each request's first row, for a plain draw."""
-    needs = replace(state.needs, any_penalty=False, any_bias=False, top_logprobs=None)
+    needs = replace(state.needs, any_penalty=False, any_bias=False, any_xtc=False, top_logprobs=None)
     parts = {item.name: getattr(state, item.name) for item in fields(state)}
     first = {name: part[::width].contiguous() for name, part in parts.items() if isinstance(part, Tensor)}
-    return replace(state, **first, needs=needs, penalties=None, bias=None, masks=None)
+    return replace(state, **first, needs=needs, penalties=None, bias=None, masks=None, xtc=None)
 
 
 def _nothing(device: torch.device) -> DeviceSampling:

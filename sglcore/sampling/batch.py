@@ -45,10 +45,11 @@ class SamplingNeeds:
     any_bias: bool = False
     top_logprobs: int | None = None
     """Most alternatives that any row wants; None = no row wants logprobs."""
+    any_xtc: bool = False
 
     @property
     def any_cutoff(self) -> bool:
-        """Whether any sampled row narrows its candidates."""
+        """Whether any sampled row without XTC narrows its candidates."""
         return self.any_top_k or self.any_top_p or self.any_min_p
 
 
@@ -79,6 +80,10 @@ class SamplingBatch:
     """In units of 2**-24."""
     min_p: np.ndarray = _row_field(np.int32)
     """Largest gap kept, in 2**-16 nat."""
+    xtc_chance: np.ndarray = _row_field(np.int32)
+    """How likely a draw is to leave out its top tokens, in units of 2**-24; 0 = never."""
+    xtc_share: np.ndarray = _row_field(np.int32)
+    """The share of the weight that makes a token one of them, in units of 2**-24."""
     seed_words: np.ndarray = _row_field(np.int32)
     """Seed and sample index, mixed; position is added on the device."""
     repetition: np.ndarray = _row_field(np.float32)
@@ -128,9 +133,10 @@ class SamplingBatch:
         return SamplingNeeds(
             all_greedy=bool(self.greedy.all()),
             any_greedy=bool(self.greedy.any()) or not len(self),
-            any_top_k=bool((self.top_k != noise.OFF).any()),
-            any_top_p=bool((self.top_p != noise.TOP_P_OFF).any()),
-            any_min_p=bool((self.min_p != noise.OFF).any()),
+            any_top_k=bool(((self.top_k != noise.OFF) & (self.xtc_chance == 0)).any()),
+            any_top_p=bool(((self.top_p != noise.TOP_P_OFF) & (self.xtc_chance == 0)).any()),
+            any_min_p=bool(((self.min_p != noise.OFF) & (self.xtc_chance == 0)).any()),
+            any_xtc=bool(self.xtc_chance.any()),
             any_penalty=bool(len(self.penalty_rows())),
             any_bias=bool(len(self.bias_ids)),
             top_logprobs=None if tops < 0 else tops,
@@ -140,6 +146,10 @@ class SamplingBatch:
         """int32: the rows with an active penalty, ascending."""
         active = (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
         return np.flatnonzero(active).astype(np.int32)
+
+    def xtc_rows(self) -> np.ndarray:
+        """int32: the rows with XTC, ascending."""
+        return np.flatnonzero(self.xtc_chance).astype(np.int32)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> "SamplingBatch":
         """A new batch of these rows, in this order; rows may repeat. Shares no memory with this one."""
@@ -200,6 +210,8 @@ def _row_values(row: SamplingRow) -> dict[str, Any]:
         "top_k": noise.OFF if greedy or params.top_k <= 0 else params.top_k,
         "top_p": noise.TOP_P_OFF if greedy else noise.fixed_top_p(params.top_p),
         "min_p": noise.OFF if greedy else noise.fixed_min_p(params.min_p),
+        "xtc_chance": noise.fixed_share(params.xtc_probability) if params.excludes_top else 0,
+        "xtc_share": noise.fixed_share(params.xtc_threshold),
         "repetition": params.repetition_penalty,
         "presence": params.presence_penalty,
         "frequency": params.frequency_penalty,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sglcore.sampling import narrow_sums
-from sglcore.sampling.noise import LIMIT, TOP_P_BITS, WEIGHT_STEP_BITS
+from sglcore.sampling.noise import LIMIT, OFF, TOP_P_BITS, WEIGHT_STEP_BITS
 
 BIN_BITS = 11
 BINS = (LIMIT >> BIN_BITS) + 1
@@ -50,6 +50,13 @@ def keep_min_p_(gaps: Tensor, min_p: Tensor) -> Tensor:
     """Leave candidates whose gap is at most min_p int32[B], in place."""
     beyond = (gaps - min_p[:, None]).clamp_(0, 1)
     return _drop_(gaps, beyond)
+
+
+def weight_of_share(weights: Tensor, share: Tensor, is_narrow: bool = False) -> Tensor:
+    """int32[B]: the least weight that is share int32[B] / 2**24 of the sum of weights int32[B, V]; more than any where none is."""
+    if is_narrow:
+        return narrow_sums.weight_of_share(weights, share)
+    return _share(weights.sum(-1, dtype=torch.int64), share.long()).clamp_(max=OFF).to(torch.int32)
 
 
 def _share(total: Tensor, top_p: Tensor) -> Tensor:

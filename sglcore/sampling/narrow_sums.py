@@ -14,6 +14,7 @@ HALF = 12
 NEAR = 3
 """By how much a quotient in float32 may be wrong here, and some more: operands round to 2**-24, and it is below 2**22."""
 MOST_TIES = 1 << 22
+MOST = (1 << 31) - 1
 
 
 class Wide(NamedTuple):
@@ -62,6 +63,14 @@ def prefix_end(gaps: Tensor, weights: Tensor, top_p: Tensor, bin_bits: int, limi
     inside = bins.bitwise_xor_(reached).clamp_(max=1).bitwise_xor_(1)
     step, rest = _first_reaching(_running(gaps & (steps - 1), weights * inside, steps), rest)
     return ((reached << bin_bits) + step).clamp_(max=limit)[:, 0], rest
+
+
+def weight_of_share(weights: Tensor, share: Tensor) -> Tensor:
+    """int32[B]: ceil of share int32[B] / 2**24 of the sum of weights int32[B, V], or 2**31 - 1 beyond it."""
+    total = _running(torch.zeros_like(weights), weights, 1)
+    least = _share(total, share[:, None])
+    is_beyond = least.high >= 1 << (31 - BITS)
+    return ((least.high << BITS) | least.low).masked_fill_(is_beyond, MOST)[:, 0]
 
 
 def ties(rest: Wide, each: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ WEIGHT_STEP_BITS = 8
 WEIGHT_SIZE = (LIMIT >> WEIGHT_STEP_BITS) + 1
 TOP_P_BITS = 24
 TOP_P_OFF = (1 << TOP_P_BITS) + 1
+SHARE_BITS = 24
+COIN_ID = 1 << 22
+"""The id whose hash is a draw's coin: no vocabulary has it."""
 OFF = 2**31 - 1
 """top_k and min_p of a row without that cut-off."""
 
@@ -151,6 +154,11 @@ def fixed_scale(temperature: float) -> np.float32:
 def fixed_top_p(top_p: float) -> int:
     """top_p in units of 2**-24, at least 1; 1.0 gives TOP_P_OFF, under which even weightless tokens stay."""
     return TOP_P_OFF if top_p >= 1.0 else max(1, round(top_p * (1 << TOP_P_BITS)))
+
+
+def fixed_share(share: float) -> int:
+    """A number in [0, 1] in units of 2**-24."""
+    return round(share * (1 << SHARE_BITS))
 
 
 def fixed_min_p(min_p: float) -> int:

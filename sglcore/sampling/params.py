@@ -34,7 +34,8 @@ class SamplingError(ValueError):
 class SamplingParams:
     """Sampling parameters of one request, validated when made. Raises SamplingError.
 
-    Cut-offs apply in the order top_k, top_p (on what is left, renormalised), min_p (relative to the best token).
+    Cut-offs apply in the order top_k, top_p (on what is left, renormalised), min_p (relative to the best token), XTC (on what
+    is left, renormalised).
     """
 
     max_tokens: int | None = 128
@@ -45,6 +46,10 @@ class SamplingParams:
     """Keep exactly this many tokens, ties to the lowest id; 0 and -1 = off."""
     top_p: float = 1.0
     min_p: float = 0.0
+    xtc_probability: float = 0.0
+    """With this probability a draw leaves out all tokens that have at least `xtc_threshold` of the probability but the least
+    likely of them; never where it is greedy."""
+    xtc_threshold: float = 0.1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -94,6 +99,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the token is the argmax of the processed logits, whatever the seed."""
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+    @property
+    def excludes_top(self) -> bool:
+        """Whether XTC may leave out a token: two can not have more than half of the probability each."""
+        return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5 and not self.is_greedy
 
     @property
     def needs_history(self) -> bool:
@@ -228,6 +238,7 @@ def _thinking(name: str, value: Any) -> Thinking:
     return value
 
 
+_SHARE = _number("a number in [0, 1]", lambda x: 0.0 <= x <= 1.0)
 _PENALTY = _number("a number in [-2, 2]", lambda x: -2.0 <= x <= 2.0)
 _CHECKS = MappingProxyType(
     {
@@ -235,7 +246,9 @@ _CHECKS = MappingProxyType(
         "temperature": _number("a finite number of at least 0", lambda x: x >= 0.0),
         "top_k": _integer(-1),
         "top_p": _number("a number in (0, 1]", lambda x: 0.0 < x <= 1.0),
-        "min_p": _number("a number in [0, 1]", lambda x: 0.0 <= x <= 1.0),
+        "min_p": _SHARE,
+        "xtc_probability": _SHARE,
+        "xtc_threshold": _SHARE,
         "presence_penalty": _PENALTY,
         "frequency_penalty": _PENALTY,
         "repetition_penalty": _number("a finite number above 0", lambda x: 1e-30 <= x <= 1e30),

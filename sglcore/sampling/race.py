@@ -68,9 +68,7 @@ def gumbel_noise(keys: Tensor, hashed_ids: Tensor, table: Tensor) -> Tensor:
     """Keyed Gumbel noise int32[B, V] in 2**-16 nat; keys int32[B, 2], hashed_ids int32[V] or int32[B, V]."""
     words = hashed_ids ^ keys[:, :1]
     scratch = torch.empty_like(words)
-    _fold_(words, 16, scratch).mul_(keys[:, 1:])
-    _fold_(words, 15, scratch).mul_(_signed(noise.MIX_2))
-    _fold_(words, 16, scratch).bitwise_or_(1)
+    _hash_(words, keys, scratch).bitwise_or_(1)
     # As a signed number the word counts from the nearer end of (0, 1): its float exponent is the octave of the tail.
     # Negative words move 32 octaves down, so that exponent and mantissa alone are the index.
     ends = torch.nn.functional.leaky_relu_(words.to(torch.float32), negative_slope=-FOLD)
@@ -81,6 +79,13 @@ def gumbel_noise(keys: Tensor, hashed_ids: Tensor, table: Tensor) -> Tensor:
     drawn = table[1].index_select(0, index).view(fraction.shape)
     drawn.mul_(fraction).bitwise_right_shift_(INTERPOLATION_BITS)
     return drawn.add_(table[0].index_select(0, index).view(fraction.shape))
+
+
+def coins(keys: Tensor) -> Tensor:
+    """int32[B] in 0..2**24-1, each as likely: one of each draw under keys int32[B, 2], which tells nothing of its noise."""
+    words = keys[:, :1] ^ _signed(noise.mix32((noise.COIN_ID + noise.ID_OFFSET) & noise.WORD))
+    _hash_(words, keys, torch.empty_like(words))
+    return (words[:, 0] >> (32 - noise.SHARE_BITS)).bitwise_and_((1 << noise.SHARE_BITS) - 1)
 
 
 def race_scores(gaps: Tensor, keys: Tensor, hashed_ids: Tensor, table: Tensor) -> Tensor:
@@ -106,6 +111,13 @@ def _fold_(words: Tensor, shift: int, scratch: Tensor) -> Tensor:
     """words ^= words >>> shift; int32 has only the arithmetic shift, so the copies of the sign are masked off."""
     torch.bitwise_right_shift(words, shift, out=scratch)
     return words.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
+
+
+def _hash_(words: Tensor, keys: Tensor, scratch: Tensor) -> Tensor:
+    """Hashed ids, with the first key word already in them, become the hashes under keys int32[B, 2]."""
+    _fold_(words, 16, scratch).mul_(keys[:, 1:])
+    _fold_(words, 15, scratch).mul_(_signed(noise.MIX_2))
+    return _fold_(words, 16, scratch)
 
 
 def _mix32_(words: Tensor) -> Tensor:

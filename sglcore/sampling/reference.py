@@ -84,6 +84,18 @@ def candidates(gaps: Sequence[int], params: SamplingParams) -> list[int]:
     return [token for gap, token in kept if gap <= noise.fixed_min_p(params.min_p)]
 
 
+def without_top(kept: Sequence[int], gaps: Sequence[int], params: SamplingParams) -> list[int]:
+    """What XTC leaves of candidates that are sorted by (gap, id), once its coin has fallen so."""
+    share, total = noise.fixed_share(params.xtc_threshold), sum(weight(gaps[token]) for token in kept)
+    top = [token for token in kept if weight(gaps[token]) << noise.SHARE_BITS >= share * total]
+    return [token for token in kept if token not in top[:-1]]
+
+
+def coin(key: tuple[int, int]) -> int:
+    """0..2**24-1 under a row key."""
+    return token_hash(key, noise.COIN_ID) >> (32 - noise.SHARE_BITS)
+
+
 def reference_draw(
     logits: Sequence[float], params: SamplingParams, seed: int, sample_index: int, position: int
 ) -> tuple[int, bool]:
@@ -94,8 +106,14 @@ def reference_draw(
     if params.is_greedy:
         return list(logits).index(best), False
     gaps = gaps_below_best(logits, params.temperature)
-    key = row_key(seed, sample_index, position)
-    scores = [(gumbel(token_hash(key, token)) - gaps[token], -token) for token in candidates(gaps, params)]
+    key, kept = row_key(seed, sample_index, position), candidates(gaps, params)
+    if params.excludes_top:
+        if coin(key) < noise.fixed_share(params.xtc_probability):
+            kept = without_top(kept, gaps, params)
+        gaps = gaps_below_best(
+            [logit if token in set(kept) else -math.inf for token, logit in enumerate(logits)], params.temperature
+        )
+    scores = [(gumbel(token_hash(key, token)) - gaps[token], -token) for token in kept]
     return -max(scores)[1], False
 
 

@@ -21,8 +21,9 @@ from sglcore.sampling.processors import (
     apply_penalties_,
 )
 from sglcore.sampling.race import RaceTables, draw_race, gaps_below_best, make_race_tables, row_keys
-from sglcore.sampling.state import Bias, SampledTokens
+from sglcore.sampling.state import Bias, Exclusion, SampledTokens, place_exclusion
 from sglcore.sampling.state import SamplingState as OfAnyLibrary
+from sglcore.sampling.xtc import left_out
 
 
 class SamplingState(OfAnyLibrary[Tensor, PenaltyState]):
@@ -46,6 +47,7 @@ def place_state(needs: SamplingNeeds, positions: Tensor, parts: Mapping[str, Ten
         parts.get("top_p"),
         parts.get("min_p"),
         bias=bias,
+        xtc=place_exclusion(needs, parts),
     )
 
 
@@ -111,8 +113,8 @@ class Sampler:
         return self._draw(weights.log(), state, self.tables)
 
     def process(self, logits: Tensor, state: SamplingState) -> Tensor:
-        """Logits after penalties, then bias and early bans, then masks: a new float32[B, V], or `logits` itself."""
-        if state.penalties is None and state.bias is None and state.masks is None:
+        """Logits after penalties, then bias and early bans, then masks, then XTC: a new float32[B, V], or `logits` itself."""
+        if state.penalties is None and state.bias is None and state.masks is None and state.xtc is None:
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if state.penalties is not None:
@@ -121,6 +123,8 @@ class Sampler:
             apply_bias_(logits, state.bias, state.positions)
         if state.masks is not None:
             apply_masks_(logits, state.masks)
+        if state.xtc is not None:
+            apply_xtc_(logits, state.xtc, state, self.tables)
         return logits
 
 
@@ -134,6 +138,17 @@ def candidate_gaps(logits: Tensor, best: Tensor, state: SamplingState, tables: R
     if state.min_p is not None:
         keep_min_p_(gaps, state.min_p)
     return gaps
+
+
+def apply_xtc_(logits: Tensor, xtc: Exclusion[Tensor], state: SamplingState, tables: RaceTables) -> Tensor:
+    """Leave the candidates of the rows of XTC in logits float32[B, V], in place; `state` is that of all rows."""
+    names = ("positions", "seed_words", "scale")
+    own = {name: getattr(state, name).index_select(0, xtc.rows) for name in names}
+    narrowed = replace(state, **own, top_k=xtc.top_k, top_p=xtc.top_p, min_p=xtc.min_p)
+    chosen = logits.index_select(0, xtc.rows)
+    gaps = candidate_gaps(chosen, chosen.amax(-1), narrowed, tables)
+    dropped = left_out(gaps, xtc, row_keys(narrowed.seed_words, narrowed.positions), tables)
+    return logits.index_put_((xtc.rows,), chosen.masked_fill_(dropped | (gaps == LIMIT), -torch.inf))
 
 
 def draw_rows(
@@ -183,5 +198,5 @@ def _row_parts(state: SamplingState) -> list[tuple[str, Tensor]]:
 def _narrow(state: SamplingState, rows: slice) -> SamplingState:
     """The state of a block of rows; processors have run by then."""
     return replace(
-        state, **{name: part[rows] for name, part in _row_parts(state)}, penalties=None, bias=None, masks=None
+        state, **{name: part[rows] for name, part in _row_parts(state)}, penalties=None, bias=None, masks=None, xtc=None
     )

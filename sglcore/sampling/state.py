@@ -3,12 +3,14 @@
 No tensor library.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
+from sglcore.sampling.noise import OFF, TOP_P_OFF
 
 A = TypeVar("A")
 P = TypeVar("P")
@@ -39,6 +41,21 @@ class Masks(Generic[A]):
 
 
 @dataclass(frozen=True, slots=True)
+class Exclusion(Generic[A]):
+    """XTC of M rows, which replaces their cut-offs: theirs apply before it, and the draw has none for them."""
+
+    rows: A
+    """int[M], distinct rows of the batch. What follows is int32[M]."""
+    chance: A
+    """Of leaving out the top tokens, in 2**-24."""
+    share: A
+    """Of the weight, that makes a token one of them, in 2**-24."""
+    top_k: A
+    top_p: A
+    min_p: A
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingState(Generic[A, P]):
     """What one sampling call needs; `P` are the library's penalties. A part that no row wants is None, except where wider
     `needs` were asked for."""
@@ -61,6 +78,7 @@ class SamplingState(Generic[A, P]):
     penalties: P | None = None
     bias: Bias[A] | None = None
     masks: Masks[A] | None = None
+    xtc: Exclusion[A] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +107,27 @@ class SampledTokens(Generic[A]):
 def state_arrays(batch: SamplingBatch, needs: SamplingNeeds) -> dict[str, np.ndarray]:
     """What the state of a host batch is made of, by name; penalties apart."""
     arrays = {"seed_words": batch.seed_words, "scale": batch.scale, "greedy": batch.greedy}
+    plain = batch.xtc_chance == 0
     if needs.any_top_k:
-        arrays["top_k"] = batch.top_k
+        arrays["top_k"] = np.where(plain, batch.top_k, np.int32(OFF))
     if needs.any_top_p:
-        arrays["top_p"] = batch.top_p
+        arrays["top_p"] = np.where(plain, batch.top_p, np.int32(TOP_P_OFF))
     if needs.any_min_p:
-        arrays["min_p"] = batch.min_p
+        arrays["min_p"] = np.where(plain, batch.min_p, np.int32(OFF))
+    if needs.any_xtc:
+        rows = arrays["xtc_rows"] = batch.xtc_rows()
+        arrays |= {name: getattr(batch, name)[rows] for name in ("xtc_chance", "xtc_share")}
+        arrays |= {f"xtc_{name}": getattr(batch, name)[rows] for name in ("top_k", "top_p", "min_p")}
     if needs.any_bias:
         arrays["bias_rows"], arrays["bias_ids"] = batch.bias_rows(), batch.bias_ids
         arrays["bias_values"], arrays["bias_until"] = batch.bias_values, batch.bias_until
     return arrays
+
+
+def place_exclusion(needs: SamplingNeeds, parts: Mapping[str, A]) -> Exclusion[A] | None:
+    """XTC from the device's arrays of those of `state_arrays`."""
+    names = ("rows", "chance", "share", "top_k", "top_p", "min_p")
+    return Exclusion(*(parts[f"xtc_{name}"] for name in names)) if needs.any_xtc else None
 
 
 def penalty_arrays(batch: SamplingBatch, all_rows: bool = False) -> dict[str, np.ndarray]:

@@ -25,7 +25,7 @@ WIDE = (2, 10, 24)
 SAMPLING: Sequence[dict[str, Any]] = (
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 5},
-    {"temperature": 0.7, "seed": 6, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    {"temperature": 0.7, "seed": 6, "top_p": 0.9, "top_k": 40, "xtc_probability": 0.5, "xtc_threshold": 0.02},
     {"temperature": 1.0, "seed": 7, "repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2},
     {"temperature": 1.3, "seed": 8, "min_tokens": 9, "stop_token_ids": list(range(3, 20)), "logit_bias": {30: 2.0}},
 )

@@ -33,6 +33,8 @@ from sglcore.sampling import SamplingError, SamplingParams, fresh_seed
         ("top_p", math.nan),
         ("min_p", -0.01),
         ("min_p", 1.01),
+        ("xtc_probability", 1.01),
+        ("xtc_threshold", -0.1),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("frequency_penalty", math.nan),

@@ -25,6 +25,8 @@ PARAMS = st.builds(
     top_k=st.integers(0, 40),
     top_p=st.one_of(st.just(1.0), st.floats(0.001, 1.0)),
     min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
+    xtc_probability=st.sampled_from((0.0, 0.0, 0.4, 1.0)),
+    xtc_threshold=st.sampled_from((0.0, 0.01, 0.1, 0.3, 0.5)),
 )
 ROWS = st.tuples(PARAMS, st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
 
@@ -49,10 +51,10 @@ def mixed_batch(count, vocab_size, seed):
         {"temperature": 0.4},
         {"temperature": 0.0},
         {"top_k": 7, "temperature": 2.5},
-        {"top_p": 0.8, "temperature": 1.3},
+        {"top_p": 0.8, "temperature": 1.3, "xtc_probability": 0.5, "xtc_threshold": 0.02},
         {"min_p": 0.1, "logit_bias": {3: 4.0, 5: -4.0}},
         {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "top_k": 30},
-        {"presence_penalty": 1.5, "temperature": 0.0},
+        {"presence_penalty": 1.5, "temperature": 0.0, "xtc_probability": 1.0},
         {"min_tokens": 4},
     ]
     rows = [(SamplingParams(**kinds[i % 8]), rng.getrandbits(64), i % 3, 6, (0, 1, 2)) for i in range(count)]

@@ -80,6 +80,8 @@ def random_params(rng: random.Random, vocab_size: int = 0) -> SamplingParams:
         top_k=rng.choice((0, 0, 1, 3, 40, 10**6)),
         top_p=rng.choice((1.0, 1.0, 0.95, 0.5, 1e-6)),
         min_p=rng.choice((0.0, 0.0, 0.02, 0.5)),
+        xtc_probability=rng.choice((0.0, 0.0, 0.5, 1.0)),
+        xtc_threshold=rng.choice((0.1, 0.02, 0.0, 0.5)),
         **extra,
     )
 

@@ -39,6 +39,8 @@ class SamplingFields(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1)
+    xtc_probability: float | None = Field(None, ge=0, le=1)
+    xtc_threshold: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)

@@ -56,6 +56,11 @@ def _reaching(ordered: mx.array, kept: mx.array, top_p: mx.array, tables: RaceTa
     return mx.maximum(mx.sum((running - weights) < wanted[:, None], axis=-1).astype(mx.int32), 1)
 
 
+def weight_of_share(weights: mx.array, share: mx.array) -> mx.array:
+    """int64[B]: the least weight that is share int32[B] / 2**24 of the sum of weights int32[B, V]."""
+    return _share(running_sums(weights)[:, -1], share.astype(mx.int64))
+
+
 def _share(total: mx.array, top_p: mx.array) -> mx.array:
     """ceil(total * top_p / 2**24) without the 2**76 product, int64."""
     high, low = total >> TOP_P_BITS, total & ((1 << TOP_P_BITS) - 1)

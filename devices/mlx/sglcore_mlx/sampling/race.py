@@ -67,8 +67,7 @@ def gaps_below_best(logits: mx.array, best: mx.array, scale: mx.array) -> mx.arr
 
 def gumbel_noise(keys: mx.array, hashed_ids: mx.array, table: mx.array) -> mx.array:
     """Keyed Gumbel noise int32[B, V] in 2**-16 nat; keys uint32[B, 2], hashed_ids uint32[V] or uint32[B, V]."""
-    words = _fold(hashed_ids ^ keys[:, :1], 16) * keys[:, 1:]
-    words = _fold(_fold(words, 15) * noise.MIX_2, 16) | 1
+    words = _hash(hashed_ids ^ keys[:, :1], keys) | 1
     # As a signed number the word counts from the nearer end of (0, 1): its float exponent is the octave of the tail.
     # Negative words move 32 octaves down, so that exponent and mantissa alone are the index.
     numbers = words.view(mx.int32).astype(mx.float32)
@@ -77,6 +76,12 @@ def gumbel_noise(keys: mx.array, hashed_ids: mx.array, table: mx.array) -> mx.ar
     fraction = (bits & ((1 << INTERPOLATION_BITS) - 1)).astype(mx.int32)
     value, step = table_entries(table, index)
     return value + ((step * fraction) >> INTERPOLATION_BITS)
+
+
+def coins(keys: mx.array) -> mx.array:
+    """int32[B] in 0..2**24-1: the coin of each draw under keys uint32[B, 2]."""
+    words = keys[:, :1] ^ noise.mix32((noise.COIN_ID + noise.ID_OFFSET) & noise.WORD)
+    return (_hash(words, keys)[:, 0] >> (32 - noise.SHARE_BITS)).astype(mx.int32)
 
 
 def table_entries(table: mx.array, index: mx.array) -> tuple[mx.array, mx.array]:
@@ -108,6 +113,11 @@ def _packed(table: np.ndarray) -> mx.array:
     """int64[N] from int32[2, N]."""
     value, step = table.astype(np.int64)
     return mx.array((value << 32) | (step & noise.WORD))
+
+
+def _hash(words: mx.array, keys: mx.array) -> mx.array:
+    """The hashes of hashed ids, with the first key word already in them, under keys uint32[B, 2]."""
+    return _fold(_fold(_fold(words, 16) * keys[:, 1:], 15) * noise.MIX_2, 16)
 
 
 def _fold(words: mx.array, shift: int) -> mx.array:

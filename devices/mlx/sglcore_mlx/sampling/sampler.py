@@ -10,16 +10,17 @@ from functools import partial
 import mlx.core as mx
 
 from sglcore.sampling.batch import SamplingNeeds
-from sglcore.sampling.state import SampledTokens
+from sglcore.sampling.noise import LIMIT
+from sglcore.sampling.state import Exclusion, SampledTokens
 from sglcore_mlx.sampling.cutoffs import keep_min_p, keep_prefix
 from sglcore_mlx.sampling.logprobs import logprobs_of
 from sglcore_mlx.sampling.processors import apply_bias, apply_masks, apply_penalties
 from sglcore_mlx.sampling.race import RaceTables, draw_race, first_argmax, gaps_below_best, make_race_tables, row_keys
 from sglcore_mlx.sampling.state import SamplingState, place_state
+from sglcore_mlx.sampling.xtc import left_out
 
 EXPONENT = 0x7F800000
 """The exponent bits of a float32: all ones in NaN and the infinities."""
-
 
 Draw = Callable[[mx.array, dict[str, mx.array]], tuple[mx.array, mx.array]]
 """`draw(logits float32[B, V], rows) -> (tokens int32[B], bad rows bool[B])`, as `draw_rows` with its first two given."""
@@ -46,7 +47,7 @@ class Sampler:
         return SampledTokens(tokens, bad, None if top_n is None else logprobs_of(logits, tokens, top_n))
 
     def process(self, logits: mx.array, state: SamplingState) -> mx.array:
-        """float32[B, V] of logits float[B, V] after penalties, bias with bans, and masks."""
+        """float32[B, V] of logits float[B, V] after penalties, bias with bans, masks, and XTC."""
         logits = logits.astype(mx.float32)
         if state.penalties is not None:
             logits = apply_penalties(logits, state.penalties, state.positions)
@@ -54,6 +55,8 @@ class Sampler:
             logits = apply_bias(logits, state.bias, state.positions)
         if state.masks is not None:
             logits = apply_masks(logits, state.masks)
+        if state.xtc is not None:
+            logits = apply_xtc(logits, state.xtc, state, self.tables)
         return logits
 
     def _draw(self, logits: mx.array, state: SamplingState) -> tuple[mx.array, mx.array]:
@@ -63,7 +66,7 @@ class Sampler:
     def _draw_of(self, needs: SamplingNeeds) -> Draw:
         """What draws a batch of these needs. Processors stay outside: a history grows with every token, and each of its
         shapes would be compiled anew."""
-        needs = replace(needs, any_penalty=False, any_bias=False, top_logprobs=None)
+        needs = replace(needs, any_penalty=False, any_bias=False, any_xtc=False, top_logprobs=None)
         draw = partial(draw_rows, needs, self.tables)
         if self._compiled is None or needs.all_greedy:
             return draw
@@ -79,7 +82,7 @@ def draw_rows(
     `SamplingState.row_arrays`, a dictionary because a compiled function takes no state; `needs` without processors."""
     state = place_state(needs, rows["positions"], rows)
     best = mx.max(logits, axis=-1)
-    bad = (best.view(mx.int32) & EXPONENT) == EXPONENT
+    bad = is_bad(best)
     drawn = first_argmax(logits) if needs.all_greedy else _race(logits, best, state, tables)
     return mx.where(bad, 0, drawn), bad
 
@@ -99,3 +102,21 @@ def candidate_gaps(logits: mx.array, best: mx.array, state: SamplingState, table
     if state.min_p is not None:
         gaps = keep_min_p(gaps, state.min_p)
     return gaps
+
+
+def is_bad(best: mx.array) -> mx.array:
+    """bool[B]: best float32[B] is not finite."""
+    return (best.view(mx.int32) & EXPONENT) == EXPONENT
+
+
+def apply_xtc(logits: mx.array, xtc: Exclusion[mx.array], state: SamplingState, tables: RaceTables) -> mx.array:
+    """Logits float32[B, V] with the candidates alone in the rows of XTC; `state` is that of all rows."""
+    own = {name: mx.take(getattr(state, name), xtc.rows, axis=0) for name in ("positions", "seed_words", "scale")}
+    narrowed = replace(state, **own, top_k=xtc.top_k, top_p=xtc.top_p, min_p=xtc.min_p)
+    chosen = mx.take(logits, xtc.rows, axis=0)
+    best = mx.max(chosen, axis=-1)
+    gaps = candidate_gaps(chosen, best, narrowed, tables)
+    dropped = left_out(gaps, xtc, row_keys(narrowed.seed_words, narrowed.positions), tables) | (gaps == LIMIT)
+    # The gaps of a row whose best is not finite are any integers; it has no candidates.
+    kept = mx.where(dropped | is_bad(best)[:, None], -float("inf"), chosen)
+    return mx.put_along_axis(logits, mx.broadcast_to(xtc.rows[:, None], kept.shape), kept, axis=0)

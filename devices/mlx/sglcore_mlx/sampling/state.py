@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from sglcore.device.errors import ConfigError
 from sglcore.sampling.batch import SamplingNeeds
-from sglcore.sampling.state import Bias, Masks
+from sglcore.sampling.state import Bias, Masks, place_exclusion
 from sglcore.sampling.state import SamplingState as OfAnyLibrary
 from sglcore_mlx.sampling.processors import Penalties
 
@@ -50,6 +50,7 @@ def place_state(
         _penalties(parts, history) if needs.any_penalty else None,
         Bias(*(parts[f"bias_{name}"] for name in ("rows", "ids", "values", "until"))) if needs.any_bias else None,
         masks,
+        place_exclusion(needs, parts),
     )
 
 
