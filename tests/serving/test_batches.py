@@ -22,7 +22,9 @@ from sglcore.serving.apis.batches.route import BatchBody, _batch
 from sglcore.serving.apis.batches.runner import BatchRunner
 from sglcore.serving.apis.batches.store import ACTIVE, BatchStore
 from sglcore.serving.apis.batches.upload import read_form
+from sglcore.serving.http.app import running_app
 from tests.serving.in_process import served_here
+from tests.serving.stubs import make_frontend
 
 PATH = "/v1/completions"
 PATIENCE = 60.0
@@ -216,3 +218,14 @@ def test_a_batch_whose_time_is_over_expires(tmp_path: Path) -> None:
     asyncio.run(finish())
     assert store.get("batches", name, "batch_id")["status"] == "expired"
     store.close()
+
+
+def test_a_folder_is_free_for_another_server_when_one_has_ended(tmp_path: Path) -> None:
+    async def serve() -> None:
+        frontend = make_frontend()
+        frontend.config = ServerConfig(batch_folder=str(tmp_path))
+        async with running_app(frontend):
+            await asyncio.sleep(0)
+        BatchStore(tmp_path).close()
+
+    asyncio.run(serve())

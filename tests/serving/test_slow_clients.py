@@ -285,6 +285,20 @@ class TestReaders:
 
         run(work())
 
+    def test_who_has_caught_up_may_wait_for_more_as_long_as_it_takes(self) -> None:
+        async def pauses(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"x" * (4 << 20), "more_body": True})
+            await asyncio.sleep(0.08)
+            await send({"type": "http.response.body", "body": b"the end"})
+
+        async def work() -> None:
+            async with served(pauses, write_timeout=0.04) as server:
+                answer = await server.exchange(GET.replace(b"host:", b"connection: close\r\nhost:"))
+                assert b"the end" in answer[-30:]
+
+        run(work())
+
     def test_a_client_that_leaves_is_told_to_the_app_at_once(self) -> None:
         async def work() -> None:
             fountain = Fountain()

@@ -6,12 +6,14 @@ import asyncio
 import sys
 import threading
 from collections.abc import Coroutine
+from pathlib import Path
 
 import pytest
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel
@@ -20,8 +22,8 @@ from sglcore.serving.replicas.errors import EngineDied, NotReady
 from sglcore.serving.replicas.ipc import Abort, Address, Embed, Embedded, EngineStats, Failed, Phase
 from sglcore.serving.replicas.launch import launcher_for
 from sglcore.serving.replicas.restart import LONGEST_WAIT, MOST_FAILED_STARTS, SHORT_LIFE, RestartPolicy
-from sglcore.serving.replicas.supervisor import MOST_TRIES
-from tests.serving.staged_replicas import PATIENCE, staged, until
+from sglcore.serving.replicas.supervisor import MOST_TRIES, with_whole_path
+from tests.serving.staged_replicas import PATIENCE, info, staged, until
 
 FAILED_HANDSHAKE = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -236,6 +238,60 @@ def test_an_embedding_is_tried_again_where_another_engine_comes() -> None:
     run(play())
 
 
+def test_an_embedding_that_ends_every_engine_is_given_up() -> None:
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            wanted = None
+            for _ in range(MOST_TRIES):
+                engine = await stage.ready_engine(generates=False)
+                wanted = wanted or asyncio.ensure_future(stage.supervisor.embed("e", [5, 6]))
+                assert isinstance(await asyncio.wait_for(engine.requests.get(), PATIENCE), Embed)
+                engine.die()
+            assert wanted is not None
+            with pytest.raises(EngineDied):
+                await asyncio.wait_for(wanted, PATIENCE)
+
+    run(play())
+
+
+def test_prompts_that_begin_alike_go_to_the_same_engine() -> None:
+    async def play() -> None:
+        async with staged(replicas=2) as stage:
+            for _ in range(2):
+                await stage.ready_engine()
+            begin = range(5, 5 + 2 * info().limits["page_size"])
+            stage.submit("first", *begin)
+            stage.submit("second", *begin, 99)
+            assert sorted(len(each.generations) for each in stage.supervisor.ready) == [0, 2]
+
+    run(play())
+
+
+def test_what_an_engine_had_cached_is_forgotten_with_it() -> None:
+    async def play() -> None:
+        async with staged(replicas=2) as stage:
+            for _ in range(2):
+                await stage.ready_engine()
+            begin = range(5, 5 + 2 * info().limits["page_size"])
+            stage.submit("elsewhere").abort()
+            stage.submit("cached", *begin).abort()
+            stage.engines[1].die()
+            await stage.ready_engine()
+            stage.submit("anywhere").abort()
+            taken = stage.submit("again", *begin)
+            assert taken in stage.supervisor.replicas[0].generations.values()
+
+    run(play())
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [(None, None), ("owner/name", "owner/name"), ("~/m", str(Path.home() / "m")), ("m", str(Path.cwd() / "m"))],
+)
+def test_an_engine_is_told_a_model_that_means_the_same_in_any_folder(model: str | None, wanted: str | None) -> None:
+    assert with_whole_path(EngineConfig(model=model)).model == wanted
+
+
 def test_an_embedding_fails_where_no_engine_comes() -> None:
     async def play() -> None:
         async with staged() as stage:
@@ -289,12 +345,14 @@ def test_the_counters_of_engines_that_died_are_kept() -> None:
         async with staged(restart=True) as stage:
             for count in (5, 7):
                 engine = await stage.ready_engine()
-                engine.say(EngineStats(time=1.0, generation_tokens=count, running=1, paths={"eager": count}))
+                known = {"paths": {"eager": count}, "drafts": {(4, 0, 3, 1): count}}
+                engine.say(EngineStats(generation_tokens=count, running=1, **known))
                 await until(lambda: stage.supervisor.stats().running == 1)
                 engine.die()
                 await until(lambda: stage.supervisor.stats().running == 0)
             total = stage.supervisor.stats()
-            assert (total.generation_tokens, total.paths, stage.supervisor.deaths) == (12, {"eager": 12}, 2)
+            assert (total.generation_tokens, total.paths, total.drafts) == (12, {"eager": 12}, {(4, 0, 3, 1): 12})
+            assert stage.supervisor.deaths == 2
 
     run(play())
 

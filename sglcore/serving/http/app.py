@@ -16,8 +16,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiEvent
 
 from sglcore import __version__
-from sglcore.device.errors import SglcoreError
-from sglcore.sampling.params import SamplingError
 from sglcore.serving.apis.answer import documented_errors, shown
 from sglcore.serving.apis.anthropic import route as anthropic
 from sglcore.serving.apis.batches import route as batches
@@ -29,7 +27,7 @@ from sglcore.serving.apis.pooling import route as pooling
 from sglcore.serving.apis.responses import route as responses
 from sglcore.serving.apis.server import control, info, probes, tokens
 from sglcore.serving.chat.frontend import ChatFrontend
-from sglcore.serving.http.errors import answer, on_error, on_http, on_validation
+from sglcore.serving.http.errors import answer, on_http, on_validation
 from sglcore.serving.http.inner import ask
 from sglcore.serving.http.openapi import Application
 from sglcore.serving.http.page import route as page
@@ -80,8 +78,6 @@ def make_app(frontend: ChatFrontend, runner: BatchRunner | None = None) -> FastA
     app.include_router(router)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
-    for kind in (SglcoreError, SamplingError):
-        app.add_exception_handler(kind, on_error)
     app.add_middleware(Catch)
     return app
 
@@ -98,7 +94,8 @@ def _on_unknown(frontend: ChatFrontend, request: Request, names: Sequence[str]) 
 
 
 class Catch:
-    """Answers what nobody expected with an id that the log has too, so that no traceback reaches a client."""
+    """Answers every error: one that may be told as it is, and what nobody expected with an id that the log has too, so that no
+    traceback reaches a client."""
 
     def __init__(self, app: ASGIApp) -> None:
         """`app` is what may fail."""

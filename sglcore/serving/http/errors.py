@@ -62,7 +62,7 @@ def answer(found: Failure, path: str) -> Response:
 async def on_validation(request: Request, error: Exception) -> Response:
     """For a body or a parameter that is wrong."""
     assert isinstance(error, RequestValidationError)
-    return await on_error(request, refused(error))
+    return answer(told(refused(error)), request.url.path)
 
 
 async def on_http(request: Request, error: Exception) -> Response:
@@ -77,11 +77,6 @@ async def on_http(request: Request, error: Exception) -> Response:
         headers.pop("Allow", None)
     code = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
     return answer(Failure(error.status_code, detail, INVALID, code=code, headers=headers), path)
-
-
-async def on_error(request: Request, error: Exception) -> Response:
-    """For any other error."""
-    return answer(told(error), request.url.path)
 
 
 def refused(error: RequestValidationError) -> InvalidRequest:

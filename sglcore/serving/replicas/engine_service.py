@@ -194,7 +194,6 @@ class EngineService:
         """The counters as they are now."""
         return EngineStats(
             **structs.asdict(self.engine.scheduler.stats()),
-            time=time.time(),
             compiling=self.engine.num_compiling,
             failed_steps=self._failed_steps,
             requests=self._requests,

@@ -160,7 +160,6 @@ class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
     neither waited for the device nor was itself the device. `drafts`: what came of proposals, by `DraftCell`.
     """
 
-    time: float = 0.0
     compiling: int = 0
     failed_steps: int = 0
     requests: int = 0

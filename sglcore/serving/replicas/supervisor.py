@@ -321,17 +321,16 @@ class Supervisor:
 
 
 def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
-    """The sum of counters; `time` is the newest."""
+    """The sum of counters."""
     known = list(parts)
     total: dict[str, Any] = {
         name: sum(getattr(part, name) for part in known)
         for name in EngineStats.__struct_fields__
-        if name not in ("time", "paths", "drafts")
+        if name not in ("paths", "drafts")
     }
     paths: Counter[str] = sum((Counter(part.paths) for part in known), Counter())
     drafts: Counter[tuple[int, int, int, int]] = sum((Counter(part.drafts) for part in known), Counter())
-    newest = max((part.time for part in known), default=0.0)
-    return EngineStats(**total, time=newest, paths=dict(paths), drafts=dict(drafts))
+    return EngineStats(**total, paths=dict(paths), drafts=dict(drafts))
 
 
 def past_only(stats: EngineStats) -> EngineStats:
