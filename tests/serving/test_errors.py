@@ -119,7 +119,7 @@ def test_unknown_paths_and_methods_are_errors_like_all_others(server: Server) ->
     wrong = server.client.get("/v1/completions")
     assert error_of(wrong, 405)["code"] == "method_not_allowed" and wrong.headers["allow"] == "POST"
     assert server.client.put("/v1/responses/resp_1").headers["allow"] == "DELETE, GET"
-    assert server.client.post("/").headers["allow"] == "GET"
+    assert server.client.post("/").headers["allow"] == "GET, HEAD"
     assert error_of(server.client.get("/v1/models/none"), 404)["code"] == "model_not_found"
 
 

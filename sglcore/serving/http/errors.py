@@ -73,8 +73,8 @@ async def on_http(request: Request, error: Exception) -> Response:
         detail = f"{request.method} {path[:200]}: {detail.lower()}; /openapi.json lists the endpoints"
     if error.status_code == 405 and isinstance(request.app, Application):
         # Routes of one path may have one method each; the router names those of the first route only.
-        headers["allow"] = ", ".join(request.app.methods(path)) or headers.get("Allow", "")
-        headers.pop("Allow", None)
+        own = headers.pop("Allow", "").split(", ")
+        headers["allow"] = ", ".join(request.app.methods(path) or sorted(own))
     code = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
     return answer(Failure(error.status_code, detail, INVALID, code=code, headers=headers), path)
 
