@@ -75,7 +75,8 @@ def get_json(where: Address, path: str) -> Any:
 
 def unreachable(where: Address, error: Exception) -> ServerError:
     """The error for a server that does not answer."""
-    return ServerError(f"{where} can not be reached: {error}", remedy="start it with `sglcore serve`, or check --url")
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return ServerError(f"{where} can not be reached: {reason}", remedy="start it with `sglcore serve`, or check --url")
 
 
 def refusal(content: bytes) -> str:

@@ -46,16 +46,16 @@ def _run(words: Sequence[str]) -> int:
         refuse(words[1:])
     try:
         from sglcore.cli.app import make_app
+        from sglcore.cli.usage import run
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("sglcore"):
             raise
         remedy = f"pip install {error.name}; sglcore doctor works without it"
         raise SglcoreError(f"the command line needs {error.name!r}, which is not installed", remedy=remedy) from None
     try:
-        make_app()(args=list(words), prog_name="sglcore")
+        return run(make_app(), words)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    return 0
 
 
 if __name__ == "__main__":

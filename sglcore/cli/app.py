@@ -14,6 +14,7 @@ from sglcore.cli.generate import generate
 from sglcore.cli.new_device import new_device
 from sglcore.cli.serve import serve
 from sglcore.cli.settings import with_settings
+from sglcore.cli.usage import Command
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 
@@ -26,17 +27,28 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         add_completion=True,
         rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(options)
-    app.command("generate")(with_settings(generate, EngineConfig))
-    app.command("chat")(with_settings(chat, EngineConfig))
-    app.command("serve")(with_settings(serve, EngineConfig, ServerConfig))
+    app.command("generate", cls=Command, short_help="Complete a prompt on the terminal.")(
+        with_settings(generate, EngineConfig)
+    )
+    app.command("chat", cls=Command, short_help="Talk with a model, here or on a server.")(
+        with_settings(chat, EngineConfig)
+    )
+    app.command("serve", cls=Command, short_help="Serve a model over HTTP, with a page to chat.")(
+        with_settings(serve, EngineConfig, ServerConfig)
+    )
     app.add_typer(make_bench(), name="bench")
-    app.command()(devices)
-    app.command("explain")(with_settings(explain, EngineConfig))
-    app.command()(doctor)
-    app.command(context_settings={"allow_extra_args": True})(conform)
-    app.command()(new_device)
+    app.command(cls=Command, short_help="What is installed, found and chosen.")(devices)
+    app.command("explain", cls=Command, short_help="Every decision of a start, and how to get another.")(
+        with_settings(explain, EngineConfig)
+    )
+    app.command(cls=Command, short_help="Why something does not run here.")(doctor)
+    app.command(cls=Command, context_settings={"allow_extra_args": True}, short_help="Prove a device, law by law.")(
+        conform
+    )
+    app.command(cls=Command, short_help="Write a device package to begin with.")(new_device)
     return app
 
 

@@ -10,6 +10,9 @@ from sglcore.device.ledger import Row
 if TYPE_CHECKING:
     from sglcore.engine.start import Started
 
+LEFT_OPEN = frozenset({"auto", "automatic", "none named", "not asked"})
+"""What a decision's request says where nobody asked for anything."""
+
 
 def show_banner(started: Started) -> None:
     """Print the version, the device with its evidence, and the ledger."""
@@ -34,7 +37,9 @@ def show_start(device: str, brought_by: str, evidence: str, rows: Sequence[Row],
     )
     console.print(head)
     console.print(Text(f"  {evidence}", style="dim"))
+    console.print()
     console.print(ledger_table(rows))
+    console.print()
     slowest = max((name for name in seconds if name != "total"), key=lambda name: seconds[name])
     console.print(
         Text(f"  ready in {seconds['total']:.2f} s ({slowest} {seconds[slowest]:.2f} s)\n", style="dim"), soft_wrap=True
@@ -42,15 +47,19 @@ def show_start(device: str, brought_by: str, evidence: str, rows: Sequence[Row],
 
 
 def ledger_table(rows: Sequence[Row], *, remedies: bool = False) -> object:
-    """A table of decisions; a downgrade is marked. `remedies` adds how to get something else."""
+    """A table of decisions; a downgrade is marked. What was asked is a column where anything else was chosen;
+    `remedies` say under each reason how to get something else."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    columns = ["", "asked", "chosen", "why", *(["otherwise"] if remedies else [])]
-    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    is_asked = any(row.requested not in LEFT_OPEN | {row.effective} for row in rows)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+    for column in ["", *(["asked"] if is_asked else []), "chosen", "why"]:
+        table.add_column(column, overflow="fold")
     for row in rows:
+        remedy = ("\notherwise: " + row.remedy, "dim") if remedies and row.remedy else ""
+        cells = [row.topic, *([row.requested] if is_asked else []), row.effective]
         style = "yellow" if row.downgrade else ""
-        cells = [row.topic, row.requested, row.effective, row.reason, *([row.remedy] if remedies else [])]
-        table.add_row(*(Text(cell, style=style) for cell in cells))
+        table.add_row(*(Text(cell, style=style) for cell in cells), Text.assemble(row.reason, remedy, style=style))
     return table

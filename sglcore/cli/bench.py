@@ -11,6 +11,7 @@ import typer
 
 from sglcore.cli import options
 from sglcore.cli.settings import engine_settings, with_settings
+from sglcore.cli.usage import Command
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 
@@ -132,8 +133,10 @@ def offline(
 def make_bench() -> typer.Typer:
     """The commands below `sglcore bench`."""
     app = typer.Typer(help="Measure a server, or the engine alone.", no_args_is_help=True, rich_markup_mode=None)
-    app.command()(serve)
-    app.command("offline")(with_settings(offline, EngineConfig))
+    app.command(cls=Command, short_help="Offer a load to a running server.")(serve)
+    app.command("offline", cls=Command, short_help="The same load on the engine alone, in this process.")(
+        with_settings(offline, EngineConfig)
+    )
     return app
 
 

@@ -12,7 +12,10 @@ from typing import Annotated
 
 import typer
 
+from sglcore.device.choice import Requested
+from sglcore.device.discovery import discover
 from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.device.selection import find_installed
 
 
 def conform(
@@ -41,6 +44,8 @@ def conform(
         return
     if not name:
         raise ConfigError("no device was named", wanted="sglcore conform NAME", remedy="sglcore devices lists them")
+    if name != "reference":
+        find_installed(discover(), Requested(name, "the argument"))
     with tempfile.TemporaryDirectory() as folder:
         file = result or (Path(folder) / "result.json" if as_json else None)
         words = [f"--conform-device={name}", f"--conform-level={level}"]

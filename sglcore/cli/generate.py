@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sglcore.cli import options
 from sglcore.cli.settings import engine_settings
-from sglcore.device.errors import SglcoreError
+from sglcore.device.errors import ConfigError, SglcoreError
 
 if TYPE_CHECKING:
     from sglcore.engine.llm import LLM
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 def generate(
     model: options.ModelArgument = None,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help='The text to complete; "-" reads standard input.')] = "",
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help='The text to complete; "-", or left out, reads standard input.')
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -47,20 +50,30 @@ def generate(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
+    text = _text(prompt, model)
     from sglcore.cli.banner import show_banner
     from sglcore.engine.llm import LLM
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a mark instead
-    text = sys.stdin.read() if prompt == "-" else prompt
     with LLM(model, show_progress=not quiet, **{"max_requests": 1, **engine_settings(settings)}) as llm:
         if not quiet:
             show_banner(llm.started)
         _complete(llm, text, params, chat=chat, quiet=quiet)
 
 
+def _text(prompt: str | None, model: str | None) -> str:
+    """The prompt. Raises ConfigError where none is given and nothing can be read, or where it stands in the model's place."""
+    if model is not None and len(model.split()) > 1 and not Path(model).exists():
+        raise ConfigError(f"there is no model {model!r}", remedy="a text to complete stands behind --prompt")
+    is_open = prompt is None and not sys.stdin.isatty()
+    text = sys.stdin.read() if prompt == "-" or is_open else prompt
+    if prompt is None and not text:
+        raise ConfigError("there is no prompt", wanted="--prompt TEXT, or a text on standard input")
+    return text or ""
+
+
 def _params(**values: object) -> SamplingParams:
-    from sglcore.device.errors import ConfigError
     from sglcore.sampling.params import SamplingError, SamplingParams
 
     try:

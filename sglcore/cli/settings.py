@@ -23,21 +23,34 @@ from sglcore.cli.aliases import (
 )
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
+from sglcore.device.server_config import ServerConfig
 from sglcore.device.settings import Setting, settings_of
+
+OTHERS = "As other engines say it"
+PARTS: Mapping[type, str] = MappingProxyType({EngineConfig: "Engine", ServerConfig: "Server"})
+"""Under what help lists a record's flags."""
+
+
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
 
 _TYPES = (("bool", bool), ("int", int), ("float", float), ("str", str))
 _NODES, _CONFIG = (flag.removeprefix("--").replace("-", "_") for flag in (NODES_FLAG, SPECULATIVE_FLAG))
 _OTHERS: Mapping[str, Any] = MappingProxyType(
     {
-        _NODES: Annotated[int | None, typer.Option(NODES_FLAG, help="--draft-tokens, and one more.")],
+        _NODES: Annotated[
+            int | None, typer.Option(NODES_FLAG, help="--draft-tokens, and one more.", rich_help_panel=OTHERS)
+        ],
         _CONFIG: Annotated[
             str | None,
             typer.Option(
                 SPECULATIVE_FLAG,
-                help=f"--{', --'.join(SPECULATIVE_KEYS.values())} as JSON: {', '.join(SPECULATIVE_KEYS)}.",
+                help=f"{', '.join(map(_flag_of, SPECULATIVE_KEYS.values()))} as JSON: {', '.join(SPECULATIVE_KEYS)}.",
+                rich_help_panel=OTHERS,
             ),
         ],
-        "always": Annotated[bool | None, typer.Option(*ALWAYS, help="What is so in any case.")],
+        "always": Annotated[bool | None, typer.Option(*ALWAYS, help="What is so in any case.", rich_help_panel=OTHERS)],
     }
 )
 """Flags of other engines that say what several of ours do, or say it otherwise."""
@@ -51,8 +64,10 @@ def with_settings(function: Callable[..., None], *records: type[Any]) -> Callabl
     """The function with a flag for each field of the records added to its own options. It receives them, those that were
     not given left out, as `settings: dict`; the records' own resolve reads the variables."""
     own = [item for item in inspect.signature(function).parameters.values() if item.name != "settings"]
-    known = [item for record in records for item in settings_of(record).values() if item.name != "model"]
-    made = {item.name: _flag(item) for item in known}
+    known = [
+        (item, PARTS[record]) for record in records for item in settings_of(record).values() if item.name != "model"
+    ]
+    made = {item.name: _flag(item, part) for item, part in known}
     made |= {**_OTHERS, **_constant_flags()} if EngineConfig in records else {}
 
     def run(**given: Any) -> None:
@@ -90,7 +105,8 @@ def engine_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 def _constant_flags() -> dict[str, Any]:
     return {
         parameter: Annotated[
-            bool | None, typer.Option(*CONSTANTS[name, value], help=f"The same as {_written(name, value)}.")
+            bool | None,
+            typer.Option(*CONSTANTS[name, value], help=f"The same as {_written(name, value)}.", rich_help_panel=OTHERS),
         ]
         for parameter, (name, value, _) in _CONSTANTS.items()
     }
@@ -140,15 +156,15 @@ def split_settings(settings: Mapping[str, Any], record: type[Any]) -> dict[str, 
 
 def flag_names(name: str) -> tuple[str, ...]:
     """How a setting is written on the command line, its own name first."""
-    return (f"--{name.replace('_', '-')}", *FLAGS.get(name, ()))
+    return (_flag_of(name), *FLAGS.get(name, ()))
 
 
-def _flag(item: Setting) -> Any:
+def _flag(item: Setting, part: str) -> Any:
     names = flag_names(item.name)
     if item.kind.startswith("bool"):
         names = tuple(f"{each}/--no-{each.removeprefix('--')}" for each in names)
     text = f"{item.help} [{item.variable}]"
-    return Annotated[_type_of(item), typer.Option(*names, help=text, show_default=False)]
+    return Annotated[_type_of(item), typer.Option(*names, help=text, show_default=False, rich_help_panel=part)]
 
 
 def _type_of(item: Setting) -> Any:

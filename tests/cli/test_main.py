@@ -46,6 +46,45 @@ def test_an_error_a_person_can_act_on_is_one_line(capsys: pytest.CaptureFixture[
     assert captured.err.count("\n") == 1 and captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("generate", "--max-tokens", "abc"), "--max-tokens: found 'abc', wanted an integer; sglcore generate --help"),
+        (("generate", "--temperature=x"), "--temperature: found 'x', wanted a number; sglcore generate --help"),
+        (("generate", "--temprature", "1"), "no such option: --temprature (Possible options: --temperature)"),
+        (("generte",), "no such command 'generte'. Did you mean 'generate'?; sglcore --help"),
+        (("serve", "--port"), "option '--port' requires an argument; sglcore serve --help"),
+        (("conform", "foo"), "device 'foo', from the argument, is not installed"),
+        (("generate", "Once upon"), "there is no model 'Once upon'; a text to complete stands behind --prompt"),
+        (("serve", "--host", "1.2.3.4"), "choose another --host"),
+        (
+            ("chat", "--url", "http://127.0.0.1:1"),
+            "http://127.0.0.1:1 can not be reached: Connection refused; start it",
+        ),
+    ],
+)
+def test_words_that_no_command_takes_are_one_line_that_says_what_to_do(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and said in captured.err and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("command", [("generate",), ("serve",), ("bench", "offline")])
+def test_help_fits_eighty_columns_and_breaks_no_flag(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main((*command, "-h")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and not [line for line in lines if line.endswith("-")]
+    assert "Engine:" in lines and "As other engines say it:" in lines
+    assert main(command[:1] if len(command) > 1 else ()) == 2
+    assert capsys.readouterr().err.startswith("Usage: sglcore")
+
+
 def test_without_typer_the_error_says_what_to_install(tmp_path: Path, site: Site) -> None:
     root = Path(sglcore.__file__).parents[1]
     ran = site.run("-S", "-m", "sglcore.cli", "devices", environ={"PYTHONPATH": str(root)})

@@ -50,7 +50,7 @@ def test_every_setting_has_a_flag_its_variable_and_a_line_of_help(help_text: str
     for name, item in SETTINGS.items():
         assert f"[{item.variable}]" in joined, name
         for flag in flag_names(name):
-            assert f"{flag} " in joined or f"{flag}," in joined, flag
+            assert any(f"{flag}{end}" in joined for end in " ,."), flag
 
 
 def test_no_flag_means_two_settings() -> None:

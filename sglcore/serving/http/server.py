@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import signal
@@ -92,9 +93,8 @@ def bind(config: ServerConfig) -> list[socket.socket]:
         for each in bound:
             each.close()
         reason = error.strerror or str(error)
-        remedy = (
-            "choose another with --port or --host" if isinstance(error, socket.gaierror) else "choose another --port"
-        )
+        is_hosts = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        remedy = "choose another --host, an address of this machine" if is_hosts else "choose another --port"
         raise ConfigError(f"{config.host} port {port} can not be listened at: {reason}", remedy=remedy) from None
     return bound
 
