@@ -15,6 +15,7 @@ import typer
 
 from sglcore.cli import options
 from sglcore.cli.settings import engine_settings
+from sglcore.cli.wrap import Writer
 from sglcore.device.errors import ConfigError, SglcoreError
 
 if TYPE_CHECKING:
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
 
 HELP = """\
 /clear         forget the conversation
-/system TEXT   begin every conversation with this system prompt; without TEXT, with none
+/system TEXT   this system prompt from now on; without TEXT, none
 /help          this text
-/quit          leave; so does Ctrl-D, and Ctrl-C while nothing is being answered
-Ctrl-C stops an answer, and what came of it stays in the conversation. A message that begins with // is sent with one /."""
+/quit          leave; so do Ctrl-D, and Ctrl-C twice
+//TEXT         send a message that begins with a /
+Ctrl-C stops an answer; what came of it stays in the conversation."""
 
 
 def chat(
@@ -112,6 +114,7 @@ class Conversation:
     is_quiet: bool = False
     turns: list[Message] = field(default_factory=list)
     has_failed: bool = False
+    out: Writer = field(default_factory=Writer)
 
     @property
     def messages(self) -> list[Message]:
@@ -150,14 +153,8 @@ def talk(conversation: Conversation) -> None:
         import readline  # noqa: F401  (lines can be edited and called back)
     if is_terminal and not conversation.is_quiet:
         print("/help lists the commands; Ctrl-D leaves.", file=sys.stderr)
-    while True:
-        try:
-            line = input("\n> " if is_terminal else "").strip()
-        except EOFError:
-            line = "/quit"
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-        if line == "/quit":
+    while (line := _read(is_terminal)) is not None:
+        if line.partition(" ")[0] == "/quit":
             break
         if line.startswith("/") and not line.startswith("//"):
             _command(conversation, line)
@@ -165,6 +162,23 @@ def talk(conversation: Conversation) -> None:
             _answer(conversation, line.removeprefix("/"))
     if conversation.has_failed and not is_terminal:
         raise typer.Exit(SglcoreError.exit_code)
+
+
+def _read(is_terminal: bool) -> str | None:
+    """The next message, None at the end of the input. At a terminal Ctrl-C takes back what is being typed; twice, it leaves."""
+    was_interrupted = False
+    while True:
+        try:
+            return input("\n> " if is_terminal else "").strip()
+        except EOFError:
+            if is_terminal:
+                _say("")
+            return None
+        except KeyboardInterrupt:
+            if was_interrupted or not is_terminal:
+                raise typer.Exit(130) from None
+            was_interrupted = True
+            _say("\nCtrl-C once more leaves, as Ctrl-D does")
 
 
 def _command(conversation: Conversation, line: str) -> None:
@@ -191,10 +205,10 @@ def _answer(conversation: Conversation, text: str) -> None:
         with Interrupts(conversation.source) as interrupts:
             figures = _print_answer(conversation, spoken)
     except KeyboardInterrupt:
-        _write("\n")
+        conversation.out.write("\n")
         raise typer.Exit(130) from None
     except (SglcoreError, ValueError) as error:
-        _write("\n" if spoken else "")
+        conversation.out.write("\n" if spoken else "")
         is_full = isinstance(error, ContextFull) and len(conversation.turns) > 1
         _say(f"error: {error}{'; /clear forgets what was said before' if is_full else ''}")
         conversation.has_failed, figures = True, ""
@@ -203,7 +217,7 @@ def _answer(conversation: Conversation, text: str) -> None:
     else:
         conversation.turns.pop()
     if figures and not conversation.is_quiet:
-        _say(f"{figures}{', stopped' if interrupts.is_stopped else ''}")
+        _say(f"[{figures}{', stopped' if interrupts.is_stopped else ''}]")
 
 
 def _print_answer(conversation: Conversation, spoken: list[str]) -> str:
@@ -219,22 +233,17 @@ def _print_answer(conversation: Conversation, spoken: list[str]) -> str:
         times[1:] = [time.perf_counter()]
         pieces += 1
         if part.is_reasoning != was_reasoning:
-            _write("(thinks) " if part.is_reasoning else "\n\n")
+            conversation.out.write("(thinks) " if part.is_reasoning else "\n\n")
         was_reasoning = part.is_reasoning
-        _write(part.text)
+        conversation.out.write(part.text)
         if not part.is_reasoning:
             spoken.append(part.text)
-    _write("\n")
+    conversation.out.write("\n")
     count = f"{tokens} tokens" if tokens else f"{pieces} pieces of text"
     speed = (tokens or pieces) - 1
     span = times[-1] - times[0] if times else 0.0
     rate = f", {speed / span:.1f} {'tokens' if tokens else 'pieces'}/s" if speed > 0 and span > 0 else ""
-    return f"[{count}, first after {(times[0] - begin) * 1000:.0f} ms{rate}]" if times else "[no text]"
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    return f"{count}, first after {(times[0] - begin) * 1000:.0f} ms{rate}" if times else "no text"
 
 
 def _say(text: str) -> None:

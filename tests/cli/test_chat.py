@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,12 +12,14 @@ from itertools import repeat
 
 import pytest
 import typer
+from rich.cells import cell_len
 
 from sglcore import LLM, SamplingParams
 from sglcore.bench.address import address
 from sglcore.cli.__main__ import main
 from sglcore.cli.chat import Conversation, talk
 from sglcore.cli.chat_source import LocalSource, Part, ServerSource
+from sglcore.cli.wrap import Writer, wrapped
 from sglcore.engine.chat_template import Message
 from tests.serving.page_server import Script, chat, ended, make_app, usage
 from tests.serving.threaded import in_thread
@@ -196,6 +199,45 @@ def test_the_first_interrupt_stops_and_the_second_leaves(
         talk(Conversation(stubborn, ""))
     assert end.value.exit_code == 130 and len(stubborn.received) == 1
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_words_that_reach_the_edge_are_taken_to_the_next_line_as_a_whole() -> None:
+    text, width = "one two three\nfour 世界世界 fivesixseveneight nine", 9
+    sent = wrapped(Writer(), text, width)
+    rows, column = [[" "] * width], 0
+    for part in re.findall(r"\x1b\[(\d+)D\x1b\[K|([^\x1b])", sent):
+        if part[0]:  # at the edge the cursor is on the last character
+            column = min(column, width - 1) - int(part[0])
+            rows[-1][column:] = [" "] * (width - column)
+        elif part[1] == "\n" or column + cell_len(part[1]) > width:
+            rows.append([" "] * width)
+            column = 0
+        if part[1] not in ("", "\n"):
+            rows[-1][column : column + cell_len(part[1])] = [part[1], *[""] * (cell_len(part[1]) - 1)]
+            column += cell_len(part[1])
+    shown = ["".join(row).rstrip() for row in rows]
+    assert shown == ["one two", "three", "four 世界", "世界", "fivesixse", "veneight", "nine"]
+
+
+def test_an_interrupt_takes_back_a_line_and_a_second_one_leaves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Typed(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def readline(self, size: int | None = -1, /) -> str:
+            line = super().readline()
+            if line == "^C\n":
+                raise KeyboardInterrupt
+            return line
+
+    source = Scripted()
+    monkeypatch.setattr("sys.stdin", Typed("^C\n/help\n^C\n^C\nnever\n"))
+    with pytest.raises(typer.Exit) as end:
+        talk(Conversation(source, ""))
+    assert end.value.exit_code == 130 and source.received == []
+    assert capsys.readouterr().err.count("once more") == 2
 
 
 def test_a_stopped_answer_leaves_nothing_in_the_engine() -> None:

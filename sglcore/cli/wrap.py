@@ -1,0 +1,47 @@
+"""Text on a terminal as it comes, in lines that end between words."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+
+class Writer:
+    """Writes to the output at once. On a terminal that can, a word that reaches the edge is taken to the next line as a whole."""
+
+    def __init__(self) -> None:
+        self._is_wrapped = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._column = 0
+        self._word = ""
+
+    def write(self, text: str) -> None:
+        """Print it, without a newline at its end."""
+        width = shutil.get_terminal_size().columns
+        sys.stdout.write(wrapped(self, text, width) if self._is_wrapped else text)
+        sys.stdout.flush()
+
+    def take(self, char: str, width: int) -> str:
+        """What is sent to a terminal of `width` columns for this character."""
+        from rich.cells import cell_len
+
+        cells = cell_len(char)
+        if char.isspace():
+            self._column = 0 if char == "\n" else self._column + cells
+            self._word = ""
+            return char
+        taken = cell_len(self._word)
+        is_over = self._column + cells > width
+        if is_over and 0 < taken < self._column:
+            self._column = taken + cells
+            self._word += char
+            return f"\x1b[{taken}D\x1b[K\n{self._word}"
+        self._column = cells if is_over else self._column + cells
+        self._word = "" if cells > 1 else self._word + char
+        return char
+
+
+def wrapped(writer: Writer, text: str, width: int) -> str:
+    """The same for a text. At the edge a cursor stands on the last character, so that going back over a word erases the space
+    before it as well, which nobody sees."""
+    return "".join(writer.take(char, width) for char in text)
