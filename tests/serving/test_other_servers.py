@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 
+from sglcore.engine.output_processor import OutputProcessor
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import EngineOutput
+from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.ipc import EngineStats, GenerateRequest, pack_params
 from tests.serving.conftest import Server
 from tests.serving.stubs import DEMO, call, gives, make_frontend
 
@@ -105,6 +110,27 @@ def test_state_and_templates_as_llama_server_tells_them(server: Server) -> None:
     assert "".join(piece["piece"] for piece in pieces).endswith("a fox")
     assert [piece["id"] for piece in pieces] == server.post("/tokenize", {"prompt": "a fox"})["tokens"]
     assert server.post("/detokenize", {"tokens": shown})["content"] == prompt
+
+
+def test_slots_tell_what_each_sample_does_and_of_those_that_wait_nothing() -> None:
+    def one(name: str, n: int) -> Generation:
+        params = SamplingParams(max_tokens=9, n=n)
+        processor = OutputProcessor(frontend.codec, name, None, [5, 6, 7], params, 4)
+        return Generation(GenerateRequest(name, b"", pack_params(params), 4), processor, frontend.metrics.clock())
+
+    frontend = make_frontend()
+    begun, queued = one("begun", 2), one("queued", 4)
+    begun.deliver(EngineOutput("begun", 1, [8, 9], cached_tokens=1))
+    frontend.supervisor.generations = [queued, begun]  # pyright: ignore[reportAttributeAccessIssue]
+    frontend.supervisor.replicas[0] = None  # pyright: ignore[reportArgumentType]
+    frontend.info.limits["max_requests"] = 4  # pyright: ignore[reportOptionalMemberAccess]
+    frontend.stats = lambda: EngineStats(running=2)
+    slots = call(frontend, "GET", "/slots").json()
+    assert [slot["is_processing"] for slot in slots] == [True, True, False, False]
+    assert (slots[0]["request_id"], slots[0]["n_prompt_tokens"], slots[0]["n_prompt_tokens_cache"]) == ("begun", 3, 1)
+    assert slots[0]["next_token"] == [{"has_next_token": True, "n_remain": 7, "n_decoded": 2}]
+    assert (slots[1]["request_id"], slots[1]["n_prompt_tokens_processed"]) == ("queued", 0)
+    assert slots[3] == {"id": 3, "n_ctx": 64, "is_processing": False}
 
 
 def test_generate_says_the_same_as_completions(server: Server) -> None:

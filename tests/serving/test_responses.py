@@ -331,3 +331,9 @@ def test_a_response_can_not_be_cancelled_after_its_request(stage: Stage, client:
 
 def test_input_tokens_are_counted(stage: Stage, client: openai.OpenAI) -> None:
     assert client.responses.input_tokens.count(model=MODEL, input="How many?").input_tokens == len(PROMPT)
+
+
+def test_a_budget_of_thinking_is_told_where_nothing_thinks(stage: Stage, client: openai.OpenAI) -> None:
+    stage.speak(content("x"))
+    raw = client.responses.with_raw_response.create(model=MODEL, input="x", extra_body={"thinking_token_budget": 8})
+    assert raw.headers["x-sglcore-warnings"] == "ignored: thinking_token_budget"

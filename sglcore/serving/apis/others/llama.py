@@ -29,6 +29,8 @@ from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.run import ChatRequest, render
 from sglcore.serving.replicas.errors import InvalidRequest, blame
+from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.ipc import unpack_params
 from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
 
 _ONE_OR_MORE = ("object", "array")
@@ -114,13 +116,43 @@ def _add_state(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.get("/slots", tags=["llama-server"], responses=documented(form="array", statuses=(503,)))
     async def slots() -> Response:
-        """The places of requests, and how many are taken."""
+        """The places of requests, and what is done in each as far as the frontend has heard."""
         check_generates(frontend)
-        assert frontend.info is not None
-        places = frontend.info.limits["max_requests"] * len(frontend.supervisor.replicas)
-        running, length = frontend.stats().running, frontend.info.max_model_len
-        found = [{"id": place, "n_ctx": length, "is_processing": place < running} for place in range(places)]
-        return as_json(found)
+        return as_json(_slots(frontend))
+
+
+def _slots(frontend: ChatFrontend) -> list[dict[str, Any]]:
+    """A sample takes a place; those that have tokens have one for sure, of the others as many as engines say."""
+    assert frontend.info is not None
+    open_ones = [
+        (generation, sample)
+        for generation in frontend.supervisor.generations
+        for sample in generation.output.outputs
+        if sample.finish_reason is None
+    ]
+    open_ones.sort(key=lambda found: not found[1].token_ids)
+    begun = sum(bool(sample.token_ids) for _, sample in open_ones)
+    tasks = open_ones[: max(begun, frontend.stats().running)]
+    places = frontend.info.limits["max_requests"] * len(frontend.supervisor.replicas)
+    found = [{"id": place, "n_ctx": frontend.info.max_model_len, "is_processing": False} for place in range(places)]
+    for slot, task in zip(found, tasks, strict=False):
+        slot |= _task(*task)
+    return found
+
+
+def _task(generation: Generation, sample: Completion) -> dict[str, Any]:
+    output, made, params = generation.output, len(sample.token_ids), unpack_params(generation.request.params)
+    new = len(output.prompt_token_ids) - output.cached_tokens
+    remain = -1 if params.max_tokens is None else params.max_tokens - made
+    return {
+        "is_processing": True,
+        "request_id": generation.request_id,
+        "n_prompt_tokens": len(output.prompt_token_ids),
+        "n_prompt_tokens_processed": new if made else 0,
+        "n_prompt_tokens_cache": output.cached_tokens,
+        "params": {"seed": sample.seed, "n_predict": params.max_tokens or -1, "temperature": params.temperature},
+        "next_token": [{"has_next_token": True, "n_remain": remain, "n_decoded": made}],
+    }
 
 
 class _Writer(Writer[Runs]):

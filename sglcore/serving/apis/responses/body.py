@@ -178,6 +178,7 @@ class Conversation(Body):
     text: TextConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Count | None = None
 
 
 class CountRequest(Conversation):
@@ -187,7 +188,7 @@ class CountRequest(Conversation):
 
 
 class ResponsesRequest(Conversation, SamplingFields):
-    """A request for a response. `stop` and most fields of sampling are this server's own."""
+    """A request for a response. `stop`, `thinking_token_budget` and most fields of sampling are this server's own."""
 
     background: bool | None = None
     context_management: list[Any] | None = None

@@ -66,6 +66,7 @@ def chat_request(body: Conversation, earlier: Sequence[dict[str, Any]], params: 
         params=params,
         chat_template_kwargs=_template_kwargs(body),
         form="text.format.schema",
+        thinking_token_budget=body.thinking_token_budget,
     )
 
 
@@ -148,7 +149,8 @@ class _Conversation:
 def unread(body: Conversation, ignored: Sequence[str]) -> list[str]:
     """The fields behind variables that the chat template does not read."""
     own = body.chat_template_kwargs or {}
-    return [f"chat_template_kwargs.{name}" if name in own else "reasoning.effort" for name in ignored]
+    names = {"reasoning_effort": "reasoning.effort", **{name: f"chat_template_kwargs.{name}" for name in own}}
+    return [names.get(name, name) for name in ignored]
 
 
 def _wants_logprobs(body: ResponsesRequest) -> bool:
