@@ -12,8 +12,6 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.types import Message as AsgiEvent
 
 from sglcore import __version__
 from sglcore.serving.apis.answer import documented_errors, shown
@@ -27,12 +25,12 @@ from sglcore.serving.apis.pooling import route as pooling
 from sglcore.serving.apis.responses import route as responses
 from sglcore.serving.apis.server import control, info, probes, tokens
 from sglcore.serving.chat.frontend import ChatFrontend
-from sglcore.serving.http.errors import answer, on_http, on_validation
+from sglcore.serving.http.errors import on_http, on_validation
 from sglcore.serving.http.inner import ask
+from sglcore.serving.http.middleware.refusal import Refusals
 from sglcore.serving.http.openapi import Application
 from sglcore.serving.http.page import route as page
 from sglcore.serving.http.routes import JsonRequest, Routes
-from sglcore.serving.replicas.errors import told
 
 log = logging.getLogger("sglcore.serving")
 _ENDPOINTS = (probes, openai, responses, anthropic, pooling, llama, sglang, tokens, info, control, page)
@@ -78,7 +76,7 @@ def make_app(frontend: ChatFrontend, runner: BatchRunner | None = None) -> FastA
     app.include_router(router)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
-    app.add_middleware(Catch)
+    app.add_middleware(Refusals, metrics=frontend.metrics)
     return app
 
 
@@ -91,31 +89,3 @@ def _on_unknown(frontend: ChatFrontend, request: Request, names: Sequence[str]) 
     frontend.metrics.unknown_fields[path,] += len(names)
     name = request.scope.get("state", {}).get("request_id", "-")
     log.info("id=%s %s has fields that nobody knows: %s", name, path, shown(names))
-
-
-class Catch:
-    """Answers every error: one that may be told as it is, and what nobody expected with an id that the log has too, so that no
-    traceback reaches a client."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        """`app` is what may fail."""
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application; waits for its end."""
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        started = False
-
-        async def watch(message: AsgiEvent) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watch)
-        except Exception as error:
-            found = told(error)
-            if started:
-                raise ConnectionAbortedError("the answer had begun and can not be ended") from error
-            await answer(found, scope["path"])(scope, receive, send)

@@ -14,6 +14,7 @@ from sglcore.serving.http.middleware.exchanges import Exchanges
 from sglcore.serving.http.middleware.hosts import Hosts
 from sglcore.serving.http.middleware.keys import Keys
 from sglcore.serving.http.middleware.paths import Paths
+from sglcore.serving.http.middleware.refusal import Refusals
 
 if TYPE_CHECKING:
     from sglcore.serving.http.tracing import Traces
@@ -26,16 +27,20 @@ _EXPOSED = ("x-request-id", "x-sglcore-warnings", "x-sglcore-max-tokens", "retry
 
 
 def with_middleware(app: ASGIApp, frontend: Frontend, traces: Traces | None = None) -> ASGIApp:
-    """The app behind its middleware, the outermost last: bodies, admission, keys, CORS, hosts, the record of it all, and the paths."""
+    """The app behind its middleware, the outermost last: bodies, admission, keys and hosts with
+    the answer for what they refuse, CORS, the record of it all, and the paths."""
     config, metrics = frontend.config, frontend.metrics
     if not config.api_key and not config.is_loopback:
         log.warning("whoever reaches %s may use this server; give it keys with --api-key-file", config.host)
-    app = Bodies(app, config.max_request_bytes, config.body_timeout, metrics)
+    app = Bodies(app, config.max_request_bytes, config.body_timeout)
     app = Admission(
         app, config.max_concurrent_requests, config.max_queued_requests, lambda: frontend.stats().waiting, metrics
     )
     if config.api_key:
-        app = Keys(app, config.api_key, metrics)
+        app = Keys(app, config.api_key)
+    if config.is_loopback or config.allowed_hosts:
+        app = Hosts(app, config.allowed_hosts, config.cors_origins)
+    app = Refusals(app, metrics)
     if config.cors_origins:
         app = CORSMiddleware(
             app,
@@ -44,6 +49,4 @@ def with_middleware(app: ASGIApp, frontend: Frontend, traces: Traces | None = No
             allow_headers=("*",),
             expose_headers=_EXPOSED,
         )
-    if config.is_loopback or config.allowed_hosts:
-        app = Hosts(app, config.allowed_hosts, config.cors_origins, metrics)
     return Paths(Exchanges(app, metrics, logging.getLogger(REQUEST_LOG), traces))

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglcore.serving.apis.server.control import PATHS
-from sglcore.serving.http.middleware.refusal import refuse
-from sglcore.serving.replicas.errors import Failure
+from sglcore.serving.http.middleware.refusal import TurnedAway
 from sglcore.serving.replicas.metrics import Metrics
 
 
@@ -25,27 +24,23 @@ class Admission:
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuses with 429 and Retry-After, which is computed from how fast requests ended lately."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] in PATHS:
+        """Raises TurnedAway (429) and Retry-After, which is computed from how fast requests ended lately."""
+        if scope["method"] != "POST" or scope["path"] in PATHS:
             return await self._app(scope, receive, send)
-        refusal = self._refusal(scope["path"])
-        if refusal is not None:
-            self._metrics.refused("overloaded")
-            return await refuse(refusal, scope, receive, send)
+        self._check(scope["path"])
         self._in_flight += 1
         try:
             await self._app(scope, receive, send)
         finally:
             self._in_flight -= 1
 
-    def _refusal(self, path: str) -> Failure | None:
+    def _check(self, path: str) -> None:
         waiting = self._waiting() if path.startswith("/v1/") else 0
         if self._in_flight >= self._max_concurrent:
             found = f"{self._in_flight} requests are in flight, where max_concurrent_requests is {self._max_concurrent}"
         elif path.startswith("/v1/") and waiting > self._max_queued:
             found = f"{waiting} prompts wait, where max_queued_requests is {self._max_queued}"
         else:
-            return None
+            return
         seconds = self._metrics.retry_after(waiting)
-        text = f"{found}; try again in {seconds} s"
-        return Failure(429, text, "rate_limit_error", None, "overloaded", {"retry-after": str(seconds)})
+        raise TurnedAway(429, f"{found}; try again in {seconds} s", "overloaded", {"retry-after": str(seconds)})

@@ -1,4 +1,4 @@
-"""The outermost middleware: gives each request an id, counts and logs its end, and answers for an error that nobody caught."""
+"""The outermost middleware: gives each request an id, counts and logs its end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiEvent
 
 from sglcore.serving.http.connection import ANSWERING
-from sglcore.serving.http.middleware.refusal import header, refuse
+from sglcore.serving.http.middleware.refusal import header
 from sglcore.serving.http.tracing import Answered, Traces
-from sglcore.serving.replicas.errors import told
 from sglcore.serving.replicas.metrics import CALLER, CLOCKS, Metrics, RequestClock
 
 QUIET = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/server_info/stats"})
@@ -58,8 +57,6 @@ class Exchanges:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The id comes from the header x-request-id if that is one, and goes back in the same header."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
         exchange = _exchange(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = exchange.request_id
@@ -76,20 +73,12 @@ class Exchanges:
         self._metrics.in_flight += 1
         try:
             with _while_connected(exchange, state.get(ANSWERING, set())):
-                await self._answer(exchange, scope, receive, outward)
+                await self._app(scope, receive, outward)
         finally:
             self._metrics.in_flight -= 1
             CLOCKS.reset(token)
             CALLER.reset(caller)
             self._note(exchange, scope)
-
-    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._app(scope, receive, send)
-        except Exception as error:
-            if exchange.status:
-                raise  # the answer has begun: only a closed connection can say that it will not end well
-            await refuse(told(error), scope, receive, send)
 
     def _note(self, exchange: Exchange, scope: Scope) -> None:
         method = exchange.method if exchange.method in METHODS else "other"

@@ -8,34 +8,25 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglcore.device.server_config import is_loopback
-from sglcore.serving.http.middleware.refusal import header, refuse
-from sglcore.serving.replicas.errors import INVALID, Failure
-from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.http.middleware.refusal import TurnedAway, header
 
 
 class Hosts:
     """Checks the header Host, and Origin where a browser sends one."""
 
-    def __init__(
-        self, app: ASGIApp, allowed: tuple[str, ...], origins: tuple[str, ...], metrics: Metrics
-    ) -> None:  # fmt: skip
+    def __init__(self, app: ASGIApp, allowed: tuple[str, ...], origins: tuple[str, ...]) -> None:
         """`allowed` are names besides loopback's; `origins` are web pages that may ask from elsewhere."""
-        self._app, self._metrics, self._origins = app, metrics, frozenset(origins)
+        self._app, self._origins = app, frozenset(origins)
         self._allowed = frozenset(name.lower() for name in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuses with 403."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+        """Raises TurnedAway (403)."""
         host = (header(scope, b"host") or b"").decode("latin-1")
         if host and not self._is_ours(host):
-            return await self._refuse(
-                "host", f"the name {host!r} is not this server's", "allowed-hosts", scope, receive, send
-            )
+            raise _turned_away("host", f"the name {host!r} is not this server's", "allowed-hosts")
         origin = (header(scope, b"origin") or b"").decode("latin-1")
         if origin and not self._may_ask(origin, host):
-            found = f"a web page of {origin!r} may not use this server"
-            return await self._refuse("origin", found, "cors-origins", scope, receive, send)
+            raise _turned_away("origin", f"a web page of {origin!r} may not use this server", "cors-origins")
         await self._app(scope, receive, send)
 
     def _is_ours(self, host: str) -> bool:
@@ -45,10 +36,9 @@ class Hosts:
     def _may_ask(self, origin: str, host: str) -> bool:
         return origin in self._origins or "*" in self._origins or origin.partition("://")[2].lower() == host.lower()
 
-    async def _refuse(self, what: str, found: str, option: str, scope: Scope, receive: Receive, send: Send) -> None:
-        self._metrics.refused(f"{what}_not_allowed")
-        message = f"{found}; start the server with --{option} to allow it"
-        await refuse(Failure(403, message, INVALID, None, f"{what}_not_allowed"), scope, receive, send)
+
+def _turned_away(what: str, found: str, option: str) -> TurnedAway:
+    return TurnedAway(403, f"{found}; start the server with --{option} to allow it", f"{what}_not_allowed")
 
 
 def name_of(host: str) -> str:

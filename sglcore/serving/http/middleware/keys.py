@@ -7,9 +7,7 @@ from hashlib import sha256
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglcore.serving.http.middleware.refusal import header, refuse
-from sglcore.serving.replicas.errors import INVALID, Failure
-from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.http.middleware.refusal import TurnedAway, header
 
 OPEN = frozenset({"/", "/livez", "/readyz", "/startupz", "/health"})
 """Paths that may be read without a key: the page itself, and what probes ask."""
@@ -18,23 +16,19 @@ OPEN = frozenset({"/", "/livez", "/readyz", "/startupz", "/health"})
 class Keys:
     """Lets through what brings a key, in `Authorization: Bearer ...` or in `x-api-key`."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         """At least one key; only their digests are kept."""
-        self._app, self._metrics = app, metrics
+        self._app = app
         self._digests = tuple(sha256(key.encode()).digest() for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuses with 401."""
-        if scope["type"] != "http" or self._is_open(scope):
-            return await self._app(scope, receive, send)
+        """Raises TurnedAway (401)."""
         offered = _offered(scope)
-        if sum(self._matches(each) for each in offered):
-            return await self._app(scope, receive, send)
-        self._metrics.refused("invalid_api_key")
-        found = "the API key is not one of this server's" if offered else "the request brings no API key"
-        message = f"{found}; send `Authorization: Bearer KEY` or `x-api-key: KEY`"
-        headers = {"www-authenticate": "Bearer"}
-        await refuse(Failure(401, message, INVALID, None, "invalid_api_key", headers), scope, receive, send)
+        if not (self._is_open(scope) or sum(self._matches(each) for each in offered)):
+            found = "the API key is not one of this server's" if offered else "the request brings no API key"
+            message = f"{found}; send `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise TurnedAway(401, message, "invalid_api_key", {"www-authenticate": "Bearer"})
+        await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         return scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN

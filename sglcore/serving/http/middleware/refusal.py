@@ -1,22 +1,61 @@
-"""How middleware turns a request away, so that the client reads why even if it is still sending."""
+"""How a request is turned away, so that the client reads why even if it is still sending."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiEvent
 
 from sglcore.serving.apis.answer import encode
 from sglcore.serving.http.errors import body_of
-from sglcore.serving.replicas.errors import Failure
+from sglcore.serving.replicas.errors import INVALID, NO_HEADERS, Failure, Unanswered, told
+from sglcore.serving.replicas.metrics import Metrics
 
 SMALL = 64 << 10
 """A body up to this many bytes is taken before the answer, so that the connection can be used again."""
 _LONGEST, _MOST = 1.0, 64 << 20
 
 
-async def refuse(failure: Failure, scope: Scope, receive: Receive, send: Send) -> None:
+class TurnedAway(Unanswered):
+    """Raised by middleware for what it does not let through; counted by its code."""
+
+    def __init__(self, status: int, found: str, code: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
+        """What the client is told."""
+        kind = "rate_limit_error" if status == 429 else INVALID
+        super().__init__(Failure(status, found, kind, None, code, headers))
+        self.code = code
+
+
+class Refusals:
+    """Answers for what is refused or fails behind it. What nobody expected has an id that the log has too, so that no traceback
+    reaches a client."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        """`app` is what may fail."""
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the app; what it raises after its answer has begun is raised: only a closed connection can tell of that."""
+        has_begun = False
+
+        async def outward(message: AsgiEvent) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, outward)
+        except Exception as error:
+            if has_begun:
+                raise
+            if isinstance(error, TurnedAway):
+                self._metrics.refused(error.code)
+            await _refuse(told(error), scope, receive, send)
+
+
+async def _refuse(failure: Failure, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with the failure.
 
     What the client still sends is read and dropped, for a second and 64 MiB at most: a socket that is closed over
