@@ -18,6 +18,7 @@ from sglcore.serving.chat.format import ChatFormat, Rendered
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.parsers.delta import Delta
 from sglcore.serving.http.app import make_app
+from sglcore.serving.replicas.metrics import Metrics
 from tests.serving.threaded import in_thread
 
 MODEL = "scripted"
@@ -168,6 +169,7 @@ class ScriptedFrontend:
         self.codec = TextCodec(DEMO)
         self.format = form or ScriptedFormat(script)
         self.names = (MODEL,)
+        self.metrics = Metrics(MODEL, "1", lambda: ())
         self.health = SimpleNamespace(ready=True, takes_requests=True, phase="ready")
         self.info = SimpleNamespace(
             max_model_len=64, generates=True, fingerprint="fp_0123456789ab", limits={"vocab_size": 2147}

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import zmq
@@ -167,7 +168,9 @@ class Stage:
         params = SamplingParams(max_tokens=8)
         ids = list(token_ids or (5, 6, 7))
         processor = OutputProcessor(self._codec, name, None, ids, params, 3)
-        generation = Generation(GenerateRequest(name, pack_ids(ids), pack_params(params), 3), processor, NoClock())
+        generation = Generation(
+            GenerateRequest(name, pack_ids(ids), pack_params(params), 3), processor, cast(Any, NoClock())
+        )
         self.supervisor.submit(generation)
         return generation
 

@@ -29,7 +29,6 @@ from sglcore.serving.replicas.ipc import (
     Abort,
     Address,
     Audit,
-    Audited,
     Done,
     Embed,
     Embedded,
@@ -192,7 +191,7 @@ def test_a_request_is_told_of_all_its_tokens_and_leaves_nothing_behind(served: S
     stats = served.line.numbers("running", 0)
     assert (stats.requests, stats.prompt_tokens, stats.generation_tokens, stats.failed_steps) == (1, 3, 5, 0)
     served.line.say(Audit("a"))
-    assert served.line.hear(Audited).problems == []
+    assert served.line.hear(Done).problems == []
     served.line.say(Shutdown())
     assert served.end() == 0 and served.device.closed
 
@@ -214,7 +213,7 @@ def test_a_paused_engine_runs_no_step_and_an_abort_ends_what_it_holds(served: Se
     served.line.say(Flush("f"))
     assert served.line.hear(Done).pages > 0
     served.line.say(Audit("a"))
-    assert served.line.hear(Audited).problems == []
+    assert served.line.hear(Done).problems == []
 
 
 def test_what_can_not_run_is_refused_by_name(served: Served) -> None:
@@ -234,7 +233,7 @@ def test_a_step_that_fails_ends_its_requests_with_the_error_and_the_next_ones_ar
     assert served.line.last_outputs("next")["next"].finish_reason == "length"
     assert served.line.numbers("failed_steps", 1).running == 0
     served.line.say(Audit("a"))
-    assert served.line.hear(Audited).problems == []
+    assert served.line.hear(Done).problems == []
 
 
 def test_a_device_that_fails_again_and_again_ends_the_process_and_failures_apart_do_not(served: Served) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import zmq.asyncio
@@ -60,7 +61,7 @@ class KeptClock:
 def make(clock: KeptClock, params: SamplingParams) -> Generation:
     """A request with a prompt of two tokens that no engine has."""
     processor = OutputProcessor(TextCodec(embedded_model()), "r", None, [5, 6], params, 0)
-    return Generation(GenerateRequest("r", pack_ids([5, 6]), pack_params(params), 0), processor, clock)
+    return Generation(GenerateRequest("r", pack_ids([5, 6]), pack_params(params), 0), processor, cast(Any, clock))
 
 
 def test_the_time_between_tokens_is_that_of_one_sample_whoever_came_between() -> None:

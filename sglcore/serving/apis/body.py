@@ -6,7 +6,7 @@ such a kind is read whole, so that it can be refused by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -109,15 +109,12 @@ def kind_of(value: Any, default: str = "") -> str:
 
 def by_kind(words: Mapping[str, str], default: str = OTHER) -> Discriminator:
     """A discriminator: `words` maps the `type` words to tags; a value without the word has the tag `default`."""
-    return Discriminator(_chooser(dict(words), default))
 
-
-def _chooser(words: Mapping[str, str], default: str) -> Callable[[Any], str]:
     def choose(value: Any) -> str:
         kind = kind_of(value)
         return words.get(kind, OTHER) if kind else default
 
-    return choose
+    return Discriminator(choose)
 
 
 Other = Annotated[OtherKind, Tag(OTHER)]

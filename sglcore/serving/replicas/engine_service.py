@@ -17,7 +17,6 @@ from sglcore.serving.replicas.channel import EngineChannel
 from sglcore.serving.replicas.ipc import (
     Abort,
     Audit,
-    Audited,
     Done,
     Embed,
     Embedded,
@@ -88,7 +87,7 @@ class EngineService:
         elif isinstance(request, Embed):
             self._embed(request)
         elif isinstance(request, Audit):
-            self._channel.send(Audited(request.request_id, self._audit()))
+            self._channel.send(Done(request.request_id, problems=self._audit()))
         elif isinstance(request, Pause):
             self._pause(request)
         elif isinstance(request, Flush):

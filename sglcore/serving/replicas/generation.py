@@ -10,37 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 from types import TracebackType
-from typing import Protocol
 
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
 from sglcore.schedule.output import EngineOutput
 from sglcore.serving.replicas.errors import InvalidRequest
 from sglcore.serving.replicas.ipc import Abort, EngineRequest, GenerateRequest, Stop
-
-
-class Clock(Protocol):
-    """What a generation tells about its times."""
-
-    def on_prompt(self, tokens: int, cached: int) -> None:
-        """How long the prompt was, and how much of it the prefix cache had."""
-        ...
-
-    def on_first_token(self) -> None:
-        """A sample's first token is there."""
-        ...
-
-    def on_tokens(self, count: int, seconds: float) -> None:
-        """`count` tokens of one sample arrived `seconds` after the ones before."""
-        ...
-
-    def on_restart(self) -> None:
-        """Its tokens come again, from the first."""
-        ...
-
-    def on_end(self, reason: str) -> None:
-        """It has ended."""
-        ...
+from sglcore.serving.replicas.metrics import RequestClock
 
 
 class Generation:
@@ -49,7 +25,7 @@ class Generation:
     Iterating raises what ended it from outside (EngineDied, or a refusal of the engine). One consumer at a time.
     """
 
-    def __init__(self, request: GenerateRequest, processor: OutputProcessor, clock: Clock) -> None:
+    def __init__(self, request: GenerateRequest, processor: OutputProcessor, clock: RequestClock) -> None:
         self.request = request
         self.request_id = request.request_id
         self.caller = ""

@@ -172,28 +172,22 @@ class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
     drafts: dict[tuple[int, int, int, int], int] = msgspec.field(default_factory=dict)
 
 
-class Audited(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """What an audit found; nothing if all is well."""
-
-    request_id: str
-    problems: list[str]
-
-
-class Failed(msgspec.Struct, array_like=True, tag=8, gc=False):
+class Failed(msgspec.Struct, array_like=True, tag=7, gc=False):
     """The engine can not go on; its process ends with `exit_code`."""
 
     error: str
     exit_code: int
 
 
-class Done(msgspec.Struct, array_like=True, tag=9, gc=False):
-    """A Pause or a Flush has been followed; `pages` that were forgotten."""
+class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
+    """A Pause, a Flush or an Audit has been followed: `pages` that were forgotten, `problems` that were found."""
 
     request_id: str
     pages: int = 0
+    problems: list[str] = []
 
 
-EngineReply = Phase | Ready | EngineOutputs | Refused | Embedded | EngineStats | Audited | Failed | Done
+EngineReply = Phase | Ready | EngineOutputs | Refused | Embedded | EngineStats | Failed | Done
 
 _DEFAULTS = MappingProxyType({item.name: getattr(SamplingParams(), item.name) for item in fields(SamplingParams)})
 

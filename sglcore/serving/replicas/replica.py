@@ -15,7 +15,6 @@ from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.ipc import (
     Abort,
     Audit,
-    Audited,
     Done,
     Embed,
     Embedded,
@@ -35,7 +34,7 @@ from sglcore.serving.replicas.ipc import (
 from sglcore.serving.replicas.launch import EngineProcess
 
 State = Literal["starting", "ready", "draining", "dead"]
-Answer = Embedded | Audited | Done
+Answer = Embedded | Done
 SHUTDOWN_SECONDS = 10.0
 """How long a process may take to free its device before it is killed."""
 
@@ -119,27 +118,17 @@ class Replica:
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
         """The embedding of a prompt, or its scores, float32; waits. Raises what refused it, and EngineDied."""
         request = Embed(request_id, pack_ids(ids), pack_ids(segments or ()))
-        answer = await self._answer(request_id, request, abort=True)
+        answer = await self._answer(request)
         assert isinstance(answer, Embedded)
         if answer.error:
             raise Unanswered(ended_badly("error", f"this embedding failed: {answer.error}"))
         return answer.vector
 
-    async def audit(self, request_id: str) -> list[str]:
-        """Pages and slots that are lost or held twice; waits."""
-        answer = await self._answer(request_id, Audit(request_id), abort=False)
-        assert isinstance(answer, Audited)
-        return answer.problems
-
-    async def pause(self, request_id: str, is_paused: bool) -> None:
-        """Have it run no steps, or run them again; waits until it does so."""
-        await self._answer(request_id, Pause(request_id, is_paused), abort=False)
-
-    async def flush(self, request_id: str) -> int:
-        """Have it forget cached prefixes that nobody uses; how many pages they had. Waits."""
-        answer = await self._answer(request_id, Flush(request_id), abort=False)
-        assert isinstance(answer, Done)
-        return answer.pages
+    async def order(self, order: Audit | Pause | Flush) -> Done:
+        """What came of an order; waits until it has been followed. Raises EngineDied."""
+        done = await self._answer(order)
+        assert isinstance(done, Done)
+        return done
 
     async def shut_down(self) -> None:
         """Tell the process to end, wait until it has, and kill it if it does not. One that still starts is killed."""
@@ -171,18 +160,18 @@ class Replica:
         ended, _ = await asyncio.wait([self._watcher], timeout=SHUTDOWN_SECONDS)
         return bool(ended)
 
-    async def _answer(self, request_id: str, request: Embed | Audit | Pause | Flush, *, abort: bool) -> Answer:
+    async def _answer(self, request: Embed | Audit | Pause | Flush) -> Answer:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._answers[request_id] = future
+        self._answers[request.request_id] = future
         self._channel.send(request)
         try:
             return await future
         except asyncio.CancelledError:
-            if abort:
-                self._channel.send(Abort(request_id))
+            if isinstance(request, Embed):
+                self._channel.send(Abort(request.request_id))
             raise
         finally:
-            self._answers.pop(request_id, None)
+            self._answers.pop(request.request_id, None)
 
     async def _listen(self) -> None:
         """Take in what the engine says. What can not be read is lost, and with it parts of answers, so the engine ends."""

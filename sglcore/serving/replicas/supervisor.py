@@ -26,7 +26,7 @@ from sglcore.serving.replicas.engine_process import plain_config
 from sglcore.serving.replicas.errors import EngineDied, NotReady
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
-from sglcore.serving.replicas.ipc import Address, EngineSpec, EngineStats, ModelInfo, Phase
+from sglcore.serving.replicas.ipc import Address, Audit, EngineSpec, EngineStats, Flush, ModelInfo, Pause, Phase
 from sglcore.serving.replicas.launch import Launcher, launcher_for
 from sglcore.serving.replicas.replica import Replica
 from sglcore.serving.replicas.restart import LONGEST_WAIT, RestartPolicy
@@ -122,12 +122,9 @@ class Supervisor:
     async def audit(self) -> list[str]:
         """What audits of all replicas found; waits."""
         ready = self.ready
-        found = await asyncio.gather(*(replica.audit(_name("audit")) for replica in ready))
-        return [
-            f"replica {replica.number}: {problem}"
-            for replica, problems in zip(ready, found, strict=True)
-            for problem in problems
-        ]
+        found = await asyncio.gather(*(replica.order(Audit(_name("audit"))) for replica in ready))
+        pairs = zip(ready, found, strict=True)
+        return [f"replica {replica.number}: {problem}" for replica, done in pairs for problem in done.problems]
 
     async def pause(self, is_paused: bool) -> None:
         """Have no engine run a step, those that come later included, or all of them again; waits until they do so."""
@@ -136,7 +133,8 @@ class Supervisor:
 
     async def flush(self) -> int:
         """Have all engines forget cached prefixes that nobody uses; how many pages they had. Waits."""
-        return sum(await asyncio.gather(*(replica.flush(_name("flush")) for replica in self.ready)))
+        found = await asyncio.gather(*(replica.order(Flush(_name("flush"))) for replica in self.ready))
+        return sum(done.pages for done in found)
 
     def has(self, request_id: str) -> bool:
         """A request of this id has not ended."""
@@ -154,18 +152,14 @@ class Supervisor:
 
     def give_up(self, error: Exception) -> None:
         """Fail every request, those that wait for a replica too; the replicas go on."""
-        for replica in self.replicas.values():
-            self._fail(list(replica.generations.values()), error)
-        self._fail(self._take_orphans(), error)
+        self._fail(self.generations, error)
 
     async def stop(self) -> None:
         """End every process; what they have fails. Waits until they have ended. Idempotent."""
         self._ending.set()
         self._tell_change()
         await self._settle()
-        over = EngineDied("the server has ended")
-        self._fail([each for replica in self.replicas.values() for each in replica.take_generations()], over)
-        self._fail(self._take_orphans(), over)
+        self.give_up(EngineDied("the server has ended"))
         _log_failures(
             await asyncio.gather(*(replica.shut_down() for replica in self.replicas.values()), return_exceptions=True)
         )
@@ -356,7 +350,7 @@ def _log_failures(found: Iterable[object]) -> None:
 async def _pause(replica: Replica, is_paused: bool) -> None:
     """One that dies meanwhile runs no steps either."""
     with suppress(EngineDied):
-        await replica.pause(_name("pause"), is_paused)
+        await replica.order(Pause(_name("pause"), is_paused))
 
 
 def _name(what: str) -> str:

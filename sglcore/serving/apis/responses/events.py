@@ -116,7 +116,7 @@ class ResponseWriter(Writer[ChatRun]):
     def _keep(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Store the response, and the conversation up to and with it: `messages` but for the instructions, which are not of it."""
         asked = messages[1:] if self._body.instructions else messages
-        self._store.put(Stored.of(self._response, input_items(self._body.input or ""), [*asked, self._said()]))
+        self._store.put(Stored(self._response, input_items(self._body.input or ""), [*asked, self._said()]))
 
     def _said(self) -> dict[str, Any]:
         """The answer as a message of the conversation."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,48 +14,23 @@ MOST_BYTES = 64 << 20
 """JSON of all stored responses together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A response as its client has it, the items that it answered, and the conversation up to and with it.
+class Stored(NamedTuple):
+    """A response with an `id` as its client has it, the items that it answered, and the conversation up to and with it."""
+
+    response: Mapping[str, Any]
+    items: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]]
+
+
+class ResponseStore:
+    """The newest `most` responses, of at most `most_bytes` together; a new one makes the oldest ones go.
 
     They are kept as JSON: the same values as objects may take twenty times the memory.
     """
 
-    id: str
-    data: bytes
-
-    @classmethod
-    def of(
-        cls,
-        response: Mapping[str, Any],
-        items: Sequence[Mapping[str, Any]],
-        messages: Sequence[Mapping[str, Any]],
-    ) -> Stored:
-        """What is kept of a response with an `id`."""
-        return cls(response["id"], msgspec.json.encode((response, items, messages)))
-
-    @property
-    def response(self) -> dict[str, Any]:
-        """As its client has it."""
-        return msgspec.json.decode(self.data)[0]
-
-    @property
-    def items(self) -> list[dict[str, Any]]:
-        """What it answered."""
-        return msgspec.json.decode(self.data)[1]
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation up to and with it."""
-        return msgspec.json.decode(self.data)[2]
-
-
-class ResponseStore:
-    """The newest `most` responses, of at most `most_bytes` together; a new one makes the oldest ones go."""
-
     def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._size = 0
 
     def __len__(self) -> int:
@@ -64,11 +38,11 @@ class ResponseStore:
 
     def put(self, stored: Stored) -> None:
         """Keep a response."""
-        self._kept[stored.id] = stored
-        self._size += len(stored.data)
+        data = self._kept[stored.response["id"]] = msgspec.json.encode(stored)
+        self._size += len(data)
         while len(self._kept) > self._most or self._size > self._most_bytes:
             _, gone = self._kept.popitem(last=False)
-            self._size -= len(gone.data)
+            self._size -= len(gone)
 
     def get(self, response_id: str, param: str) -> Stored:
         """The response of this id; raises InvalidRequest (404) that blames `param`."""
@@ -82,9 +56,9 @@ class ResponseStore:
                 code="not_found",
                 status=404,
             )
-        return found
+        return Stored(*msgspec.json.decode(found))
 
     def drop(self, response_id: str, param: str) -> None:
         """Forget a response; raises InvalidRequest (404) if there is none."""
-        self._size -= len(self.get(response_id, param).data)
-        del self._kept[response_id]
+        self.get(response_id, param)
+        self._size -= len(self._kept.pop(response_id))
