@@ -184,7 +184,7 @@ class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
 
     request_id: str
     pages: int = 0
-    problems: list[str] = []
+    problems: list[str] = msgspec.field(default_factory=list)
 
 
 EngineReply = Phase | Ready | EngineOutputs | Refused | Embedded | EngineStats | Failed | Done
