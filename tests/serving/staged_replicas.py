@@ -195,11 +195,11 @@ class NoClock:
 
 
 @asynccontextmanager
-async def staged(*, is_remote: bool = False, **settings: object) -> AsyncIterator[Stage]:
+async def staged(*, is_remote: bool = False, chosen: str = "", **settings: object) -> AsyncIterator[Stage]:
     """A supervisor of played engines, started; afterwards all of them have ended."""
     stage = Stage(is_remote)
     server = ServerConfig(**settings)  # pyright: ignore[reportArgumentType]
-    stage.supervisor = Supervisor(EngineConfig(), server, Health(), launcher=stage, longest_wait=0.0)
+    stage.supervisor = Supervisor(EngineConfig(), server, Health(), chosen=chosen, launcher=stage, longest_wait=0.0)
     await stage.supervisor.start()
     try:
         yield stage

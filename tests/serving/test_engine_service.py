@@ -220,7 +220,7 @@ def test_what_can_not_run_is_refused_by_name(served: Served) -> None:
     served.line.say(GenerateRequest("long", pack_ids([1] * 64), {}, 0))
     served.line.say(GenerateRequest("odd", pack_ids([1]), {"temperature": -1.0}, 0))
     refusals = [served.line.hear(Refused) for _ in range(2)]
-    assert [(each.request_id, each.status) for each in refusals] == [("long", 400), ("odd", 400)]
+    assert [each.request_id for each in refusals] == ["long", "odd"]
     assert "64" in refusals[0].error and "temperature" in refusals[1].error
 
 

@@ -263,6 +263,8 @@ def test_errors_below_v1_messages_are_in_anthropics_schema() -> None:
     answer = call(make_frontend(health=health), "POST", "/v1/messages", body)
     assert answer.status_code == 503 and answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == "overloaded_error"
+    counted = call(make_frontend(), "POST", "/v1/messages/count_tokens", {"messages": []})
+    assert counted.status_code == 400 and counted.json()["type"] == "error"
 
 
 def test_the_document_holds_what_it_refers_to_and_says_what_errors_are() -> None:

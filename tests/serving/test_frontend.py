@@ -14,6 +14,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.serving.replicas.errors import InvalidRequest, NotReady, Overloaded
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.ipc import Done, Embed, Embedded, Pause
 from tests.serving.staged_replicas import Stage, info, until
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -116,7 +117,53 @@ def test_each_sample_of_a_request_counts_as_one_that_waits() -> None:
             fits = await frontend.generate([5, 6, 7], SamplingParams(n=PLACES + 2))
             with pytest.raises(Overloaded):
                 await begin(frontend)
+            assert frontend.supervisor.replicas[0].load == PLACES + 2
             fits.abort()
+            assert frontend.supervisor.replicas[0].load == 0
             (await begin(frontend)).abort()
+
+    asyncio.run(play())
+
+
+def test_texts_to_embed_wait_like_samples_and_are_counted_until_they_have_ended() -> None:
+    async def play() -> None:
+        async with staged_frontend(max_queued_requests=0) as (frontend, stage):
+            engine = await stage.ready_engine(generates=False)
+            with pytest.raises(Overloaded):
+                await frontend.pooled([([5, 6], None)] * (PLACES + 1))
+            for _ in range(2):
+                asking = asyncio.ensure_future(frontend.pooled([([5, 6], None)] * PLACES))
+                for _ in range(PLACES):
+                    order = await asyncio.wait_for(engine.requests.get(), 60)
+                    assert isinstance(order, Embed)
+                    engine.say(Embedded(order.request_id, b"\0\0\0\0"))
+                assert [each.tokens for each in await asking] == [2] * PLACES
+
+    asyncio.run(play())
+
+
+def test_every_replica_has_places_and_those_that_wait_for_the_end_of_a_pause_want_one() -> None:
+    async def play() -> None:
+        async with staged_frontend(replicas=2, max_queued_requests=0) as (frontend, stage):
+            engines = [await stage.ready_engine() for _ in range(2)]
+            pausing = asyncio.ensure_future(frontend.pause("keep"))
+            for engine in engines:
+                order = await asyncio.wait_for(engine.requests.get(), 60)
+                assert isinstance(order, Pause) and order.is_paused
+                engine.say(Done(order.request_id))
+            await pausing
+            waiting = [asyncio.ensure_future(begin(frontend)) for _ in range(2 * PLACES)]
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded):
+                await begin(frontend)
+            draining = asyncio.ensure_future(frontend.drain())
+            for generation in await asyncio.wait_for(asyncio.gather(*waiting), 60):
+                generation.abort()
+            for engine in engines:
+                orders = [await asyncio.wait_for(engine.requests.get(), 60) for _ in range(2 * PLACES + 1)]
+                (order,) = [each for each in orders if isinstance(each, Pause)]
+                assert not order.is_paused
+                engine.say(Done(order.request_id))
+            await asyncio.wait_for(draining, 60)
 
     asyncio.run(play())

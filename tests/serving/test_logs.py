@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO, cast
@@ -135,6 +136,25 @@ def test_a_writer_that_hangs_holds_up_nobody_and_lines_beyond_the_queue_are_coun
 def test_a_log_that_can_not_be_opened_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="log_file .* can not be opened: Is a directory"):
         Logs(ServerConfig(log_file=str(tmp_path)))
+
+
+def test_lines_have_the_time_of_utc_and_other_peoples_information_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        logs = Logs(ServerConfig(log_file=str(tmp_path / "log")))
+        record = logging.makeLogRecord(
+            {"created": 0.0, "msecs": 7.0, "levelno": logging.INFO, "levelname": "INFO", "msg": "said"}
+        )
+        logging.getLogger("sglcore").handle(record)
+        assert not logging.getLogger("uvicorn").isEnabledFor(logging.INFO)
+        logs.close()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert (tmp_path / "log").read_text().startswith("1970-01-01T00:00:00.007Z ")
 
 
 def test_after_closing_the_loggers_are_free(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from tests.serving.wrapped import echo, wrapped
 
 SHORT = 0.15
 GET = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+END = b"\r\n0\r\n\r\n"
+"""Of an answer in chunks."""
 PATIENCE = 20.0
 """Seconds after which a test gives up; nothing waits for them to pass."""
 
@@ -36,6 +38,7 @@ class Served:
     task: asyncio.Task[bool]
     stopped: asyncio.Event
     drained: list[str] = field(default_factory=list)
+    url: str = ""
 
     async def connect(self, tls: ssl.SSLContext | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         name = None if tls is None else "localhost"
@@ -89,7 +92,7 @@ async def served(
     )
     await asyncio.wait([task, listening], return_when=asyncio.FIRST_COMPLETED)
     url = listening.result() if listening.done() else str(task.result())
-    yield Served(int(url.rpartition(":")[2]), task, stopped, drained)
+    yield Served(int(url.rpartition(":")[2]), task, stopped, drained, url)
     stopped.set()
     await task
 
@@ -161,6 +164,31 @@ class TestHeads:
 
         run(work())
 
+    def test_the_heads_of_a_connection_are_measured_one_by_one(self) -> None:
+        async def work() -> None:
+            async with served(max_header_bytes=100) as server:
+                reader, writer = await server.connect()
+                for _ in range(5):
+                    writer.write(GET[:30])
+                    await asyncio.sleep(0.001)
+                    writer.write(GET[30:])
+                    assert status(await reader.readuntil(END)) == 200
+                writer.close()
+
+        run(work())
+
+    def test_an_idle_connection_is_kept_for_as_long_as_it_was_said(self) -> None:
+        async def work() -> None:
+            async with served(keep_alive=SHORT) as server:
+                reader, writer = await server.connect()
+                writer.write(GET)
+                await reader.readuntil(END)
+                begin = asyncio.get_running_loop().time()
+                assert await reader.read() == b""
+                assert asyncio.get_running_loop().time() - begin < 10 * SHORT
+
+        run(work())
+
     def test_what_is_not_http_is_400_in_our_schema(self) -> None:
         async def work() -> None:
             async with served() as server:
@@ -191,6 +219,20 @@ class TestComplete:
             async with served(max_header_bytes=2000) as server:
                 answer = await server.exchange(GET.replace(b"host:", b"x: " + b"y" * 3000 + b"\r\nhost:"))
                 assert status(answer) == 431
+
+        run(work())
+
+    def test_a_client_is_who_it_is_and_not_who_it_says(self) -> None:
+        async def names(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": scope["client"][0].encode()})
+
+        async def work() -> None:
+            async with served(names) as server:
+                answer = await server.exchange(
+                    GET.replace(b"host:", b"connection: close\r\nx-forwarded-for: 9.9.9.9\r\nhost:")
+                )
+                assert b"127.0.0.1" in answer and b"9.9.9.9" not in answer and b"\r\nserver:" not in answer.lower()
 
         run(work())
 

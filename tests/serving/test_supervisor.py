@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from zmq.utils.monitor import recv_monitor_message
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
+from sglcore.schedule.output import EngineOutput
 from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel
 from sglcore.serving.replicas.engine_process import LINK_BROKE
-from sglcore.serving.replicas.errors import EngineDied, NotReady
+from sglcore.serving.replicas.errors import EngineDied, NotReady, Unanswered
 from sglcore.serving.replicas.ipc import Abort, Address, Embed, Embedded, EngineStats, Failed, Phase
 from sglcore.serving.replicas.launch import launcher_for
 from sglcore.serving.replicas.restart import LONGEST_WAIT, MOST_FAILED_STARTS, SHORT_LIFE, RestartPolicy
@@ -290,6 +292,79 @@ def test_what_an_engine_had_cached_is_forgotten_with_it() -> None:
 )
 def test_an_engine_is_told_a_model_that_means_the_same_in_any_folder(model: str | None, wanted: str | None) -> None:
     assert with_whole_path(EngineConfig(model=model)).model == wanted
+
+
+def test_an_embedding_whose_client_leaves_is_ended_and_is_no_load() -> None:
+    async def play() -> None:
+        async with staged() as stage:
+            engine = await stage.ready_engine(generates=False)
+            (replica,) = stage.supervisor.ready
+            wanted = asyncio.ensure_future(stage.supervisor.embed("e", [5, 6]))
+            assert isinstance(await engine.requests.get(), Embed) and replica.load == 1
+            wanted.cancel()
+            assert await asyncio.wait_for(engine.requests.get(), PATIENCE) == Abort("e") and replica.load == 0
+
+    run(play())
+
+
+def test_an_output_that_can_not_be_taken_in_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def breaks(output: EngineOutput) -> None:
+        raise KeyError("planted")
+
+    async def play() -> None:
+        async with staged() as stage:
+            engine = await stage.ready_engine()
+            broken, other = stage.submit("broken"), stage.submit("other")
+            broken.deliver = breaks
+            for name in ("broken", "other"):
+                await engine.next_request()
+                engine.emit(name, 9, reason="length")
+            with pytest.raises(Unanswered, match="planted"):
+                await broken.wait()
+            assert (await other.wait()).outputs[0].token_ids == [9]
+            assert await asyncio.wait_for(engine.requests.get(), PATIENCE) == Abort("broken")
+
+    run(play())
+
+
+def test_an_engine_is_as_old_as_its_last_word() -> None:
+    async def play() -> None:
+        async with staged() as stage:
+            engine = await stage.ready_engine()
+            (replica,) = stage.supervisor.ready
+            before = time.monotonic() - replica.report_age
+            engine.say(EngineStats(running=1))
+            await until(lambda: replica.stats.running == 1)
+            assert time.monotonic() - replica.report_age > before
+
+    run(play())
+
+
+def test_the_device_of_this_machine_is_no_word_to_engines_on_others() -> None:
+    async def play() -> None:
+        for is_remote in (False, True):
+            async with staged(is_remote=is_remote, chosen="here") as stage:
+                assert (await stage.launched()).spec.chosen == ("" if is_remote else "here")
+
+    run(play())
+
+
+def test_what_waited_for_an_engine_is_given_to_the_first_alone() -> None:
+    async def play() -> None:
+        async with staged(replicas=2) as stage:
+            for _ in range(2):
+                await stage.ready_engine()
+            stage.submit("waits")
+            for engine in stage.engines[:2]:
+                engine.die()
+            await until(lambda: not stage.supervisor.ready)
+            third = await stage.ready_engine()
+            assert (await third.next_request()).request_id == "waits"
+            fourth = await stage.ready_engine()
+            stage.submit("next")
+            assert (await fourth.next_request()).request_id == "next"
+
+    run(play())
 
 
 def test_an_embedding_fails_where_no_engine_comes() -> None:

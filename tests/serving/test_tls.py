@@ -12,7 +12,7 @@ import pytest
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.http.server import tls_of
-from tests.serving.test_slow_clients import GET, run, served
+from tests.serving.test_slow_clients import GET, Served, run, served
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,7 @@ def test_a_server_with_a_certificate_is_asked_by_tls_alone(files: tuple[str, str
 
     async def work() -> None:
         async with served(ssl_certfile=cert, ssl_keyfile=key) as server:
+            assert server.url.startswith("https://")
             reader, writer = await server.connect(ssl.create_default_context(cafile=cert))
             writer.write(GET)
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
@@ -40,6 +41,27 @@ def test_a_server_with_a_certificate_is_asked_by_tls_alone(files: tuple[str, str
             reader, writer = await server.connect()
             writer.write(GET)
             assert not (await reader.read()).startswith(b"HTTP")
+
+    run(work())
+
+
+def test_a_client_has_to_bring_a_certificate_where_some_are_asked_for(files: tuple[str, str, str]) -> None:
+    cert, key, _ = files
+
+    async def answer(server: Served, tls: ssl.SSLContext) -> bytes:
+        try:
+            reader, writer = await server.connect(tls)
+            writer.write(GET.replace(b"host:", b"connection: close\r\nhost:"))
+            return await reader.read()
+        except (ssl.SSLError, ConnectionError):
+            return b""
+
+    async def work() -> None:
+        async with served(ssl_certfile=cert, ssl_keyfile=key, ssl_ca_certs=cert) as server:
+            tls = ssl.create_default_context(cafile=cert)
+            assert not await answer(server, tls)
+            tls.load_cert_chain(cert, key)
+            assert (await answer(server, tls)).startswith(b"HTTP/1.1 200")
 
     run(work())
 

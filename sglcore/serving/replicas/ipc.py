@@ -138,11 +138,10 @@ class EngineOutputs(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class Refused(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """A request that this engine does not take, and why; `status` as HTTP has it: the caller's fault (400) or ours."""
+    """A request that this engine does not take, by the caller's fault that `error` names."""
 
     request_id: str
     error: str
-    status: int = 400
 
 
 class Embedded(msgspec.Struct, array_like=True, tag=5, gc=False):

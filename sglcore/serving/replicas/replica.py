@@ -153,7 +153,7 @@ class Replica:
 
     def take_generations(self) -> list[Generation]:
         """What it had, which is not its own any more."""
-        taken, self.generations, self._samples = list(self.generations.values()), {}, 0
+        taken, self.generations = list(self.generations.values()), {}
         return taken
 
     async def _has_ended(self) -> bool:
@@ -220,7 +220,7 @@ class Replica:
             future.set_result(answer)
 
     def _refuse(self, reply: Refused) -> None:
-        error = InvalidRequest(reply.error, status=reply.status)
+        error = InvalidRequest(reply.error)
         generation, future = self.generations.get(reply.request_id), self._answers.get(reply.request_id)
         if generation is not None:
             generation.fail(error)
