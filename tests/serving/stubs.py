@@ -84,6 +84,7 @@ def make_frontend(generate: Generate | None = None, *, health: Health | None = N
         supervisor=SimpleNamespace(replicas={}),
         stats=EngineStats,
         sampling={},
+        when_draining=lambda told: None,
         metrics=Metrics("demo", "1", lambda: ()),
     )
     return cast(ChatFrontend, frontend)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,8 @@ def test_what_a_killed_server_had_answered_is_kept_and_the_rest_is_run_by_the_ne
         asked.append(body)
         deaths = sum(each == body for each in asked)
         # An engine that died once is asked again; one that dies of a request each time is not asked for ever.
+        if deaths == 1 and body == b'{"n":7}':
+            return 429, b"{}"
         if deaths == 1 or body == b'{"n":8}':
             return 503, b'{"error": {"code": "engine_died"}}'
         return 200, b'{"second": true}'
@@ -205,27 +207,105 @@ def test_a_batch_whose_time_is_over_expires(tmp_path: Path) -> None:
     name = begun(store)
     store.move(name, "validating", expires_at=1)
 
+    asked: list[bytes] = []
+
     async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        asked.append(body)
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def finish() -> None:
-        runner = asyncio.create_task(BatchRunner(store, call, 2).run())
-        while store.active():
-            await asyncio.sleep(0.01)
-        runner.cancel()
-
-    asyncio.run(finish())
-    assert store.get("batches", name, "batch_id")["status"] == "expired"
+    asyncio.run(finished(store, call))
+    assert store.get("batches", name, "batch_id")["status"] == "expired" and len(asked) <= 2
     store.close()
 
 
-def test_a_folder_is_free_for_another_server_when_one_has_ended(tmp_path: Path) -> None:
+async def finished(store: BatchStore, call: Any) -> None:
+    """Run the batches of a store, two requests at once."""
+    runner = asyncio.create_task(BatchRunner(store, call, 2, wait=0.0).run())
+    while store.active():
+        await asyncio.sleep(0.005)
+    runner.cancel()
+
+
+def test_a_batch_that_was_cut_off_at_its_end_is_ended_by_the_next_server(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path)
+    name = begun(store)
+    store.move(name, "in_progress", request_counts={"total": 9, "completed": 0, "failed": 0})
+    for line in (3, 1):
+        store.add_result(name, line, b'{"line": %d}' % line, is_answer=True)
+    store.move(name, "finalizing")
+
+    async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        raise AssertionError
+
+    asyncio.run(finished(store, call))
+    batch = store.get("batches", name, "batch_id")
+    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 9, "completed": 2, "failed": 0}
+    assert batch["expires_at"] - batch["created_at"] == 24 * 3600 and batch["error_file_id"] is None
+    assert store.content(batch["output_file_id"]).read_bytes() == b'{"line": 1}\n{"line": 3}\n'
+    assert not store.lines_done(name)
+    store.close()
+
+
+def test_a_defect_ends_its_batch_and_not_the_others(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path)
+    names = [begun(store), begun(store)]
+    asked: list[bytes] = []
+
+    async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        asked.append(body)
+        if len(asked) < 3:
+            raise ValueError("planted")
+        return 200, b"{}"
+
+    asyncio.run(finished(store, call))
+    first, second = (store.get("batches", name, "batch_id") for name in names)
+    assert (first["status"], second["status"]) == ("failed", "completed")
+    assert "planted" in first["errors"]["data"][0]["message"]
+    store.close()
+
+
+def test_files_come_in_pages_and_leave_nothing_behind(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path)
+    one, two, three = (store.add_file(b"x", name, "batch")["id"] for name in "abc")
+    store.add_file(b"x", "d", "batch_output")
+
+    def page(limit: int, after: str | None = None, **given: Any) -> tuple[list[str], bool]:
+        found = store.page("files", limit, after, purpose="batch", **given)
+        return [each["id"] for each in found["data"]], found["has_more"]
+
+    assert page(2) == ([three, two], True) and page(2, two) == ([one], False) and page(3) == ([three, two, one], False)
+    assert page(1, ascending=True) == ([one], True) and page(2, one, ascending=True) == ([two, three], False)
+    path = store.content(two)
+    store.delete_file(two)
+    assert not path.exists() and page(3) == ([three, one], False)
+    store.close()
+
+
+def test_a_server_that_drains_waits_for_no_batch_and_the_next_one_runs_it(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path)
+    file = store.add_file(written({"prompt": "a"}), "in.jsonl", "batch")
+    store.add_batch(_batch(BatchBody(input_file_id=file["id"], endpoint=PATH, completion_window="24h")))
+    store.close()
+
     async def serve() -> None:
-        frontend = make_frontend()
-        frontend.config = ServerConfig(batch_folder=str(tmp_path))
+        begun, left, told = asyncio.Event(), asyncio.Event(), list[Callable[[], object]]()
+
+        async def generate(*given: Any, **named: Any) -> Any:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                left.set()
+
+        frontend: Any = make_frontend(generate)
+        frontend.config, frontend.when_draining = ServerConfig(batch_folder=str(tmp_path)), told.append
         async with running_app(frontend):
-            await asyncio.sleep(0)
-        BatchStore(tmp_path).close()
+            await asyncio.wait_for(begun.wait(), PATIENCE)
+            told[0]()
+            await asyncio.wait_for(left.wait(), PATIENCE)
 
     asyncio.run(serve())
+    store = BatchStore(tmp_path)  # which the first has let go of
+    assert [each["status"] for each in store.active()] == ["in_progress"]
+    store.close()

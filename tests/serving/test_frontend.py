@@ -10,6 +10,7 @@ import pytest
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
+from sglcore.engine.text import TextError
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.replicas.errors import InvalidRequest, NotReady, Overloaded
 from sglcore.serving.replicas.frontend import Frontend
@@ -58,13 +59,26 @@ def test_so_many_may_wait_and_the_next_is_told_when_to_come_again_until_one_has_
     asyncio.run(play())
 
 
+def test_a_prompt_has_as_many_tokens_as_the_server_allows_and_no_more() -> None:
+    async def play() -> None:
+        async with staged_frontend(max_prompt_tokens=3) as (frontend, stage):
+            await stage.ready_engine()
+            (await begin(frontend)).abort()
+            with pytest.raises(TextError, match="4 tokens.*at most 3"):
+                await frontend.generate([5, 6, 7, 8], PARAMS)
+
+    asyncio.run(play())
+
+
 def test_a_drain_takes_nothing_more_and_ends_with_the_last_request() -> None:
     async def play() -> None:
         async with staged_frontend() as (frontend, stage):
             engine = await stage.ready_engine()
             first, second = await begin(frontend), await begin(frontend)
+            told: list[str] = []
+            frontend.when_draining(lambda: told.append(frontend.health.phase))
             draining = asyncio.create_task(frontend.drain())
-            await until(lambda: frontend.health.phase == "draining")
+            await until(lambda: told == ["draining"])
             with pytest.raises(NotReady, match="draining"):
                 await begin(frontend)
             engine.emit(first.request_id, 9, reason="length")
@@ -165,5 +179,17 @@ def test_every_replica_has_places_and_those_that_wait_for_the_end_of_a_pause_wan
                 assert not order.is_paused
                 engine.say(Done(order.request_id))
             await asyncio.wait_for(draining, 60)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_metrics_tell_of_engines_that_died_and_have_the_names_of_vllm_where_that_is_asked_for(is_shown: bool) -> None:
+    async def play() -> None:
+        async with staged_frontend(restart=True, vllm_metrics=is_shown) as (frontend, stage):
+            (await stage.ready_engine()).die()
+            await stage.ready_engine()
+            page = frontend.metrics.page().decode()
+            assert "sglcore_engine_deaths_total 1.0" in page and ("vllm:num_requests_running{" in page) is is_shown
 
     asyncio.run(play())

@@ -14,7 +14,7 @@ import pytest
 
 from sglcore.device.errors import ConfigError
 from sglcore.serving.http.middleware.exchanges import Exchanges
-from sglcore.serving.http.tracing import Parent, Traces
+from sglcore.serving.http.tracing import Parent, Traces, _url
 from sglcore.serving.replicas.metrics import Metrics
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -87,12 +87,13 @@ def test_a_request_is_a_span_of_its_callers_trace(collector: Collector) -> None:
     ask(traces, traceparent=f"00-{TRACE}-{SPAN}-00")
     ask(traces, path="/readyz")
     ask(traces, status=500, traceparent="nonsense")
+    ask(traces, status=429)
     traces.close()
-    first, second = collector.spans
+    first, second, third = collector.spans
     assert (first["traceId"], first["parentSpanId"]) == (TRACE, SPAN) and set(collector.paths) == {"/v1/traces"}
     assert second["traceId"] != TRACE and "parentSpanId" not in second and len(second["traceId"]) == 32
     assert (first["name"], first["kind"], first["status"]) == ("POST /v1/completions", 2, {})
-    assert second["status"] == {"code": 2}
+    assert second["status"] == {"code": 2} and third["status"] == {}
     known = {each["key"]: each["value"] for each in first["attributes"]}
     assert known["gen_ai.usage.input_tokens"] == {"intValue": "5"}
     assert known["gen_ai.usage.output_tokens"] == {"intValue": "3"}
@@ -115,6 +116,18 @@ def test_a_collector_that_is_not_there_costs_spans_and_nothing_else(caplog: pyte
 def test_an_endpoint_that_is_no_url_of_http_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="otlp_traces_endpoint"):
         Traces(url, "demo")
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("http://host:4318", "http://host:4318/v1/traces"),
+        ("http://host/", "http://host/v1/traces"),
+        ("https://host/own?key=1", "https://host/own?key=1"),
+    ],
+)
+def test_an_endpoint_without_a_path_has_the_usual_one(given: str, wanted: str) -> None:
+    assert _url(given) == wanted
 
 
 def test_a_parent_is_what_the_header_says_or_nobody() -> None:

@@ -48,6 +48,7 @@ async def running_app(frontend: ChatFrontend) -> AsyncIterator[FastAPI]:
     runner = BatchRunner(store, lambda *asked: ask(app, *asked), frontend.config.max_batch_requests)
     app = make_app(frontend, runner)
     running = asyncio.create_task(runner.run())
+    frontend.when_draining(running.cancel)
     try:
         yield app
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -75,6 +75,7 @@ class Frontend:
             self.metrics.add(VllmFamilies(self.metrics, self.names[0], self._numbers))
         self.metrics.engine_deaths = lambda: self.supervisor.deaths
         self._open = 0
+        self._on_drain: list[Callable[[], object]] = []
         self._may_start = asyncio.Event()
         self._may_start.set()
 
@@ -91,9 +92,15 @@ class Frontend:
         """End the engines; what they have is dropped. Waits."""
         await self.supervisor.stop()
 
+    def when_draining(self, told: Callable[[], object]) -> None:
+        """Have who asks for itself, and not for a client, end what it has."""
+        self._on_drain.append(told)
+
     async def drain(self) -> None:
         """Take no more requests; waits until none is on its way."""
         self.health.drain()
+        for told in self._on_drain:
+            told()
         await self.resume()
         while self._open:
             await asyncio.sleep(0.02)
