@@ -76,14 +76,16 @@ class Session:
         lengths: int | Sequence[int],
         *,
         grammars: Sequence[int | None] = (),
+        changes: bool = False,
         **sampling: Any,
     ) -> None:
         """Take prompts that `step` will run; `lengths`: tokens to emit, of all or of each; `grammars`: the seed of each
-        one's stand-in for a grammar, None for a free one. Greedy unless said."""
+        one's stand-in for a grammar, None for a free one; with `changes` that adds to logits too. Greedy unless said."""
         each = [lengths] * len(prompts) if isinstance(lengths, int) else lengths
         self._requests = [self._request(prompt, count, sampling) for prompt, count in zip(prompts, each, strict=True)]
         for request, seed in zip(self._requests, grammars, strict=False):
-            request.matcher = None if seed is None else HashedMatcher(seed, VOCAB)
+            matcher = None if seed is None else HashedMatcher(seed, VOCAB)
+            request.matcher, request.change = matcher, matcher if changes else None
         self._waiting, self._step = list(self._requests), 0
 
     def step(self) -> bool:

@@ -9,7 +9,7 @@ from sglcore.conformance import mutants_worker as worker
 from sglcore.conformance.checkpoint import VOCAB
 from sglcore.conformance.harness import random_prompts
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
-from sglcore.conformance.matcher import follows
+from sglcore.conformance.matcher import follows, wins
 from sglcore.conformance.trial import Trial
 
 LENGTHS = (5, 30, 1, 17, 9)
@@ -42,7 +42,29 @@ def masks_hold(trial: Trial) -> None:
         )
 
 
+def changes_hold(trial: Trial) -> None:
+    """What a step adds to logits decides the draw of its rows, and the log-probabilities of all rows are the reference's."""
+    harness = trial.kit.harness("dense")
+    if not harness.limits.takes_changes:
+        raise NotApplicable("this worker adds nothing to single logits")
+    prompts, sampling = random_prompts(42, LENGTHS), {"grammars": GRAMMARS, "changes": True}
+    found = harness.run(prompts, 8, chunk=12, stagger=1, sampling={**sampling, "temperature": 1.0, "seed": 9})
+    for seed, result in zip(GRAMMARS, found, strict=True):
+        if seed is not None and not wins(seed, VOCAB, result.tokens):
+            raise LawBroken(f"the tokens {result.tokens} are not those to whose logits so much was added")
+    trial.compare(harness, found)
+
+
 LAWS: tuple[Law, ...] = (
+    Law(
+        name="changes_hold",
+        level="C2",
+        says="What a step adds to logits of a row counts there, in that step, and no other row notices.",
+        check=changes_hold,
+        mutants=(worker.LEAVES_CHANGES_OUT,),
+        tolerance=LOGPROBS,
+        interpreted=frozenset(),
+    ),
     Law(
         name="masks_hold",
         level="C2",

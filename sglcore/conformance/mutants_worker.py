@@ -227,6 +227,21 @@ class LeavesMasksOut(Changed):
         self._composition = batch.composition
 
 
+class LeavesChangesOut(Changed):
+    """What was added to logits in one step is added in the next one too."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        super().__init__(worker)
+        self._last: tuple[Any, ...] = (None, None)
+
+    def change(self, batch: ScheduleBatch) -> None:
+        if batch.change_rows is not None:
+            now = (batch.change_rows, batch.change_ids, batch.change_values)
+            if self._last[0] is not None and set(self._last[0]) <= set(now[0]):
+                batch.change_rows, batch.change_ids, batch.change_values = self._last
+            self._last = now
+
+
 class MasksTheNextRow(Changed):
     """A mask holds for the row after its own."""
 
@@ -303,6 +318,7 @@ FORGETS_OUTPUTS = _worker("outputs forgotten", ForgetsOutputs)
 LOSES_SHARED_PAGES = _worker("shared page lost", LosesSharedPages)
 SWAPS_ROWS = _worker("rows swapped", SwapsRows)
 LEAVES_MASKS_OUT = _worker("masks left out", LeavesMasksOut)
+LEAVES_CHANGES_OUT = _worker("old additions to logits", LeavesChangesOut)
 MASKS_THE_NEXT_ROW = _worker("masks of the next row", MasksTheNextRow)
 FLATTERS = _worker("flattering log-probabilities", Flatters)
 OVERSTATES = _worker("limits overstated", Overstates)

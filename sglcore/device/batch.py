@@ -110,6 +110,8 @@ class ScheduleBatch:
     each may draw (lowest bit first, 1 = allowed). They belong to this step alone, whatever the composition. `mask_nodes`
     int32[M], in a decode step of a worker that proposes: after how many proposals each mask holds, from 0 upwards in each
     row; proposals behind a row's last mask are not verified.
+    `change_ids` int32[E] and `change_values` float32[E]: what this step adds to single logits of rows with a mask,
+    `change_rows` int32[E], ascending, each token once in a row, after `change_nodes` int32[E] proposals.
     `state_from` int32[B]: what each slot's state becomes before the forward: -1 what it is, 0 zeros, n a copy of snapshot n.
     `state_to` int32[B]: 0 nothing, n copy the slot's state into snapshot n after the forward. The worker copies in, runs,
     copies out, step by step as submitted; a batch names no snapshot twice in `state_to`. Both are None where no row
@@ -151,6 +153,10 @@ class ScheduleBatch:
     mask_rows: Ints | None = None
     mask_nodes: Ints | None = None
     masks: Ints | None = None
+    change_rows: Ints | None = None
+    change_nodes: Ints | None = None
+    change_ids: Ints | None = None
+    change_values: NDArray[np.float32] | None = None
     state_from: Ints | None = None
     state_to: Ints | None = None
     window_starts: Ints | None = None

@@ -8,17 +8,21 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Lock, Thread, stack_size
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
+from sglcore.engine.repetition import RepetitionRules
 from sglcore.engine.thinking import ThinkingGrammar
 from sglcore.engine.token_rules import RuledTokens
 from sglcore.engine.vocabulary import CompiledGrammar, Vocabulary
-from sglcore.sampling.grammar import Grammar, GrammarError, Thinking, TokenRules
-from sglcore.schedule.request import Matcher
+from sglcore.sampling.grammar import Grammar, GrammarError, Repetition, Thinking, TokenRules
+from sglcore.schedule.request import Ints, LogitChange, Matcher
 
 BACKENDS = ("llguidance", "xgrammar")
 KEPT_GRAMMARS = 256
@@ -29,7 +33,30 @@ STACK_BYTES = 256 << 20
 the process. Only what is used of it takes memory."""
 
 
-Wanted = tuple[Grammar | None, Thinking | None, TokenRules | None]
+Wanted = tuple[Grammar | None, Thinking | None, TokenRules | None, Repetition | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What binds an output (None: nothing), and what makes repetitions in it less likely, which is over it."""
+
+    grammar: CompiledGrammar | None
+    repetition: RepetitionRules | None = None
+
+    def start(self, prompt: Ints) -> Started:
+        """Both for one sample of a prompt."""
+        if self.repetition is not None:
+            found = self.repetition.start(prompt)
+            return Started(found, found)
+        assert self.grammar is not None
+        return Started(self.grammar.start())
+
+
+class Started(NamedTuple):
+    """A matcher for one sample; `change`: the same again, if it adds to logits."""
+
+    matcher: Matcher
+    change: LogitChange | None = None
 
 
 class GrammarBackend(Protocol):
@@ -53,7 +80,7 @@ class GrammarBackend(Protocol):
 class Compiling:
     """A grammar on its way. Asked for `seconds` at most; what takes longer ends as an error, though its thread goes on."""
 
-    def __init__(self, future: Future[CompiledGrammar], seconds: float) -> None:
+    def __init__(self, future: Future[Compiled], seconds: float) -> None:
         self._future = future
         self._seconds = seconds
         self._until = time.monotonic() + seconds
@@ -73,7 +100,11 @@ class Compiling:
         return self.is_done
 
     def start(self) -> Matcher:
-        """A matcher for one sample. Waits until it is done; raises GrammarError."""
+        """A matcher for one sample of any prompt. Waits until it is done; raises GrammarError."""
+        return self.start_after(np.zeros(0, np.int32)).matcher
+
+    def start_after(self, prompt: Ints) -> Started:
+        """What one sample of a prompt follows. Waits until it is done; raises GrammarError."""
         if not self._future.done() and self.wait() and not self._future.done():
             raise GrammarError(
                 f"compiling the grammar took longer than {self._seconds:g} s",
@@ -83,7 +114,7 @@ class Compiling:
         if (failure := self._future.exception()) is not None:
             # One exception serves all who ask: its traceback must not keep the frames, and so the requests, of them all.
             raise failure.with_traceback(None)
-        return self._future.result().start()
+        return self._future.result().start(prompt)
 
 
 class Grammars:
@@ -92,17 +123,21 @@ class Grammars:
     def __init__(self, backend: GrammarBackend, *, kept: int = KEPT_GRAMMARS, seconds: float = COMPILE_SECONDS) -> None:
         self.backend = backend
         self._kept, self._seconds = kept, seconds
-        self._known: OrderedDict[Wanted, Future[CompiledGrammar]] = OrderedDict()
+        self._known: OrderedDict[Wanted, Future[Compiled]] = OrderedDict()
         self._lock = Lock()
-        self._jobs: SimpleQueue[tuple[Wanted, Future[CompiledGrammar]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Wanted, Future[Compiled]] | None] = SimpleQueue()
         self._threads: list[Thread] = []
 
     def compile(
-        self, grammar: Grammar | None, thinking: Thinking | None = None, rules: TokenRules | None = None
+        self,
+        grammar: Grammar | None,
+        thinking: Thinking | None = None,
+        rules: TokenRules | None = None,
+        repetition: Repetition | None = None,
     ) -> Compiling:
         """Start compiling a grammar (None: any text), behind reasoning if there is any, under the rules of tokens if there are,
-        or join what was asked before; does not wait. Any thread may call it."""
-        wanted = (grammar, thinking, rules)
+        with DRY if that is asked, or join what was asked before; does not wait. Any thread may call it."""
+        wanted = (grammar, thinking, rules, repetition)
         with self._lock:
             future = self._known.get(wanted)
             if future is None:
@@ -120,7 +155,7 @@ class Grammars:
                 self._jobs.put(None)
             self._threads.clear()
 
-    def _queue(self, wanted: Wanted, future: Future[CompiledGrammar]) -> None:
+    def _queue(self, wanted: Wanted, future: Future[Compiled]) -> None:
         self._jobs.put((wanted, future))
         if len(self._threads) < COMPILE_THREADS:
             # The interpreter does not wait for a daemon when it ends; a compiler can not be interrupted.
@@ -145,15 +180,20 @@ class Grammars:
                 future.set_exception(GrammarError(text, wanted="a grammar that it can read"))
 
     def _compiled(
-        self, grammar: Grammar | None, thinking: Thinking | None, rules: TokenRules | None
-    ) -> CompiledGrammar:
+        self,
+        grammar: Grammar | None,
+        thinking: Thinking | None,
+        rules: TokenRules | None,
+        repetition: Repetition | None,
+    ) -> Compiled:
         found = None if grammar is None else self.backend.compile(grammar)
         if thinking is not None:
             found = ThinkingGrammar(thinking, self.backend.vocabulary, found)
         if rules is not None:
             found = RuledTokens(rules, self.backend.vocabulary, found)
-        assert found is not None
-        return found
+        if repetition is None:
+            return Compiled(found)
+        return Compiled(found, RepetitionRules(repetition, self.backend.vocabulary, found))
 
 
 def open_grammars(name: str, vocabulary: Vocabulary) -> tuple[Grammars | None, Row]:

@@ -96,7 +96,7 @@ class TokenEngine:
                 Request(name, prompt, params, seed, index, stops, leader=leader, embeds=embeds, request_id=request_id)
             )
         group = SampleGroup(params, requests)
-        if params.grammar is None and params.thinking is None and params.token_rules is None:
+        if not params.is_bound:
             self._queue(group)
         else:
             check_request(requests[0], self.limits)
@@ -158,11 +158,15 @@ class TokenEngine:
     def _compile(self, params: SamplingParams) -> Compiling:
         if not self.limits.takes_masks:
             raise RequestError("this device's sampler takes no masks, so it follows no grammars; leave the grammar out")
+        if params.repetition is not None and not self.limits.takes_changes:
+            raise RequestError(
+                "this device's sampler takes no additions to logits, so there is no DRY; leave dry_multiplier out"
+            )
         if self._grammars is None:
             self._grammars = self._open_grammars()
         if self._grammars is None:
             raise RequestError("this engine follows no grammars; the decision `grammar` says why")
-        return self._grammars.compile(params.grammar, params.thinking, params.token_rules)
+        return self._grammars.compile(params.grammar, params.thinking, params.token_rules, params.repetition)
 
     def _take_unsent(self) -> list[EngineOutput]:
         unsent, self._unsent = self._unsent, []
@@ -183,7 +187,7 @@ class TokenEngine:
     def _start_compiled(self, name: str, group: SampleGroup, compiled: Compiling) -> list[EngineOutput]:
         try:
             for request in group.requests:
-                request.matcher = compiled.start()
+                request.matcher, request.change = compiled.start_after(request.prompt_ids)
         except GrammarError as error:
             return self._end_unqueued(name, group, "error", str(error), refused=True)
         except Exception as error:

@@ -17,7 +17,7 @@ from sglcore.sampling.batch import SamplingNeeds
 from sglcore.sampling.logprobs import logprobs_of
 from sglcore.sampling.processors import PenaltyRows, PenaltyState, count_penalties, place_penalties
 from sglcore.sampling.sampler import Sampler, SamplingState, place_state
-from sglcore.sampling.state import Logprobs, Masks, SampledTokens
+from sglcore.sampling.state import Logprobs, Masks, SampledTokens, place_changes
 from sglcore.step.rows import RowPlan
 from sglcore.step.sampling import NO_SAMPLING, BatchSampling, SamplingInputs, sampling_inputs, score_prompts
 
@@ -123,7 +123,8 @@ class SampleStep:
             known = replace(known, state=state)
         self._known = known
         if "masks" in arrived:
-            state = replace(state, masks=Masks(arrived["mask_rows"], arrived["masks"]))
+            masks = Masks(arrived["mask_rows"], arrived["masks"])
+            state = replace(state, masks=masks, changes=place_changes(arrived))
         return state
 
     def _placed(self, host: BatchSampling, arrived: Mapping[str, Tensor], positions: Tensor) -> DeviceSampling:
@@ -154,7 +155,7 @@ def _of_requests(state: SamplingState, width: int) -> SamplingState:
     needs = replace(state.needs, any_penalty=False, any_bias=False, any_xtc=False, top_logprobs=None)
     parts = {item.name: getattr(state, item.name) for item in fields(state)}
     first = {name: part[::width].contiguous() for name, part in parts.items() if isinstance(part, Tensor)}
-    return replace(state, **first, needs=needs, penalties=None, bias=None, masks=None, xtc=None)
+    return replace(state, **first, needs=needs, penalties=None, bias=None, masks=None, xtc=None, changes=None)
 
 
 def _nothing(device: torch.device) -> DeviceSampling:

@@ -77,6 +77,19 @@ class TokenRules:
     bad_words: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """DRY: of the last `last_n` tokens of prompt and output (-1: of all), what would repeat on is made less likely: a token that
+    followed the same n tokens before, n at least `allowed_length`, loses `multiplier` * `base` ** (n - `allowed_length`). No
+    repetition reaches over a text of `breakers`."""
+
+    multiplier: float
+    base: float
+    allowed_length: int
+    last_n: int
+    breakers: tuple[str, ...]
+
+
 def read_schema(text: str) -> dict | bool:
     """A JSON schema from its text; raises GrammarError if it is none."""
     try:

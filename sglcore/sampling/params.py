@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.sampling.grammar import Grammar, Thinking, TokenRules
+from sglcore.sampling.grammar import Grammar, Repetition, Thinking, TokenRules
 from sglcore.sampling.pattern_syntax import PatternError
 from sglcore.sampling.stop_pattern import MAX_PLACES, stop_pattern
 
@@ -24,6 +24,10 @@ MAX_STOP_TEXT = 4096
 
 MAX_STOP_PATTERNS, MAX_PATTERN_TEXT = 16, 1024
 """Regular expressions of a request that end its text, and characters of them all."""
+
+
+MAX_BREAKERS, MAX_BREAKER_TEXT = 64, 40
+"""Texts over which no repetition reaches, and characters of each."""
 
 
 class SamplingError(ValueError):
@@ -54,6 +58,12 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     """Over prompt and output: positive logits are divided by it, others multiplied."""
+    dry_multiplier: float = 0.0
+    """0 = no DRY: see `Repetition`, whose fields the next ones are."""
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Token id -> added to the logit after penalties, before temperature."""
     stop: tuple[str, ...] = ()
@@ -104,6 +114,19 @@ class SamplingParams:
     def excludes_top(self) -> bool:
         """Whether XTC may leave out a token: two can not have more than half of the probability each."""
         return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5 and not self.is_greedy
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the host has to follow the output: by a grammar, rules of tokens, or for repetitions."""
+        return any(each is not None for each in (self.grammar, self.thinking, self.token_rules, self.repetition))
+
+    @property
+    def repetition(self) -> Repetition | None:
+        """What DRY asks; None where it could change no logit."""
+        if self.dry_multiplier == 0.0 or self.dry_penalty_last_n == 0:
+            return None
+        kept = (self.dry_allowed_length, self.dry_penalty_last_n, self.dry_sequence_breakers)
+        return Repetition(self.dry_multiplier, self.dry_base, *kept)
 
     @property
     def needs_history(self) -> bool:
@@ -200,6 +223,15 @@ def _stop_regex(name: str, value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def _breakers(name: str, value: Any) -> tuple[str, ...]:
+    wanted = f"a list of at most {MAX_BREAKERS} texts of 1 to {MAX_BREAKER_TEXT} characters"
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_BREAKERS:
+        raise _refusal(name, value, wanted)
+    if not all(isinstance(text, str) and 0 < len(text) <= MAX_BREAKER_TEXT for text in value):
+        raise _refusal(name, value, wanted)
+    return tuple(value)
+
+
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
@@ -252,6 +284,11 @@ _CHECKS = MappingProxyType(
         "presence_penalty": _PENALTY,
         "frequency_penalty": _PENALTY,
         "repetition_penalty": _number("a finite number above 0", lambda x: 1e-30 <= x <= 1e30),
+        "dry_multiplier": _number("a number in [0, 1000]", lambda x: 0.0 <= x <= 1000.0),
+        "dry_base": _number("a number in [1, 1000]", lambda x: 1.0 <= x <= 1000.0),
+        "dry_allowed_length": _integer(1),
+        "dry_penalty_last_n": _integer(-1),
+        "dry_sequence_breakers": _breakers,
         "logit_bias": _bias,
         "stop": _stop,
         "stop_regex": _stop_regex,

@@ -113,14 +113,17 @@ class Sampler:
         return self._draw(weights.log(), state, self.tables)
 
     def process(self, logits: Tensor, state: SamplingState) -> Tensor:
-        """Logits after penalties, then bias and early bans, then masks, then XTC: a new float32[B, V], or `logits` itself."""
-        if state.penalties is None and state.bias is None and state.masks is None and state.xtc is None:
+        """Logits after penalties, then bias and early bans, then what this step adds, then masks, then XTC: a new
+        float32[B, V], or `logits` itself."""
+        if not any((state.penalties, state.bias, state.changes, state.masks, state.xtc)):
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if state.penalties is not None:
             apply_penalties_(logits, state.penalties)
         if state.bias is not None:
             apply_bias_(logits, state.bias, state.positions)
+        if state.changes is not None:
+            apply_bias_(logits, state.changes, state.positions)
         if state.masks is not None:
             apply_masks_(logits, state.masks)
         if state.xtc is not None:
@@ -198,5 +201,11 @@ def _row_parts(state: SamplingState) -> list[tuple[str, Tensor]]:
 def _narrow(state: SamplingState, rows: slice) -> SamplingState:
     """The state of a block of rows; processors have run by then."""
     return replace(
-        state, **{name: part[rows] for name, part in _row_parts(state)}, penalties=None, bias=None, masks=None, xtc=None
+        state,
+        **{name: part[rows] for name, part in _row_parts(state)},
+        penalties=None,
+        bias=None,
+        masks=None,
+        xtc=None,
+        changes=None,
     )

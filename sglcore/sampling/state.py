@@ -79,6 +79,8 @@ class SamplingState(Generic[A, P]):
     bias: Bias[A] | None = None
     masks: Masks[A] | None = None
     xtc: Exclusion[A] | None = None
+    changes: Bias[A] | None = None
+    """What one step adds, beside `bias`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,15 @@ def state_arrays(batch: SamplingBatch, needs: SamplingNeeds) -> dict[str, np.nda
         arrays["bias_rows"], arrays["bias_ids"] = batch.bias_rows(), batch.bias_ids
         arrays["bias_values"], arrays["bias_until"] = batch.bias_values, batch.bias_until
     return arrays
+
+
+CHANGE_ARRAYS = ("change_rows", "change_ids", "change_values", "change_until")
+"""The arrays of what a step adds to single logits."""
+
+
+def place_changes(parts: Mapping[str, A]) -> Bias[A] | None:
+    """It, from the device's arrays; None: nothing."""
+    return Bias(*(parts[name] for name in CHANGE_ARRAYS)) if CHANGE_ARRAYS[0] in parts else None
 
 
 def place_exclusion(needs: SamplingNeeds, parts: Mapping[str, A]) -> Exclusion[A] | None:

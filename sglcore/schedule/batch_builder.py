@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sglcore.device.batch import ForwardMode, HostSampling, ScheduleBatch, offsets_of
 from sglcore.device.worker import Limits
 from sglcore.schedule.decode_rows import DecodeRows
-from sglcore.schedule.masks import fill_along
+from sglcore.schedule.masks import Change, add_changes, fill_along
 from sglcore.schedule.prompt_embeds import add_embeds
 from sglcore.schedule.request import Request
 
@@ -194,8 +194,12 @@ class BatchBuilder:
             return
         drafts = self._drafts if batch.forward_mode.is_decode else 0
         words = np.empty((len(emitting), 1 + drafts, self._mask_words), dtype=np.int32)
-        counts = [fill_along(request, own) for own, (_, request) in zip(words, emitting, strict=True)]
-        batch.mask_rows = np.repeat(np.array([row for row, _ in emitting], dtype=np.int32), counts)
+        changes: list[list[Change]] = [[] for _ in emitting]
+        found = zip(words, emitting, changes, strict=True)
+        counts = [fill_along(request, own, added) for own, (_, request), added in found]
+        rows = np.array([row for row, _ in emitting], dtype=np.int32)
+        batch.mask_rows = np.repeat(rows, counts)
+        add_changes(batch, rows.tolist(), changes)
         if not drafts:
             batch.masks = words[:, 0]
             return

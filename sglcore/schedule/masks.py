@@ -1,16 +1,26 @@
-"""The masks of a request under a grammar: for its next token, and for those after proposals that the grammar allows."""
+"""The masks of a request under a grammar, and what is added to its logits: for its next token, and for those after proposals
+that the grammar allows."""
 
 from __future__ import annotations
 
-from sglcore.schedule.request import Ints, Request
+import numpy as np
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.schedule.request import Floats, Ints, Request
+
+Change = tuple[Ints, Floats]
+"""Token ids, and what is added to the logit of each."""
 
 
-def fill_along(request: Request, words: Ints) -> int:
+def fill_along(request: Request, words: Ints, changes: list[Change]) -> int:
     """How many masks were written to words int32[N, ceil(V / 32)]: one for the token after all that was emitted, and one after
-    each of `drafts` up to the first that ends the output or that the grammar forbids. The matcher is left as it was."""
+    each of `drafts` up to the first that ends the output or that the grammar forbids. `changes` get what is added to the logits
+    of each, if the request adds to any. The matcher is left as it was."""
     matcher = request.matcher
     assert matcher is not None
     matcher.fill(words[0])
+    if request.change is not None:
+        changes.append(request.change.change())
     filled, accepted, is_changed = 1, 0, False
     for mask, following, draft in zip(words, words[1:], request.drafts, strict=False):
         if draft in request.stop_ids or not _allows(mask, draft):
@@ -23,6 +33,8 @@ def fill_along(request: Request, words: Ints) -> int:
         if matcher.error:
             break
         filled += 1
+        if request.change is not None:
+            changes.append(request.change.change())
     if is_changed:
         matcher.rollback(accepted)
     return filled
@@ -30,3 +42,22 @@ def fill_along(request: Request, words: Ints) -> int:
 
 def _allows(mask: Ints, token: int) -> bool:
     return 0 <= token < 32 * len(mask) and bool(int(mask[token >> 5]) >> (token & 31) & 1)
+
+
+def add_changes(batch: ScheduleBatch, rows: list[int], changes: list[list[Change]]) -> None:
+    """What is added to logits of each row, after so many proposals."""
+    each = [
+        (row, node, *added)
+        for row, own in zip(rows, changes, strict=True)
+        for node, added in enumerate(own)
+        if len(added[0])
+    ]
+    batch.change_rows = batch.change_nodes = batch.change_ids = batch.change_values = None
+    if not each:
+        return
+    counts = [len(ids) for _, _, ids, _ in each]
+    batch.change_rows, batch.change_nodes = (
+        np.repeat(np.array([entry[column] for entry in each], dtype=np.int32), counts) for column in (0, 1)
+    )
+    batch.change_ids = np.concatenate([ids for _, _, ids, _ in each])
+    batch.change_values = np.concatenate([values for _, _, _, values in each])

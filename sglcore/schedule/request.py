@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sglcore.schedule.prompt_embeds import PromptEmbeds
 
 Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
 MAX_TOKEN = 2**31 - 1
 
 
@@ -61,6 +62,14 @@ class Matcher(Protocol):
         ...
 
 
+class LogitChange(Protocol):
+    """What is added to logits of a request's next token, beside a mask."""
+
+    def change(self) -> tuple[Ints, Floats]:
+        """Token ids int32[N], each once, and what is added to the logit of each, float32[N]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Awaited:
     """A running request that computes the first `pages` pages of another's prompt."""
@@ -80,6 +89,7 @@ class Request:
     Results: `output_ids` (a stop token included); `logprobs`, one entry of N = 1 per emitted token; `prompt_logprobs`,
     entries that together cover prompt tokens 1..P-1. `stop_cause` is the stop token's id or the stop string found.
     `matcher`: has accepted all of `output_ids` but a stop token, and is dropped when the request ends.
+    `change`: the matcher again, where it adds to logits too.
     `drafts`: what the worker proposes after `output_ids`, of a request with a matcher.
     `cached_tokens`: prompt tokens that the prefix cache had when the request first ran (-1: not yet).
     Everything below `cached_tokens` belongs to the scheduler. `cached_share`: quarters of the prompt, begun ones too, that
@@ -103,6 +113,7 @@ class Request:
     embeds: PromptEmbeds | None = None
     leader: Request | None = None
     matcher: Matcher | None = None
+    change: LogitChange | None = None
     drafts: list[int] = field(default_factory=list)
     request_id: str = ""
 

@@ -51,6 +51,11 @@ def check_request(request: Request, limits: Limits) -> None:
             "this request has a grammar, and this device's sampler takes no masks; leave the grammar out or run it"
             " on a device whose package does"
         )
+    if request.change is not None and not limits.takes_changes:
+        raise RequestError(
+            "this request asks for DRY, and this device's sampler takes no additions to logits; leave dry_multiplier out or"
+            " run it on a device whose package does"
+        )
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if low < 0 or high >= limits.vocab_size:
         found = low if low < 0 else high

@@ -394,7 +394,7 @@ class Scheduler:
         elif self.in_flight.naming(request.last_step) is not None:
             self.in_flight.mark_stale()
         request.state = State.FINISHED
-        request.matcher = request.awaited = None
+        request.matcher = request.change = request.awaited = None
         output = output or request.output([])
         output.finish_reason, output.stop_cause, output.error = reason, cause, error
         return output

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglcore.device.batch import HostSampling, Ints, ScheduleBatch
 from sglcore.device.worker import BatchResult, TokenLogprobs
@@ -42,6 +43,7 @@ def widen(batch: ScheduleBatch, wide: WideRows) -> ScheduleBatch:
     """What the draw reads of a decode batch, with each token to verify as a row of its own. Lengths are the most that they can be."""
     width = len(wide.slots) // max(batch.batch_size, 1)
     mask_rows, masks = _wide_masks(batch, width)
+    changes = _wide_changes(batch, width)
     return replace(
         batch,
         slots=wide.slots,
@@ -51,6 +53,7 @@ def widen(batch: ScheduleBatch, wide: WideRows) -> ScheduleBatch:
         mask_rows=mask_rows,
         mask_nodes=None,
         masks=masks,
+        **changes,
     )
 
 
@@ -67,6 +70,17 @@ def _wide_masks(batch: ScheduleBatch, width: int) -> tuple[Ints | None, Ints | N
         return None, None
     kept = batch.mask_nodes < width
     return (batch.mask_rows * np.int32(width) + batch.mask_nodes)[kept], batch.masks[kept]
+
+
+def _wide_changes(batch: ScheduleBatch, width: int) -> dict[str, NDArray | None]:
+    """What is added to logits of the wide rows."""
+    if batch.change_rows is None or batch.change_nodes is None:
+        return {}
+    assert batch.change_ids is not None and batch.change_values is not None
+    kept = batch.change_nodes < width
+    rows = (batch.change_rows * np.int32(width) + batch.change_nodes)[kept]
+    ids, values = batch.change_ids[kept], batch.change_values[kept]
+    return {"change_rows": rows, "change_nodes": None, "change_ids": ids, "change_values": values}
 
 
 def node_limits(batch: ScheduleBatch, width: int) -> Ints | None:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from sglcore.device.batch import Ints, ScheduleBatch
 from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
-from sglcore.sampling.state import Logprobs, penalty_arrays, state_arrays
+from sglcore.sampling.noise import OFF
+from sglcore.sampling.state import CHANGE_ARRAYS, Logprobs, penalty_arrays, state_arrays
 from sglcore.step.rows import RowPlan, last_tokens
 
 PROMPT_LOGITS_ELEMENTS = 1 << 24
@@ -55,7 +56,8 @@ class SamplingInputs:
     """What the device needs for one draw, `arrays` by name.
 
     `positions` and `last` int32[N], the emitting rows' lengths and the places of their last tokens, unless all rows emit
-    their only token; `mask_rows` int32[M], by their place among those that emit, and `masks`; `targets`, the tokens that
+    their only token; `mask_rows` int32[M], by their place among those that emit, and `masks`; what is added to logits in this
+    step, as CHANGE_ARRAYS; `targets`, the tokens that
     the `scored` rows predict. With a composition that is `new` also `slots` int32[N], and the arrays of
     `state_arrays` and `penalty_arrays`.
     """
@@ -82,7 +84,17 @@ def sampling_inputs(batch: ScheduleBatch, rows: RowPlan, known: int, all_rows: b
     new = None if is_known else _add_state(arrays, batch, rows, all_rows)
     if batch.masks is not None and batch.mask_rows is not None:
         arrays["mask_rows"], arrays["masks"] = rows.places(batch.mask_rows), batch.masks
+        arrays |= _changes(batch, rows)
     return SamplingInputs(arrays, new, _add_targets(arrays, batch))
+
+
+def _changes(batch: ScheduleBatch, rows: RowPlan) -> dict[str, NDArray]:
+    """What this step alone adds to single logits, as entries of a bias."""
+    if batch.change_rows is None or batch.change_ids is None or batch.change_values is None:
+        return {}
+    always = np.full_like(batch.change_ids, OFF)
+    values = (rows.places(batch.change_rows), batch.change_ids, batch.change_values, always)
+    return dict(zip(CHANGE_ARRAYS, values, strict=True))
 
 
 def _add_state(arrays: dict[str, NDArray], batch: ScheduleBatch, rows: RowPlan, all_rows: bool) -> BatchSampling:

@@ -162,9 +162,9 @@ def test_masks_stand_along_proposals_over_the_end_of_reasoning(name: str, marked
     request.matcher = started(name, marked, BOUND, Thinking(END, END))
     request.drafts = marked.encode(f"z{END}{{z", add_special_tokens=False).ids
     words = np.zeros((5, -(-marked.get_vocab_size() // 32)), np.int32)
-    assert fill_along(request, words) == 4
+    assert fill_along(request, words, []) == 4
     again = np.zeros((1, words.shape[1]), np.int32)
-    assert fill_along(request, again) == 1 and (again[0] == words[0]).all()
+    assert fill_along(request, again, []) == 1 and (again[0] == words[0]).all()
     sizes = [int(np.unpackbits(row.view(np.uint8)).sum()) for row in words[:4]]
     assert sizes[0] == sizes[1] > 2000 > max(sizes[2:]) > 0
 

@@ -98,10 +98,11 @@ class TokenEngine:
         score_prompts: bool = False,
         stagger: int = 0,
         grammars: Sequence[int | None] = (),
+        changing: int | None = None,
         **sampling: Any,
     ) -> list[Result]:
         """Run prompts to their end, adding one every `stagger` steps (0: all at once); greedy unless said. `grammars`: the
-        seed of each prompt's grammar, None for a free one."""
+        seed of each prompt's grammar, None for a free one; that of seed `changing` adds to logits too."""
         params = SamplingParams(
             **{"temperature": 0.0, "logprobs": 0, "ignore_eos": True, **sampling},
             max_tokens=max_tokens,
@@ -109,7 +110,8 @@ class TokenEngine:
         )
         requests = [self._request(prompt, params) for prompt in prompts]
         for request, seed in zip(requests, grammars, strict=False):
-            request.matcher = None if seed is None else HashedMatcher(seed, self.worker.limits.vocab_size)
+            matcher = None if seed is None else HashedMatcher(seed, self.worker.limits.vocab_size)
+            request.matcher, request.change = matcher, matcher if seed == changing else None
         waiting = list(requests)
         step = 0
         while waiting or self.loop.has_work:

@@ -30,6 +30,10 @@ GRAMMARS = (11, None, 12, 13, 14)
 """The seed of each prompt's grammar; None: it is free. The one with stop tokens draws them where its grammar allows them."""
 
 
+CHANGING = (12, 14)
+"""Of these, those that add to logits too."""
+
+
 class Matching(HashedMatcher):
     """Knows its request, so that it can tell proposals from what was emitted."""
 
@@ -43,7 +47,8 @@ def run(engine: TokenEngine, kind: type[Matching] = Matching) -> Ran:
 
     def prepare(requests: list[Request]) -> None:
         for request, seed in zip(requests, GRAMMARS, strict=True):
-            request.matcher = None if seed is None else kind(seed, request)
+            matcher = None if seed is None else kind(seed, request)
+            request.matcher, request.change = matcher, matcher if seed in CHANGING else None
 
     return laws.run(engine, prepare=prepare)
 
@@ -153,6 +158,13 @@ class MasksOfTheRoot(BatchBuilder):
             batch.masks = batch.masks[np.arange(len(batch.masks)) - batch.mask_nodes]
 
 
+class AddsAtTheRoot(BatchBuilder):
+    def _add_masks(self, batch: ScheduleBatch) -> None:
+        super()._add_masks(batch)
+        if batch.change_nodes is not None:
+            batch.change_nodes = np.zeros_like(batch.change_nodes)
+
+
 class VerifiesWhatHasNoMask(SpeculativeWorker):
     def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
         super()._place(staged, rows, None)
@@ -165,6 +177,7 @@ MUTANTS: Mapping[str, tuple[type[BatchBuilder] | None, type[SpeculativeWorker] |
             "rolls one too few back": (None, None, RollsOneTooFewBack),
             "masks of the token before": (MasksOfTheTokenBefore, None, Matching),
             "masks of the root": (MasksOfTheRoot, None, Matching),
+            "adds at the root": (AddsAtTheRoot, None, Matching),
             "verifies what has no mask": (None, VerifiesWhatHasNoMask, FailsAhead),
         }
     )

@@ -210,5 +210,5 @@ def test_masks_go_along_proposals_up_to_the_first_that_can_not_be_made_and_leave
     matcher = bound.matcher = GivesUpAfterTwo(bound)
     for drafts, count in (([1, 2, 3], 3), ([1, 9, 3], 2), ([-1, 2, 3], 1), ([5], 2), ([], 1)):
         bound.drafts = drafts
-        assert fill_along(bound, np.zeros((4, 2), dtype=np.int32)) == count
+        assert fill_along(bound, np.zeros((4, 2), dtype=np.int32), []) == count
         assert (matcher.emitted, matcher.error) == ([], "")

@@ -47,6 +47,18 @@ def test_a_stream_of_completion_adds_up_and_ends_with_its_counts(server: Server)
 
 
 def test_the_names_of_llama_server_mean_what_they_say_there(server: Server) -> None:
+    plain, dry, again = (
+        server.post(
+            "/completion", {**LLAMA, "prompt": "a b c d a b c d a b c", "n_predict": 12, "temperature": 0, **more}
+        )["content"]
+        for more in ({}, *[{"dry_multiplier": 4.0, "dry_allowed_length": 1, "dry_sequence_breakers": []}] * 2)
+    )
+    assert dry == again != plain
+    drawn = [
+        server.post("/completion", {**LLAMA, "n_predict": 20, "temperature": 1, "seed": 3, **more})["content"]
+        for more in ({}, *[{"xtc_probability": 1.0, "xtc_threshold": 0.05}] * 2)
+    ]
+    assert drawn[0] != drawn[1] == drawn[2]
     word = server.post("/completion", {**LLAMA, "n_predict": -1, "stop": ["."]})
     assert (word["stop_type"], word["stopping_word"]) == ("word", ".")
     schema = {

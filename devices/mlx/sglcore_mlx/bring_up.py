@@ -223,6 +223,7 @@ def worker(
         runs_ahead=True,
         generates=not model.config.is_encoder,
         takes_masks=True,
+        takes_changes=True,
         keeps_state=bool(model.states),
         num_snapshots=sizes.num_snapshots,
         **sizes.num_bytes,

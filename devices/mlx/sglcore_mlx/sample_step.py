@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import mlx.core as mx
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.sampling.state import Masks, SampledTokens
+from sglcore.sampling.state import Masks, SampledTokens, place_changes
 from sglcore.step.rows import RowPlan, last_tokens
 from sglcore.step.sampling import NO_SAMPLING, BatchSampling, SamplingInputs, sampling_inputs
 from sglcore.step.sizing import MemorySizes
@@ -57,6 +58,7 @@ class SampleStep:
         positions = mx.array(batch.seq_lens) if rows.emitting is None else arrived["positions"]
         history = self._history_of(parts["slots"], positions, batch, rows, state) if host.needs.any_penalty else None
         placed = place_state(host.needs, positions, parts, history=history, masks=_masks(arrived))
+        placed = replace(placed, changes=place_changes(arrived))
         sampled = self._sampler.sample(logits, placed)
         if logits.shape[0]:
             state.last[parts["slots"]] = sampled.token_ids

@@ -11,7 +11,13 @@ from pydantic import Field
 
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.grammar import Grammar, GrammarKind, TokenRules
-from sglcore.sampling.params import MAX_PATTERN_TEXT, MAX_STOP_PATTERNS, SamplingParams
+from sglcore.sampling.params import (
+    MAX_BREAKER_TEXT,
+    MAX_BREAKERS,
+    MAX_PATTERN_TEXT,
+    MAX_STOP_PATTERNS,
+    SamplingParams,
+)
 from sglcore.serving.apis.body import MOST_INT32, Body, Count, Ignored, Int, Items, Positive, Seed, TopK, entries
 from sglcore.serving.apis.checks import check_limit
 from sglcore.serving.replicas.errors import InvalidRequest, blame
@@ -28,6 +34,8 @@ BadWord = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[Items[Stop], Field(max_length=MOST_STOPS)]
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_TEXT)]
 Patterns = Annotated[Items[Pattern], Field(max_length=MAX_STOP_PATTERNS)]
+Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_TEXT)]
+LastN = Annotated[Int, Field(ge=-1, le=MOST_INT32)]
 Bias = Annotated[dict[str, float], Field(max_length=MOST_IDS), entries(MOST_IDS)]
 
 
@@ -41,6 +49,11 @@ class SamplingFields(Body):
     min_p: float | None = Field(None, ge=0, le=1)
     xtc_probability: float | None = Field(None, ge=0, le=1)
     xtc_threshold: float | None = Field(None, ge=0, le=1)
+    dry_multiplier: float | None = Field(None, ge=0, le=1000)
+    dry_base: float | None = Field(None, ge=1, le=1000)
+    dry_allowed_length: Positive | None = None
+    dry_penalty_last_n: LastN | None = None
+    dry_sequence_breakers: Annotated[Items[Breaker], Field(max_length=MAX_BREAKERS)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)

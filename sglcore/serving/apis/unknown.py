@@ -109,7 +109,7 @@ CHANGING = frozenset(
         *("bad_words", "allowed_token_ids", "thinking_token_budget"),
         *("truncate_prompt_tokens", "logits_processors", "custom_logit_processor", "return_tokens_as_token_ids"),
         *("lora", "lora_path", "lora_request", "prompt_embeds", "input_embeds", "return_hidden_states"),
-        *("dry_multiplier", "typical_p", "typical", "tfs_z", "top_a", "top_n_sigma", "mirostat"),
+        *("typical_p", "typical", "tfs_z", "top_a", "top_n_sigma", "mirostat"),
         *("dynatemp_range", "samplers", "repeat_last_n", "penalty_last_n", "smoothing_factor", "adaptive_target"),
         *("audio", "images", "image_data", "video_data", "audio_data", "multi_modal_data"),
         *("web_search_options", "sampling_params", "options", "template", "context"),

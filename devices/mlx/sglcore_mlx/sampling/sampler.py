@@ -47,12 +47,14 @@ class Sampler:
         return SampledTokens(tokens, bad, None if top_n is None else logprobs_of(logits, tokens, top_n))
 
     def process(self, logits: mx.array, state: SamplingState) -> mx.array:
-        """float32[B, V] of logits float[B, V] after penalties, bias with bans, masks, and XTC."""
+        """float32[B, V] of logits float[B, V] after penalties, bias with bans, what this step adds, masks, and XTC."""
         logits = logits.astype(mx.float32)
         if state.penalties is not None:
             logits = apply_penalties(logits, state.penalties, state.positions)
         if state.bias is not None:
             logits = apply_bias(logits, state.bias, state.positions)
+        if state.changes is not None:
+            logits = apply_bias(logits, state.changes, state.positions)
         if state.masks is not None:
             logits = apply_masks(logits, state.masks)
         if state.xtc is not None:
