@@ -19,13 +19,19 @@ from sglcore.device.errors import SglcoreError
 from sglcore.engine.start import embedded_model
 from sglcore.sampling.params import SamplingParams
 from tests import warm
+from tests.cli.in_process import run_here
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
 
 
 def run(*words: str, text: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     """`sglcore WORDS` with a standard input."""
-    return warm.run(("-m", "sglcore.cli", *words), Path.cwd(), {**ENVIRONMENT, **environ}, text)
+    return run_here(words, {"COLUMNS": "160", **environ}, text)
+
+
+def run_alone(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The same in a process that has imported nothing of ours."""
+    return warm.run(("-m", "sglcore.cli", *words), Path.cwd(), {**ENVIRONMENT, **environ})
 
 
 def refused(found: subprocess.CompletedProcess[str], *parts: str) -> None:
@@ -61,8 +67,8 @@ def test_text_goes_to_the_output_and_decisions_to_the_error_stream() -> None:
 
 def test_quiet_prints_the_text_alone_and_a_seed_repeats_it() -> None:
     words = ("generate", "-q", "--prompt", "The", "--max-tokens", "9", "--temperature", "1.2", "--seed", "5")
-    first, second = run(*words), run(*words)
-    assert first.stderr == "" and first.stdout == second.stdout
+    first, second = run_alone(*words), run(*words)
+    assert first.stderr == second.stderr == "" and first.stdout == second.stdout
 
 
 def test_chat_answers_and_stops() -> None:
@@ -99,7 +105,7 @@ def test_a_wrong_setting_is_one_line(words: list[str], parts: list[str]) -> None
 
 
 def test_a_wrong_variable_is_one_line() -> None:
-    refused(run("generate", "-q", "--prompt", "Hi", SGLCORE_DEVICE="nowhere"), "nowhere", "SGLCORE_DEVICE")
+    refused(run_alone("generate", "-q", "--prompt", "Hi", SGLCORE_DEVICE="nowhere"), "nowhere", "SGLCORE_DEVICE")
     refused(run("generate", "-q", "--prompt", "Hi", SGLCORE_PAGE_SIZE="big"), "SGLCORE_PAGE_SIZE", "big")
 
 
@@ -109,7 +115,7 @@ def test_a_prompt_longer_than_the_context_is_one_line() -> None:
 
 
 def test_an_error_is_the_first_thing_on_the_screen() -> None:
-    found = run("generate", "/no/such/model", "--prompt", "Hi")
+    found = run_alone("generate", "/no/such/model", "--prompt", "Hi")
     assert found.stderr.startswith("error: ") and found.returncode == 2
 
 
