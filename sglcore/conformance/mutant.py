@@ -35,7 +35,7 @@ def _same(declared: T) -> T:
 class Mutant:
     """`package` changes the declaration, and `facts` what it says of the device; `steps` change what the named steps of the
     bring-up build; `order` changes the order itself. `needs` are the capabilities of devices in which it can be planted, as
-    laws name them."""
+    laws name them. `case`: the case of its law that is nearest to it, which is tried first; empty: none is."""
 
     name: str
     says: str
@@ -44,6 +44,7 @@ class Mutant:
     steps: Mapping[str, Change] = field(default_factory=lambda: MappingProxyType({}))
     order: Callable[[BringUp], BringUp] | None = None
     needs: frozenset[str] = frozenset()
+    case: str = ""
 
 
 def in_runtime(name: str, says: str, facts: Callable[[Facts], Facts] = _same, **steps: Change) -> Mutant:

@@ -254,7 +254,7 @@ def _mutant(entry: str, how: Callable[[Callable[..., Any]], Callable[..., Any] |
         return table.replace(**{entry: broken})
 
     words, says = words_of(how)
-    return Mutant(name=f"{entry}: {words}", says=says, steps=MappingProxyType({"kernels": change}))
+    return Mutant(name=f"{entry}: {words}", says=says, steps=MappingProxyType({"kernels": change}), case=entry)
 
 
 _OWN: MappingProxyType[str, Change] = MappingProxyType(
@@ -298,5 +298,6 @@ MUTANTS: tuple[Mutant, ...] = (
         name="pack_linear: packs what linear refuses",
         says=(packs_what_linear_refuses.__doc__ or "").strip(),
         steps=MappingProxyType({"kernels": packs_what_linear_refuses}),
+        case="pack_linear",
     ),
 )

@@ -246,7 +246,7 @@ def catches(kit: Kit, law: Law, mutant: Mutant) -> tuple[bool | None, str]:
     broken = Kit(kit.target.broken_by(mutant), kit.folder, kit.settings)
     try:
         outcomes: list[Outcome] = []
-        for case in law.cases(broken.target):
+        for case in sorted(law.cases(broken.target), key=lambda case: case != mutant.case):
             outcomes.append(run_case(broken, law, case))
             if outcomes[-1].verdict == "failed":
                 return True, outcomes[-1].text
