@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -57,18 +57,34 @@ def differences(stored: Figures, found: Figures, targets: tuple[str, ...] = tupl
     return lines
 
 
+def absent(stored: Figures, found: Figures, target: str, cases: tuple[str, ...]) -> list[str]:
+    """One line for every stored figure of these cases that none of the same kernel's has: of a sample it is not known which case
+    would have compiled a kernel first."""
+    lines: list[str] = []
+    for label, targets in stored.items():
+        case, _, kernel = label.partition(": ")
+        known = [figures[target] for name, figures in found.items() if _kernel(name) == kernel.split(" ")[0]]
+        if case in cases and targets[target] not in known:
+            lines.append(f"{label} on {target} is {targets[target]} in the record, and none of {known}")
+    return lines
+
+
+def _kernel(label: str) -> str:
+    return label.partition(": ")[2].split(" ")[0]
+
+
 def _difference(what: str, before: int, now: int) -> list[str]:
     if now > before:
         return [f"regression: {what} rose from {before} to {now}"]
     return [f"improvement: {what} fell from {before} to {now}; record it: {RECORD}"] if now < before else []
 
 
-def measure(targets: tuple[str, ...] = tuple(LIMITS)) -> Figures:
-    """Compile everything for the targets, in processes of their own, and read the figures."""
+def measure(targets: tuple[str, ...] = tuple(LIMITS), cases: tuple[str, ...] = ()) -> Figures:
+    """Compile everything, or these cases, for the targets, in processes of their own, and read the figures."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # Triton asks for the choice to be made; this is what its launches do by default.
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, __file__, "--targets"]
+    command = [sys.executable, __file__, *(("--cases", *cases) if cases else ()), "--targets"]
     workers = [
         subprocess.Popen([*command, *targets[start::PROCESSES]], stdout=subprocess.PIPE, env=environment, cwd=ROOT)
         for start in range(min(PROCESSES, len(targets)))
@@ -77,7 +93,7 @@ def measure(targets: tuple[str, ...] = tuple(LIMITS)) -> Figures:
     for worker in workers:
         text, _ = worker.communicate()
         if worker.returncode:
-            raise RuntimeError(f"compiling for {worker.args[3:]} failed; its own traceback is above")  # pyright: ignore[reportIndexIssue]
+            raise RuntimeError(f"compiling by {worker.args[2:]} failed; its own traceback is above")  # pyright: ignore[reportIndexIssue]
         for kernel, figures in json.loads(text).items():
             found.setdefault(kernel, {}).update(figures)
     return found
@@ -127,8 +143,9 @@ class NoDevice:
         """Nothing was loaded."""
 
 
-def compile_for(target: str) -> Figures:
-    """Run every case against a device that is not there; figures of each kernel that a case compiled first."""
+def compile_for(target: str, wanted: Sequence[str] = ()) -> Figures:
+    """Run every case, or those that are wanted, against a device that is not there; figures of each kernel that a case compiled
+    first."""
     from triton.runtime import driver
 
     from sglcore.runtime.kernels.triton import Tuning
@@ -141,6 +158,8 @@ def compile_for(target: str) -> Figures:
     backend, _, lanes, _ = LIMITS[target]
     tuning = Tuning(lanes=lanes)
     for name, case in (cases(tuning) | bounded_cases(tuning, OPTIONS[backend])).items():
+        if wanted and name not in wanted:
+            continue
         case()
         for kernel, compiled in _compiled(KERNELS, device.get_current_device()):
             if id(compiled) not in seen:
@@ -187,11 +206,12 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--write", action="store_true", help="record the figures")
     options.add_argument("--targets", nargs="+", default=[], help="compile for these here and print the figures")
+    options.add_argument("--cases", nargs="+", default=[], help="with --targets: only these")
     given = options.parse_args()
     if given.targets:
         found: Figures = {}
         for target in given.targets:
-            for kernel, figures in compile_for(target).items():
+            for kernel, figures in compile_for(target, given.cases).items():
                 found.setdefault(kernel, {}).update(figures)
         print(json.dumps(found))
         return 0
