@@ -10,6 +10,7 @@ interpreter does not know from which of them a pointer came. Arithmetic that the
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -173,11 +174,15 @@ def patch() -> bool:
 @functools.cache
 def prepare_once() -> None:
     """Let the interpreter make Triton's language ready once in a launch for the functions of a module, not at each of their
-    calls, which took a third of a kernel's time and changed nothing."""
+    calls, which took a third of a kernel's time and changed nothing; and make once what every value of a kernel has of its
+    shape and type, which took a fifth of the rest."""
     try:
         from triton.runtime import interpreter
     except ImportError:
         return
+    _keep_shapes()
+    _keep_types(interpreter)
+    _keep_dtypes(interpreter)
     run, call = interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__
 
     @functools.wraps(run)
@@ -198,6 +203,55 @@ def prepare_once() -> None:
 
     setattr(interpreter.GridExecutor, "__call__", launched)  # noqa: B010  # foreign: where a launch begins
     setattr(interpreter.InterpretedFunction, "__call__", called)  # noqa: B010  # foreign: what makes ready
+
+
+def _keep_shapes() -> None:
+    """A value's shape and count, which nobody writes to, are made once for all values of that shape."""
+    from triton.language import core
+
+    @functools.cache
+    def made(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+
+    def begin(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = made(tuple(type.shape) if type.is_block() else ())
+
+    core.tensor.__init__ = begin  # foreign: what every value of a kernel begins with
+
+
+def _keep_types(interpreter: Any) -> None:
+    """The type of a block of numbers is made once for each scalar type and shape."""
+    from triton.language import core
+
+    kept = functools.cache(lambda scalar, sizes: core.block_type(scalar, list(sizes)))
+
+    def with_element(self: Any, scalar_ty: Any) -> Any:
+        return block(None, scalar_ty, self.shape)
+
+    def block(_: Any, dtype: Any, shape: Any) -> Any:
+        return kept(dtype, tuple(shape)) if type(dtype) is core.dtype else core.block_type(dtype, shape)
+
+    core.block_type.with_element_ty = with_element  # foreign: asked for each cast
+    interpreter.InterpreterBuilder.get_block_ty = block  # foreign: asked for each value that is made
+
+
+def _keep_dtypes(interpreter: Any) -> None:
+    """numpy's name of a scalar type, looked up in a table that was made anew for each question."""
+    from triton.language import core
+
+    original = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def named(asked: Any) -> Any:
+        scalar: Any = asked.element_ty if isinstance(asked, core.block_type) else asked
+        if isinstance(scalar, core.pointer_type):
+            return original(asked)
+        if scalar.name not in known:
+            known[scalar.name] = original(scalar)
+        return known[scalar.name]
+
+    setattr(interpreter, "_get_np_dtype", named)  # noqa: B010  # foreign: asked for each operation
 
 
 def _guard_memory(builder: Any) -> None:
