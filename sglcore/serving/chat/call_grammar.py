@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -97,20 +98,32 @@ def _around_json(
     literal: _Literals, family: ToolFamily, sample: Sample, functions: Sequence[Function], is_parallel: bool
 ) -> list[str]:
     before, middle, after = _parts(family, sample.one)
-    between = _between(sample.two) if sample.two and is_parallel else None
-    again = f" ({_with_ids(literal, between)} call){{0,{MOST_CALLS - 1}}}" if between is not None else ""
-    rules = [f"calls: {_with_ids(literal, before)} call{again} {_with_ids(literal, after)}".rstrip()]
-    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
-    for number, function in enumerate(functions):
+    between = _with_ids(literal, _between(sample.two)) if sample.two and is_parallel else None
+
+    def rules_of(number: int, function: Function) -> list[str]:
         schema = embedded(_parameters(function))
         name = _quoted(json.dumps(function["name"], ensure_ascii=False)[1:-1])
-        rules += [_origin(function), f"call_{number}: {name} {_with_ids(literal, middle)} args_{number}"]
-        rules.append(f"args_{number}: %json {schema}")
+        head = f"call_{number}: {name} {_with_ids(literal, middle)} args_{number}"
+        return [head, f"args_{number}: %json {schema}"]
+
+    return _calls(_with_ids(literal, before), between, _with_ids(literal, after), functions, rules_of)
+
+
+def _calls(
+    before: str,
+    between: str | None,
+    after: str,
+    functions: Sequence[Function],
+    rules_of: Callable[[int, Function], list[str]],
+) -> list[str]:
+    """The rules of calls with what stands around them, as Lark; `between` two of them, None if there may be but one."""
+    again = f" ({between} call){{0,{MOST_CALLS - 1}}}" if between is not None else ""
+    rules = [f"calls: {before} call{again} {after}".rstrip()]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    for number, function in enumerate(functions):
+        origin = f"{ORIGIN}the parameters of {json.dumps(function['name'])}"
+        rules += [origin, *rules_of(number, function)]
     return rules
-
-
-def _origin(function: Function) -> str:
-    return f"{ORIGIN}the parameters of {json.dumps(function['name'])}"
 
 
 def _parts(family: ToolFamily, turn: Turn) -> tuple[str, str, str]:
@@ -168,12 +181,8 @@ def _notated(literal: _Literals, notation: Notation, functions: Sequence[Functio
     begin, end = (literal(mark) for mark in notation.marks)
     opened, closed = (f"{begin} {_quoted('[')}", f"{_quoted(']')} {end}") if notation.is_list else (begin, end)
     joint = _quoted(", ") if notation.is_list else f"{closed} {opened}"
-    again = f" ({joint} call){{0,{MOST_CALLS - 1}}}" if is_parallel else ""
-    rules = [f"calls: {opened} call{again} {closed}"]
-    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
-    for number, function in enumerate(functions):
-        rules += [_origin(function), *_notated_function(literal, notation, number, function)]
-    return rules
+    rules_of = partial(_notated_function, literal, notation)
+    return _calls(opened, joint if is_parallel else None, closed, functions, rules_of)
 
 
 def _notated_function(literal: _Literals, notation: Notation, number: int, function: Function) -> list[str]:
@@ -267,14 +276,9 @@ def _written(tags: Tags, family: ToolFamily, sample: Sample) -> _Written:
 
 
 def _tagged(literal: _Literals, written: _Written, functions: Sequence[Function], is_parallel: bool) -> list[str]:
-    again = ""
-    if is_parallel and written.between is not None:
-        again = f" ({literal(written.between)} call){{0,{MOST_CALLS - 1}}}"
-    rules = [f"calls: {literal(written.before)} call{again} {literal(written.after)}".rstrip()]
-    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
-    for number, function in enumerate(functions):
-        rules += [_origin(function), *_tagged_function(literal, written, number, function)]
-    return rules
+    between = literal(written.between) if is_parallel and written.between is not None else None
+    rules_of = partial(_tagged_function, literal, written)
+    return _calls(literal(written.before), between, literal(written.after), functions, rules_of)
 
 
 def _tagged_function(literal: _Literals, written: _Written, number: int, function: Function) -> list[str]:

@@ -121,7 +121,17 @@ class ChosenTool(Body):
     function: ChosenName
 
 
-class ChatBody(GenerationFields):
+class TemplateFields(Body):
+    """What the checkpoint's template makes of messages depends on. `add_generation_prompt` left out is the contrary of
+    `continue_final_message`."""
+
+    tools: Items[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatBody(TemplateFields, GenerationFields):
     """A request for the next message of a conversation.
 
     `max_completion_tokens` and `max_tokens` are one thing (none: as many as the context holds). `chat_template_kwargs` go
@@ -130,7 +140,6 @@ class ChatBody(GenerationFields):
     """
 
     messages: Items[Message] = Field(min_length=1)
-    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     max_tokens: Positive | None = None
@@ -138,10 +147,7 @@ class ChatBody(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: Count | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
     modalities: Items[Literal["text"]] | None = None
     metadata: Ignored[dict[str, Any]] = None
     prediction: Ignored[dict[str, Any]] = None

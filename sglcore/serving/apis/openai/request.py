@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.checks import check_limit
-from sglcore.serving.apis.openai.body import ChatBody, CompletionBody, as_prompts
+from sglcore.serving.apis.openai.body import ChatBody, CompletionBody, Message, TemplateFields, as_prompts
 from sglcore.serving.apis.params import check_streamed, generation_params
 from sglcore.serving.chat.run import ChatRequest
 from sglcore.serving.replicas.errors import InvalidRequest
@@ -48,26 +48,30 @@ def chat_request(body: ChatBody, config: ServerConfig, request_id: str) -> ChatR
     """The chat that a body describes; raises InvalidRequest and SamplingError."""
     check_streamed(body)
     params, form = generation_params(body, config, max_tokens=_max_tokens(body), logprobs=_alternatives(body, config))
-    return ChatRequest(
-        messages=[message.plain() for message in body.messages],
+    return replace(
+        template_request(body, body.messages),
         params=params,
-        tools=[tool.plain() for tool in body.tools] if body.tools else None,
         tool_choice=_choice_of(body),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         progress=bool(body.return_progress and body.stream),
         chat_template_kwargs=_template_values(body),
-        add_generation_prompt=_adds_prompt(body),
-        continue_final_message=bool(body.continue_final_message),
         request_id=request_id,
         form=form,
         thinking_token_budget=body.thinking_token_budget,
     )
 
 
-def _adds_prompt(body: ChatBody) -> bool:
-    """Left out, it is the contrary of going on with the last message; both together are refused when it is rendered."""
-    given = body.add_generation_prompt
-    return not body.continue_final_message if given is None else given
+def template_request(body: TemplateFields, messages: Sequence[Message]) -> ChatRequest:
+    """The chat of these messages, of which nothing is asked but its prompt."""
+    adds = body.add_generation_prompt
+    return ChatRequest(
+        messages=[message.plain() for message in messages],
+        params=SamplingParams(),
+        tools=[tool.plain() for tool in body.tools] if body.tools else None,
+        add_generation_prompt=not body.continue_final_message if adds is None else adds,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
 
 
 def _max_tokens(body: ChatBody) -> int | None:

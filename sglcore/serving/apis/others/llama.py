@@ -10,12 +10,12 @@ from fastapi import APIRouter, Response
 
 from sglcore import __version__
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
-from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.apis.answer import Answer, Stream, as_json, documented, event
 from sglcore.serving.apis.checks import check_generates, check_limit
 from sglcore.serving.apis.logprobs import chat_logprobs
 from sglcore.serving.apis.openai.body import as_prompts
+from sglcore.serving.apis.openai.request import template_request
 from sglcore.serving.apis.others.llama_body import (
     ApplyTemplateBody,
     InfillBody,
@@ -27,7 +27,7 @@ from sglcore.serving.apis.params import completed
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.frontend import ChatFrontend
-from sglcore.serving.chat.run import ChatRequest, render
+from sglcore.serving.chat.run import render
 from sglcore.serving.replicas.errors import InvalidRequest, blame
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.ipc import unpack_params
@@ -75,15 +75,9 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     @router.post("/apply-template", tags=["llama-server"], responses=documented(PromptAnswer))
     async def apply_template(body: ApplyTemplateBody) -> Response:
         """A conversation as its prompt."""
-        request = ChatRequest(
-            messages=[message.plain() for message in body.messages],
-            params=SamplingParams(),
-            tools=[tool.plain() for tool in body.tools] if body.tools else None,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
         with blame("messages"):
-            return as_json({"prompt": (await render(frontend, request)).text}, body.warnings())
+            rendered = await render(frontend, template_request(body, body.messages))
+        return as_json({"prompt": rendered.text}, body.warnings())
 
     _add_state(router, frontend)
 

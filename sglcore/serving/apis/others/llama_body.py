@@ -13,7 +13,7 @@ from sglcore.sampling.grammar import Grammar
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.body import Body, Count, Ignored, Int, Items
 from sglcore.serving.apis.checks import check_limit, own_names
-from sglcore.serving.apis.openai.body import Message, Prompts, Tool
+from sglcore.serving.apis.openai.body import Message, Prompts, TemplateFields
 from sglcore.serving.apis.params import MOST_IDS, Bias, SamplingFields, Stop, Stops, bias_of, sampling_params
 from sglcore.serving.replicas.errors import InvalidRequest, blame
 
@@ -68,13 +68,10 @@ class InfillBody(LlamaFields):
     prompt: str | None = None
 
 
-class ApplyTemplateBody(Body):
+class ApplyTemplateBody(TemplateFields):
     """A conversation to be written as its prompt."""
 
     messages: Items[Message] = Field(min_length=1)
-    tools: Items[Tool] | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 def llama_params(body: LlamaFields, config: ServerConfig) -> tuple[SamplingParams, str]:

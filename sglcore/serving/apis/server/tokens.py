@@ -7,31 +7,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter, Response
 from pydantic import Field
 
 from sglcore.engine.text import LONG_TEXT
-from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.answer import Answer, as_json, documented
 from sglcore.serving.apis.body import Body, Count, Items
 from sglcore.serving.apis.checks import check_model
-from sglcore.serving.apis.openai.body import Message, Tool
+from sglcore.serving.apis.openai.body import Message, TemplateFields
+from sglcore.serving.apis.openai.request import template_request
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.chat.frontend import ChatFrontend
-from sglcore.serving.chat.run import ChatRequest, render
+from sglcore.serving.chat.run import render
 from sglcore.serving.replicas.errors import InvalidRequest, blame
 
 T = TypeVar("T")
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateFields):
     """A text, or the messages of a chat, as the model's token ids.
 
     `add_special_tokens` is whether a text gets what the checkpoint puts around a prompt (true unless said otherwise);
-    messages have what their template writes. The fields after it belong to messages. `content` is a text too, without what
+    messages have what their template writes. Those of templates belong to messages. `content` is a text too, without what
     stands around a prompt unless `add_special` is true; `with_pieces` gives each token's id and text: llama-server's fields.
     """
 
@@ -43,10 +43,6 @@ class TokenizeBody(Body):
     messages: Items[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: Items[Tool] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenPiece(Answer):
@@ -150,22 +146,13 @@ async def _ids(frontend: ChatFrontend, body: TokenizeBody) -> list[int]:
         with blame(name):
             return await frontend.tokenize(text, special=special)
     assert body.messages is not None
-    request = ChatRequest(
-        messages=[message.plain() for message in body.messages],
-        params=SamplingParams(),
-        tools=[tool.plain() for tool in body.tools] if body.tools else None,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
     with blame("messages"):
-        rendered = await render(frontend, request)
+        rendered = await render(frontend, template_request(body, body.messages))
         return await frontend.tokenize(rendered.text, special=bool(body.add_special_tokens))
 
 
 def _check_alone(body: TokenizeBody) -> None:
     """The fields that belong to messages do nothing for a text."""
-    names = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-    given = next(iter(body.given(*names)), None)
+    given = next(iter(body.given(*TemplateFields.model_fields)), None)
     if given is not None:
         raise InvalidRequest(f"found {given} beside prompt", wanted="messages", param=given)
