@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from sglcore.engine.guidance_schema import NAME, OPTIONS, check_schema
+from sglcore.engine.tag_grammar import lark_of_tags
 from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import ORIGIN, Grammar, GrammarError, read_schema
+from sglcore.sampling.grammar import ORIGIN, Grammar, GrammarError, read_schema, read_tags
 from sglcore.schedule.request import Matcher
 
 MAX_EBNF = 1 << 14
@@ -163,6 +164,8 @@ def _source(grammar: Grammar) -> str:
         return library.grammar_from_regex(grammar.text)
     if grammar.kind == "lark":
         return library.grammar_from_lark(grammar.text)
+    if grammar.kind == "structural_tag":
+        return library.grammar_from_lark(lark_of_tags(read_tags(grammar.text)))
     if grammar.kind == "ebnf":
         return library.grammar_from_lark(_lark_of(grammar.text))
     schema = {"type": "object"} if grammar.kind == "json_object" else read_schema(grammar.text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cached_property
 from types import MappingProxyType
@@ -11,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.engine.grammar_schema import refuse_keywords, schemas
+from sglcore.engine.tag_grammar import xgrammar_of_tags
 from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import Grammar, GrammarError, read_schema
+from sglcore.sampling.grammar import Grammar, GrammarError, read_schema, read_tags
 from sglcore.schedule.request import Matcher
 
 MAX_WHITESPACE = 33
@@ -131,13 +133,21 @@ class Xgrammar:
             return compiler.compile_lark(text)
         if grammar.kind == "ebnf":
             return compiler.compile_grammar(text)
+        if grammar.kind == "structural_tag":
+            found = read_tags(text)
+            for tag in found.tags:
+                self._check(json.loads(tag.schema))
+            return compiler.compile_structural_tag(xgrammar_of_tags(found))
         schema = {"type": "object"} if grammar.kind == "json_object" else read_schema(text)
-        refuse_keywords(schema, UNENFORCED, self.name)
-        for place, node in schemas(schema):
-            _refuse_mixtures(place, node)
+        self._check(schema)
         return compiler.compile_json_schema(
             text or schema, any_whitespace=True, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
         )
+
+    def _check(self, schema: Any) -> None:
+        refuse_keywords(schema, UNENFORCED, self.name)
+        for place, node in schemas(schema):
+            _refuse_mixtures(place, node)
 
 
 class CompiledByXgrammar:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from sglcore.device.errors import SglcoreError
+from sglcore.sampling.structural_tag import StructuralTag, TagError, read_structural_tag
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "ebnf"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "ebnf", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(GrammarKind)
 MAX_GRAMMAR_TEXT = 1 << 18
 """Characters of a grammar's text."""
@@ -24,8 +25,9 @@ class GrammarError(SglcoreError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the output must be: JSON of a schema (`text` is the schema), any JSON object (no text), or text of a regular
-    expression, of a Lark grammar or of one in the EBNF of llama.cpp. Raises GrammarError."""
+    """What the output must be: JSON of a schema (`text` is the schema), any JSON object (no text), text of a regular
+    expression, of a Lark grammar or of one in the EBNF of llama.cpp, or free text with parts by structural tags (their JSON).
+    Raises GrammarError."""
 
     kind: GrammarKind
     text: str = ""
@@ -46,6 +48,8 @@ class Grammar:
             raise GrammarError(f"a {self.kind} grammar with {'a' if self.text else 'no'} text", wanted=wanted)
         if self.kind == "json_schema":
             read_schema(self.text)
+        if self.kind == "structural_tag":
+            read_tags(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,14 @@ class Repetition:
     allowed_length: int
     last_n: int
     breakers: tuple[str, ...]
+
+
+def read_tags(text: str) -> StructuralTag:
+    """Structural tags from their text; raises GrammarError if it has none, or what can not be enforced."""
+    try:
+        return read_structural_tag(text)
+    except TagError as error:
+        raise GrammarError(error.found, wanted=error.wanted, remedy=error.remedy) from None
 
 
 def read_schema(text: str) -> dict | bool:

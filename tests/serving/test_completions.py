@@ -16,6 +16,11 @@ from tests.serving.conftest import Server
 PATH = "/v1/completions"
 STORY = "Once upon a time"
 GREEDY: Any = {"prompt": STORY, "temperature": 0.0, "max_tokens": 12}
+SEVEN = {"begin": ",", "content": {"type": "json_schema", "json_schema": {"enum": [7]}}, "end": "!"}
+TAGGED: Any = {
+    "type": "structural_tag",
+    "format": {"type": "triggered_tags", "triggers": [","], "tags": [SEVEN], "stop_after_first": True},
+}
 
 
 def ids_of(server: Server, text: str) -> list[int]:
@@ -279,6 +284,8 @@ def test_a_bias_forces_and_forbids_tokens(server: Server) -> None:
         ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
         ({"guided_regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
         ({"guided_grammar": 'start: "yes" | "no"'}, "yes|no"),
+        ({"response_format": TAGGED}, r"[^,]*,7!"),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAGGED)}}, r"[^,]*,7!"),
         ({"structured_outputs": {"grammar": 'root ::= "up" | "down"'}}, "up|down"),
         ({"structured_outputs": {"json": {"type": "boolean"}}}, "true|false"),
         ({"guided_json": '{"enum": [7, 8]}'}, "7|8"),
@@ -324,6 +331,12 @@ def test_ignored_fields_are_named_in_a_header(server: Server) -> None:
         ({"max_tokens": 1.5}, "max_tokens", "integer"),
         ({"stop": ["a", ""]}, "stop", "non-empty"),
         ({"stop_regex": "a(?=b)"}, "stop_regex", "looks ahead"),
+        ({"response_format": {"type": "structural_tag", "triggers": ["<"]}}, "response_format", "structures"),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [{}], "triggers": ["!"]}},
+            "response_format",
+            "begin",
+        ),
         ({"min_tokens": 30}, "min_tokens", "at most max_tokens"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "one form"),
         ({"guided_regex": "("}, None, "("),

@@ -169,6 +169,9 @@ def test_generate_takes_lists_forms_and_refuses_by_name(server: Server) -> None:
         "/generate", {**SGLANG, "sampling_params": {"max_new_tokens": 200, "stop": ".", "no_stop_trim": True}}
     )
     assert stopped["text"].endswith(".") and stopped["meta_info"]["finish_reason"]["matched"] == "."
+    tagged = {"structures": [{"begin": ",", "schema": {"enum": [7]}, "end": "!"}], "triggers": [","]}
+    found = server.post("/generate", {"text": STORY, "sampling_params": {"structural_tag": json.dumps(tagged)}})
+    assert found["text"].count(",") == found["text"].count(",7!") > 0
     asked = {"max_new_tokens": 200, "temperature": 0}
     plain, pattern = (
         server.post("/generate", {**SGLANG, "sampling_params": {**asked, **stop}})

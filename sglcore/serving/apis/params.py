@@ -84,10 +84,13 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """What form the answer takes."""
+    """What form the answer takes. Structural tags are `structures` and `triggers`, or a `format`."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    structures: Items[dict[str, Any]] | None = None
+    triggers: Items[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 class StructuredOutputs(Body):
@@ -101,6 +104,7 @@ class StructuredOutputs(Body):
     regex: str | None = None
     grammar: str | None = None
     choice: Items[str] | None = Field(None, min_length=1)
+    structural_tag: dict[str, Any] | str | None = None
 
 
 class GenerationFields(SamplingFields):
@@ -214,6 +218,10 @@ def format_grammar(kind: str, schema: Mapping[str, Any] | None, param: str) -> G
 def _of_format(found: ResponseFormat | None) -> dict[str, Grammar]:
     if found is None:
         return {}
+    if found.type == "structural_tag":
+        with blame("response_format"):
+            parts = found.given("structures", "triggers", "format")
+            return {"response_format": Grammar("structural_tag", json.dumps(parts, ensure_ascii=False))}
     schema = found.json_schema.schema_ if found.json_schema is not None else None
     grammar = format_grammar(found.type, schema, "response_format.json_schema.schema")
     return {} if grammar is None else {"response_format": grammar}
@@ -244,6 +252,8 @@ def _of_structured(found: StructuredOutputs | None, prefix: str = "structured_ou
         bound["grammar"] = ("ebnf" if "::=" in found.grammar else "lark", found.grammar)
     if found.choice is not None:
         bound["choice"] = ("regex", "|".join(map(_literal, found.choice)))
+    if found.structural_tag is not None:
+        bound["structural_tag"] = ("structural_tag", _schema_text(found.structural_tag, f"{prefix}structural_tag"))
     return {prefix + name: _grammar(prefix + name, *given) for name, given in bound.items()}
 
 

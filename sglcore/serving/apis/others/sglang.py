@@ -29,7 +29,7 @@ from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
 
 DEFAULT_MAX_TOKENS = 128
 """What SGLang continues a text by if nobody says."""
-_FORMS = MappingProxyType({"json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf"})
+_FORMS = MappingProxyType({name: name for name in ("json_schema", "regex", "ebnf", "structural_tag")})
 _OWN_NAMES = MappingProxyType(
     {
         "max_tokens": "sampling_params.max_new_tokens",
@@ -53,6 +53,7 @@ class SglangSampling(SamplingFields):
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class GenerateBody(Body):

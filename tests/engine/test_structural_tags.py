@@ -1,0 +1,155 @@
+"""Structural tags against a walk by hand: free text until a trigger, then one of its tags, on both libraries."""
+
+from __future__ import annotations
+
+import json
+import random
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglcore.engine import tag_grammar as module
+from sglcore.engine.grammar_llguidance import Llguidance
+from sglcore.engine.grammar_xgrammar import Xgrammar
+from sglcore.engine.text import TextCodec
+from sglcore.engine.vocabulary import Vocabulary
+from sglcore.sampling.grammar import Grammar, GrammarError
+from tests.planted import planted
+
+CODEC = TextCodec(Path(str(files("sglcore") / "assets" / "demo")))
+VOCABULARY = Vocabulary(CODEC.tokenizer, CODEC.tokenizer.get_vocab_size(with_added_tokens=True), (2,))
+TAGS = {("<f=", "a>"): ("12", "x"), ("<f=", "b>"): ("true", "1"), ("[[", ""): ('"k"', "k")}
+"""Trigger and the rest of a beginning: a value that its schema takes, and one that it does not."""
+KINDS = ("integer", "boolean", "string")
+ENDS = ("</f>", "</f>", "]]")
+STRUCTURES = [
+    {"begin": trigger + rest, "schema": {"type": kind}, "end": end}
+    for (trigger, rest), kind, end in zip(TAGS, KINDS, ENDS, strict=True)
+]
+GIVEN = {"structures": STRUCTURES, "triggers": ["<f=", "[["]}
+FORMAT = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f=", "[["],
+        "tags": [
+            {
+                "begin": each["begin"],
+                "content": {"type": "json_schema", "json_schema": each["schema"]},
+                "end": each["end"],
+            }
+            for each in STRUCTURES
+        ],
+        "stop_after_first": True,
+    },
+}
+
+
+def compiled(backend: Any, given: Any = GIVEN) -> Any:
+    return backend.compile(Grammar("structural_tag", json.dumps(given)))
+
+
+def follow(grammar: Any, text: str) -> bool | None:
+    """Whether the text may end there; None: it is not followed to its end."""
+    matcher = grammar.start()
+    for token in CODEC.encode(text, special=False):
+        words = np.zeros(-(-VOCABULARY.size // 32), np.int32)
+        matcher.fill(words)
+        if not words.view(np.uint32)[token >> 5] >> (token & 31) & 1 or not matcher.accept(token):
+            return None
+    words = np.zeros(-(-VOCABULARY.size // 32), np.int32)
+    matcher.fill(words)
+    return bool(words.view(np.uint32)[0] >> 2 & 1)
+
+
+def some_text(rng: random.Random) -> tuple[str, bool | None]:
+    """A text, and what `follow` is to say of it."""
+    text = ""
+    for _ in range(rng.randint(0, 3)):
+        text += rng.choice(("", "one <f ", "a\n[ b", "the fox < f= "))
+        number = rng.randrange(3)
+        (trigger, rest), end = list(TAGS)[number], ENDS[number]
+        right, wrong = list(TAGS.values())[number]
+        how = rng.random()
+        if how < 0.15:
+            return text + trigger + rest + wrong, None
+        if how < 0.3:
+            return text + trigger + rest + right, False
+        if how < 0.4 and rest:
+            return text + trigger + "z>", None
+        text += trigger + rest + right + end
+    return text + rng.choice(("", " the end.")), True
+
+
+@pytest.mark.parametrize("backend", [Llguidance, Xgrammar])
+def test_text_is_free_up_to_a_trigger_and_then_bound_to_a_tag(backend: Any) -> None:
+    grammar = compiled(backend(VOCABULARY))
+    for seed in range(25):
+        text, wanted = some_text(random.Random(seed))
+        assert follow(grammar, text) is wanted, text
+
+
+@pytest.mark.parametrize("backend", [Llguidance, Xgrammar])
+def test_the_newer_form_ends_with_its_first_tag(backend: Any) -> None:
+    grammar = compiled(backend(VOCABULARY), FORMAT)
+    assert follow(grammar, "plain text") is True
+    assert follow(grammar, "so <f=a>7</f>") is True
+    assert follow(grammar, "so <f=a>7</f> and") is None
+    assert follow(grammar, "so <f=a>x") is None
+
+
+@pytest.mark.parametrize(
+    ("sound", "defect"),
+    [
+        ("tagged* rest", "tagged rest"),
+        ("[lazy]", ""),
+        ("tag.begin[len(trigger) :]", "tag.begin"),
+        ("tag.end)", "trigger)"),
+    ],
+)
+def test_a_planted_defect_is_caught(sound: str, defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = planted(module, sound, defect)
+    monkeypatch.setattr("sglcore.engine.grammar_llguidance.lark_of_tags", broken.lark_of_tags)
+    with pytest.raises((AssertionError, GrammarError)):
+        grammar = compiled(Llguidance(VOCABULARY))
+        for seed in range(25):
+            text, wanted = some_text(random.Random(seed))
+            assert follow(grammar, text) is wanted
+
+
+def _changed(**more: Any) -> dict[str, Any]:
+    return {**GIVEN, **more}
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ([], "an object"),
+        ({"triggers": ["a"]}, "structures"),
+        (_changed(triggers=[]), "triggers"),
+        (_changed(triggers=["<f="]), "has no trigger"),
+        (_changed(triggers=["<f=", "[[", "{"]), "no tag begins with"),
+        (_changed(triggers=["<f=", "[[", "<"]), "holds another"),
+        (_changed(more=1), "'more'"),
+        (_changed(structures=[{"begin": "<f=", "schema": False, "end": ""}]), "false"),
+        (_changed(structures=[{"begin": "", "schema": {}, "end": ""}]), "begin"),
+        ({"format": {"type": "any_text"}}, "any_text"),
+        ({"format": {**FORMAT["format"], "at_least_one": True}}, "at_least_one"),
+        (
+            {"format": {**FORMAT["format"], "tags": [{"begin": "a", "content": {"type": "regex"}, "end": ""}]}},
+            "'regex'",
+        ),
+    ],
+)
+def test_what_can_not_be_enforced_is_refused_by_name(given: Any, reason: str) -> None:
+    with pytest.raises(GrammarError, match=reason.replace("[", r"\[")):
+        Grammar("structural_tag", json.dumps(given))
+
+
+def test_a_schema_that_can_not_be_enforced_is_refused() -> None:
+    given = {"structures": [{"begin": "<a>", "schema": {"x-guidance": {}}, "end": ""}], "triggers": ["<a>"]}
+    with pytest.raises(GrammarError, match="x-guidance"):
+        Llguidance(VOCABULARY).compile(Grammar("structural_tag", json.dumps(given)))
