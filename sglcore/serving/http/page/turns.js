@@ -145,10 +145,10 @@ class Answer {
     else this.meta.replaceChildren(...this.words.map(word => make("span", "", word)));
     if (this.reason === "length") this.meta.append(make("span", "", "ended by the token limit"));
     if (outcome) this.meta.append(make("span", "", outcome));
-    if (this.seed) this.meta.append(seedButton(this.seed));
     for (const call of this.calls) { call.shown.textContent = pretty(call.arguments); }
     this.draw();
     const made = [], button = act("Copy", "", () => copy(this.content, button));
+    if (this.seed) made.push(seedButton(this.seed));
     if (this.content) made.push(button);
     if (this.isChat) made.push(act(this.isEmpty && (this.hasFailed || outcome) ? "Retry" : "Regenerate", "again", () => again(this)));
     else made.push(act("Begin again", "", () => beginAgain(this.given)));
@@ -183,8 +183,8 @@ function acts(...buttons) {
   return node;
 }
 function seedButton(seed) {
-  const button = act(`seed ${seed}`, "", () => { $("seed").value = seed; saveSettings(); notice(`The next answers are drawn with the seed ${seed}.`); });
-  button.title = "Use this seed again";
+  const button = act("Keep the seed", "", () => { $("seed").value = seed; saveSettings(); notice(`The next answers are drawn with the seed ${seed}.`); });
+  button.title = `The seed of this answer: ${seed}`;
   return button;
 }
 function pretty(text) {
