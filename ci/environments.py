@@ -50,10 +50,11 @@ def prepare(lane: Lane, root: Path = ROOT) -> bool:
 
 
 def pip_command(lane: Lane, root: Path = ROOT) -> tuple[str, ...]:
-    """How this interpreter's pip installs into it: folders of the checkout in place, everything at the pinned versions."""
+    """How this interpreter's pip installs into it: folders of the checkout in place, everything at the pinned versions. What is
+    imported is compiled then; pip would compile everything."""
     words = tuple(part for word in lane.environment for part in (("-e", word) if is_checkout(word, root) else (word,)))
     pip = (sys.executable, "-m", "pip", "--python", str(python_of(lane, root)), "install", "--quiet")
-    return (*pip, "--disable-pip-version-check", "-c", CONSTRAINTS, *words)
+    return (*pip, "--disable-pip-version-check", "--no-compile", "-c", CONSTRAINTS, *words)
 
 
 def is_checkout(word: str, root: Path) -> bool:
