@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -352,9 +353,18 @@ MUTANTS = (
 )
 
 
+NEAREST = MappingProxyType(
+    {
+        CountsCellsThatNobodyNeeds: 3060,
+        TakesTheProposalsOfOthers: 3011,
+    }
+)
+"""Seeds that have caught what most others pass by. They are tried first, and all the others after them."""
+
+
 @pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)
 def test_a_planted_bug_is_caught_by_some_trace(kind: type, path: str, message: str) -> None:
-    check_caught(draw, SEEDS, plant(kind, path), message)
+    check_caught(draw, SEEDS, plant(kind, path), message, NEAREST.get(kind))
 
 
 def test_what_is_proposed_after_a_prompt_has_cells_of_its_own() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -229,6 +230,16 @@ MUTANTS = (
 )
 
 
+NEAREST = MappingProxyType(
+    {
+        SavesAgainInTheNextStep: 1032,
+        PublishesSnapshotsBeforeCollect: 1106,
+        PublishesWhatFailed: 1164,
+    }
+)
+"""Seeds that have caught what most others pass by. They are tried first, and all the others after them."""
+
+
 @pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)
 def test_a_planted_bug_is_caught_by_some_trace(kind: type, path: str, message: str) -> None:
-    check_caught(draw, SEEDS, plant(kind, path), message)
+    check_caught(draw, SEEDS, plant(kind, path), message, NEAREST.get(kind))

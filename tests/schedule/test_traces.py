@@ -6,6 +6,7 @@ Every law has mutants: schedulers with one planted bug, which the same traces mu
 from __future__ import annotations
 
 from random import Random
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -293,6 +294,27 @@ MUTANTS = (
 )
 
 
+NEAREST = MappingProxyType(
+    {
+        PublishesBeforeCollect: 55,
+        FreesBeforeCollect: 10,
+        ForgetsOutputsOnRetraction: 26,
+        RecomputesOnlyThePrompt: 22,
+        NeverRetracts: 22,
+        ForgetsPromises: 9,
+        PublishesWhatFailed: 52,
+        KeepsScoresOfBefore: 126,
+        AsksForScoresAgain: 50,
+        SendsOnlyThePromptsHistory: 50,
+        IgnoresWhatCameBefore: 13,
+        LeavesNothingToCompute: 14,
+        PublishesIncompletePages: 13,
+        PublishesBeforeLookahead: 18,
+    }
+)
+"""Seeds that have caught what most others pass by. They are tried first, and all the others after them."""
+
+
 @pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)
 def test_a_planted_bug_is_caught_by_some_trace(kind: type, path: str, message: str) -> None:
-    check_caught(lambda seed: draw_trace(Random(seed)), SEEDS, plant(kind, path), message)
+    check_caught(lambda seed: draw_trace(Random(seed)), SEEDS, plant(kind, path), message, NEAREST.get(kind))

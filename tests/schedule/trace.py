@@ -191,10 +191,14 @@ def plant(kind: type, path: str) -> Callable[[Scheduler], None]:
 
 
 def check_caught(
-    draw: Callable[[int], Trace], seeds: Iterable[int], planted: Callable[[Scheduler], None], message: str
+    draw: Callable[[int], Trace],
+    seeds: Iterable[int],
+    planted: Callable[[Scheduler], None],
+    message: str,
+    nearest: int | None = None,
 ) -> None:
-    """Fail unless the trace of some seed ends in an error that says `message`."""
-    for seed in seeds:
+    """Fail unless the trace of some seed ends in an error that says `message`. `nearest`: one that did before, tried first."""
+    for seed in (*(() if nearest is None else (nearest,)), *seeds):
         try:
             play(draw(seed), planted)
         except Exception as error:
