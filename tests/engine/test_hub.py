@@ -46,12 +46,13 @@ REPOSITORIES = {
     "owner/torch": {**PLAIN, "pytorch_model.bin": b"x"},
     "owner/gguf": {"m-Q4_K_M.gguf": b"4", "m-Q8_0.gguf": b"8", "m-BF16.gguf": b"b", "mmproj-F16.gguf": b"p"},
     "owner/gated": {**PLAIN, "model.safetensors": b"w"},
+    "owner/gated-gguf": {"m-Q4_K_M.gguf": b"4"},
 }
 
 
 @pytest.fixture
 def hub() -> Iterator[HubServer]:
-    with hub_server(HubServer(REPOSITORIES, frozenset({"owner/gated"}))) as server:
+    with hub_server(HubServer(REPOSITORIES, frozenset({"owner/gated", "owner/gated-gguf"}))) as server:
         yield server
 
 
@@ -106,8 +107,9 @@ def test_what_can_not_be_fetched_is_one_line_with_the_remedy(hub: HubServer, tmp
     asked = [(name, {"revision": revision}) for (name, revision) in cases]
     for (said,), parts in zip(fetch(asked, tmp_path, hub.url), cases.values(), strict=True):
         assert all(part in said for part in parts) and "\n" not in said, said
-    ((path, *_),) = fetch([("owner/gated", {"token": "t0"})], tmp_path, hub.url)
-    assert COMMIT in path and "Bearer t0" in hub.tokens
+    gated: list[tuple[str, dict[str, Any]]] = [(name, {"token": "t0"}) for name in ("owner/gated", "owner/gated-gguf")]
+    for path, *_ in fetch(gated, tmp_path, hub.url):
+        assert COMMIT in path and "Bearer t0" in hub.tokens
     empty = tmp_path / "empty"
     for offline, parts in (
         ({"HF_HUB_OFFLINE": "1"}, ("HF_HUB_OFFLINE forbids the network", "unset HF_HUB_OFFLINE")),

@@ -99,7 +99,7 @@ def test_requests_end_by_the_ids_that_clients_know() -> None:
             prompts = [await _named(frontend, name) for name in ("cmpl-a1-0", "cmpl-a1-1", "cmpl-a12", "other")]
             CALLER.set("mine")
             prompts.append(await _named(frontend, "chatcmpl-5"))
-            assert [frontend.abort([name]) for name in ("cmpl-a", "cmpl-a1", "mine", "other")] == [0, 2, 1, 1]
+            assert [frontend.abort([name]) for name in ("cmpl", "cmpl-a1", "mine", "other")] == [0, 2, 1, 1]
             assert [each.is_closed for each in prompts] == [True, True, False, True, True]
             assert frontend.abort(None) == 1
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from typing import Any
 
 import httpx
 import pytest
 
 from sglcore.engine.outputs import TextDelta
+from sglcore.schedule.request import ContextError, RequestError
 from sglcore.serving.apis.answer import ErrorAnswer
 from sglcore.serving.replicas.errors import EngineDied, Overloaded, failure, told
 from sglcore.serving.replicas.health import Health
@@ -152,6 +154,21 @@ def test_a_server_that_drains_has_started_but_is_not_ready() -> None:
     assert found == {"/livez": 200, "/readyz": 503, "/startupz": 200}
 
 
+def test_what_has_begun_to_end_does_not_go_back_and_a_start_takes_its_time_once() -> None:
+    health = Health()
+    health.become_ready()
+    began = health.snapshot()
+    time.sleep(0.002)
+    assert health.snapshot() == began
+    health.drain()
+    health.begin("restarting")
+    health.become_ready()
+    assert health.phase == "draining" and not health.ready
+    health.die("its device is gone")
+    health.drain()
+    assert not health.live and health.snapshot()["reason"] == "its device is gone"
+
+
 @pytest.mark.parametrize("path", GENERATING)
 @pytest.mark.parametrize("stream", [False, True])
 def test_too_much_to_do_is_told_with_a_time(path: str, stream: bool) -> None:
@@ -254,6 +271,9 @@ def test_a_request_that_an_operator_ends_before_its_first_word_is_told_so(
 
 def test_only_what_may_be_told_is_told() -> None:
     assert failure(RuntimeError("secret")) is None
+    too_long, too_odd = failure(ContextError("too long")), failure(RequestError("odd"))
+    assert too_long is not None and (too_long.status, too_long.code) == (400, "context_length_exceeded")
+    assert too_odd is not None and (too_odd.status, too_odd.code) == (400, None)
     assert "secret" not in told(RuntimeError("secret")).message
 
 

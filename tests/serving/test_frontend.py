@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -112,7 +113,8 @@ def test_an_id_names_one_request_at_a_time() -> None:
     async def play() -> None:
         async with staged_frontend() as (frontend, stage):
             engine = await stage.ready_engine()
-            first = await frontend.generate([5, 6, 7], PARAMS, request_id="mine")
+            first = await frontend.generate([5, 6, 7], replace(PARAMS, seed=0), request_id="mine")
+            assert (await engine.next_request()).seed == first.output.outputs[0].seed == 0
             with pytest.raises(InvalidRequest, match="mine"):
                 await frontend.generate([5, 6, 7], PARAMS, request_id="mine")
             engine.emit("mine", 9, reason="length")

@@ -74,7 +74,11 @@ def test_the_line_has_the_tokens_and_times_of_every_prompt() -> None:
         clock.on_tokens(2, 0.1)
         clock.on_end(reason)
         exchange.clocks.append(clock)
-    assert "prompt_tokens=20 cached_tokens=8 tokens=6 first_token_ms=" in line(exchange)
+    refused = metrics.clock()  # it never came to an engine
+    refused.on_prompt(99, 0)
+    exchange.clocks.append(refused)
+    exchange.clocks[0].first_token_seconds, exchange.clocks[1].first_token_seconds = 0.5, 0.25
+    assert "prompt_tokens=20 cached_tokens=8 tokens=6 first_token_ms=250.0 " in line(exchange)
     assert line(exchange).endswith("ended=length,stop")
 
 

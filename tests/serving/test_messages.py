@@ -11,6 +11,8 @@ import pytest
 from pydantic import BaseModel
 
 from sglcore.device.server_config import ServerConfig
+from sglcore.serving.apis.anthropic.body import MessagesRequest
+from sglcore.serving.apis.anthropic.request import message_request
 from sglcore.serving.replicas.errors import EngineDied, Overloaded
 from tests.serving.conftest import Server
 from tests.serving.scripted import CACHED, MODEL, PROMPT, Stage, call, content, reasoning, staged
@@ -405,3 +407,15 @@ def test_the_prompt_of_a_model_with_tools_has_them_with_calls_and_results(tool_s
     plain, with_tools, with_result = (count.input_tokens for count in counts)
     assert plain < with_tools < with_result
     assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == with_result
+
+
+def test_what_a_body_says_of_thinking_and_of_calls_is_asked_for() -> None:
+    tool = {"name": "weather", "input_schema": {"type": "object"}, "strict": True}
+    body: dict[str, Any] = {"max_tokens": 5, "messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+    plain = message_request(MessagesRequest.model_validate(body))
+    assert (plain.thinking_token_budget, plain.parallel_tool_calls) == (None, True)
+    body |= {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    body |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+    asked = message_request(MessagesRequest.model_validate(body))
+    assert (asked.thinking_token_budget, asked.parallel_tool_calls, asked.tool_choice) == (1024, False, "required")
+    assert asked.tools is not None and asked.tools[0]["function"]["strict"] is True

@@ -12,6 +12,7 @@ from starlette.types import Message as AsgiEvent
 from starlette.types import Receive, Scope, Send
 
 from sglcore.device.server_config import ServerConfig
+from sglcore.serving.apis.answer import CUT, WARNINGS
 from sglcore.serving.replicas.ipc import EngineStats
 from tests.serving.wrapped import Answered, call, echo, wrapped
 
@@ -70,8 +71,7 @@ class TestKeys:
 
     @pytest.mark.parametrize("path", ["/", "/livez", "/readyz", "/startupz", "/health"])
     def test_the_page_and_the_probes_are_open_for_reading_only(self, path: str) -> None:
-        assert answer_of(self.config, path, method="GET").status == 200
-        assert answer_of(self.config, path, method="POST").status == 401
+        assert [answer_of(self.config, path, method=each).status for each in ("GET", "HEAD", "POST")] == [200, 200, 401]
 
     @pytest.mark.parametrize("path", ["/metrics", "/server_info", "/v1/models", "/livez/", "//", "/openapi.json"])
     def test_everything_else_needs_a_key(self, path: str) -> None:
@@ -101,6 +101,10 @@ class TestHosts:
         assert answer_of(config, headers={"host": "box.lan:80"}).status == 200
         assert answer_of(config, headers={"host": "other.lan:80"}).status == 403
 
+    def test_a_star_is_any_name_and_any_page(self) -> None:
+        config = ServerConfig(allowed_hosts=("*",), cors_origins=("*",))
+        assert answer_of(config, headers={"host": "any.example", "origin": "http://other.example"}).status == 200
+
     def test_a_server_for_others_answers_to_any_name(self) -> None:
         assert answer_of(ServerConfig(host="0.0.0.0"), headers={"host": "any.example"}).status == 200
 
@@ -126,8 +130,13 @@ class TestCors:
         config = ServerConfig(cors_origins=("http://app.example",), api_key=KEYS)
         answer = answer_of(config, method="OPTIONS", headers=PREFLIGHT)
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "http://app.example")
+        asked = {**PREFLIGHT, "access-control-request-method": "DELETE"}
+        assert answer_of(config, method="OPTIONS", headers=asked).status == 200
         refused = answer_of(config, headers={"origin": "http://app.example"})
         assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, "http://app.example")
+        assert {"x-request-id", WARNINGS, CUT, "retry-after"} == set(
+            refused.headers["access-control-expose-headers"].split(", ")
+        )
 
     def test_other_origins_get_no_permission(self) -> None:
         config = ServerConfig(host="0.0.0.0", cors_origins=("http://app.example",))
@@ -162,6 +171,7 @@ class TestBodies:
 
     def test_a_compressed_body_is_415(self) -> None:
         assert answer_of(self.config, headers={"content-encoding": "gzip"}, chunks=[b"x"]).status == 415
+        assert answer_of(self.config, headers={"content-encoding": "Identity"}, chunks=[b"x"]).status == 200
 
     def test_the_sum_of_arriving_bodies_is_bounded(self) -> None:
         async def crowd() -> list[int]:

@@ -71,6 +71,7 @@ def test_a_stream_is_sent_as_it_comes_and_what_it_holds_is_left(fault: Exception
     answer = TestClient(served(routes)).post("/", json={"text": ""})
     assert answer.text == "data: 1\n\n" + ("" if fault is None else 'data: "it broke"\n\n')
     assert answer.headers["content-type"].startswith("text/event-stream") and left == [True]
+    assert answer.headers["cache-control"] == "no-cache"
     assert answer.headers["x-sglcore-warnings"] == "ignored: colour"
 
 

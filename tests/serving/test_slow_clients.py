@@ -11,7 +11,8 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -489,6 +490,19 @@ def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
 def test_a_host_that_is_not_there_is_an_error_that_names_it() -> None:
     with pytest.raises(http.ConfigError, match="no-such-host.invalid"):
         http.bind(ServerConfig(host="no-such-host.invalid"))
+
+
+@pytest.mark.parametrize(
+    ("bound", "wanted"),
+    [
+        (("127.0.0.1", 80), "http://127.0.0.1:80"),
+        (("0.0.0.0", 80), "http://localhost:80"),
+        (("::", 80, 0, 0), "http://localhost:80"),
+        (("::1", 80, 0, 0), "http://[::1]:80"),
+    ],
+)
+def test_the_address_is_one_that_this_machine_can_ask(bound: tuple[Any, ...], wanted: str) -> None:
+    assert http.address_of([cast(socket.socket, SimpleNamespace(getsockname=lambda: bound))]) == wanted
 
 
 def test_who_reads_a_byte_now_and_then_keeps_no_place_on_the_device(server: Server) -> None:

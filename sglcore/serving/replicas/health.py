@@ -41,7 +41,7 @@ class Health:
     def begin(self, phase: str, done: int = 0, total: int = 0) -> None:
         """A phase of the start; no change while the server drains or is dead."""
         if self.phase not in ("draining", "dead"):
-            self.phase, self._done, self._total, self.reason = phase, done, total, ""
+            self.phase, self._done, self._total = phase, done, total
 
     def become_ready(self) -> None:
         """A token came out of the path that serves."""

@@ -65,8 +65,7 @@ class Exchanges:
         async def outward(message: AsgiEvent) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                others = (pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id")
-                message = {**message, "headers": [*others, id_header]}
+                message = {**message, "headers": [*message.get("headers", ()), id_header]}
             await send(message)
 
         token, caller = CLOCKS.set(exchange.clocks), CALLER.set(exchange.request_id)
