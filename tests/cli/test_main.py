@@ -72,6 +72,13 @@ def test_words_that_no_command_takes_are_one_line_that_says_what_to_do(
     assert captured.out == ""
 
 
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(("--version",)) == 2
+    assert capsys.readouterr().err == "error: No space left on device; free some space, or write elsewhere\n"
+
+
 @pytest.mark.parametrize("command", [("generate",), ("serve",), ("bench", "offline")])
 def test_help_fits_eighty_columns_and_breaks_no_flag(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
