@@ -33,7 +33,8 @@ from sglcore.serving.http.page import route as page
 from sglcore.serving.http.routes import JsonRequest, Routes
 
 log = logging.getLogger("sglcore.serving")
-_ENDPOINTS = (probes, openai, responses, anthropic, pooling, llama, sglang, tokens, info, control, page)
+_ENDPOINTS = (openai, anthropic, responses, pooling, llama, sglang, tokens, probes, info, control, page)
+"""Those that are asked most come first: a request tries the routes in their order."""
 
 
 @asynccontextmanager

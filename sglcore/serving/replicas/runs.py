@@ -23,6 +23,8 @@ class Runs:
     def __init__(self, generations: Sequence[Generation], held: AsyncExitStack, form: str = "") -> None:
         """`form`: the field that is to blame if an engine refuses the form of the answer."""
         self.generations = tuple(generations)
+        self.outputs = [generation.output for generation in generations]
+        """What there is of each prompt, as it grows."""
         self.held, self.form = held, form
 
     async def ended(self) -> None:
@@ -44,11 +46,6 @@ class Runs:
                 return
             async for found in _merged(self.generations):
                 yield found
-
-    @property
-    def outputs(self) -> list[RequestOutput]:
-        """What there is of each prompt, as it grows."""
-        return [generation.output for generation in self.generations]
 
     async def __aenter__(self) -> Runs:
         return self

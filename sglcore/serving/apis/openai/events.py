@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
-from sglcore.serving.apis.answer import DONE, cut_of, error_body, event
+from sglcore.serving.apis.answer import DONE, cut_of, encode, error_body, event
 from sglcore.serving.apis.logprobs import CompletionLogprobs, chat_logprobs, prompt_scores
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody
 from sglcore.serving.apis.params import GenerationFields
@@ -44,8 +44,8 @@ class _Writer(Writer[Run]):
         constant = event({**self._frame(self._chunk), **({"usage": None} if is_empty else {})})
         begin = constant[:-3] + b","  # without the end of the object and of the event
         if self._counts_along:
-            return lambda rest: begin + event({**rest, "usage": self._usage(runs.outputs)})[7:]
-        return lambda rest: begin + event(rest)[7:]
+            return lambda rest: begin + encode({**rest, "usage": self._usage(runs.outputs)})[1:] + b"\n\n"
+        return lambda rest: begin + encode(rest)[1:] + b"\n\n"
 
     def _last(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The usage, if it is wanted, and the end. Raises Unanswered if every sample failed."""
