@@ -34,6 +34,7 @@ class Script:
     it ends; `rendered`, `prompts` and `params` are what it was asked.
 
     `fault` is raised after the last delta instead of an end; `ignored` are the variables that the template does not read.
+    `turns`: what the requests that follow say one after the other, until the last.
     """
 
     says: Sequence[Sequence[Delta] | str] = ()
@@ -43,6 +44,7 @@ class Script:
     fault: Exception | None = None
     tokens: int | None = None
     ignored: tuple[str, ...] = ()
+    turns: list[Sequence[Sequence[Delta] | str]] = field(default_factory=list)
     rendered: list[dict[str, Any]] = field(default_factory=list)
     prompts: list[Any] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
@@ -60,6 +62,10 @@ class Stage:
         for item in fields(Script):
             setattr(self.script, item.name, getattr(fresh, item.name))
         return self.script
+
+    def converse(self, *turns: Sequence[Sequence[Delta] | str]) -> Script:
+        """Each of `turns` is what one request is told, in their order."""
+        return self.speak(turns=list(turns))
 
 
 def content(text: str) -> list[Delta]:
@@ -179,6 +185,8 @@ class ScriptedFrontend:
         """The script as a generation."""
         self._script.prompts.append(prompt)
         self._script.params.append(params)
+        if self._script.turns:
+            self._script.says = self._script.turns.pop(0)
         return ScriptedGeneration(self._script, params)
 
     async def tokenize(self, prompt: Any, *, special: bool = True) -> list[int]:

@@ -302,6 +302,24 @@ def test_what_can_not_be_had_is_refused_by_its_name(
     assert body["error"]["type"] == "invalid_request_error"
 
 
+def test_a_runner_of_tools_that_wants_threads_learns_to_do_without(stage: Stage, client: anthropic.Anthropic) -> None:
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """What the weather is like."""
+        return f"wet in {city}"
+
+    script = stage.converse(call("weather", '{"city": "Rome"}'), [content("It rains.")])
+    said: Any = {**ASKED, "tools": [weather]}
+    messages = list(client.beta.messages.tool_runner(**said))
+
+    assert messages[-1].content[0].to_dict()["text"] == "It rains."
+    assert [message["role"] for message in script.rendered[-1]["messages"]] == ["user", "assistant", "tool"]
+    with pytest.raises(anthropic.BadRequestError, match="thread: this server keeps no conversations") as refused:
+        client.post("/v1/messages", body={**ASKED, "thread": {"type": "create"}}, cast_to=object)
+    body: Any = refused.value.body
+    assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 def test_max_tokens_must_be_given(stage: Stage, client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         client.post("/v1/messages", body={"messages": [USER]}, cast_to=object)

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglcore.engine.chat_template import Message, TextError
 
-UNREADABLE = "invalid_json"
+UNREADABLE = "arguments"
 """What the model is shown as the only argument of a call whose arguments are no JSON object."""
 
 

@@ -158,17 +158,23 @@ class MessagesRequest(CountRequest, SamplingFields):
     metadata: Ignored[dict[str, Any]] = None
     service_tier: Ignored[str] = None
     container: Any = None
+    thread: Any = None
     diagnostics: Ignored[Any] = None
     inference_geo: Ignored[str] = None
     workspace_id: Ignored[str] = None
     stream: bool | None = None
 
 
+UNTHREADED = "thread_unsupported_request"
+"""The word of an error by which clients know that they must send whole conversations."""
+
+
 class MessagesErrorDetail(Answer):
-    """What went wrong."""
+    """What went wrong; `details` has a word for clients that know another way."""
 
     type: str
     message: str
+    details: dict[str, str] | None = None
 
 
 class MessagesError(Answer):

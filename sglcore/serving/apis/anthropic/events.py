@@ -12,6 +12,7 @@ from pydantic_core import from_json
 
 from sglcore.engine.outputs import RequestOutput
 from sglcore.serving.apis.answer import named_events
+from sglcore.serving.apis.anthropic.body import UNTHREADED
 from sglcore.serving.apis.blocks import Block, BlockChange, Blocks
 from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.run import ChatEvent, ChatRun
@@ -155,7 +156,8 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
 def error_body(failure: Failure) -> dict[str, Any]:
     """A failure as Anthropic writes it."""
     kind = _ERRORS.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": failure.message}}
+    details = {"details": {"error_code": failure.code}} if failure.code == UNTHREADED else {}
+    return {"type": "error", "error": {"type": kind, "message": failure.message, **details}}
 
 
 _ERRORS = MappingProxyType(

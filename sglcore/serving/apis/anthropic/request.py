@@ -9,6 +9,7 @@ from typing import Any
 
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.anthropic.body import (
+    UNTHREADED,
     Block,
     CountRequest,
     CustomTool,
@@ -38,6 +39,13 @@ _OWN_NAMES = MappingProxyType({"stop": "stop_sequences"})
 def message_request(body: MessagesRequest) -> ChatRequest:
     """What a request for a message asks for. Raises InvalidRequest or SamplingError."""
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
+    if body.thread is not None:
+        raise InvalidRequest(
+            "thread: this server keeps no conversations of this protocol",
+            remedy="send the whole conversation without it",
+            param="thread",
+            code=UNTHREADED,
+        )
     with own_names(_OWN_NAMES):
         stop, grammar = body.stop_sequences or None, _grammar(body)
         return chat_request(body, sampling_params(body, max_tokens=body.max_tokens, stop=stop, grammar=grammar))
