@@ -44,6 +44,7 @@ def prepare(lane: Lane, root: Path = ROOT) -> bool:
     print(f"making {folder.relative_to(root)}: {', '.join(lane.environment)}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, symlinks=True)
+    (folder / CONSTRAINTS).write_text(pins(lane, root))
     subprocess.run(pip_command(lane, root), cwd=root, check=True)
     stamp.write_text(made_of)
     return True
@@ -54,7 +55,14 @@ def pip_command(lane: Lane, root: Path = ROOT) -> tuple[str, ...]:
     imported is compiled then; pip would compile everything."""
     words = tuple(part for word in lane.environment for part in (("-e", word) if is_checkout(word, root) else (word,)))
     pip = (sys.executable, "-m", "pip", "--python", str(python_of(lane, root)), "install", "--quiet")
-    return (*pip, "--disable-pip-version-check", "--no-compile", "-c", CONSTRAINTS, *words)
+    where = str(folder_of(lane, root) / CONSTRAINTS)
+    return (*pip, "--disable-pip-version-check", "--no-compile", "-c", where, *words)
+
+
+def pins(lane: Lane, root: Path = ROOT) -> str:
+    """The pinned versions that hold in it."""
+    lines = (root / CONSTRAINTS).read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if line.partition("==")[0].strip() not in lane.unpinned)
 
 
 def is_checkout(word: str, root: Path) -> bool:
@@ -65,6 +73,6 @@ def is_checkout(word: str, root: Path) -> bool:
 def digest(lane: Lane, root: Path = ROOT) -> str:
     """What an environment is made of, in 64 letters: interpreter, requirements, pins, and the declarations of folders."""
     folders = (root / word / "pyproject.toml" for word in lane.environment if is_checkout(word, root))
-    files = (root / CONSTRAINTS, *folders)
-    parts = (sys.version, sys.base_prefix, *lane.environment, *(file.read_text() for file in files if file.is_file()))
+    declared = (file.read_text() for file in folders if file.is_file())
+    parts = (sys.version, sys.base_prefix, *lane.environment, pins(lane, root), *declared)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

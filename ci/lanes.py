@@ -23,7 +23,8 @@ class Lane:
 
     `simulator` is what `--sim` takes ("" on a real device); `runner` the labels of a machine that has the hardware (empty:
     any machine will do); `torch` the versions it is run with, the first here; `image` a container to run in. `environment`
-    are the requirements of an environment of its own, in which nothing else is installed (empty: the project's);
+    are the requirements of an environment of its own, in which nothing else is installed (empty: the project's), and
+    `unpinned` the packages of which it takes another version than constraints.txt has, because a library there asks for it;
     `folders` the tests it runs (empty: all that it may), `ignore` files among them that it can not even collect. `only`: it
     leaves out tests that need none of these capabilities, because another lane runs them (empty: it leaves out none). `group`: the
     group (ci/groups.py) that all its tests are of; it is run only where that is run whole.
@@ -38,6 +39,7 @@ class Lane:
     torch: tuple[str, ...] = ()
     setup: str = ""
     environment: tuple[str, ...] = ()
+    unpinned: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     only: frozenset[str] = frozenset()
@@ -97,7 +99,7 @@ def read(path: Path) -> tuple[Lane, ...]:
 
 def _lane(path: Path, device: str, row: dict[str, Any], shared: list[str]) -> Lane:
     known = {"name", "capabilities", "simulator", "runner", "image", "torch", "setup", "environment", "tests"}
-    known |= {"ignore", "only", "group"}
+    known |= {"unpinned", "ignore", "only", "group"}
     unknown = sorted(row.keys() - known)
     if unknown or "name" not in row:
         what = f"unknown {', '.join(unknown)}" if unknown else "a lane without a name"
@@ -114,6 +116,7 @@ def _lane(path: Path, device: str, row: dict[str, Any], shared: list[str]) -> La
         torch=tuple(row.get("torch", ())),
         setup=row.get("setup", ""),
         environment=environment,
+        unpinned=tuple(row.get("unpinned", ())),
         folders=tuple(row.get("tests", ())),
         ignore=tuple(row.get("ignore", ())),
         only=frozenset(row.get("only", ())),

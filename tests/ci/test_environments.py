@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ci import run
-from ci.environments import STAMP, digest, folder_of, pip_command, prepare, python_of
+from ci.environments import STAMP, digest, folder_of, pins, pip_command, prepare, python_of
 from ci.lanes import Lane, lanes
 
 OWN = Lane(name="own", device="one", capabilities=frozenset(), environment=("devices/one", "numpy"))
@@ -34,8 +34,14 @@ def test_a_lane_runs_on_the_projects_interpreter_unless_it_has_its_own(checkout:
 
 def test_folders_are_installed_in_place_and_everything_as_pinned(checkout: Path) -> None:
     words = pip_command(OWN, checkout)
-    assert words[-4:] == ("constraints.txt", "-e", "devices/one", "numpy")
+    assert words[-4:] == (str(folder_of(OWN, checkout) / "constraints.txt"), "-e", "devices/one", "numpy")
     assert words[words.index("--python") + 1] == str(python_of(OWN, checkout))
+
+
+def test_a_lane_may_leave_a_pin_out(checkout: Path) -> None:
+    (checkout / "constraints.txt").write_text("numpy==2\nnumpydoc==1\n")
+    assert pins(OWN, checkout) == "numpy==2\nnumpydoc==1\n"
+    assert pins(replace(OWN, unpinned=("numpy",)), checkout) == "numpydoc==1\n"
 
 
 def test_an_environment_is_made_once_and_again_when_anything_it_is_made_of_changes(

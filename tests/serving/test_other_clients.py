@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.serving.conftest import Server
+from tests.serving.strangers import kept_at_home
 
 pytestmark = pytest.mark.needs("clients")
 
@@ -36,22 +36,8 @@ class Weather(BaseModel):
 @pytest.fixture(scope="module", autouse=True)
 def strangers() -> Iterator[list[str]]:
     """Names of other hosts that somebody looked for; there must be none."""
-    found: list[str] = []
-    lookup = socket.getaddrinfo
-
-    def local_only(host: Any, *rest: Any, **options: Any) -> Any:
-        name = host.decode() if isinstance(host, bytes) else host
-        if name not in (None, "localhost", "127.0.0.1", "::1"):
-            found.append(str(name))
-            raise socket.gaierror(f"a test may not reach {name}")
-        return lookup(host, *rest, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ALONE.items():
-            patch.setenv(name, value)
-        patch.setattr(socket, "getaddrinfo", local_only)
+    with kept_at_home(ALONE) as found:
         yield found
-    assert found == []
 
 
 @pytest.fixture(scope="module")
