@@ -30,6 +30,7 @@ class Matches(NamedTuple):
     lengths: Ints
 
 
+NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.float32))
 NONE = Matches(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
@@ -123,6 +124,8 @@ class RepetitionMatcher:
         start = self._count - asked.last_n if asked.last_n > 0 else 0
         lengths = np.minimum(found.lengths, found.places - start)
         is_long = lengths >= asked.allowed_length
+        if not is_long.any():
+            return NOTHING
         ids, owner = np.unique(tokens[found.places[is_long]], return_inverse=True)
         longest = np.zeros(len(ids), np.int64)
         np.maximum.at(longest, owner, lengths[is_long])

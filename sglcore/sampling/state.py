@@ -5,6 +5,7 @@ No tensor library.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -50,9 +51,9 @@ class Exclusion(Generic[A]):
     """Of leaving out the top tokens, in 2**-24."""
     share: A
     """Of the weight, that makes a token one of them, in 2**-24."""
-    top_k: A
-    top_p: A
-    min_p: A
+    top_k: A | None
+    top_p: A | None
+    min_p: A | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +120,21 @@ def state_arrays(batch: SamplingBatch, needs: SamplingNeeds) -> dict[str, np.nda
     if needs.any_xtc:
         rows = arrays["xtc_rows"] = batch.xtc_rows()
         arrays |= {name: getattr(batch, name)[rows] for name in ("xtc_chance", "xtc_share")}
-        arrays |= {f"xtc_{name}": getattr(batch, name)[rows] for name in ("top_k", "top_p", "min_p")}
+        arrays |= {name: cut for name, cut in _cut_offs(batch, rows).items() if cut is not None}
     if needs.any_bias:
         arrays["bias_rows"], arrays["bias_ids"] = batch.bias_rows(), batch.bias_ids
         arrays["bias_values"], arrays["bias_until"] = batch.bias_values, batch.bias_until
     return arrays
+
+
+CUT_OFFS: Mapping[str, int] = MappingProxyType({"top_k": OFF, "top_p": TOP_P_OFF, "min_p": OFF})
+"""And what each is in a row without it."""
+
+
+def _cut_offs(batch: SamplingBatch, rows: np.ndarray) -> dict[str, np.ndarray | None]:
+    """Those of the rows of XTC, None where none of them has one."""
+    found = {name: (getattr(batch, name)[rows], off) for name, off in CUT_OFFS.items()}
+    return {f"xtc_{name}": values if (values != off).any() else None for name, (values, off) in found.items()}
 
 
 CHANGE_ARRAYS = ("change_rows", "change_ids", "change_values", "change_until")
@@ -137,8 +148,10 @@ def place_changes(parts: Mapping[str, A]) -> Bias[A] | None:
 
 def place_exclusion(needs: SamplingNeeds, parts: Mapping[str, A]) -> Exclusion[A] | None:
     """XTC from the device's arrays of those of `state_arrays`."""
-    names = ("rows", "chance", "share", "top_k", "top_p", "min_p")
-    return Exclusion(*(parts[f"xtc_{name}"] for name in names)) if needs.any_xtc else None
+    if not needs.any_xtc:
+        return None
+    always = (parts[f"xtc_{name}"] for name in ("rows", "chance", "share"))
+    return Exclusion(*always, *(parts.get(f"xtc_{name}") for name in CUT_OFFS))
 
 
 def penalty_arrays(batch: SamplingBatch, all_rows: bool = False) -> dict[str, np.ndarray]:

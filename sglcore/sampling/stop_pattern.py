@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from sglcore.sampling.pattern_syntax import Anchor, Atom, Choice, Joined, Node, PatternError, Repeat, read_pattern
 
-MAX_PLACES = 256
+MAX_PLACES = 128
 """Characters of a pattern with its repetitions written out: a step takes time by them."""
 MAX_PARTS = 8192
 """Parts of such a pattern, empty ones too."""
@@ -73,7 +73,7 @@ class StopPattern:
         if any(each.ends.is_empty for each in self._automata):
             raise PatternError(f"{text!r:.60} matches the empty text, which would end every text")
         self._masks: dict[str, int] = {}
-        self._steps: dict[tuple[int, int], int] = {}
+        self._steps: tuple[dict[int, int], ...] = tuple({} for _ in Where)
 
     def __len__(self) -> int:
         """Its characters with repetitions written out."""
@@ -98,12 +98,13 @@ class StopPattern:
 
     def after(self, hits: int, where: Where) -> int:
         """The characters of the pattern that may come after any of `hits`."""
-        found = self._steps.get((hits, where))
+        steps = self._steps[where]
+        found = steps.get(hits)
         if found is None:
             follow, found = self._automata[where].follow, 0
             for place in _bits(hits):
                 found |= follow[place]
-            _keep(self._steps, (hits, where), found)
+            _keep(steps, hits, found)
         return found
 
 
@@ -126,7 +127,11 @@ class PatternScan:
     def feed(self, new: str, *, may_end: bool = True) -> Match | None:
         """Read what the text has grown by, up to the first match; with `may_end` False what is complete there is none."""
         for character in new:
-            start = self._step(character)
+            mask = self.pattern.mask(character)
+            if not self._begun and not mask & self.pattern.first(self._where):
+                self._move(character)
+                continue
+            start = self._step(character, mask)
             if start is not None and may_end:
                 return Match(max(start, self._length - LONGEST_CUT), self._length)
         return None
@@ -136,24 +141,29 @@ class PatternScan:
         """Characters at the end of the text that may belong to a match, of which LONGEST_CUT count."""
         return min(self._length - self._begun[0][0], LONGEST_CUT) if self._begun else 0
 
-    def _step(self, character: str) -> int | None:
+    def _step(self, character: str, mask: int) -> int | None:
         """One character; where the match that it completes began."""
-        pattern, mask, found, seen = self.pattern, self.pattern.mask(character), None, 0
-        before, begun = self._where, self._begun
-        self._where = Where.LINE if pattern.has_lines and character == "\n" else Where.INSIDE
-        self._begun = []
-        for start, wanted in (*begun, (self._length, pattern.first(before))):
+        begun = [*self._begun, (self._length, self.pattern.first(self._where))]
+        self._move(character)
+        last, after, where = self.pattern.last(self._where), self.pattern.after, self._where
+        kept: list[tuple[int, int]] = []
+        found, seen = None, 0
+        for start, wanted in begun:
             hits = wanted & mask
             if not hits:
                 continue
-            if found is None and hits & pattern.last(self._where):
+            if found is None and hits & last:
                 found = start
-            following = pattern.after(hits, self._where) & ~seen
+            following = after(hits, where) & ~seen
             if following:
                 seen |= following
-                self._begun.append((start, following))
-        self._length += 1
+                kept.append((start, following))
+        self._begun = kept
         return found
+
+    def _move(self, character: str) -> None:
+        self._length += 1
+        self._where = Where.LINE if self.pattern.has_lines and character == "\n" else Where.INSIDE
 
 
 @lru_cache(maxsize=KEPT_PATTERNS)
