@@ -22,6 +22,7 @@ from sglcore.runtime.kernels.triton import (
     delta_rule,
     experts,
     grouped_product,
+    hisparse,
     hyper,
     indexer,
     latent_rows,
@@ -46,7 +47,7 @@ from sglcore.sampling.race import make_race_tables
 KERNELS: tuple[ModuleType, ...] = (
     *(activation, cells, sampling, experts, norm, proposals, race, rotated_store, rotation, routing),
     *(convolution, delta_rule, state_space),
-    *(hyper, latent_rows, sparse_plan),
+    *(hisparse, hyper, latent_rows, sparse_plan),
     *(compressor, grouped_product, indexer, rows, softmax, sparse_attention),
     *(triton_decode, triton_extend),
 )
@@ -103,7 +104,7 @@ def cases(tuning: Tuning) -> Cases:
     for dtype, tokens in ((BF16, 4), (BF16, 1024), (BF16, 16384), (F16, 1024), (F32, 4)):
         every[f"experts {str(dtype)[6:]} of {tokens} tokens"] = partial(_experts, dtype, tokens, tuning)
     every |= {f"{name} bfloat16": case for name, case in (_latent(tuning) | _streams(tuning) | _lists(tuning)).items()}
-    every |= _verification(tuning)
+    every |= {**_verification(tuning), **_swapping(tuning)}
     for tokens in (4, 1024):
         every[f"experts in 4 bits of {tokens} tokens"] = partial(_mxfp4_experts, tokens, tuning)
     for dtype in (BF16, F32):
@@ -243,6 +244,19 @@ def _verification(tuning: Tuning) -> Cases:
         "placed proposals with masks": lambda: proposals.place_proposals(*tables, ints, ints, ints, *inputs, tuning),
         "accepted proposals": lambda: proposals.accept_proposals(wide, wide, ints, ints, *tables, runs, tuning),
     }
+
+
+def _swapping(tuning: Tuning) -> Cases:
+    """What DeepSeek-V4 and V3.2 choose, of twice as many rows on the device."""
+    cases: Cases = {}
+    for count, size in ((512, 512), (2048, 576)):
+        chosen, ints = torch.empty(4, count, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+        held, where = torch.empty(5, 2 * count, dtype=torch.int32), torch.empty(5, 32769, dtype=torch.int32)
+        loads, rows = torch.empty(2, 4, count, dtype=torch.int32), torch.empty(CELLS, size, dtype=BF16)
+        given = chosen, ints, held, 64, held, held, where, chosen, loads, ints, tuning
+        cases[f"swap in {count}"] = partial(hisparse.swap_in, *given)
+        cases[f"copy {count} rows of {size}"] = partial(hisparse.copy_rows, rows, rows, loads, ints, tuning)
+    return cases
 
 
 def _pool(dtype: torch.dtype, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

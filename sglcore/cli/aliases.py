@@ -19,6 +19,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "prefix_cache": ("--enable-prefix-caching",),
         "kv_cache_memory": ("--kv-cache-memory-bytes",),
         "memory_fraction": ("--gpu-memory-utilization", "--mem-fraction-static"),
+        "hisparse": ("--hisparse-config",),
         "graph_buckets": ("--cuda-graph-bs",),
         "threads": ("-t",),
         "speculative": ("--speculative-algorithm",),
@@ -43,6 +44,7 @@ CONSTANTS: Mapping[tuple[str, object], tuple[str, ...]] = MappingProxyType(
         ("graph", "off"): ("--enforce-eager", "--disable-cuda-graph"),
         ("task", "embed"): ("--is-embedding", "--embedding", "--embeddings"),
         ("prefix_cache", False): ("--disable-radix-cache",),
+        ("hisparse", "on"): ("--enable-hisparse",),
         ("overlap", False): ("--disable-overlap-schedule",),
         ("overlap", True): ("--async-scheduling",),
     }

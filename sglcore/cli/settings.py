@@ -95,11 +95,16 @@ def engine_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
         if setting in found:
             found[setting] = name_of(found[setting])
     for parameter, (setting, value, flag) in _CONSTANTS.items():
-        if parameter in given and found.setdefault(setting, value) != value:
+        if parameter in given and not _agree(found.setdefault(setting, value), value):
             raise ConfigError(
                 f"{_written(setting, found[setting])} and {flag} contradict each other", remedy="leave one out"
             )
     return found
+
+
+def _agree(said: object, value: object) -> bool:
+    """How something is on says that it is."""
+    return said == value or (value == "on" and said != "off")
 
 
 def _constant_flags() -> dict[str, Any]:

@@ -34,6 +34,9 @@ PROOFS: Mapping[str, Proof] = MappingProxyType(
         "allows_mixed_batches": Proof("sglcore.runtime.bring_up", "joins_and_leaves", lies.REFUSES_MIXED),
         "has_streams": Proof("sglcore.runtime.streams", "facts_agree", wrong.HOST_STREAMS),
         "has_pinned_memory": Proof("sglcore.runtime.registry_builders", "copies_are_ordered", lies.LATE_COPIES),
+        "reaches_pinned_memory": Proof(
+            "sglcore.runtime.hisparse.bring_up", "kernels_reach_the_host", lies.READS_A_COPY
+        ),
         "shares_host_memory": Proof("sglcore.runtime.registry_builders", "facts_agree", wrong.HOST_APART),
         "default_graph": Proof("sglcore.runtime.graphs.build", "facts_agree", wrong.NO_SUCH_GRAPH),
         "most_graph_segments": Proof("sglcore.runtime.graphs.build", "facts_agree", wrong.NO_SEGMENTS),

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from sglcore.conformance import kernel_inputs, kernel_inputs_sparse, kernel_inputs_speculative
+from sglcore.conformance import kernel_inputs, kernel_inputs_hisparse, kernel_inputs_sparse, kernel_inputs_speculative
 from sglcore.conformance.kernel_inputs import WIDE, WIDTH, Draw, Inputs
 from sglcore.runtime.kernels.entry import Entry
+from sglcore.runtime.kernels.hisparse import HiSparseKernels
 from sglcore.runtime.kernels.sparse import SparseKernels
 from sglcore.runtime.kernels.speculative import SpeculativeKernels
 
@@ -37,7 +38,11 @@ class KernelCase:
     kind: tuple[str, int]
 
 
-_INPUTS = ((SparseKernels, kernel_inputs_sparse), (SpeculativeKernels, kernel_inputs_speculative))
+_INPUTS = (
+    (SparseKernels, kernel_inputs_sparse),
+    (SpeculativeKernels, kernel_inputs_speculative),
+    (HiSparseKernels, kernel_inputs_hisparse),
+)
 """Where the inputs are of entries that are declared apart."""
 
 

@@ -111,6 +111,28 @@ def _check_arrived(sent: int, readback: Any) -> None:
         raise LawBroken(f"of {sent} everywhere, one more came back as {found}: a copy was not ordered with its stream")
 
 
+def kernels_reach_the_host(trial: Trial) -> None:
+    """Rows that the host has just written are copied in, worked on, and copied out behind work that takes long."""
+    harness = trial.kit.harness("dense")
+    runner, device = harness.started.built["runner"], harness.facts.tensor_device
+    copy_rows = harness.started.built["kernels"].copy_rows
+    given, back = (torch.zeros(ROUNDS + 1, 24, pin_memory=True) for _ in range(2))
+    given.copy_(torch.arange(given.numel()).view_as(given))
+    with torch.inference_mode(), runner.streams.running():
+        busy = torch.ones(BUSY, BUSY, device=device)
+        rows = torch.arange(1, ROUNDS + 1, dtype=torch.int32, device=device)
+        loads, count = torch.stack((rows.flip(0), rows)).unsqueeze(1), rows[-1:]
+        held = torch.zeros(ROUNDS + 1, 24, device=device)
+        busy = busy @ busy / BUSY
+        copy_rows(given, held, loads, count)
+        copy_rows(held + busy[:1, :24], back, loads, count)
+    torch.accelerator.synchronize(device)
+    if not torch.equal(back[1:], given[1:] + 1):
+        raise LawBroken(
+            "rows of pinned memory were copied to the device and back, and are others: kernels do not reach it"
+        )
+
+
 def lengths_are_on_the_host(trial: Trial) -> None:
     """Of decode steps and of prompts; a batch without them is refused before anything runs."""
     harness = trial.kit.harness("dense")
@@ -140,8 +162,8 @@ def _where(holds: Callable[[Facts], bool]) -> Callable[[Target], tuple[str, ...]
     return lambda target: one_case(target) if holds(target.facts()) else ()
 
 
-def _torch_law(name: str, says: str, check: Any, *mutants: Any, cases: Any = one_case) -> Law:
-    given = {"mutants": mutants, "needs": TORCH, "interpreted": frozenset[str](), "cases": cases}
+def _torch_law(name: str, says: str, check: Any, *mutants: Any, cases: Any = one_case, **more: Any) -> Law:
+    given = {"mutants": mutants, "needs": TORCH, "interpreted": frozenset[str](), "cases": cases, **more}
     return Law(name=name, level="C2", says=says, check=check, **given)
 
 
@@ -169,6 +191,14 @@ LAWS: tuple[Law, ...] = (
         "What the host writes arrives before the work that reads it, and what the device makes comes back whole.",
         copies_are_ordered,
         broken.LATE_COPIES,
+    ),
+    _torch_law(
+        "kernels_reach_the_host",
+        "Kernels read and write pinned memory by themselves, in the order of their stream.",
+        kernels_reach_the_host,
+        broken.READS_A_COPY,
+        cases=_where(lambda facts: facts.reaches_pinned_memory),
+        interpreted=None,
     ),
     _torch_law(
         "lengths_are_on_the_host",

@@ -26,6 +26,8 @@ from sglcore.conformance.trial import Trial
 
 LENGTHS = (41, 3, 16, 5, 64, 1)
 """Around the sizes of blocks and pages, and beyond what an indexer and a window see."""
+FEW_ROWS = '{"device_buffer_size": 5, "host_to_device_ratio": 1000}'
+"""What the kit's models read of a token."""
 BUCKETS = (4,)
 TOKENS = (16,)
 
@@ -57,6 +59,18 @@ def replayed_rows(trial: Trial) -> None:
         check_replayed(harness, kind, BUCKETS)
 
 
+def rows_in_host_memory(trial: Trial) -> None:
+    """As few rows on the device as a token reads: texts in chunks, replayed where the device has graphs, one after the other in a slot."""
+    kind, _, model = trial.case.partition("/")
+    check_computes(trial.target, model)
+    lengths, count = ((3, 26), 3) if trial.kit.interprets_kernels() else ((3, 41, 30, 15), 8)
+    given = {"graph": kind, "graph_buckets": (1,), "graph_token_buckets": TOKENS, "max_requests": 1}
+    with trial.opened(model, hisparse=FEW_ROWS, **given) as harness:
+        trial.compare(harness, harness.run(random_prompts(31, lengths), count, chunk=16))
+        if kind != "off":
+            check_replayed(harness, kind, (1,))
+
+
 def runners_in_turn(trial: Trial) -> None:
     """One model of each kind and one without rows in one process, each with its own pools, plans and backend."""
     check_computes(trial.target, *SPARSE_MODELS)
@@ -67,6 +81,15 @@ def runners_in_turn(trial: Trial) -> None:
 def by_graph(target: Target) -> tuple[str, ...]:
     """Each model in each kind of graph."""
     return tuple(f"{kind}/{model}" for kind in target.package.graphs for model in SPARSE_MODELS)
+
+
+def reached(target: Target) -> tuple[str, ...]:
+    """Each model, eagerly and in each kind of graph, where rows may lie in host memory."""
+    facts = target.facts()
+    if not (facts.reaches_pinned_memory or facts.shares_host_memory):
+        return ()
+    kinds = () if facts.shares_host_memory else tuple(target.package.graphs)
+    return tuple(f"{kind}/{model}" for kind in ("off", *kinds) for model in SPARSE_MODELS)
 
 
 def by_model(target: Target) -> tuple[str, ...]:
@@ -119,6 +142,15 @@ LAWS: tuple[Law, ...] = (
         worker.REUSES_RESULTS,
         needs=TORCH,
         cases=by_model,
+    ),
+    c2(
+        "rows_in_host_memory",
+        "What the device keeps a few rows of is what the host has, whoever had the place before.",
+        rows_in_host_memory,
+        sparse.KEEPS_WHAT_OTHERS_LEFT,
+        sparse.FORGETS_TO_LOAD,
+        needs=TORCH,
+        cases=reached,
     ),
     c2(
         "runners_in_turn",

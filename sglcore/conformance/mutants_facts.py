@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -107,6 +108,19 @@ def reads_lengths(backend: Any) -> Any:
     return become(backend, subclass)
 
 
+def reads_a_copy(table: KernelTable) -> KernelTable:
+    """Rows that are read from host memory are what it held before anything was written."""
+    before: list[Tensor] = []
+
+    def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor) -> None:
+        if source.is_cpu:
+            before.append(torch.zeros_like(source, pin_memory=source.is_pinned()))
+            source = before[-1]
+        table.copy_rows(source, target, loads, counts)
+
+    return table.replace(copy_rows=copy_rows)
+
+
 class RefusesMixed(Changed):
     """A worker that serves no step of prompts beside decoding rows."""
 
@@ -135,6 +149,12 @@ OLD_LENGTHS = in_runtime(
     "Lengths must be on the host, and those of the step before are.",
     lambda facts: replace(facts, needs_host_lengths=True),
     runner=_batches(lambda staged: staged.seq_lens_cpu - 1),
+)
+READS_A_COPY = in_runtime(
+    "reads a copy",
+    "Kernels are said to reach pinned memory, and what they read of it is old.",
+    lambda facts: replace(facts, reaches_pinned_memory=True),
+    kernels=reads_a_copy,
 )
 READS_LENGTHS = in_runtime(
     "reads lengths",

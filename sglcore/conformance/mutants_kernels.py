@@ -74,6 +74,22 @@ def one_row_more(real: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
+def keeps_order(real: Callable[..., Any]) -> Callable[..., Any]:
+    """What was used longest ago stays what it was."""
+
+    def broken(*args: Any) -> None:
+        before = args[5].clone()
+        real(*args)
+        args[5].copy_(before)
+
+    return broken
+
+
+def loses_last_copy(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The last row of each request is not copied."""
+    return lambda source, target, loads, counts: real(source, target, loads, (counts - 1).clamp(min=0))
+
+
 def reads_what_it_wrote(real: Callable[..., Any]) -> Callable[..., Any]:
     """The state goes on before its rows are read."""
 
@@ -273,6 +289,8 @@ _OWN: MappingProxyType[str, Change] = MappingProxyType(
         "compress_plan": next_cell,
         "place_proposals": next_cell,
         "accept_proposals": next_cell,
+        "swap_in": next_cell,
+        "copy_rows": loses_last_copy,
     }
 )
 MUTANTS: tuple[Mutant, ...] = (
@@ -288,6 +306,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *(_mutant(entry, keeps_padding) for entry in ("causal_conv", "gated_delta_rule", "selective_scan")),
     _mutant("gated_delta_rule", decays_afterwards),
     _mutant("compress", reads_what_it_wrote),
+    _mutant("swap_in", keeps_order),
     _mutant("sparse_mqa", reads_nobodys_row),
     _mutant("silu_and_mul", whole_blocks),
     _mutant("rms_norm", hands_on),

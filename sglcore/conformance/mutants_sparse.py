@@ -86,6 +86,27 @@ def rows_of_neighbours(real: Entry) -> Entry:
     return store
 
 
+def forgets_to_load(real: Entry) -> Entry:
+    """The last row that is missing on the device is not brought."""
+
+    def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor) -> None:
+        real(source, target, loads, (counts - 1).clamp(min=0))
+
+    return copy_rows
+
+
+def keeps_what_others_left(base: Any) -> type:
+    """Rows that a slot had before are taken for those of the next request."""
+
+    class KeepsWhatOthersLeft(base):
+        __slots__ = ()
+
+        def enter(self, slots: Tensor) -> None:
+            return None
+
+    return KeepsWhatOthersLeft
+
+
 def plans_once(base: Any) -> type:
     """What was planned first is replayed for all."""
 
@@ -110,3 +131,7 @@ LOSES_OLDEST = _in_table("window_rows", loses_oldest)
 SEES_OPEN_BLOCKS = _in_table("block_rows", sees_open_blocks)
 ROWS_OF_NEIGHBOURS = _in_table("norm_rope_store", rows_of_neighbours)
 PLANS_ONCE = in_runtime(*words_of(plans_once), attention=lambda backend: become(backend, plans_once))
+FORGETS_TO_LOAD = _in_table("copy_rows", forgets_to_load)
+KEEPS_WHAT_OTHERS_LEFT = in_runtime(
+    *words_of(keeps_what_others_left), hisparse=lambda coordinator: become(coordinator, keeps_what_others_left)
+)

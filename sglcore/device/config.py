@@ -65,6 +65,11 @@ class EngineConfig:
         "auto",
         "Type of the KV cache: auto (the model's), fp8 where layers keep rows, or one that the device offers, such as int8.",
     )
+    hisparse: str | None = setting(
+        None,
+        "Keep rows of which a model's sparse attention reads few in host memory, and on the device those that were read last: on,"
+        ' a JSON object such as {"device_buffer_size": 4096}, or a file that holds one.',
+    )
     attention_backend: str | None = setting(None, "An attention backend of the device.")
     graph: str = setting(
         "auto", "A graph kind of the device: full, breakable, piecewise, native, compiled, off or auto."

@@ -34,6 +34,8 @@ class Facts:
     """`torch.Stream` and `torch.Event` work on it: steps run on a stream of their own, ahead of the host."""
     has_pinned_memory: bool = False
     """Copies from and to pinned host memory do not wait, and are ordered with the work of their stream."""
+    reaches_pinned_memory: bool = False
+    """Its kernels read and write pinned host memory by themselves."""
     shares_host_memory: bool = False
     """A host array and a tensor on the device may be the same bytes: nothing is copied."""
     default_graph: str = "off"

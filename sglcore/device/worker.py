@@ -37,7 +37,7 @@ class Limits:
     are the pages, of `page_size` tokens too, in which such layers keep what is seen (0: they keep all, in the pages of the
     other layers; window page 0 belongs to padding rows).
     Bytes of them all, on each device: `kv_bytes` of the pages, `window_bytes` of the window pages, `state_bytes` of the slots'
-    states, and `snapshot_bytes`.
+    states, and `snapshot_bytes`; `host_bytes` of the pages in host memory.
     `num_labels`: what is answered to a prompt to embed are so many scores (0: a vector). `embed_size`: prompts may be
     embeddings of so many numbers a token (0: they may not); `takes_mrope`: with positions by three axes.
     `reads_history`: the worker remembers all tokens of a request, for embeddings of several at once; `keeps_history`: for
@@ -66,6 +66,7 @@ class Limits:
     window_bytes: int = 0
     state_bytes: int = 0
     snapshot_bytes: int = 0
+    host_bytes: int = 0
     num_labels: int = 0
     embed_size: int = 0
     takes_mrope: bool = False

@@ -19,7 +19,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.choice import Call
 from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.rows import INDEX_KEYS, KeptRows, row_codec
+from sglcore.runtime.memory.rows import INDEX_KEYS, KeptRows, Place, row_codec
 
 Rows = Callable[[Tensor], Tensor]
 """A function of rows."""
@@ -36,7 +36,10 @@ class LatentAttention(SparseLayer):
         """`rotary` is what `cos_sin_cache` gives."""
         heads, rank, nope = build.config.num_attention_heads, latent.kv_rank, latent.nope_dim
         asked = build.kv_cache_dtype
-        rows = {LATENT: KeptRows(latent.width, build.dtype, codec=row_codec(asked, latent.width, latent.rope_dim))}
+        place, codec = Place.PAGES, row_codec(asked, latent.width, latent.rope_dim)
+        if build.hisparse and latent.top_k:
+            place = Place.HOST_PAGES
+        rows = {LATENT: KeptRows(latent.width, build.dtype, place, codec=codec)}
         has_indexer = latent.top_k > 0 and latent.indexers[layer_id] == FULL
         if has_indexer:
             codec = row_codec(asked, latent.index_dim)

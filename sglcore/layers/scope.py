@@ -102,7 +102,8 @@ class Scope:
     """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing dot unless empty.
 
     `max_positions` bounds the positions that will occur, `index_dtype` is that of cells, `kv_cache_dtype` is EngineConfig's,
-    `drafts` are the tokens of a request that a decode step brings at most, and `refusals` is told of kernels that do not take what a layer calls them with.
+    `drafts` are the tokens of a request that a decode step brings at most, `hisparse` says that rows of which few
+    are chosen lie in host memory, and `refusals` is told of kernels that do not take what a layer calls them with.
     """
 
     config: ModelConfig
@@ -113,6 +114,7 @@ class Scope:
     refusals: Refusals | None = None
     kv_cache_dtype: str = "auto"
     drafts: int = 1
+    hisparse: bool = False
     prefix: str = field(default="")
 
     def at(self, *names: str | int) -> Self:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from sglcore.checkpoint.rotary import mrope_axes
 from sglcore.device.bring_up import Again, BringUp
 from sglcore.device.config import EngineConfig
-from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, Ref, resolve
@@ -20,33 +18,23 @@ from sglcore.device.worker import Limits
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.selection import choose_attention, shape_of
-from sglcore.runtime.attention.sparse.tokens import score_bytes
 from sglcore.runtime.attention.windowed import WindowedAttention
 from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
+from sglcore.runtime.hisparse.bring_up import hisparse, hisparse_config
+from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
 from sglcore.runtime.kernels.choice import Refusals, choose, fitted
+from sglcore.runtime.kernels.hisparse import REACHING
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel, Progress
-from sglcore.runtime.memory.geometry import (
-    fitting_page_size,
-    geometry,
-    has_window,
-    keeps_window,
-    rows_row,
-)
-from sglcore.runtime.memory.make import Pools, WindowPools, make_cells, make_rows
+from sglcore.runtime.memory.bring_up import pools, sizes
+from sglcore.runtime.memory.make import Pools
 from sglcore.runtime.memory.pools import (
-    PER_HEAD,
     KVPool,
-    LayerShapes,
-    PoolKind,
     ReqToTokenPool,
-    TokenToKVPool,
-    WindowTable,
 )
 from sglcore.runtime.memory.rows import ROWS, RowPool
-from sglcore.runtime.memory.states import StatePool
-from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.model_runner import Entered, ModelRunner
 from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.registry_builders import (
     Compute,
@@ -54,14 +42,13 @@ from sglcore.runtime.registry_builders import (
     build_prefill_registry,
     feature_buffer,
 )
-from sglcore.runtime.speculative.bring_up import beside_laws, draft, draft_ledger, draft_pools, speculation, trial
-from sglcore.runtime.speculative.choice import Speculation, StepShape, most_drafts
+from sglcore.runtime.speculative.bring_up import draft, draft_ledger, draft_pools, speculation, trial
+from sglcore.runtime.speculative.choice import Speculation, StepShape
 from sglcore.runtime.speculative.features import with_features
 from sglcore.runtime.speculative.make import make_speculative_worker
 from sglcore.runtime.streams import Streams, make_streams
-from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
-from sglcore.step.sizing import MemoryBudget, MemorySizes, size_pools, size_text
+from sglcore.step.sizing import MemorySizes
 
 MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
 """How a checkpoint becomes a model; a reference, because models build on the runtime."""
@@ -92,19 +79,34 @@ def streams(facts: Facts, device: torch.device) -> Streams:
     return make_streams(facts)
 
 
-def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger, device: torch.device) -> KernelTable:
+def kernels(
+    config: EngineConfig,
+    package: DevicePackage,
+    ledger: DecisionLedger,
+    device: torch.device,
+    facts: Facts | None = None,
+) -> KernelTable:
     """The functions that models and attention run on this device: the preferred table, or one by name; the reference's
     where that was asked for."""
     name = package.kernels_for(config.kernels, "reference")
     if name == "reference":
-        ledger.record(Row("kernels", config.kernels, REFERENCE, "asked for, to compare numbers", "--kernels auto"))
-        return KernelTable()
-    table: KernelTable = resolve(package.kernels[name], package.name)()
-    own = {entry: origin.rpartition(":")[0] for entry, origin in table.replaced.items()}
-    modules = ", ".join(sorted(set(own.values())))
-    reason = f"{modules}, for {', '.join(own)}; the reference elsewhere" if own else "every entry is the reference"
+        table, but = KernelTable(), ""
+        if config.hisparse not in (None, "off") and facts is not None and facts.reaches_pinned_memory:
+            own: KernelTable = resolve(package.kernels[next(iter(package.kernels))], package.name)()
+            table = table.replace(**{entry: getattr(own, entry) for entry in REACHING if entry in own.replaced})
+            but = f", but for {' and '.join(REACHING)}, which reach host memory"
+        ledger.record(
+            Row("kernels", config.kernels, REFERENCE, f"asked for, to compare numbers{but}", "--kernels auto")
+        )
+        return table
+    table = resolve(package.kernels[name], package.name)()
+    origins = {entry: origin.rpartition(":")[0] for entry, origin in table.replaced.items()}
+    modules = ", ".join(sorted(set(origins.values())))
+    reason = (
+        f"{modules}, for {', '.join(origins)}; the reference elsewhere" if origins else "every entry is the reference"
+    )
     others = " or ".join(other for other in (*package.kernels, "reference") if other != name)
-    ledger.record(Row("kernels", config.kernels, name if own else "reference", reason, f"--kernels {others}"))
+    ledger.record(Row("kernels", config.kernels, name if origins else "reference", reason, f"--kernels {others}"))
     return table
 
 
@@ -122,101 +124,6 @@ def model(
     return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress)
 
 
-def sizes(
-    config: EngineConfig,
-    facts: Facts,
-    model: LoadedModel,
-    device_memory: MemoryBudget,
-    ledger: DecisionLedger,
-    pool_kind: PoolKind = PER_HEAD,
-    speculation: Speculation | None = None,
-) -> MemorySizes:
-    """Pages and context, from what the device has left beside the weights and what a cell of these pools takes."""
-    has_rows = any(layer.rows for layer in model.attention_layers)
-    _check_cells(config, model, pool_kind, has_rows)
-    for remark in dict.fromkeys(layer.remark for layer in model.state_layers if layer.remark):
-        ledger.record(Row("prompts", "auto", "whole ones at once", remark, "raise max_batch_tokens above their length"))
-    context_len, layers = model.config.context_length, model.attention_layers
-    if speculation is not None and speculation.draft is not None:
-        layers = (*layers, *speculation.draft.attention_layers)
-    # What a window has let go of can not be seen again, and a wrong proposal goes back.
-    most = 0 if speculation is not None else (config.max_model_len or context_len) - config.max_batch_tokens
-    page_size = fitting_page_size(layers, config.page_size, facts.page_size)
-    if config.page_size is None and page_size != facts.page_size:
-        why = f"blocks of this model come out even in it; the device's own is {facts.page_size}"
-        ledger.record(Row("page size", "auto", f"{page_size} tokens", why, "set page_size to a multiple of it"))
-    kept = geometry(layers, model.state_layers, most, page_size, model.dtype, pool_kind.cell_bytes)
-    if has_rows:
-        ledger.record(rows_row(kept, layers, page_size, model.dtype, config.kv_cache_dtype))
-    if not kept.window and any(has_window(layer) for layer in layers):
-        why = "a window and the tokens of a step are not below max_model_len, so that nothing would be freed in time"
-        remedy = "lower max_batch_tokens"
-        if speculation is not None:
-            why, remedy = "tokens are proposed, and a wrong one goes back in the window", "--speculative off"
-        ledger.record(Row("window cache", "auto", "none", why, remedy))
-    verified = min(config.max_requests, config.max_batch_tokens) * most_drafts(config)
-    scores = score_bytes(layers, max(config.max_batch_tokens, verified), config.max_model_len or context_len)
-    if scores:
-        why = "of an indexer in the longest step, kept free beside the pools"
-        ledger.record(Row("index scores", "auto", size_text(scores), why, "lower max_batch_tokens or max_model_len"))
-        device_memory = replace(device_memory, available=max(0, device_memory.available - scores))
-    if speculation is not None:
-        device_memory = beside_laws(config, model, speculation, device_memory, ledger)
-    return size_pools(
-        config,
-        context_len=context_len,
-        geometry=kept,
-        page_size=page_size,
-        budget=device_memory,
-        ledger=ledger,
-    )
-
-
-def _check_cells(config: EngineConfig, model: LoadedModel, pool_kind: PoolKind, has_rows: bool) -> None:
-    """Raise ConfigError for a type of cells that the pools do not have, or that the model can not do with."""
-    if config.kv_cache_dtype != pool_kind.kv_cache_dtype and not has_rows:
-        raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",
-            remedy="leave --kv-cache-dtype out",
-        )
-    if config.kv_cache_dtype != PER_HEAD.kv_cache_dtype and any(layer.is_exact for layer in model.attention_layers):
-        raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and keys of this model hold their places, which it would round",
-            remedy="leave --kv-cache-dtype out",
-        )
-
-
-def pools(
-    config: EngineConfig, facts: Facts, model: LoadedModel, sizes: MemorySizes, pool_kind: PoolKind = PER_HEAD
-) -> Pools:
-    """The page table, the cells, one page of them for an encoder, or the rows, the token table, and those of windows and the
-    states if there are some."""
-    device, states, layers = facts.tensor_device, model.state_layers, model.attention_layers
-    windowed = frozenset(each.layer_id for each in layers if keeps_window(each, sizes.window))
-    table = None
-    if windowed:
-        table = WindowTable(sizes.max_requests, sizes.window, config.max_batch_tokens, sizes.page_size, device)
-    if any(layer.rows for layer in layers):
-        full = of_windows = make_rows(layers, sizes, device, config.poison, table)
-    else:
-
-        def make(pages: int, shapes: LayerShapes) -> TokenToKVPool:
-            return pool_kind.make_pool(pages, sizes.page_size, shapes, model.dtype, device, model.kernels)
-
-        full, of_windows = make_cells(layers, sizes, make, windowed, is_encoder=model.config.is_encoder)
-    return Pools(
-        ReqToTokenPool(sizes.max_requests, sizes.max_model_len, sizes.page_size, device),
-        full,
-        TokenTable(sizes.max_requests, sizes.max_model_len, device),
-        StatePool(states, sizes.max_requests, sizes.num_snapshots, device, config.poison) if states else None,
-        None if table is None or of_windows is None else WindowPools(windowed, table, of_windows),
-    )
-
-
-def hisparse(config: EngineConfig, pools: Pools) -> None:
-    """No tiered KV: no model of this release asks for it."""
-
-
 def attention(
     config: EngineConfig,
     package: DevicePackage,
@@ -224,7 +131,7 @@ def attention(
     model: LoadedModel,
     pools: Pools,
     kernels: KernelTable,
-    hisparse: object | None,
+    hisparse: HiSparseCoordinator | None,
     ledger: DecisionLedger,
 ) -> AttentionBackend:
     """The backend that serves this model, built over the pools: one for each kind of layers where some have pools of their
@@ -266,6 +173,7 @@ def runner(
     progress: Progress,
     streams: Streams,
     speculation: Speculation | None = None,
+    hisparse: HiSparseCoordinator | None = None,
 ) -> ModelRunner:
     """The runner with its registries, and the graphs that were asked for or that the device takes by itself."""
     backend = make_backend(config, package, facts, streams, attention, ledger)
@@ -278,6 +186,8 @@ def runner(
     # A buffer belongs to one registry.
     own = [[feature_buffer(shape.feature_size, model.dtype)] if shape.feature_size else [] for _ in range(2)]
     given = {"cells": cells, "window_table": table}
+    entered: list[Entered] = [] if hisparse is None else [hisparse]
+    entered += [rows] if isinstance(rows, RowPool) and rows.poisons_slots else []
     decode = build_decode_registry(facts, pool, max_bs=most, extra_buffers=own[0], **given)
     prefill = build_prefill_registry(
         facts, pool, max_bs=max_bs, max_num_tokens=max_num_tokens, extra_buffers=own[1], **given
@@ -296,7 +206,7 @@ def runner(
         state_pool=pools.states,
         window_table=table,
         reads_history=model.reads_history,
-        poisoned=rows if isinstance(rows, RowPool) and rows.poisons_slots else None,
+        entered=entered,
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")
@@ -323,7 +233,14 @@ def _prompt_sizes(config: EngineConfig, sizes: MemorySizes, captured: bool) -> t
     return min(sizes.max_requests, 16), min(config.max_batch_tokens, sizes.max_model_len)
 
 
-def limits(config: EngineConfig, facts: Facts, model: LoadedModel, pools: Pools, sizes: MemorySizes) -> Limits:
+def limits(
+    config: EngineConfig,
+    facts: Facts,
+    model: LoadedModel,
+    pools: Pools,
+    sizes: MemorySizes,
+    hisparse: HiSparseCoordinator | None = None,
+) -> Limits:
     """What a worker that proposes nothing can hold and do."""
     pooling = model.config.pooling
     return Limits(
@@ -333,7 +250,8 @@ def limits(config: EngineConfig, facts: Facts, model: LoadedModel, pools: Pools,
         num_pages=sizes.num_pages,
         max_batch_tokens=max(config.max_batch_tokens, 1),
         vocab_size=model.config.vocab_size,
-        allows_mixed_batches=facts.allows_mixed_batches,
+        # A prompt's step gets the rows of its requests whole.
+        allows_mixed_batches=facts.allows_mixed_batches and hisparse is None,
         runs_ahead=facts.has_streams,
         generates=not model.config.is_encoder,
         takes_masks=True,
@@ -370,8 +288,21 @@ def worker(
 
 STANDARD = BringUp(
     (
-        *(world, groups, device, streams, kernels, model, speculation, draft, sizes, pools, draft_pools, hisparse),
-        *(attention, runner, draft_ledger),
+        *(
+            world,
+            groups,
+            device,
+            streams,
+            kernels,
+            hisparse_config,
+            model,
+            speculation,
+            draft,
+            sizes,
+            pools,
+            draft_pools,
+        ),
+        *(hisparse, attention, runner, draft_ledger),
         Again(
             "draft_runner",
             ("attention", "runner"),

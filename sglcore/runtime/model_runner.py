@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,7 +17,6 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.memory.pools import WindowTable
-from sglcore.runtime.memory.rows import RowPool
 from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.staging import PinnedRing, StagedArrays
 from sglcore.runtime.streams import Streams
@@ -47,6 +47,14 @@ class Model(Protocol):
         ...
 
 
+class Entered(Protocol):
+    """Keeps something by slot that is nobody's once another request has it."""
+
+    def enter(self, slots: Tensor) -> None:
+        """Slots int32 [N] are given to requests. Does not wait."""
+        ...
+
+
 class ModelRunner:
     """Composes a model, an attention backend, its registries and its graphs. Several may live in one process."""
 
@@ -67,11 +75,11 @@ class ModelRunner:
         state_pool: StatePool | None = None,
         window_table: WindowTable | None = None,
         reads_history: bool = False,
-        poisoned: RowPool | None = None,
+        entered: Sequence[Entered] = (),
     ) -> None:
         """`is_narrow`: no tensor on the device may hold integers of 64 bits. `needs_host_lengths`: no forward runs without the
-        host's mirrors of its lengths. `window_table`: of a worker that keeps windows. `poisoned`: a pool whose slots a request
-        enters without the numbers that were there."""
+        host's mirrors of its lengths. `window_table`: of a worker that keeps windows. `entered` are told of slots that are
+        given to requests."""
         self.model = model
         self.attn_backend = attn_backend
         self.decode_registry = decode_registry
@@ -86,7 +94,7 @@ class ModelRunner:
         self._needs_host_lengths = needs_host_lengths
         block = prefill_registry.block
         self.staging_ring = PinnedRing(block.device, block.pinned and not block.shares_memory)
-        self._poison, self._poisoned = poison, poisoned
+        self._poison, self._entered = poison, tuple(entered)
         self._no_copy = eager_input_no_copy
         self._layers = model.attention_layers
 
@@ -105,9 +113,9 @@ class ModelRunner:
             registry.poison()
         pages, history = self.attn_backend.req_to_token_pool.changes(batch), new_history(batch)
         windows = None if self.window_table is None else self.window_table.changes(batch)
-        if self._poisoned is not None and len(slots := entering_slots(batch)):
+        if self._entered and len(slots := entering_slots(batch)):
             arrays = arrays or StagedArrays()
-            arrays.add(poisoned_slots=slots)
+            arrays.add(entered_slots=slots)
         if pages is None and history is None and arrays is None and windows is None:
             staged = ForwardBatch.init_new(batch, registry)
         else:
@@ -164,8 +172,9 @@ class ModelRunner:
             self.window_table.write(arrived["window_entries"], arrived["window_pages"])
         if self.state_pool is not None:
             self.state_pool.copy_in(arrived)
-        if self._poisoned is not None and "poisoned_slots" in arrived:
-            self._poisoned.enter(arrived["poisoned_slots"])
+        if "entered_slots" in arrived:
+            for each in self._entered:
+                each.enter(arrived["entered_slots"])
         if history is not None:
             self.token_table.admit_history(*(arrived[f"history_{name}"] for name in ("slots", "positions", "ids")))
         return staged

@@ -30,6 +30,7 @@ class Levels(msgspec.Struct):
     window_bytes: int = 0
     state_bytes: int = 0
     snapshot_bytes: int = 0
+    host_bytes: int = 0
 
 
 class SchedulerStats(Levels):
@@ -76,6 +77,7 @@ def memory_counts(memory: Memory, limits: Limits) -> dict[str, int]:
         "window_bytes": limits.window_bytes,
         "state_bytes": limits.state_bytes,
         "snapshot_bytes": limits.snapshot_bytes,
+        "host_bytes": limits.host_bytes,
         "hit_tokens": memory.hit_tokens,
         "looked_up_tokens": memory.looked_up_tokens,
     }

@@ -35,7 +35,8 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What the layers of a model keep, in bytes: `page` of a page of tokens over the layers that keep all; `window_page` of one
+    """What the layers of a model keep, in bytes: `page` of a page of tokens over the layers that keep all, and `host_page` in host
+    memory, which holds at most `host_ratio` times the pages that the device would; `window_page` of one
     of the last `window` tokens over those that keep no more (0: there are none); of a request, whatever its length, `state`,
     and `ring`, of which there are no snapshots."""
 
@@ -44,6 +45,8 @@ class Geometry:
     window: int = 0
     state: int = 0
     ring: int = 0
+    host_page: int = 0
+    host_ratio: float = 1.0
 
 
 class KeptBytes(TypedDict):
@@ -53,6 +56,7 @@ class KeptBytes(TypedDict):
     window_bytes: int
     state_bytes: int
     snapshot_bytes: int
+    host_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class MemorySizes:
             "window_bytes": self.num_window_pages * kept.window_page,
             "state_bytes": (self.max_requests + 1) * (kept.state + kept.ring),
             "snapshot_bytes": self.num_snapshots * kept.state,
+            "host_bytes": self.num_pages * kept.host_page,
         }
 
 
@@ -112,6 +117,8 @@ def size_pools(
     page_bytes = geometry.page if window_pages else geometry.page + geometry.window_page
     useful = states.max_requests * -(-max_model_len // page_size)
     num_pages = min(useful, allowed // page_bytes) if page_bytes else useful
+    if geometry.host_page:
+        num_pages = min(num_pages, int(geometry.host_ratio * (allowed // (page_bytes + geometry.host_page))))
     needed = -(-max_model_len // page_size)
     if num_pages < needed:
         wanted = needed * page_bytes + window_bytes

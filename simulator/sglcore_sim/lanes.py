@@ -335,7 +335,9 @@ def launch(interpreter: Any, run_kernel: Callable[..., Any], executor: Any, args
     if sim is None or not on_device:
         run(lambda value: value)
         return None
-    return _on_device(sim, name, list(on_device.values()), run)
+    # Kernels reach pinned memory too; what is pageable, the launch refuses.
+    hosts = [tensor for tensor in tensors.values() if tensor.device.type == "cpu" and tensor.dim()]
+    return _on_device(sim, name, [*on_device.values(), *hosts], run)
 
 
 def _on_device(sim: Any, name: str, tensors: list[torch.Tensor], run: Callable[..., Run]) -> None:

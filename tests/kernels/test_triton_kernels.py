@@ -13,15 +13,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs the library triton")
 
-from sglcore.conformance import kernel_inputs_speculative
+from sglcore.conformance import kernel_inputs_hisparse, kernel_inputs_speculative
 from sglcore.conformance.kernel_inputs import Draw
-from sglcore.runtime.kernels import reference, reference_speculative
+from sglcore.runtime.kernels import reference, reference_hisparse, reference_speculative
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.kernels.triton import (
     LaunchConfig,
     Tuning,
     activation,
     cells,
+    hisparse,
     norm,
     proposals,
     rotation,
@@ -110,10 +111,16 @@ def cache_locations(kernels: ModuleType, guards: Guards, tokens: int, dtype: tor
 
 def verification(entry: str, kernels: ModuleType, guards: Guards, tokens: int) -> None:
     """Every call of the kit leaves each of its tensors as the reference does."""
-    for args in getattr(kernel_inputs_speculative, entry)(Draw(tokens, torch.float32), tokens, False):
+    in_place(kernel_inputs_speculative, reference_speculative, entry, kernels, guards, tokens)
+
+
+def in_place(
+    inputs: ModuleType, wanted: ModuleType, entry: str, kernels: ModuleType, guards: Guards, tokens: int
+) -> None:
+    for args in getattr(inputs, entry)(Draw(tokens, torch.float32), tokens, False):
         found = [guards.place(arg) if isinstance(arg, Tensor) else arg for arg in args]
         getattr(kernels, entry)(*found, SMALL)
-        getattr(reference_speculative, entry)(*args)
+        getattr(wanted, entry)(*args)
         assert all(torch.equal(*pair) for pair in zip(found, args, strict=True) if isinstance(pair[0], Tensor))
 
 
@@ -125,6 +132,14 @@ def accept_proposals(kernels: ModuleType, guards: Guards, tokens: int, dtype: to
     verification("accept_proposals", kernels, guards, tokens)
 
 
+def swap_in(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    in_place(kernel_inputs_hisparse, reference_hisparse, "swap_in", kernels, guards, tokens)
+
+
+def copy_rows(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    in_place(kernel_inputs_hisparse, reference_hisparse, "copy_rows", kernels, guards, tokens)
+
+
 LAWS: tuple[tuple[ModuleType, Law], ...] = (
     (norm, rms_norm),
     (norm, add_rms_norm),
@@ -134,6 +149,8 @@ LAWS: tuple[tuple[ModuleType, Law], ...] = (
     (cells, cache_locations),
     (proposals, place_proposals),
     (proposals, accept_proposals),
+    (hisparse, swap_in),
+    (hisparse, copy_rows),
 )
 
 
@@ -182,6 +199,17 @@ MUTANTS: tuple[tuple[ModuleType, Law, str, str], ...] = (
     (proposals, accept_proposals, "(usable & (proposed >= 0))", "usable"),
     (proposals, accept_proposals, "tl.maximum(tl.load(limits + row), before)", "tl.load(limits + row)"),
     (proposals, accept_proposals, "tl.load(drawn + first + accepted)", "tl.load(drawn + first)"),
+    (hisparse, swap_in, "== ids)", ">= 0)"),
+    (hisparse, swap_in, "tl.where(slot > 0, tl.load(chosen", "tl.where(slot >= 0, tl.load(chosen"),
+    (hisparse, swap_in, "free - missed + rank, rank - missed", "rank, rank"),
+    (hisparse, swap_in, "free + hits", "hits"),
+    (hisparse, swap_in, "tl.where(is_real, at, -1)", "at"),
+    (hisparse, swap_in, "(place >= 0) & (place < PLACES)", "(place >= 0)"),
+    (hisparse, swap_in, "tl.store(places + ids, place, mask=is_miss)", "tl.store(places + ids, place, mask=is_hit)"),
+    (hisparse, swap_in, "lane >= missed", "lane > missed"),
+    (hisparse, copy_rows, "column < SIZE", "column <= SIZE"),
+    (hisparse, copy_rows, "[:, None] & (column < SIZE)", "[:, None] & (column < SIZE - 1)"),
+    (hisparse, copy_rows, "loads + span + request", "loads + request"),
 )
 
 
@@ -224,6 +252,7 @@ def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
             "mxfp4_moe",
         ),
         *("store_kv", "cache_locations", "draw", "rotary_and_store", "place_proposals", "accept_proposals"),
+        *("swap_in", "copy_rows"),
         *("limited_moe", "limited_silu_and_mul", "sqrtsoftplus_routing", "hash_routing"),
         *("hc_pre", "hc_post", "hc_head", "rope_tail", "norm_rope_store", "index_key_store"),
         *("window_rows", "block_rows", "compress_plan"),

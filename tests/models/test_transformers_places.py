@@ -15,7 +15,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.models.steps import FACTS, Steps
 from sglcore.models.transformers_places import FARTHEST, Places, key_columns, query_columns, slopes_of
 from sglcore.models.transformers_types import PROVEN
-from sglcore.runtime.bring_up import sizes
+from sglcore.runtime.memory.bring_up import sizes
 from sglcore.runtime.memory.pools import PER_HEAD
 from tests.models.transformers_cases import compare, load, sizes_of, tiny_model, whole
 

@@ -16,8 +16,8 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.sparse.tokens import LOGITS, score_bytes
-from sglcore.runtime.bring_up import sizes
 from sglcore.runtime.kernels.row_codec import RowCodec
+from sglcore.runtime.memory.bring_up import sizes
 from sglcore.runtime.memory.deepseek_v4 import DeepSeekV4TokenToKVPool, kept_rows
 from sglcore.runtime.memory.geometry import fitting_page_size, geometry, rows_row
 from sglcore.runtime.memory.make import make_rows
@@ -42,6 +42,7 @@ KEPT = {
     "recent": KeptRows(16, F32, Place.WINDOW_PAGES, ring=8),
     "open": KeptRows(16, F32, Place.SLOTS, ring=48),
 }
+PLACES = (Place.PAGES, Place.WINDOW_PAGES, Place.SLOTS)
 
 
 class Layer(Attention):
@@ -54,7 +55,7 @@ class Layer(Attention):
 
 def test_rows_are_counted_by_tokens_or_by_page_and_slot() -> None:
     assert [each.count(PAGE) for each in KEPT.values()] == [32, 8, 8, 48]
-    assert [row_bytes([KEPT, KEPT], place, PAGE) for place in Place] == [
+    assert [row_bytes([KEPT, KEPT], place, PAGE) for place in PLACES] == [
         2 * 8 * 8 * 2,
         2 * (32 * 8 * 2 + 8 * 16 * 4),
         2 * 48 * 16 * 4,
@@ -83,7 +84,7 @@ def test_a_pool_has_what_the_geometry_counts_and_what_is_nobodys(window_pages: i
 def test_rows_are_made_for_the_pages_and_requests_that_were_sized() -> None:
     sized = MemorySizes(PAGE, 10, 10 * PAGE, 3, window=16, num_window_pages=5)
     pool = make_rows([Layer()], sized, "cpu", True, None)
-    page, window, ring = (row_bytes([KEPT], place, PAGE) for place in Place)
+    page, window, ring = (row_bytes([KEPT], place, PAGE) for place in PLACES)
     assert sum(part.nbytes for part in pool.kv(0)) == 11 * page + 6 * window + 4 * ring
     assert all(part.isnan().all() for part in pool.kv(0))
 
@@ -103,7 +104,7 @@ def test_new_storage_is_another_generation() -> None:
 
 def test_windows_have_pages_of_their_own_unless_they_hold_a_whole_context() -> None:
     layers = [Layer(0), Layer(1)]
-    page, window, ring = (row_bytes([KEPT] * 2, place, PAGE) for place in Place)
+    page, window, ring = (row_bytes([KEPT] * 2, place, PAGE) for place in PLACES)
     assert geometry(layers, [], 17, PAGE, F32, cell_bytes) == Geometry(page, window, 16, ring=ring)
     assert geometry(layers, [], 16, PAGE, F32, cell_bytes) == Geometry(page + window, ring=ring)
 
@@ -160,7 +161,7 @@ def test_in_eight_bits_a_row_of_the_published_sizes_takes_its_bytes() -> None:
     assert row_bytes(small, Place.SLOTS, page) == row_bytes(plain, Place.SLOTS, page)
     pool = DeepSeekV4TokenToKVPool(small, page, RowCounts(3, 2, 1), "meta")
     stored = sum(part.nbytes for layer in range(pool.num_layers) for part in pool.kv(layer))
-    assert stored == sum(count * row_bytes(small, place, page) for place, count in zip(Place, (4, 3, 2), strict=True))
+    assert stored == sum(count * row_bytes(small, place, page) for place, count in zip(PLACES, (4, 3, 2), strict=True))
 
 
 @pytest.mark.parametrize(("asked", "own", "found"), [(None, 24, 32), (None, 32, 32), (16, 24, 16)])

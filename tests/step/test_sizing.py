@@ -296,9 +296,21 @@ def test_states_of_all_requests_and_one_for_padding_come_before_snapshots_and_th
 
 def test_bytes_of_each_kind_are_those_that_were_sized() -> None:
     found, _ = with_states(180)
-    kinds = {"kv_bytes": 40 * PAGE_BYTES, "window_bytes": 0, "state_bytes": 5 * STATE, "snapshot_bytes": STATE}
+    kinds = {
+        "kv_bytes": 40 * PAGE_BYTES,
+        "window_bytes": 0,
+        "state_bytes": 5 * STATE,
+        "snapshot_bytes": STATE,
+        "host_bytes": 0,
+    }
     assert found.num_bytes == kinds
-    two = {"kv_bytes": 30 * PAGE_BYTES, "window_bytes": 30 * PAGE_BYTES, "state_bytes": 0, "snapshot_bytes": 0}
+    two = {
+        "kv_bytes": 30 * PAGE_BYTES,
+        "window_bytes": 30 * PAGE_BYTES,
+        "state_bytes": 0,
+        "snapshot_bytes": 0,
+        "host_bytes": 0,
+    }
     assert with_windows(60)[0].num_bytes == two
     assert with_windows(8)[0].num_bytes == {**two, "kv_bytes": 2 * 4 * PAGE_BYTES, "window_bytes": 0}
 
@@ -325,7 +337,13 @@ def test_rings_of_all_requests_and_one_for_padding_come_before_pages_and_have_no
     assert found == MemorySizes(PAGE, 35, CONTEXT, 4)
     assert rows["states"].effective == f"{size_text(RING)} a request, {size_text(5 * RING)} for 4"
     assert "snapshots" not in rows
-    kinds = {"kv_bytes": 35 * PAGE_BYTES, "window_bytes": 0, "state_bytes": 5 * RING, "snapshot_bytes": 0}
+    kinds = {
+        "kv_bytes": 35 * PAGE_BYTES,
+        "window_bytes": 0,
+        "state_bytes": 5 * RING,
+        "snapshot_bytes": 0,
+        "host_bytes": 0,
+    }
     assert found.num_bytes == kinds
     both, _ = with_rings(300, state=STATE)
     assert (both.num_snapshots, both.num_pages) == (1, 40)

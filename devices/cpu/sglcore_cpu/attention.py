@@ -21,6 +21,7 @@ from sglcore_cpu.table import engine_of
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.forward_batch import ForwardBatch
+    from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
     from sglcore.runtime.kernels.table import KernelTable
     from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
 
@@ -53,7 +54,7 @@ class PagedAttention(AttentionBackend[PagedPlan]):
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool: TokenToKVPool,
         kernels: KernelTable,
-        hisparse: object | None = None,
+        hisparse: HiSparseCoordinator | None = None,
         *,
         engine: Engine | None = None,
     ) -> None:

@@ -15,6 +15,7 @@ from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.bring_up import STANDARD, LoadedModel, Pools, Progress, attention, kernels, runner
+from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, PoolKind, cell_bytes
 from sglcore.runtime.model_runner import ModelRunner
@@ -143,7 +144,7 @@ def processor_attention(
     model: LoadedModel,
     pools: Pools,
     kernels: KernelTable,
-    hisparse: object | None,
+    hisparse: HiSparseCoordinator | None,
     ledger: DecisionLedger,
 ) -> AttentionBackend:
     """The standard choice; paged attention is native, and no candidate beside another table."""
@@ -171,6 +172,7 @@ def processor_runner(
     progress: Progress,
     streams: Streams,
     speculation: Speculation | None = None,
+    hisparse: HiSparseCoordinator | None = None,
 ) -> ModelRunner:
     """The standard runner. A step is recorded only where native kernels compute all of it."""
     if facts.graph_kind(config.graph) == "native":
@@ -180,7 +182,7 @@ def processor_runner(
         if reason:
             ledger.record(Row("native graph", "auto", "off", reason, "--graph compiled"))
             facts = replace(facts, default_graph="off")
-    parts = model, pools, sizes, attention, kernels, ledger, progress, streams, speculation
+    parts = model, pools, sizes, attention, kernels, ledger, progress, streams, speculation, hisparse
     try:
         return runner(config, package, facts, *parts)
     except NotCapturable as error:
@@ -197,6 +199,8 @@ def reason_against_recording(kernels: KernelTable, attention: AttentionBackend) 
     if not is_native(kernels):
         return "the native kernels do not serve"
     for part in attention.parts:
+        if part.hisparse is not None:
+            return "rows of which few are kept at hand are brought by plain torch"
         if "capture" not in part.facts.features:
             return f"{type(part).__name__} works on lengths that a recorded call would not see"
     return ""

@@ -19,6 +19,7 @@ from sglcore.runtime import bring_up
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.memory import bring_up as memory
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.step.sizing import MemorySizes
 from sglcore_cpu import package
@@ -98,16 +99,16 @@ def test_kernels_that_are_none_list_those_that_are() -> None:
 def test_pages_are_counted_by_what_the_cells_take_that_are_made(
     kind: PoolKind, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bring_up, "size_pools", lambda config, **given: given["geometry"].page)
+    monkeypatch.setattr(memory, "size_pools", lambda config, **given: given["geometry"].page)
     config, none = EngineConfig(kv_cache_dtype=kind.kv_cache_dtype, page_size=4), cast("Any", None)
-    assert bring_up.sizes(config, Facts(tensor_device="cpu"), model(), none, none, kind) == 4 * size
+    assert memory.sizes(config, Facts(tensor_device="cpu"), model(), none, none, kind) == 4 * size
 
 
 def test_what_layers_with_states_say_of_prompts_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bring_up, "size_pools", lambda config, **given: None)
+    monkeypatch.setattr(memory, "size_pools", lambda config, **given: None)
     made, ledger, none = model(), DecisionLedger(), cast("Any", None)
     made.state_layers = [SimpleNamespace(kept={}, remark=said) for said in ("", "slow", "slow")]
-    bring_up.sizes(EngineConfig(page_size=4), Facts(tensor_device="cpu"), made, none, ledger)
+    memory.sizes(EngineConfig(page_size=4), Facts(tensor_device="cpu"), made, none, ledger)
     assert [(row.topic, row.reason) for row in ledger.rows] == [("prompts", "slow")]
 
 
@@ -115,5 +116,5 @@ def test_what_layers_with_states_say_of_prompts_is_told_once(monkeypatch: pytest
 def test_an_encoder_has_cells_for_one_page_beside_that_of_padding(is_encoder: bool, pages: int) -> None:
     sizes = MemorySizes(page_size=4, num_pages=64, max_model_len=32, max_requests=2)
     facts = Facts(tensor_device="cpu", shares_host_memory=True)
-    made = bring_up.pools(EngineConfig(), facts, model(is_encoder), sizes)
+    made = memory.pools(EngineConfig(), facts, model(is_encoder), sizes)
     assert made.token_to_kv.num_cells == (1 + pages) * 4

@@ -24,5 +24,6 @@ def facts(index: int = 0) -> Facts:
         needs_host_lengths=True,
         has_streams=True,
         has_pinned_memory=True,
+        reaches_pinned_memory=True,
         default_graph="full",
     )

@@ -13,5 +13,6 @@ def facts(index: int = 0) -> Facts:
         page_size=16,
         has_streams=True,
         has_pinned_memory=True,
+        reaches_pinned_memory=True,
         default_graph="full",
     )

@@ -74,6 +74,11 @@ def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger
                 f"{name} is {value!r}, and this device takes weights and cells as the checkpoint has them",
                 remedy=f"leave --{name.replace('_', '-')} out, or use a checkpoint that is quantised",
             )
+    if config.hisparse not in (None, "off"):
+        raise ConfigError(
+            "hisparse is asked for, and this device has one memory for host and accelerator: there is nowhere to keep rows apart",
+            remedy="leave --hisparse out",
+        )
     if config.speculative not in (None, "auto", "off"):
         raise ConfigError(
             f"speculative is {config.speculative!r}, and this device verifies no proposals",

@@ -22,5 +22,6 @@ def facts(index: int = 0) -> Facts:
         page_size=64,
         has_streams=True,
         has_pinned_memory=True,
+        reaches_pinned_memory=True,
         default_graph="full",
     )

@@ -12,5 +12,6 @@ def facts(index: int = 0) -> Facts:
         index_dtype="int64",
         has_streams=True,
         has_pinned_memory=True,
+        reaches_pinned_memory=True,
         default_graph="full",
     )

@@ -18,6 +18,7 @@ from sglcore.runtime.memory.rows import ROWS
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
+    from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
     from sglcore.runtime.kernels.table import KernelTable
     from sglcore.runtime.memory.pools import KVPool, ReqToTokenPool, TokenToKVPool
 
@@ -95,7 +96,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool: KVPool,
         kernels: KernelTable,
-        hisparse: object | None = None,
+        hisparse: HiSparseCoordinator | None = None,
     ) -> None:
         """Raises ConfigError for a pool of a layout that the facts do not name."""
         layout = token_to_kv_pool.layout

@@ -25,10 +25,11 @@ class Attention:
     c bends a scaled score s to
     c * tanh(s / c). `sinks` [heads] are the scores of one more key that every query sees and that has no value. `is_exact`: its
     keys hold numbers that no rounding may change, and are kept in the model's type. `rows`: what is kept in other forms than
-    keys and values by head.
+    keys and values by head, of which `top_k` are chosen for each token (0: it sees all).
     """
 
     rows: Mapping[str, KeptRows] = MappingProxyType({})
+    top_k: int = 0
     __slots__ = (
         "cached",
         "causal",

@@ -18,6 +18,7 @@ from torch import Tensor
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.kernels import reference, reference_recurrent
 from sglcore.runtime.kernels.entry import Entry, Kernel, entry, optional
+from sglcore.runtime.kernels.hisparse import HiSparseKernels
 from sglcore.runtime.kernels.sparse import SparseKernels
 from sglcore.runtime.kernels.speculative import SpeculativeKernels
 
@@ -59,7 +60,7 @@ Given: TypeAlias = Kernel | Limited | tuple[Limited, ...] | None
 """What a table's entry is made of: a function, one that takes some calls, candidates in order, or nothing."""
 
 
-class KernelTable(SpeculativeKernels, SparseKernels):
+class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     """One function for each operation. T tokens, H hidden size, D head size, I intermediate size, E experts, K of them a token.
 
     No entry reads a device value on the host, and every entry accepts T = 0. Results are new tensors unless the entry

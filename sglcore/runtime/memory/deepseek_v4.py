@@ -28,10 +28,11 @@ def kept_rows(
     dtype: torch.dtype,
     drafts: int = 1,
     kv_cache_dtype: str = "auto",
+    hisparse: bool = False,
 ) -> LayerRows:
     """Those of one layer, computed in `dtype`; states are float32, values and gates side by side. The last block's tokens
     belong to a page of the window where the next block takes them too, so that who goes on from a page has them; else to
-    the slot, because a page ends with a block."""
+    the slot, because a page ends with a block. `hisparse`: blocks that an indexer chooses lie in host memory."""
     codec = row_codec(kv_cache_dtype, net.head_dim, net.rope_dim)
     kept = {WINDOW: KeptRows(net.head_dim, dtype, Place.WINDOW_PAGES, codec=codec)}
     if compression is None:
@@ -42,7 +43,8 @@ def kept_rows(
     def state(size: int) -> KeptRows:
         return KeptRows(2 * series * size, torch.float32, place, ratio, ring, span)
 
-    kept |= {BLOCKS: KeptRows(net.head_dim, dtype, ratio=ratio, codec=codec), STATE: state(net.head_dim)}
+    of_blocks = Place.HOST_PAGES if hisparse and compression.is_sparse else Place.PAGES
+    kept |= {BLOCKS: KeptRows(net.head_dim, dtype, of_blocks, ratio, codec=codec), STATE: state(net.head_dim)}
     if compression.is_sparse:
         codec = row_codec(kv_cache_dtype, net.index_dim)
         kept |= {

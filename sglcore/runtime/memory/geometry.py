@@ -60,7 +60,7 @@ def geometry(
     page, window_page = every - of_windows + of_rows[Place.PAGES], of_windows + of_rows[Place.WINDOW_PAGES]
     if not window:
         page, window_page = page + window_page, 0
-    return Geometry(page, window_page, window, state_bytes(states), of_rows[Place.SLOTS])
+    return Geometry(page, window_page, window, state_bytes(states), of_rows[Place.SLOTS], of_rows[Place.HOST_PAGES])
 
 
 def fitting_page_size(layers: Sequence[Attention], asked: int | None, default: int) -> int:

@@ -40,11 +40,16 @@ class Pools:
 
 
 def make_rows(
-    layers: Sequence[Attention], sizes: MemorySizes, device: str, poison: bool, table: WindowTable | None
+    layers: Sequence[Attention],
+    sizes: MemorySizes,
+    device: str,
+    poison: bool,
+    table: WindowTable | None,
+    pins: bool = False,
 ) -> RowPool:
-    """One pool of all rows of layers that keep them; `table` names the window pages, where there are some."""
+    """One pool of all rows of layers that keep them; `table` names the window pages, where there are some. `pins` as `RowPool`."""
     counts = RowCounts(sizes.num_pages, sizes.num_window_pages, sizes.max_requests)
-    given = [layer.rows for layer in layers], sizes.page_size, counts, device, poison
+    given = [layer.rows for layer in layers], sizes.page_size, counts, device, poison, pins
     if any(has_window(layer) for layer in layers):
         return DeepSeekV4TokenToKVPool(*given, window_table=table)
     return RowPool(*given)

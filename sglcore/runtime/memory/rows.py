@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.kernels.row_codec import RowCodec
+from sglcore.step.sizing import size_text
 
 if TYPE_CHECKING:
     from sglcore.runtime.memory.pools import WindowTable
@@ -58,10 +59,11 @@ def check_row_dtype(kv_cache_dtype: str, device: torch.device | str) -> None:
 
 
 class Place(Enum):
-    """Whose rows they are: those of a page of all tokens, of a page of windows (of one of all tokens where windows have none
-    of their own), or of a slot."""
+    """Whose rows they are: those of a page of all tokens, on the device or in host memory, of a page of windows (of one of all
+    tokens where windows have none of their own), or of a slot."""
 
     PAGES = "pages"
+    HOST_PAGES = "pages in host memory"
     WINDOW_PAGES = "window pages"
     SLOTS = "slots"
 
@@ -105,6 +107,11 @@ LayerRows = Mapping[str, KeptRows]
 """What a layer keeps, by name."""
 
 
+def swapped_rows(layer: LayerRows) -> str | None:
+    """The name of what lies in host memory, of which a token reads what an indexer chooses."""
+    return next((name for name, kept in layer.items() if kept.place is Place.HOST_PAGES), None)
+
+
 def page_multiple(layers: Iterable[LayerRows]) -> int:
     """The least number of tokens of a page in which all of their rows come out even."""
     return lcm(*(each.page_multiple for layer in layers for each in layer.values()))
@@ -126,8 +133,9 @@ class RowCounts:
 
     def owners(self, place: Place) -> int:
         """Pages or slots of a kind, with that which is nobody's."""
-        of_windows = self.window_pages or self.pages
-        return 1 + {Place.PAGES: self.pages, Place.WINDOW_PAGES: of_windows, Place.SLOTS: self.slots}[place]
+        if place is Place.SLOTS:
+            return 1 + self.slots
+        return 1 + (self.window_pages or self.pages if place is Place.WINDOW_PAGES else self.pages)
 
 
 class RowPool:
@@ -142,14 +150,16 @@ class RowPool:
         counts: RowCounts,
         device: str,
         poison: bool = False,
+        pins: bool = False,
     ) -> None:
-        """`poison`: what was never written is NaN, so that who reads it shows."""
+        """`poison`: what was never written is NaN, so that who reads it shows. `pins`: rows in host memory lie in pinned memory,
+        which the device's kernels reach. Raises ConfigError where the host has no room for them."""
         self.generation = 0
         self.page_size = page_size
         self.num_cells = (counts.pages + 1) * page_size
         self.num_layers = len(layers)
         self.layers = tuple(layers)
-        self._counts, self._device, self._poison = counts, device, poison
+        self._counts, self._device, self._poison, self._pins = counts, device, poison, pins
         self._rows = self._allocate()
 
     def rows(self, layer_id: int, name: str) -> Tensor:
@@ -159,6 +169,11 @@ class RowPool:
     def codec(self, layer_id: int, name: str) -> RowCodec | None:
         """The form of those rows; None: they are numbers."""
         return self.layers[layer_id][name].codec
+
+    def on_device(self, layer_id: int) -> dict[str, Tensor]:
+        """A layer's rows by name, but for those in host memory."""
+        layer, rows = self.layers[layer_id], self._rows[layer_id]
+        return {name: each for name, each in rows.items() if layer[name].place is not Place.HOST_PAGES}
 
     def kv(self, layer_id: int) -> tuple[Tensor, ...]:
         """All that a layer keeps."""
@@ -187,8 +202,21 @@ class RowPool:
     def _make(self, kept: KeptRows) -> Tensor:
         rows, row = self._counts.owners(kept.place) * kept.count(self.page_size), kept.row
         unwritten = torch.nan if kept.codec is None else ENCODED_NAN
-        value = unwritten if self._poison else 0
-        return torch.full((rows, row.shape[1]), value, dtype=row.dtype, device=self._device)
+        value, shape = unwritten if self._poison else 0, (rows, row.shape[1])
+        if kept.place is Place.HOST_PAGES and self._pins:
+            return _pinned(shape, row.dtype).fill_(value)
+        return torch.full(shape, value, dtype=row.dtype, device=self._device)
+
+
+def _pinned(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        wanted = size_text(shape[0] * shape[1] * dtype.itemsize)
+        raise ConfigError(
+            f"the host has no {wanted} of memory to pin for the rows of a layer: {error}",
+            remedy="lower kv_cache_memory, or host_to_device_ratio of --hisparse",
+        ) from None
 
 
 class BaseSWAKVPool(RowPool):
@@ -202,7 +230,8 @@ class BaseSWAKVPool(RowPool):
         counts: RowCounts,
         device: str,
         poison: bool = False,
+        pins: bool = False,
         window_table: WindowTable | None = None,
     ) -> None:
-        super().__init__(layers, page_size, counts, device, poison)
+        super().__init__(layers, page_size, counts, device, poison, pins)
         self.window_table = window_table

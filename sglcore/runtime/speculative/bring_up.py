@@ -24,6 +24,7 @@ from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.runtime.speculative.choice import DRAFT_LOADER, Speculation, choose_speculation, promise
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.runtime.tp_worker import TpModelWorker
+from sglcore.step.hisparse import HiSparseConfig
 from sglcore.step.sizing import MemoryBudget, MemorySizes, size_text
 
 
@@ -35,8 +36,13 @@ def speculation(
     model_path: Path,
     kernels: KernelTable,
     model: LoadedModel,
+    hisparse_config: HiSparseConfig | None = None,
 ) -> Speculation | None:
     """What proposes tokens, with the model that does if one does; None: every step brings one token of a request."""
+    if hisparse_config is not None:
+        why = "rows lie in host memory, of which a step brings those of one token of a request"
+        ledger.record(Row("speculative", config.speculative or "not asked", "off", why, "--hisparse off"))
+        return None
 
     def load(folder: Path, kind: str) -> Any:
         given = {"facts": facts, "kernels": kernels, "ledger": ledger, "progress": progress}

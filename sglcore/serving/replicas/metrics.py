@@ -287,6 +287,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("window_bytes", "Memory of the pages of layers with a window.", lambda n: n.window_bytes),
     ("state_bytes", "Memory of the states of requests.", lambda n: n.state_bytes),
     ("state_snapshot_bytes", "Memory of the copies of states.", lambda n: n.snapshot_bytes),
+    ("host_cache_bytes", "Host memory of the pages, of which the device keeps some rows.", lambda n: n.host_bytes),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prefix_cache_queries_tokens", "Prompt tokens looked up in the prefix cache.", lambda n: n.looked_up_tokens),

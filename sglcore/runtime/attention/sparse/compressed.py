@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
 from sglcore.runtime.attention.sparse.layer import SparseLayer
-from sglcore.runtime.attention.sparse.tokens import Paged, RequestRows, TokenRows, choose_rows, later_steps
+from sglcore.runtime.attention.sparse.tokens import Paged, RequestRows, TokenRows, choose_rows, joined, later_steps
+from sglcore.runtime.hisparse.coordinator import HISPARSE, HostRows, names_of, rows_read
 from sglcore.runtime.memory.deepseek_v4 import BLOCKS, STATE, WINDOW, DeepSeekV4TokenToKVPool
 from sglcore.runtime.memory.rows import INDEX_KEYS, ROWS, KeptRows, Place
 
@@ -48,32 +49,36 @@ class Completed:
 class CompressedPlan(AttentionPlan):
     """`window` int32 [T, W]: the rows that each token's window has; `window_out` int [T]: where its own goes. By the ratios of
     those who see all: `blocks` int32 [T, X]. By ratio and span: `completed`. `chosen` int32 [T, K] are the blocks
-    that the last indexer to run chose."""
+    that the last indexer to run chose; `host` is where they are, if they lie in host memory."""
 
     tokens: TokenRows
     window: Tensor
     window_out: Tensor
     blocks: Mapping[int, Tensor]
     completed: Mapping[tuple[int, int], Completed]
+    host: HostRows | None = None
     chosen: Tensor | None = None
 
 
 class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
     """Layers store the rows of a window themselves, `Compressor` those of blocks."""
 
-    facts = AttentionFacts(features=frozenset({COMPRESSED, "capture", "mixed"}), takes_stored=True, layouts=(ROWS,))
+    facts = AttentionFacts(
+        features=frozenset({COMPRESSED, HISPARSE, "capture", "mixed"}), takes_stored=True, layouts=(ROWS,)
+    )
     token_to_kv_pool: DeepSeekV4TokenToKVPool
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
         """Those of its tokens, of the blocks that they complete, and of what they leave for others."""
         plan, pool, found = self.plan(batch), self.token_to_kv_pool, []
         for layer_id, layer in enumerate(pool.layers):
-            for name, kept in layer.items():
+            for name, rows in pool.on_device(layer_id).items():
+                kept = layer[name]
                 place = plan.window_out
                 if name != WINDOW:
                     completed = plan.completed[kept.ratio, layer[STATE].span]
                     place = completed.writes if kept.ring else completed.out_rows
-                found.append((pool.rows(layer_id, name), place))
+                found.append((rows, place))
         return found
 
     def plan(self, batch: ForwardBatch) -> CompressedPlan:
@@ -83,6 +88,8 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         plan = self._empty(tokens, counts, self._window_out(batch))
         self._fill_lists(plan, batch)
         self._complete(plan, batch)
+        if self.hisparse is not None:
+            plan.host = self.hisparse.plan(batch)
         return plan
 
     def capture_plan(self, bucket: Bucket) -> CompressedPlan:
@@ -91,7 +98,10 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         tokens = TokenRows.empty(bucket.num_tokens, self.req_to_token_pool.max_tokens, device)
         states = self.token_to_kv_pool.states
         counts = {kept.ratio: most_completed(bucket.num_tokens, bucket.batch_size, kept.ratio) for kept in states}
-        return self._empty(tokens, counts, torch.zeros_like(tokens.slots))
+        plan = self._empty(tokens, counts, torch.zeros_like(tokens.slots))
+        if self.hisparse is not None:
+            plan.host = self.hisparse.capture_plan(bucket.num_tokens)
+        return plan
 
     def refresh(self, plan: CompressedPlan, batch: ForwardBatch) -> None:
         """In place."""
@@ -121,19 +131,26 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         keys, codec = pool.rows(layer.layer_id, INDEX_KEYS), pool.codec(layer.layer_id, INDEX_KEYS)
         lens, count, most = tokens.lens // kept.ratio, kept.count(pool.page_size), tokens.most // kept.ratio
         paged = Paged(self.req_to_token_pool.page_table, tokens.slots, lens, count, most)
-        plan.chosen = choose_rows(self.kernels, q, weights, keys, codec, paged, layer.top_k)
+        plan.chosen = choose_rows(self.kernels, q, weights, keys, codec, paged, layer.top_k, names_of(plan.host))
+        if self.hisparse is not None and plan.host is not None:
+            plan.chosen = self.hisparse.choose(layer.layer_id, plan.chosen, tokens.slots, plan.host)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: CompressedPlan) -> Tensor:
         """q [T, heads * head_dim] to the same."""
         assert isinstance(layer, SparseLayer)
-        pool, rows, blocks = self.token_to_kv_pool, None, layer.rows.get(BLOCKS)
-        if blocks is not None:
-            rows = pool.rows(layer.layer_id, BLOCKS)
-        chosen = None if blocks is None else plan.chosen if layer.top_k else plan.blocks[blocks.ratio]
+        pool, blocks = self.token_to_kv_pool, layer.rows.get(BLOCKS)
         window, codec = pool.rows(layer.layer_id, WINDOW), pool.codec(layer.layer_id, WINDOW)
         q = q.view(q.shape[0], layer.num_heads, layer.head_dim)
-        given = window, plan.window, rows, chosen, layer.sinks, layer.scaling, layer.value_size, codec
-        return self.kernels.sparse_mqa(q, *given).flatten(1)
+        how = layer.sinks, layer.scaling, layer.value_size, codec
+        if blocks is None:
+            return self.kernels.sparse_mqa(q, window, plan.window, None, None, *how).flatten(1)
+        chosen = plan.chosen if layer.top_k else plan.blocks[blocks.ratio]
+        assert chosen is not None
+        attended = [
+            self.kernels.sparse_mqa(q[part], window, plan.window[part], rows, chosen[part], *how)
+            for part, rows in rows_read(self.hisparse, plan.host, layer, pool.rows(layer.layer_id, BLOCKS))
+        ]
+        return joined(attended).flatten(1)
 
     def _window_out(self, batch: ForwardBatch) -> Tensor:
         found = batch.out_cache_loc if self.token_to_kv_pool.window_table is None else batch.window_cache_loc

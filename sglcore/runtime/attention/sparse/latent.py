@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
 from sglcore.runtime.attention.sparse.layer import SparseLayer
-from sglcore.runtime.attention.sparse.tokens import Paged, TokenRows, choose_rows, later_steps
+from sglcore.runtime.attention.sparse.tokens import Paged, TokenRows, choose_rows, joined, later_steps
+from sglcore.runtime.hisparse.coordinator import HISPARSE, HostRows, names_of, rows_read
 from sglcore.runtime.memory.rows import INDEX_KEYS, ROWS, RowPool
 
 if TYPE_CHECKING:
@@ -23,34 +24,39 @@ LATENT = "latent"
 
 @dataclass(slots=True)
 class LatentPlan(AttentionPlan):
-    """The tokens of a batch; `chosen` int32 [T, K] are the rows that the last indexer to run chose of each token's request."""
+    """The tokens of a batch; `chosen` int32 [T, K] are the rows that the last indexer to run chose of each token's request. `host`: where
+    they are, if they lie in host memory."""
 
     tokens: TokenRows
+    host: HostRows | None = None
     chosen: Tensor | None = None
 
 
 class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
     """Layers store their rows themselves, at the batch's `out_cache_loc`: one for each token."""
 
-    facts = AttentionFacts(features=frozenset({LATENT, "capture", "mixed"}), takes_stored=True, layouts=(ROWS,))
+    facts = AttentionFacts(
+        features=frozenset({LATENT, HISPARSE, "capture", "mixed"}), takes_stored=True, layouts=(ROWS,)
+    )
     token_to_kv_pool: RowPool
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
         """Those of its tokens."""
         pool, places = self.token_to_kv_pool, batch.out_cache_loc
         assert places is not None
-        return [(rows, places) for layer_id in range(pool.num_layers) for rows in pool.kv(layer_id)]
+        return [(rows, places) for layer_id in range(pool.num_layers) for rows in pool.on_device(layer_id).values()]
 
     def plan(self, batch: ForwardBatch) -> LatentPlan:
         """On the device, by as many operations for any batch."""
-        return LatentPlan(self, self.generation, TokenRows.of(batch, self.req_to_token_pool.max_tokens))
+        host = None if self.hisparse is None else self.hisparse.plan(batch)
+        return LatentPlan(self, self.generation, TokenRows.of(batch, self.req_to_token_pool.max_tokens), host)
 
     def capture_plan(self, bucket: Bucket) -> LatentPlan:
         """One row for each token."""
         device = self.req_to_token_pool.page_table.device
-        return LatentPlan(
-            self, self.generation, TokenRows.empty(bucket.num_tokens, self.req_to_token_pool.max_tokens, device)
-        )
+        tokens = TokenRows.empty(bucket.num_tokens, self.req_to_token_pool.max_tokens, device)
+        host = None if self.hisparse is None else self.hisparse.capture_plan(bucket.num_tokens)
+        return LatentPlan(self, self.generation, tokens, host)
 
     def refresh(self, plan: LatentPlan, batch: ForwardBatch) -> None:
         """In place."""
@@ -68,17 +74,22 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
         pool, tokens = self.token_to_kv_pool, plan.tokens
         keys, codec = pool.rows(layer.layer_id, INDEX_KEYS), pool.codec(layer.layer_id, INDEX_KEYS)
         paged = Paged(self.req_to_token_pool.page_table, tokens.slots, tokens.lens, pool.page_size, tokens.most)
-        plan.chosen = choose_rows(self.kernels, q, weights, keys, codec, paged, layer.top_k)
+        plan.chosen = choose_rows(self.kernels, q, weights, keys, codec, paged, layer.top_k, names_of(plan.host))
+        if self.hisparse is not None and plan.host is not None:
+            plan.chosen = self.hisparse.choose(layer.layer_id, plan.chosen, tokens.slots, plan.host)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: LatentPlan) -> Tensor:
         """q [T, heads * row] to [T, heads * value_size]."""
         assert isinstance(layer, SparseLayer)
         pool, table, tokens = self.token_to_kv_pool, self.req_to_token_pool.page_table, plan.tokens
         rows, codec = pool.rows(layer.layer_id, LATENT), pool.codec(layer.layer_id, LATENT)
-        q = q.view(q.shape[0], layer.num_heads, layer.head_dim)
+        q, how = q.view(q.shape[0], layer.num_heads, layer.head_dim), (layer.scaling, layer.value_size, codec)
         if layer.top_k:
             assert plan.chosen is not None
-            given = rows, plan.chosen, None, None, None, layer.scaling, layer.value_size, codec
-            return self.kernels.sparse_mqa(q, *given).flatten(1)
-        given = rows, table, tokens.slots, tokens.lens, pool.page_size, layer.scaling, layer.value_size, codec
+            attended = [
+                self.kernels.sparse_mqa(q[part], found, plan.chosen[part], None, None, None, *how)
+                for part, found in rows_read(self.hisparse, plan.host, layer, rows)
+            ]
+            return joined(attended).flatten(1)
+        given = rows, table, tokens.slots, tokens.lens, pool.page_size, *how
         return self.kernels.paged_mqa(q, *given).flatten(1)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_context import get_forward_context
+from sglcore.runtime.hisparse.coordinator import HISPARSE
+from sglcore.runtime.memory.rows import swapped_rows
 
 if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
@@ -42,7 +44,7 @@ class SparseLayer(Attention, ABC):
         self.rows = rows
         self.value_size = value_size
         self.top_k = top_k
-        self._features = frozenset({asks})
+        self._features = frozenset({asks} if swapped_rows(rows) is None else {asks, HISPARSE})
 
     @property
     def features(self) -> frozenset[str]:

@@ -3,7 +3,7 @@ tensors must be comes from the host's lengths, where the host has them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -124,16 +124,29 @@ def score_bytes(layers: Iterable[Attention], tokens: int, most: int) -> int:
 
 
 def choose_rows(
-    kernels: KernelTable, q: Tensor, weights: Tensor, keys: Tensor, codec: RowCodec | None, paged: Paged, count: int
+    kernels: KernelTable,
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    codec: RowCodec | None,
+    paged: Paged,
+    count: int,
+    named: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """int32 [T, count]: the rows of each token's request that its indexer scores highest, by q [T, H, D] and weights [T, H], scaled by
-    the root of H D. So many tokens at a time that their scores take no more than LOGITS."""
+    the root of H D. So many tokens at a time that their scores take no more than LOGITS. `named`: the pages by which rows are
+    called, int32 [N, P], and the line there of each token, int32 [T]; None: those of the keys."""
     scale, tokens, width = (q.shape[1] * q.shape[2]) ** -0.5, q.shape[0], max(1, paged.most)
-    found = []
+    found, (pages, lines) = [], named or (paged.table, paged.slots)
     for first in range(0, max(1, tokens), step := max(1, LOGITS // width)):
         part = slice(first, first + step)
         slots, lens = paged.slots[part], paged.lens[part]
         where = paged.table, slots, lens, paged.rows_per_page
         logits = kernels.index_logits(q[part], weights[part], keys, *where, scale, width, codec)
-        found.append(kernels.index_top_k(logits, lens, paged.table, slots, paged.rows_per_page, count))
-    return found[0] if len(found) == 1 else torch.cat(found)
+        found.append(kernels.index_top_k(logits, lens, pages, lines[part], paged.rows_per_page, count))
+    return joined(found)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of tokens one behind the other; not copied where there is one part."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

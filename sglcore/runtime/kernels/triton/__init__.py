@@ -23,6 +23,7 @@ from sglcore.runtime.kernels.triton.convolution import causal_conv
 from sglcore.runtime.kernels.triton.delta_rule import gated_delta_rule
 from sglcore.runtime.kernels.triton.experts import clamped_moe, limited_moe, moe, mxfp4_moe
 from sglcore.runtime.kernels.triton.grouped_product import grouped_linear
+from sglcore.runtime.kernels.triton.hisparse import copy_rows, swap_in
 from sglcore.runtime.kernels.triton.hyper import hc_head, hc_post, hc_pre
 from sglcore.runtime.kernels.triton.indexer import index_logits, index_top_k
 from sglcore.runtime.kernels.triton.latent_rows import index_key_store, norm_rope_store, rope_tail
@@ -60,7 +61,7 @@ def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
     )
     entries += (limited_moe, limited_silu_and_mul, sqrtsoftplus_routing, hash_routing, hc_pre, hc_post, hc_head)
     entries += (rope_tail, norm_rope_store, index_key_store, window_rows, block_rows, compress_plan)
-    entries += (place_proposals, accept_proposals)
+    entries += (place_proposals, accept_proposals, swap_in, copy_rows)
     own = {entry.__name__: partial(entry, tuning=tuning) for entry in entries}
     latent = {each.__name__: Limited(partial(each, tuning=tuning), takes_values) for each in (sparse_mqa, paged_mqa)}
     return KernelTable().replace(**own, **latent)

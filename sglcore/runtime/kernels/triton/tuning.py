@@ -124,6 +124,10 @@ class Tuning:
     window_rows: LaunchConfig = LaunchConfig(128, 1)
     """`block_rows` too."""
     compress_plan: LaunchConfig = LaunchConfig(128, 1)
+    swap_in: LaunchConfig = LaunchConfig(512, 1)
+    copy_programs: int = 1024
+    """Programs that share the copies of all requests; `elements` words of each are on their way at a time."""
+    copy_rows: LaunchConfig = LaunchConfig(128, 1)
     hc_split: int = 1024
     """Elements of a token's streams of which one program adds up what mixes them."""
     hc_depth: int = 64

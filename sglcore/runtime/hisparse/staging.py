@@ -1,0 +1,159 @@
+"""The rows of a prompt's step on the device: of one layer and some requests at a time, because all of them are in host memory.
+
+A step reads (layer, part) after (layer, part). While one is read, what the next one has of earlier steps is on its way to another
+room, on a stream of its own; what this step itself stored follows when it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sglcore.runtime.forward_batch import ForwardBatch
+    from sglcore.runtime.memory.pools import ReqToTokenPool
+
+CopyRows = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""The table's `copy_rows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Rows that go from one pool to another: int32 `loads` [2, 1, N] and `counts` [1], as `copy_rows` takes them."""
+
+    loads: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some requests of a step: their tokens, and their rows on pages that were complete before it, and on the others."""
+
+    tokens: slice
+    old: Copies
+    new: Copies
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A step's parts, and how rows that were chosen are named: by `table` int32 [B, P], the pages of each request in a staging room, of
+    which token t has the line `owners[t]`, int32 [T]."""
+
+    table: Tensor
+    owners: Tensor
+    parts: Sequence[Part]
+
+
+def plan_parts(batch: ForwardBatch, pool: ReqToTokenPool, rows_per_page: int) -> Staged:
+    """The parts of a prompt's step, none with more pages than a request may have. On the device, in sizes that the host knows from the
+    lengths; does not wait."""
+    ends, lengths = batch.seq_lens_cpu, batch.extend_seq_lens_cpu
+    assert ends is not None and lengths is not None and batch.extend_seq_lens is not None
+    size, slots = pool.page_size, batch.req_pool_indices
+    pages, whole = -(-ends // size), (ends - lengths) // size
+    on_device = (batch.seq_lens + size - 1) // size, (batch.seq_lens - batch.extend_seq_lens) // size
+    places = torch.arange(pool.max_pages, dtype=torch.int32, device=slots.device)
+    parts, bases, tokens = [], [], np.append(0, np.cumsum(lengths))
+    for first, last in _runs(pages, pool.max_pages):
+        has, had = (each[first:last] for each in on_device)
+        base = 1 + has.cumsum(0, dtype=torch.int32) - has
+        rows = _PageRows(pool.page_table, slots[first:last], base, rows_per_page)
+        old = rows.copies(torch.zeros_like(had), had, int(whole[first:last].sum()))
+        new = rows.copies(had, has - had, int((pages - whole)[first:last].sum()))
+        parts.append(Part(slice(int(tokens[first]), int(tokens[last])), old, new))
+        bases.append(base)
+    owners = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
+    owners = torch.repeat_interleave(owners, batch.extend_seq_lens, output_size=batch.num_tokens)
+    return Staged(torch.cat(bases).unsqueeze(1) + places, owners, parts)
+
+
+def _runs(pages: NDArray[np.int32], most: int) -> Iterator[tuple[int, int]]:
+    """Requests [first, last) that have no more than `most` pages together, as many as go."""
+    first, total = 0, 0
+    for place, count in enumerate(pages.tolist()):
+        if total + count > most and place > first:
+            yield first, place
+            first, total = place, 0
+        total += count
+    yield first, len(pages)
+
+
+@dataclass(frozen=True, slots=True)
+class _PageRows:
+    """Pages of some requests, by their slots int [R], and the first that each has in a room."""
+
+    table: Tensor
+    slots: Tensor
+    base: Tensor
+    rows_per_page: int
+
+    def copies(self, begin: Tensor, count: Tensor, total: int) -> Copies:
+        """Of the pages [begin, begin + count) of each, int32 [R], `total` in all."""
+        device = self.slots.device
+        numbers = torch.arange(len(self.slots), dtype=torch.int32, device=device)
+        owner = torch.repeat_interleave(numbers, count, output_size=total)
+        before = (count.cumsum(0, dtype=torch.int32) - count - begin).index_select(0, owner)
+        place = torch.arange(total, dtype=torch.int32, device=device) - before
+        taken = self.table[self.slots.index_select(0, owner), place]
+        pages = torch.stack((taken, self.base.index_select(0, owner) + place))
+        rows = torch.arange(self.rows_per_page, dtype=torch.int32, device=device)
+        loads = (pages.unsqueeze(2) * self.rows_per_page + rows).view(2, 1, -1)
+        return Copies(loads, torch.full((1,), loads.shape[2], dtype=torch.int32, device=device))
+
+
+def wait_for(reading: torch.Stream, copying: torch.Stream) -> None:
+    """What is read next has been copied."""
+    reading.wait_stream(copying)
+
+
+def follow(copying: torch.Stream, reading: torch.Stream) -> None:
+    """What is copied next goes where nobody reads any more, and was stored before."""
+    copying.wait_stream(reading)
+
+
+class StagingRooms:
+    """Room for the rows of the longest request, twice where streams let copies run beside the forward."""
+
+    def __init__(
+        self, stores: Mapping[int, Tensor], num_rows: int, device: torch.device, copy_rows: CopyRows, has_streams: bool
+    ) -> None:
+        """`stores` are the rows [N, D] in host memory of the layers that read, by id, in their order."""
+        self._turns = {layer_id: turn for turn, layer_id in enumerate(stores)}
+        self._stores, self._copy, self._device = tuple(stores.values()), copy_rows, device
+        shape, dtype = (num_rows, self._stores[0].shape[1]), self._stores[0].dtype
+        self._stream = torch.Stream(device) if has_streams else None
+        self._rooms = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(1 + has_streams)]
+
+    def begin(self, staged: Staged) -> None:
+        """The first copies of a step, behind all that is queued on the current stream."""
+        if self._stream is not None:
+            self._start(self._stream, staged, 0)
+
+    def read(self, layer_id: int, staged: Staged) -> Iterator[tuple[slice, Tensor]]:
+        """For a layer, once a step and in the order of layers: part by part its tokens and the room that has their rows, until the
+        next one is asked for. Does not wait."""
+        for place, part in enumerate(staged.parts):
+            turn = self._turns[layer_id] * len(staged.parts) + place
+            room, store = self._rooms[turn % len(self._rooms)], self._stores[self._turns[layer_id]]
+            if self._stream is None:
+                self._copy(store, room, part.old.loads, part.old.counts)
+            else:
+                wait_for(torch.accelerator.current_stream(self._device), self._stream)
+                self._start(self._stream, staged, turn + 1)
+            self._copy(store, room, part.new.loads, part.new.counts)
+            yield part.tokens, room
+
+    def _start(self, stream: torch.Stream, staged: Staged, turn: int) -> None:
+        """What was there before the step of what is read at a turn, when all that is queued so far has read the room."""
+        layer, place = divmod(turn, len(staged.parts))
+        if layer < len(self._stores):
+            follow(stream, torch.accelerator.current_stream(self._device))
+            with stream:
+                old = staged.parts[place].old
+                self._copy(self._stores[layer], self._rooms[turn % len(self._rooms)], old.loads, old.counts)

@@ -1,0 +1,90 @@
+"""HiSparse as it is asked for: rows of which attention reads a few lie in host memory, and the device keeps those that it read
+last."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.device.errors import ConfigError
+
+MOST_THREADS = 1024
+WANTED = 'on, a JSON object such as {"device_buffer_size": 4096}, or a file that holds one'
+REMEDY = "set --hisparse on for the defaults"
+
+
+@dataclass(frozen=True, slots=True)
+class HiSparseConfig:
+    """`device_buffer_size` rows of each request and layer stay on the device; None: twice those that a token reads, which the
+    model says. `host_to_device_ratio`: the host holds at most so many times the pages that the device would hold without.
+    `unused` was given and decides nothing here."""
+
+    device_buffer_size: int | None = None
+    host_to_device_ratio: float = 2.0
+    unused: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+
+    def buffer_rows(self, top_k: int) -> int:
+        """Rows of a request that stay on the device, where a token reads `top_k`. Raises ConfigError where those do not fit."""
+        if self.device_buffer_size is None:
+            return 2 * top_k
+        _check_size(self.device_buffer_size, top_k, "a token of this model reads")
+        return self.device_buffer_size
+
+
+def parse_hisparse_config(asked: str | None) -> HiSparseConfig | None:
+    """A JSON object or the file that has it, "on" for the defaults; None and "off" ask for nothing. Raises ConfigError.
+
+    `device_buffer_size` and `host_to_device_ratio` count. `top_k` is the model's own and only held against the size;
+    `swap_in_block_size`, a number of threads, is the launch configuration's. They and all others are `unused`.
+    """
+    if asked is None or asked.strip() == "off":
+        return None
+    given = {} if asked.strip() == "on" else _object(asked)
+    size, ratio = given.pop("device_buffer_size", None), given.pop("host_to_device_ratio", 2)
+    if size is not None:
+        size = _count(size, "device_buffer_size")
+        _check_size(size, _count(given.get("top_k", 1), "top_k"), "top_k is")
+    _count(given.get("top_k", 1), "top_k")
+    _count(given.get("swap_in_block_size", 1), "swap_in_block_size", MOST_THREADS)
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 1 <= ratio < math.inf:
+        raise _error("host_to_device_ratio", ratio, "a number of at least 1")
+    return HiSparseConfig(size, float(ratio), MappingProxyType(given))
+
+
+def _object(asked: str) -> dict[str, Any]:
+    text, where = asked, "hisparse"
+    if not asked.lstrip().startswith(("{", "[", '"')):
+        where = f"hisparse's file {asked}"
+        try:
+            text = Path(asked).expanduser().read_text()
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise ConfigError(f"{where} can not be read: {error}", wanted=WANTED, remedy=REMEDY) from None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is no JSON: {error}", wanted=WANTED, remedy=REMEDY) from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} is {json.dumps(found)[:80]}", wanted=WANTED, remedy=REMEDY)
+    return found
+
+
+def _count(value: object, name: str, most: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most is not None and value > most):
+        raise _error(
+            name, value, "a whole number of at least 1" if most is None else f"a whole number from 1 to {most}"
+        )
+    return value
+
+
+def _check_size(size: int, top_k: int, whose: str) -> None:
+    if size < top_k:
+        raise _error("device_buffer_size", size, f"at least {top_k}: {whose} {top_k}")
+
+
+def _error(name: str, value: object, wanted: str) -> ConfigError:
+    return ConfigError(f"{name} of hisparse is {json.dumps(value)[:80]}", wanted=wanted, remedy=REMEDY)

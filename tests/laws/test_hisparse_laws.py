@@ -1,0 +1,184 @@
+"""Rows in host memory: what is chosen is swapped in, and chunks, prefix hits, retraction, aborts and graphs change nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore.runtime.hisparse import coordinator, staging
+from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
+from sglcore.sampling.params import SamplingParams
+from tests.checkpoints import Oracle, llama, save
+from tests.deepseek_v4 import deepseek_v4
+from tests.latent import INDEXER, deepseek_v32
+from tests.laws.engine import Result, TokenEngine, _result, check_logprobs, random_prompts
+from tests.laws.test_model_laws import check_paths
+
+TOLERANCE = 5e-5
+CONTEXT, PAGE = 160, 16
+MODELS: Mapping[str, tuple[Callable[..., Oracle], str, int]] = MappingProxyType(
+    {"compressed": (deepseek_v4, "compressed", 8), "latent": (deepseek_v32, "latent", INDEXER["index_topk"])}
+)
+"""Who makes it, its backend, and the rows that a token reads."""
+
+
+class Case:
+    """A saved checkpoint and its oracle."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        make, self.backend, self.top_k = MODELS[name]
+        self.oracle = make(max_position_embeddings=CONTEXT)
+        self.folder = save(self.oracle, folder)
+
+    def engine(self, rows: int, **settings: Any) -> TokenEngine:
+        """One whose requests have `rows` rows of each layer on the device; what was never written is no number."""
+        given = {"max_requests": 4, "max_model_len": CONTEXT, "page_size": PAGE, "poison": True, "max_batch_tokens": 24}
+        hisparse = json.dumps({"device_buffer_size": rows, "host_to_device_ratio": 100})
+        given |= {
+            "attention_backend": self.backend,
+            "hisparse": hisparse,
+            "graph_token_buckets": (24,),
+            "kernels": "auto",
+        }
+        return TokenEngine(self.folder, scramble_pages=3, **{**given, **settings})
+
+    def check(self, results: list[Result]) -> None:
+        """Against transformers."""
+        check_logprobs(results, self.oracle, TOLERANCE)
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    yield Case(request.param, tmp_path_factory.mktemp("hisparse"))
+
+
+GRAPHS = pytest.mark.parametrize(
+    "graph",
+    [
+        pytest.param("off", marks=pytest.mark.needs("host_rows")),
+        *(
+            pytest.param(kind, marks=pytest.mark.needs("host_rows", f"graphs.{kind}"))
+            for kind in ("full", "breakable", "piecewise")
+        ),
+    ],
+)
+
+
+@GRAPHS
+def test_what_is_swapped_in_is_what_was_stored(case: Case, graph: str) -> None:
+    """Ragged arrivals in chunks, prefix hits, and retraction, with no more places than are read and with twice as many."""
+    engine = case.engine(case.top_k, graph=graph)
+    case.check(engine.run(random_prompts(1, (5, 60, 17, 34)), 8, score_prompts=True, stagger=2))
+    base = random_prompts(8, (70,))[0]
+    others = [base[:37] + tail for tail in random_prompts(9, (3, 1, 40))]
+    for prompts in ([base], [base], others, others):
+        case.check(engine.run(prompts, 4))
+    assert engine.scheduler.stats().hit_tokens >= 64 + 3 * 32
+    check_paths(engine, graph)
+
+
+@pytest.mark.needs("host_rows", "host")
+def test_texts_that_are_given_up_leave_nothing_behind(case: Case) -> None:
+    """While they wait, between two chunks of a prompt, while they write, and retracted; others write on."""
+    engine = case.engine(case.top_k, graph="off")
+    free = engine.scheduler.stats().free_pages
+    for steps in (0, 1, 2, 3, 5, 9):
+        prompts = random_prompts(steps, (55, 20, 33, 9, 41, 12, 30))
+        params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True, max_tokens=12)
+        requests = [engine._request(prompt, params) for prompt in prompts]
+        for request in requests:
+            engine.scheduler.add(request)
+        for _ in range(steps):
+            engine.loop.step()
+        for request in requests[::2]:
+            engine.scheduler.abort(request.rid)
+        while engine.loop.has_work:
+            engine.loop.step()
+        engine.scheduler.audit()
+        case.check([_result(request) for request in requests[1::2]])
+    stats = engine.scheduler.stats()
+    assert stats.free_pages + stats.cached_pages == free
+
+
+@pytest.mark.needs("host_rows", "host")
+def test_rows_that_give_way_are_brought_again(case: Case) -> None:
+    """With as many places as are read, and with far more."""
+    for rows, wanted in ((case.top_k, True), (200, False)):
+        engine = case.engine(rows, graph="off")
+        case.check(engine.run(random_prompts(5, (90, 70)), 12))
+        hisparse = engine.worker.runner.attn_backend.hisparse
+        assert isinstance(hisparse, HiSparseCoordinator)
+        held = hisparse._held[:, 1:3].flatten(0, 1)
+        assert bool((held >= 0).all()) is wanted
+
+
+@pytest.mark.needs("host_rows", "host")
+def test_what_does_not_go_together_is_refused_by_name(case: Case, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"device_buffer_size of hisparse is 1; wanted at least {case.top_k}"):
+        case.engine(1)
+    with pytest.raises(ConfigError, match="hisparse and speculative decoding are both asked for"):
+        case.engine(case.top_k, speculative="ngram")
+    dense = save(llama(), tmp_path)
+    with pytest.raises(ConfigError, match="no layer of LlamaForCausalLM chooses the rows that it reads"):
+        TokenEngine(dense, hisparse="on")
+
+
+def forgets_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the request that had a slot before are taken for those of the next."""
+    monkeypatch.setattr(HiSparseCoordinator, "enter", lambda *given: None)
+
+
+def loses_new_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's step reads what was there before it."""
+    copies = staging._PageRows.copies
+
+    def made(rows: Any, begin: Any, count: Any, total: int) -> Any:
+        found = copies(rows, begin, count, total)
+        return replace(found, counts=found.counts * int(not begin.any()))
+
+    monkeypatch.setattr(staging._PageRows, "copies", made)
+
+
+def stages_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request's pages are named as the first one's."""
+    plan_parts = coordinator.plan_parts
+
+    def planned(*given: Any) -> Any:
+        found = plan_parts(*given)
+        return replace(found, owners=found.owners * 0)
+
+    monkeypatch.setattr(coordinator, "plan_parts", planned)
+
+
+def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a decode step chose and is not there is not brought."""
+    choose = HiSparseCoordinator.choose
+
+    def chosen(self: Any, layer_id: int, rows: Any, slots: Any, plan: Any) -> Any:
+        found = choose(self, layer_id, rows, slots, plan)
+        if isinstance(plan, coordinator.Swapped) and plan.counts is not None:
+            plan.counts.zero_()
+        return found
+
+    monkeypatch.setattr(HiSparseCoordinator, "choose", chosen)
+
+
+@pytest.mark.needs("host_rows", "host")
+@pytest.mark.parametrize(
+    "defect", [forgets_who_left, loses_new_rows, stages_for_the_first, loads_nothing], ids=lambda each: each.__name__
+)
+def test_a_defect_is_caught(
+    case: Case, defect: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defect(monkeypatch)
+    engine = case.engine(case.top_k, graph="off", max_requests=2)
+    with pytest.raises(AssertionError):
+        for seed in (1, 2):
+            case.check(engine.run(random_prompts(seed, (60, 34, 21)), 8, stagger=1))

@@ -1,0 +1,136 @@
+"""Rows of a prompt's step go to the device one layer and some requests at a time, while others are read: nothing is read before it
+is there, and no room is filled again before it was read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ci.lanes import Lane
+from sglcore.runtime.hisparse import staging
+from sglcore.runtime.hisparse.staging import StagingRooms, plan_parts
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.memory.pools import ReqToTokenPool
+
+PAGE, PER_PAGE, MOST, LAYERS = 8, 2, 4, 3
+BEFORE, LENGTHS, SLOTS = (9, 0, 16, 3), (7, 5, 1, 12), (3, 1, 4, 2)
+"""Tokens of each request before the step, of the step, and its slot."""
+
+
+@pytest.fixture
+def device(lane: Lane) -> Iterator[torch.device]:
+    """That of the lane; with a simulated one, a fault that nobody expected fails the test."""
+    module = sys.modules.get("sglcore_sim")
+    found = None if module is None else module.current()
+    if found is None:
+        yield torch.device("cpu")
+        return
+    found.reset()
+    yield torch.device(f"{found.kind.torch_name}:0")
+    assert not found.faults
+
+
+def table_of(device: torch.device) -> ReqToTokenPool:
+    """Pages of slots in any order."""
+    pool = ReqToTokenPool(4, (MOST - 1) * PAGE, PAGE, str(device))
+    pages = torch.randperm(5 * MOST, generator=torch.Generator().manual_seed(1)).view(5, MOST).int()
+    pool.page_table.copy_(pages)
+    return pool
+
+
+def batch_of(device: torch.device) -> Any:
+    """A prompt's step, as far as it is looked at."""
+    ends, lengths = np.array(BEFORE, np.int32) + np.array(LENGTHS, np.int32), np.array(LENGTHS, np.int32)
+    on_device = {
+        "seq_lens": ends,
+        "extend_seq_lens": lengths,
+        "req_pool_indices": np.array(SLOTS, np.int32),
+    }
+    tensors = {name: torch.from_numpy(values).to(device) for name, values in on_device.items()}
+    return SimpleNamespace(**tensors, seq_lens_cpu=ends, extend_seq_lens_cpu=lengths, num_tokens=int(lengths.sum()))
+
+
+def stores_of(device: torch.device) -> dict[int, Tensor]:
+    """Rows of each layer, all different. On the device, so that plain torch copies them."""
+    rows = 5 * MOST * PER_PAGE
+    return {layer: (torch.arange(rows * 3).view(rows, 3) + 1000.0 * layer).to(device) for layer in range(1, LAYERS + 1)}
+
+
+def read_all(device: torch.device, steps: int = 2) -> list[Tensor]:
+    """Of each step, layer and part: what all of its requests' rows are in the room that is read, [tokens, entries, 3]."""
+    pool, stores, found = table_of(device), stores_of(device), []
+    rooms = StagingRooms(stores, (MOST + 1) * PER_PAGE, device, KernelTable().copy_rows, device.type != "cpu")
+    entries = torch.arange((MOST - 1) * PER_PAGE, device=device)
+    for _ in range(steps):
+        staged = plan_parts(batch_of(device), pool, PER_PAGE)
+        assert len(staged.parts) > 1
+        rooms.begin(staged)
+        for layer in stores:
+            for tokens, room in rooms.read(layer, staged):
+                pages = staged.table[staged.owners[tokens].long()][:, entries // PER_PAGE].long()
+                rows = (pages * PER_PAGE + entries % PER_PAGE).clamp(max=len(room) - 1)
+                found.append(room[rows])
+    return [each.cpu() for each in found]
+
+
+def wanted(steps: int = 2) -> list[Tensor]:
+    """The same from the stores; NaN behind a request's last page."""
+    pool, stores = table_of(torch.device("cpu")), stores_of(torch.device("cpu"))
+    entries, owners = torch.arange((MOST - 1) * PER_PAGE), np.repeat(np.arange(len(SLOTS)), LENGTHS)
+    found = []
+    for store in stores.values():
+        for owner in owners:
+            pages = pool.page_table[SLOTS[owner]][entries // PER_PAGE].long()
+            rows = store[pages * PER_PAGE + entries % PER_PAGE]
+            last = -(-(BEFORE[owner] + LENGTHS[owner]) // PAGE) * PER_PAGE
+            found.append(rows.masked_fill((entries >= last).unsqueeze(1), torch.nan))
+    return found * steps
+
+
+def check(found: list[Tensor]) -> None:
+    """All that a request has is as it was stored."""
+    one_by_one = [row for part in found for row in part]
+    for row, right in zip(one_by_one, wanted(), strict=True):
+        is_there = ~right.isnan()
+        assert torch.equal(row[is_there], right[is_there])
+
+
+@pytest.mark.needs("device")
+def test_each_part_is_whole_where_its_plan_says(device: torch.device) -> None:
+    """In two steps, of three layers, with requests that begin, go on within a page and behind one."""
+    check(read_all(device))
+
+
+def reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the copies."""
+    monkeypatch.setattr(staging, "wait_for", lambda waiting, other: None)
+
+
+def fills_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies go to a room that is still read."""
+    monkeypatch.setattr(staging, "follow", lambda copying, other: None)
+
+
+@pytest.mark.needs("streams", "simulator")
+@pytest.mark.parametrize("defect", [reads_at_once, fills_at_once], ids=lambda each: each.__name__)
+def test_a_wait_that_is_missing_is_a_race(
+    defect: Callable[[pytest.MonkeyPatch], None], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defect(monkeypatch)
+    with sys.modules["sglcore_sim"].current().expect("race"):
+        read_all(device)
+
+
+@pytest.mark.needs("host")
+def test_a_part_that_is_read_as_another_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = staging._PageRows.copies
+    monkeypatch.setattr(staging._PageRows, "copies", lambda rows, begin, *more: copies(rows, begin * 0, *more))
+    with pytest.raises(AssertionError):
+        check(read_all(torch.device("cpu")))

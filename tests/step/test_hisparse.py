@@ -1,0 +1,71 @@
+"""What may be asked of rows in host memory, and what is wrong with anything else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore.step.hisparse import HiSparseConfig, parse_hisparse_config
+
+
+def test_nothing_is_asked_by_nothing_and_by_off() -> None:
+    assert parse_hisparse_config(None) is None and parse_hisparse_config("off") is None
+
+
+def test_the_defaults_are_twice_what_a_token_reads_and_twice_the_pages() -> None:
+    for asked in ("on", "{}", " {} "):
+        found = parse_hisparse_config(asked)
+        assert found is not None and found == HiSparseConfig() and found.host_to_device_ratio == 2
+        assert found.buffer_rows(512) == 1024 and not found.unused
+
+
+def test_a_file_says_the_same_as_its_text(tmp_path: Path) -> None:
+    given = {
+        "top_k": 8,
+        "device_buffer_size": 8,
+        "host_to_device_ratio": 3,
+        "swap_in_block_size": 1024,
+        "algorithm": "x",
+    }
+    (tmp_path / "hisparse.json").write_text(json.dumps(given))
+    for asked in (json.dumps(given), str(tmp_path / "hisparse.json")):
+        found = parse_hisparse_config(asked)
+        assert found is not None and (found.device_buffer_size, found.host_to_device_ratio) == (8, 3)
+        assert dict(found.unused) == {"top_k": 8, "swap_in_block_size": 1024, "algorithm": "x"}
+        assert found.buffer_rows(8) == 8
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("{", "is no JSON"),
+        ("nowhere.json", "can not be read"),
+        ("[]", r"hisparse is \[\]"),
+        ('{"device_buffer_size": 7, "top_k": 8}', "device_buffer_size of hisparse is 7; wanted at least 8: top_k is 8"),
+        ('{"device_buffer_size": 0}', "device_buffer_size of hisparse is 0"),
+        ('{"device_buffer_size": true}', "device_buffer_size of hisparse is true"),
+        ('{"device_buffer_size": 2.5}', "device_buffer_size of hisparse is 2.5"),
+        ('{"top_k": 0}', "top_k of hisparse is 0"),
+        ('{"top_k": "8"}', 'top_k of hisparse is "8"'),
+        ('{"swap_in_block_size": 0}', "swap_in_block_size of hisparse is 0; wanted a whole number from 1 to 1024"),
+        ('{"swap_in_block_size": 1025}', "swap_in_block_size of hisparse is 1025"),
+        ('{"swap_in_block_size": true}', "swap_in_block_size of hisparse is true"),
+        ('{"host_to_device_ratio": 0.5}', "host_to_device_ratio of hisparse is 0.5"),
+        ('{"host_to_device_ratio": true}', "host_to_device_ratio of hisparse is true"),
+        ('{"host_to_device_ratio": NaN}', "host_to_device_ratio of hisparse is NaN"),
+        ('{"host_to_device_ratio": Infinity}', "host_to_device_ratio of hisparse is Infinity"),
+    ],
+)
+def test_what_can_not_be_is_named_with_what_was_wanted(asked: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_hisparse_config(asked)
+
+
+def test_fewer_rows_than_a_token_of_the_model_reads_are_refused() -> None:
+    found = parse_hisparse_config('{"device_buffer_size": 100}')
+    assert found is not None
+    with pytest.raises(ConfigError, match="100; wanted at least 101: a token of this model reads 101"):
+        found.buffer_rows(101)
