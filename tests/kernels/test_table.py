@@ -80,7 +80,8 @@ def test_an_optional_entry_rests_on_every_entry_that_its_meaning_is_made_of(name
 
 def test_an_entry_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(
-        ConfigError, match="no entry quick_gelu; wanted one of rope_tail, norm_rope_store, index_key_store"
+        ConfigError,
+        match="no entry quick_gelu; wanted one of swap_in, copy_rows, rope_tail, norm_rope_store, index_key_store",
     ):
         KernelTable().replace(quick_gelu=fast_gelu)
 

@@ -204,7 +204,6 @@ MUTANTS: tuple[tuple[ModuleType, Law, str, str], ...] = (
     (hisparse, swap_in, "free - missed + rank, rank - missed", "rank, rank"),
     (hisparse, swap_in, "free + hits", "hits"),
     (hisparse, swap_in, "tl.where(is_real, at, -1)", "at"),
-    (hisparse, swap_in, "(place >= 0) & (place < PLACES)", "(place >= 0)"),
     (hisparse, swap_in, "tl.store(places + ids, place, mask=is_miss)", "tl.store(places + ids, place, mask=is_hit)"),
     (hisparse, swap_in, "lane >= missed", "lane > missed"),
     (hisparse, copy_rows, "column < SIZE", "column <= SIZE"),
