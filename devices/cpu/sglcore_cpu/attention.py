@@ -21,7 +21,6 @@ from sglcore_cpu.table import engine_of
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.forward_batch import ForwardBatch
-    from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
     from sglcore.runtime.kernels.table import KernelTable
     from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
 
@@ -54,7 +53,7 @@ class PagedAttention(AttentionBackend[PagedPlan]):
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool: TokenToKVPool,
         kernels: KernelTable,
-        hisparse: HiSparseCoordinator | None = None,
+        hisparse: object | None = None,
         *,
         engine: Engine | None = None,
     ) -> None:

@@ -96,9 +96,10 @@ class AttentionBackend(ABC, Generic[Plan]):
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool: KVPool,
         kernels: KernelTable,
-        hisparse: HiSparseCoordinator | None = None,
+        hisparse: Any = None,
     ) -> None:
-        """Raises ConfigError for a pool of a layout that the facts do not name."""
+        """`hisparse`, a `HiSparseCoordinator` or None, is for backends whose features name it. Raises ConfigError for a pool of a
+        layout that the facts do not name."""
         layout = token_to_kv_pool.layout
         if not self.facts.takes_layout(layout):
             raise ConfigError(
@@ -113,7 +114,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         # Of a layout that the facts name, whose storage this backend knows.
         self.token_to_kv_pool: Any = token_to_kv_pool
         self.kernels = kernels
-        self.hisparse = hisparse
+        self.hisparse: HiSparseCoordinator | None = hisparse
 
     @property
     def parts(self) -> tuple[AttentionBackend[Any], ...]:
