@@ -114,9 +114,9 @@ def test_a_draft_takes_in_a_prompt_that_ends_beside_one_that_goes_on(
     settings: dict[str, Any] = {"speculative": "standalone", "draft_model": twin, "draft_tokens": 3, "graph": "off"}
     engine = engines("ngram", plain, overlap=overlap, max_batch_tokens=16, poison=True, **settings)
     check_same(run(engine), plain)
-    # The draft is the model itself, and knows nothing of penalties.
+    # The draft is the model itself, and knows nothing of penalties and of XTC.
     counted = sums_of(engine.scheduler.drafts)
-    assert counted.accepted > 0.7 * counted.proposed > TOKENS
+    assert counted.accepted > 0.6 * counted.proposed > TOKENS
 
 
 @pytest.mark.needs("device")
