@@ -63,7 +63,7 @@ def rows_in_host_memory(trial: Trial) -> None:
     """As few rows on the device as a token reads: texts in chunks, replayed where the device has graphs, one after the other in a slot."""
     kind, _, model = trial.case.partition("/")
     check_computes(trial.target, model)
-    lengths, count = ((3, 26), 3) if trial.kit.interprets_kernels() else ((3, 41, 30, 15), 8)
+    lengths, count = (3, 26), 3
     given = {"graph": kind, "graph_buckets": (1,), "graph_token_buckets": TOKENS, "max_requests": 1}
     with trial.opened(model, hisparse=FEW_ROWS, **given) as harness:
         trial.compare(harness, harness.run(random_prompts(31, lengths), count, chunk=16))
