@@ -128,7 +128,12 @@ void Graph::verify(int actor, int site) {
       Use use{actor, clock[actor], op, site};
       if (segment.write.actor >= 0) chunk->map.record({lo, segment.hi}, true, use);
       if (!segment.reads.empty()) chunk->map.record({lo, segment.hi}, false, use);
-      if (segment.write.actor >= 0 && chunk->pool == pool_) chunk->replayed_by = id_;
+    }
+  // What a graph updates in place is still the output of the graph that made it.
+  for (const Node& node : nodes_)
+    for (const Access& access : node.accesses) {
+      Chunk& chunk = *access.block->chunk;
+      if (access.write && chunk.pool == pool_) chunk.replayed_by = access.block->graph;
     }
   (void)s;
 }

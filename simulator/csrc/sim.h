@@ -91,7 +91,7 @@ struct Chunk {
   int device = 0;
   Pool* pool = nullptr;
   AccessMap map;
-  uint64_t replayed_by = 0;  // the graph whose replay wrote here last
+  uint64_t replayed_by = 0;  // the graph that made what a replay wrote here last
   uint64_t trim_at = 64;
   ~Chunk();
 };

@@ -276,6 +276,25 @@ def test_a_graph_may_read_the_output_of_a_pool_mate(sim, dev, side, make_graph):
     assert b.tolist() == [14.0] * 4
 
 
+def test_what_a_pool_mate_updates_in_place_is_still_there_for_the_next(sim, dev, side, make_graph):
+    x, _ = ready(dev)
+    first, second, third, other = (make_graph() for _ in range(4))
+    a = first.capture(lambda: x + 1, side)
+    second.capture(lambda: a.mul_(2), side, first.pool())
+    b = third.capture(lambda: a + 10, side, first.pool())
+    del a
+    other.capture(lambda: x + 7, side, first.pool())
+    for _ in range(2):
+        for graph in (first, second, third):
+            graph.replay()
+        assert b.tolist() == [14.0] * 4
+    first.replay()
+    second.replay()
+    other.replay()
+    with sim.expect("pool_mate"):
+        third.replay()
+
+
 def test_row_writes_follow_the_indices_of_the_replay(sim, dev, side, make_graph):
     pool, rows, index = torch.zeros(8, 2, device=dev), torch.ones(2, 2, device=dev), torch.tensor([0, 1], device=dev)
     torch.accelerator.synchronize()
