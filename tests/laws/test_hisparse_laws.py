@@ -41,12 +41,7 @@ class Case:
         """One whose requests have `rows` rows of each layer on the device; what was never written is no number."""
         given = {"max_requests": 4, "max_model_len": CONTEXT, "page_size": PAGE, "poison": True, "max_batch_tokens": 24}
         hisparse = json.dumps({"device_buffer_size": rows, "host_to_device_ratio": 100})
-        given |= {
-            "attention_backend": self.backend,
-            "hisparse": hisparse,
-            "graph_token_buckets": (24,),
-            "kernels": "auto",
-        }
+        given |= {"attention_backend": self.backend, "hisparse": hisparse, "graph_token_buckets": (24,)}
         return TokenEngine(self.folder, scramble_pages=3, **{**given, **settings})
 
     def check(self, results: list[Result]) -> None:
