@@ -279,10 +279,10 @@ def test_a_graph_may_read_the_output_of_a_pool_mate(sim, dev, side, make_graph):
 def test_what_a_pool_mate_updates_in_place_is_still_there_for_the_next(sim, dev, side, make_graph):
     x, _ = ready(dev)
     first, second, third, other = (make_graph() for _ in range(4))
-    a = first.capture(lambda: x + 1, side)
-    second.capture(lambda: a.mul_(2), side, first.pool())
-    b = third.capture(lambda: a + 10, side, first.pool())
-    del a
+    kept = [first.capture(lambda: x + 1, side)]
+    second.capture(lambda: kept[0].mul_(2), side, first.pool())
+    b = third.capture(lambda: kept[0] + 10, side, first.pool())
+    kept.clear()
     other.capture(lambda: x + 7, side, first.pool())
     for _ in range(2):
         for graph in (first, second, third):
