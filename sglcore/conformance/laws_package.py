@@ -10,13 +10,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 from sglcore.conformance import mutants_package as broken
 from sglcore.conformance import no_device
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
+from sglcore.conformance.mutant import TORCH
 from sglcore.conformance.target import DTYPES, GIVEN, Target
 from sglcore.conformance.trial import Trial
+from sglcore.device.bring_up import BringUp
 from sglcore.device.errors import BringUpError, DeviceError
 from sglcore.device.facts import Facts
 from sglcore.device.package import API, resolve
@@ -24,6 +27,8 @@ from sglcore.device.package import API, resolve
 PROBE_SECONDS = 120
 IMPORT_SECONDS = 300
 INDEX_DTYPES = ("int32", "int64")
+MADE_WITH = ("pools", "hisparse", "attention", "runner")
+"""Steps of torch's runtime each of which is made with what the one before it provides."""
 
 _PROBE = """
 import json, sys
@@ -153,6 +158,31 @@ def order_checks(trial: Trial) -> None:
         raise LawBroken(str(error)) from error
     if "worker" not in {step.provides for step in order.steps}:
         raise LawBroken("no step of the bring-up provides 'worker'")
+
+
+def reversed_order_fails(trial: Trial) -> None:
+    """By name and before any work: what a step is made with is in its signature, not looked for later."""
+    order = trial.target.order()
+    here = {step.provides for step in order.steps}
+    for need, name in pairwise(MADE_WITH):
+        if not {need, name} <= here:
+            raise LawBroken(f"no step provides {need!r}, or none {name!r}")
+        wanted = f"step {name!r} needs {need!r}, which a later step provides"
+        try:
+            _ahead(order, name, need).check(GIVEN)
+        except BringUpError as error:
+            if wanted not in str(error):
+                raise LawBroken(f"with step {name!r} before {need!r}: {error}; wanted {wanted}") from error
+        else:
+            raise LawBroken(f"step {name!r} before {need!r} passes the check; wanted {need!r} as a parameter of it")
+
+
+def _ahead(order: BringUp, name: str, other: str) -> BringUp:
+    """The order with the step of one name directly before that of another."""
+    moved = next(step for step in order.steps if step.provides == name)
+    steps = [step for step in order.steps if step is not moved]
+    steps.insert([step.provides for step in steps].index(other), moved)
+    return BringUp(steps)
 
 
 def order_is_written_down(trial: Trial) -> None:
@@ -342,6 +372,14 @@ LAWS: tuple[Law, ...] = (
         broken.ASKS_FOR_FACTS,
     ),
     _c0("order_checks", "Every need of the bring-up is met by an earlier step.", order_checks, broken.WRONG_ORDER),
+    Law(
+        name="reversed_order_fails",
+        level="C0",
+        says="Pools, what is swapped in, attention and runner are made in this order, and another one is refused by name.",
+        check=reversed_order_fails,
+        mutants=(broken.FINDS_POOLS_LATER, broken.FINDS_ROWS_LATER),
+        needs=TORCH,
+    ),
     _c0(
         "order_is_written_down",
         "The printed bring-up is the text that the package keeps.",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglcore.conformance.mutant import TORCH, Mutant
-from sglcore.device.bring_up import BringUp
+from sglcore.device.bring_up import BringUp, Step
 from sglcore.device.facts import Facts
 from sglcore.device.package import DevicePackage
 from sglcore.device.probe import DeviceInfo, Fact, ProbeReport
@@ -122,6 +122,20 @@ def _unwritten(order: BringUp) -> BringUp:
     return BringUp((*order.steps, *BringUp((warm_up,)).steps))
 
 
+def _forgets(name: str, need: str) -> Callable[[BringUp], BringUp]:
+    """The order with a step that does not say that it needs something; without that step, the order itself."""
+
+    def planted(order: BringUp) -> BringUp:
+        return BringUp(
+            replace(step, needs=tuple(other for other in step.needs if other != need))
+            if isinstance(step, Step) and step.provides == name
+            else step
+            for step in order.steps
+        )
+
+    return planted
+
+
 NAMES_NOTHING = _declares(
     "names nothing", "A reference to what is not there.", kernels={"none": f"{HERE}:no_such_name"}
 )
@@ -137,6 +151,18 @@ ALWAYS_THE_FIRST = _declares(
     "always the first", "Facts of the first device for every number.", facts=f"{HERE}:first_facts"
 )
 WRONG_ORDER = Mutant(name="wrong order", says="The worker is made before what it needs.", order=worker_first)
+FINDS_POOLS_LATER = Mutant(
+    name="finds pools later",
+    says="What is swapped in does not say that it is made with pools.",
+    order=_forgets("hisparse", "pools"),
+    needs=TORCH,
+)
+FINDS_ROWS_LATER = Mutant(
+    name="finds rows later",
+    says="Attention that looks for what is swapped in when it runs.",
+    order=_forgets("attention", "hisparse"),
+    needs=TORCH,
+)
 UNWRITTEN_STEP = Mutant(name="unwritten step", says="A step that the text lacks.", order=_unwritten)
 UNKNOWN_DEVICE = _facts("unknown device", "Tensors on a device that no tensor library knows.", tensor_device="banana")
 UNKNOWN_INDEX = _facts("unknown index", "Indices of a type that is none.", index_dtype="banana")
