@@ -21,7 +21,7 @@ from sglcore.runtime.attention.selection import choose_attention, shape_of
 from sglcore.runtime.attention.windowed import WindowedAttention
 from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
-from sglcore.runtime.hisparse.bring_up import hisparse, hisparse_config
+from sglcore.runtime.hisparse.bring_up import asks_for_hisparse, hisparse, hisparse_config
 from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
 from sglcore.runtime.kernels.choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.hisparse import REACHING
@@ -91,7 +91,7 @@ def kernels(
     name = package.kernels_for(config.kernels, "reference")
     if name == "reference":
         table, but = KernelTable(), ""
-        if config.hisparse not in (None, "off") and facts is not None and facts.reaches_pinned_memory:
+        if facts is not None and facts.reaches_pinned_memory and asks_for_hisparse(config):
             own: KernelTable = resolve(package.kernels[next(iter(package.kernels))], package.name)()
             table = table.replace(**{entry: getattr(own, entry) for entry in REACHING if entry in own.replaced})
             but = f", but for {' and '.join(REACHING)}, which reach host memory"
@@ -288,27 +288,30 @@ def worker(
 
 STANDARD = BringUp(
     (
-        *(
-            world,
-            groups,
-            device,
-            streams,
-            kernels,
-            hisparse_config,
-            model,
-            speculation,
-            draft,
-            sizes,
-            pools,
-            draft_pools,
-        ),
-        *(hisparse, attention, runner, draft_ledger),
+        world,
+        groups,
+        device,
+        streams,
+        kernels,
+        hisparse_config,
+        model,
+        speculation,
+        draft,
+        sizes,
+        pools,
+        draft_pools,
+        hisparse,
+        attention,
+        runner,
+        draft_ledger,
         Again(
             "draft_runner",
             ("attention", "runner"),
             {"model": "draft", "pools": "draft_pools", "ledger": "draft_ledger"},
         ),
-        *(limits, worker, trial),
+        limits,
+        worker,
+        trial,
     )
 )
 """Every torch device starts from this order; `device_memory` is what a package must insert before `sizes`."""

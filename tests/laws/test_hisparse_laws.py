@@ -115,6 +115,18 @@ def test_rows_that_give_way_are_brought_again(case: Case) -> None:
 
 
 @pytest.mark.needs("host_rows", "host")
+def test_what_is_budgeted_is_what_is_allocated(case: Case) -> None:
+    """To the byte: of every slot and padding's, and of the staging rooms."""
+    engine = case.engine(case.top_k + 3, graph="off")
+    hisparse, slots = engine.worker.runner.attn_backend.hisparse, engine.worker.limits.max_requests + 1
+    assert isinstance(hisparse, HiSparseCoordinator)
+    shape, resident = hisparse.shape, case.engine(case.top_k + 3, graph="off", hisparse="off")
+    assert hisparse.num_bytes == slots * shape.slot_bytes + shape.room_bytes
+    more = engine.worker.limits.state_bytes - resident.worker.limits.state_bytes
+    assert more == slots * shape.slot_bytes
+
+
+@pytest.mark.needs("host_rows", "host")
 def test_what_does_not_go_together_is_refused_by_name(case: Case, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"device_buffer_size of hisparse is 1; wanted at least {case.top_k}"):
         case.engine(1)
@@ -154,15 +166,14 @@ def stages_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a decode step chose and is not there is not brought."""
-    choose = HiSparseCoordinator.choose
+    swap_in = HiSparseCoordinator.swap_in
 
-    def chosen(self: Any, layer_id: int, rows: Any, slots: Any, plan: Any) -> Any:
-        found = choose(self, layer_id, rows, slots, plan)
-        if isinstance(plan, coordinator.Swapped) and plan.counts is not None:
-            plan.counts.zero_()
-        return found
+    def swapped(self: Any, *given: Any) -> Any:
+        rows, copies = swap_in(self, *given)
+        copies.counts.zero_()
+        return rows, copies
 
-    monkeypatch.setattr(HiSparseCoordinator, "choose", chosen)
+    monkeypatch.setattr(HiSparseCoordinator, "swap_in", swapped)
 
 
 @pytest.mark.needs("host_rows", "host")

@@ -69,11 +69,11 @@ def read_all(device: torch.device, steps: int = 2) -> list[Tensor]:
     rooms = StagingRooms(stores, (MOST + 1) * PER_PAGE, device, KernelTable().copy_rows, device.type != "cpu")
     entries = torch.arange((MOST - 1) * PER_PAGE, device=device)
     for _ in range(steps):
-        staged = plan_parts(batch_of(device), pool, PER_PAGE)
+        staged = plan_parts(batch_of(device), pool, PER_PAGE, rooms)
         assert len(staged.parts) > 1
         rooms.begin(staged)
         for layer in stores:
-            for tokens, room in rooms.read(layer, staged):
+            for tokens, room in staged.read(layer):
                 pages = staged.table[staged.owners[tokens].long()][:, entries // PER_PAGE].long()
                 rows = (pages * PER_PAGE + entries % PER_PAGE).clamp(max=len(room) - 1)
                 found.append(room[rows])

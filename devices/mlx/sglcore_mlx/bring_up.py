@@ -19,6 +19,7 @@ from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.device.worker import Limits
 from sglcore.models.implementation import choose_implementation
+from sglcore.step.hisparse import parse_hisparse_config
 from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.select import select_attention
@@ -74,7 +75,7 @@ def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger
                 f"{name} is {value!r}, and this device takes weights and cells as the checkpoint has them",
                 remedy=f"leave --{name.replace('_', '-')} out, or use a checkpoint that is quantised",
             )
-    if config.hisparse not in (None, "off"):
+    if parse_hisparse_config(config.hisparse) is not None:
         raise ConfigError(
             "hisparse is asked for, and this device has one memory for host and accelerator: there is nowhere to keep rows apart",
             remedy="leave --hisparse out",

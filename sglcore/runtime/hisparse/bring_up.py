@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
-from sglcore.runtime.kernels.choice import Refusals
+from sglcore.runtime.hisparse.shape import SwapShape, swap_shape
 from sglcore.runtime.kernels.hisparse import REACHING
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.memory.make import Pools
-from sglcore.runtime.memory.rows import INDEX_KEYS, RowPool, swapped_rows
+from sglcore.runtime.memory.rows import RowPool
 from sglcore.step.hisparse import HiSparseConfig, parse_hisparse_config
 from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_text
 
@@ -58,28 +56,13 @@ def hisparse_config(config: EngineConfig, facts: Facts, kernels: KernelTable) ->
 
 
 def beside_buffers(
-    hisparse: HiSparseConfig | None,
-    layers: Sequence[Attention],
-    kept: Geometry,
-    longest: int,
-    page_size: int,
-    budget: MemoryBudget,
-    has_streams: bool,
+    hisparse: HiSparseConfig | None, shape: SwapShape | None, kept: Geometry, budget: MemoryBudget
 ) -> tuple[Geometry, MemoryBudget]:
-    """The geometry with what each request has on the device of rows in host memory, and the budget without the staging rooms of a
-    context of `longest` tokens."""
-    swapped = [(layer, name) for layer in layers if (name := swapped_rows(layer.rows)) is not None]
-    if hisparse is None or not swapped:
+    """The geometry with what each request has on the device of rows in host memory, and the budget without the staging rooms."""
+    if hisparse is None or shape is None:
         return kept, budget
-    layer, name = swapped[0]
-    rows, count = layer.rows[name], hisparse.buffer_rows(max(layer.top_k for layer, _ in swapped))
-    pages = -(-longest // page_size) + 1
-    entries = pages * rows.count(page_size)
-    groups = sum(INDEX_KEYS in layer.rows for layer, _ in swapped)
-    each = len(swapped) * count * rows.row.nbytes + groups * 4 * (2 * count + entries + 1)
-    staging = (1 + has_streams) * (pages + 1) * rows.num_bytes(page_size)
-    kept = replace(kept, ring=kept.ring + each, host_ratio=hisparse.host_to_device_ratio)
-    return kept, replace(budget, available=max(0, budget.available - staging))
+    kept = replace(kept, ring=kept.ring + shape.slot_bytes, host_ratio=hisparse.host_to_device_ratio)
+    return kept, replace(budget, available=max(0, budget.available - shape.room_bytes))
 
 
 def hisparse(
@@ -93,16 +76,15 @@ def hisparse(
     ledger: DecisionLedger,
 ) -> HiSparseCoordinator | None:
     """What brings rows in host memory to attention; None: all rows are on the device."""
-    if hisparse_config is None:
+    table, rows = pools.req_to_token, pools.token_to_kv
+    shape = swap_shape(hisparse_config, model.attention_layers, sizes.max_model_len, sizes.page_size, facts.has_streams)
+    if hisparse_config is None or shape is None:
         return None
-    layers = [layer for layer in model.attention_layers if swapped_rows(layer.rows) is not None]
-    rows, refusals = hisparse_config.buffer_rows(max(layer.top_k for layer in layers)), Refusals()
-    assert isinstance(pools.token_to_kv, RowPool)
+    assert isinstance(rows, RowPool)
     host = size_text(sizes.num_pages * sizes.geometry.host_page)
-    what = f"{rows} rows of each request and layer on the device, {host} in host memory"
-    why = f"{len(layers)} layers read {max(layer.top_k for layer in layers)} rows of a token each"
+    what = f"{shape.buffer_rows} rows of each request and layer on the device, {host} in host memory"
+    why = f"{len(shape.names)} layers read {shape.top_k} rows of a token each"
     if hisparse_config.unused:
         why += f"; {', '.join(hisparse_config.unused)} decide nothing here"
-    ledger.record(*refusals.rows(), Row("hisparse", config.hisparse or "on", what, why, "--hisparse off"))
-    made = pools.req_to_token, pools.token_to_kv, kernels, rows, sizes.max_requests
-    return HiSparseCoordinator(layers, *made, has_streams=facts.has_streams)
+    ledger.record(Row("hisparse", config.hisparse or "on", what, why, "--hisparse off"))
+    return HiSparseCoordinator(shape, table, rows, kernels)

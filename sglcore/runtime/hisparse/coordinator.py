@@ -7,19 +7,20 @@ nothing of this. A slot has room for the rows that it read last; what a request 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sglcore.runtime.hisparse.staging import Staged, StagingRooms, plan_parts
-from sglcore.runtime.memory.rows import INDEX_KEYS, swapped_rows
+from sglcore.runtime.hisparse.staging import Copies, Staged, StagingRooms, plan_parts
+from sglcore.runtime.memory.rows import swapped_rows
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.forward_batch import ForwardBatch
+    from sglcore.runtime.hisparse.shape import SwapShape
     from sglcore.runtime.kernels.table import KernelTable
     from sglcore.runtime.memory.pools import ReqToTokenPool
     from sglcore.runtime.memory.rows import RowPool
@@ -31,13 +32,25 @@ ALL = slice(None)
 
 @dataclass(slots=True)
 class Swapped:
-    """A decode step: `table` int32 [1, P] and `owners` int32 [T], all 0, name rows by their places in the text. `loads` and `counts`
-    are what the last choice needs from the host, as `copy_rows` takes it."""
+    """A decode step: `table` int32 [1, P] and `owners` int32 [T], all 0, name rows by their places in the text. `copies` are what
+    the last choice needs from the host."""
 
     table: Tensor
     owners: Tensor
-    loads: Tensor | None = None
-    counts: Tensor | None = None
+    hisparse: HiSparseCoordinator
+    copies: Copies | None = None
+
+    def choose(self, layer_id: int, chosen: Tensor, slots: Tensor) -> Tensor:
+        """int32 [T, K]: what the indexer of a layer chose, by the plan's names, of tokens of slots int32 [T], as rows of what `read`
+        gives. Once a layer and step. Runs inside graphs."""
+        rows, self.copies = self.hisparse.swap_in(layer_id, chosen, slots)
+        return rows
+
+    def read(self, layer_id: int) -> Iterator[tuple[slice, Tensor]]:
+        """Tokens of a forward and the rows that were chosen for them on the device, until the next are asked for. Once a layer
+        and step, when all of the step is stored. Runs inside graphs."""
+        assert self.copies is not None
+        yield ALL, self.hisparse.load(layer_id, self.copies)
 
 
 HostRows = Swapped | Staged
@@ -49,90 +62,78 @@ class HiSparseCoordinator:
 
     def __init__(
         self,
-        layers: Sequence[Attention],
+        shape: SwapShape,
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool: RowPool,
         kernels: KernelTable,
-        buffer_rows: int,
-        max_requests: int,
-        has_streams: bool,
     ) -> None:
-        """`buffer_rows` of each request and layer stay on the device."""
-        self.req_to_token_pool = req_to_token_pool
-        self.buffer_rows, self.kernels = buffer_rows, kernels
-        device, slots = req_to_token_pool.page_table.device, max_requests + 1
-        named = {layer.layer_id: name for layer in layers if (name := swapped_rows(layer.rows)) is not None}
-        (kept,) = {layer.rows[named[layer.layer_id]] for layer in layers if layer.layer_id in named}
-        self._rows_per_page = kept.count(req_to_token_pool.page_size)
-        self._stores = {layer_id: token_to_kv_pool.rows(layer_id, name) for layer_id, name in named.items()}
-        indexers = [layer.layer_id for layer in layers if layer.layer_id in named and INDEX_KEYS in layer.rows]
-        self._groups = {layer_id: group for group, layer_id in enumerate(indexers)}
-        entries = req_to_token_pool.max_pages * self._rows_per_page
+        """Every slot of the page table has what the shape says."""
+        self.shape, self.req_to_token_pool, self.kernels = shape, req_to_token_pool, kernels
+        slots, device = len(req_to_token_pool.page_table), req_to_token_pool.page_table.device
+        self._stores = {layer_id: token_to_kv_pool.rows(layer_id, name) for layer_id, name in shape.names.items()}
+        self._groups = {layer_id: group for group, layer_id in enumerate(shape.indexers)}
 
         def table(size: int) -> Tensor:
-            return torch.full((len(indexers), slots, size), -1, dtype=torch.int32, device=device)
+            return torch.full((len(shape.indexers), slots, size), -1, dtype=torch.int32, device=device)
 
-        self._held, self._where = table(buffer_rows), table(entries + 1)
-        self._order = table(buffer_rows).copy_(torch.arange(buffer_rows, dtype=torch.int32, device=device))
-        width, dtype = kept.row.shape[1], kept.row.dtype
+        self._held, self._order, self._where = map(table, shape.table_sizes)
+        self._order.copy_(torch.arange(shape.buffer_rows, dtype=torch.int32, device=device))
+        width, dtype = shape.kept.row.shape[1], shape.kept.row.dtype
         self._buffers = {
-            layer_id: torch.zeros(slots * buffer_rows, width, dtype=dtype, device=device) for layer_id in named
+            layer_id: torch.zeros(slots * shape.buffer_rows, width, dtype=dtype, device=device)
+            for layer_id in shape.names
         }
-        rows = entries + self._rows_per_page
-        self._rooms = StagingRooms(self._stores, rows, device, kernels.copy_rows, has_streams)
-        self._places = torch.arange(req_to_token_pool.max_pages, dtype=torch.int32, device=device).unsqueeze(0)
+        self._rooms = StagingRooms(self._stores, shape.room_rows, device, kernels.copy_rows, shape.rooms > 1)
+        self._places = torch.arange(shape.pages, dtype=torch.int32, device=device).unsqueeze(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """What was allocated on the device for slots and staging rooms."""
+        tables = self._held, self._order, self._where
+        return sum(each.nbytes for each in (*tables, *self._buffers.values())) + self._rooms.num_bytes
 
     def plan(self, batch: ForwardBatch) -> HostRows:
         """For one forward, and the first copies of a prompt's."""
         if batch.extend_seq_lens is None:
             return self.capture_plan(batch.num_tokens)
-        staged = plan_parts(batch, self.req_to_token_pool, self._rows_per_page)
+        staged = plan_parts(batch, self.req_to_token_pool, self.shape.rows_per_page, self._rooms)
         self._rooms.begin(staged)
         return staged
 
     def capture_plan(self, num_tokens: int) -> Swapped:
         """Of any decode step of so many tokens."""
-        return Swapped(self._places, torch.zeros(num_tokens, dtype=torch.int32, device=self._places.device))
+        owners = torch.zeros(num_tokens, dtype=torch.int32, device=self._places.device)
+        return Swapped(self._places, owners, self)
 
-    def choose(self, layer_id: int, chosen: Tensor, slots: Tensor, plan: HostRows) -> Tensor:
-        """int32 [T, K]: what the indexer of a layer chose, by the plan's names, of tokens of slots int32 [T], as rows of what `read`
-        gives. Once a layer and step. Runs inside graphs."""
-        if isinstance(plan, Staged):
-            return chosen
+    def swap_in(self, layer_id: int, chosen: Tensor, slots: Tensor) -> tuple[Tensor, Copies]:
+        """Places on the device, int32 [T, K], for what the indexer of a layer chose for tokens of slots int32 [T], and the copies of what
+        is not there: of its layer, and of those behind it that choose nothing."""
         group, rows = self._groups[layer_id], torch.empty_like(chosen)
-        plan.loads = chosen.new_empty(2, *chosen.shape)
-        plan.counts = torch.empty_like(slots)
+        copies = Copies(chosen.new_empty(2, *chosen.shape), torch.empty_like(slots))
         state = self._held[group], self._order[group], self._where[group]
-        where = self.req_to_token_pool.page_table, self._rows_per_page
-        self.kernels.swap_in(chosen, slots, *where, *state, rows, plan.loads, plan.counts)
-        return rows
+        where = self.req_to_token_pool.page_table, self.shape.rows_per_page
+        self.kernels.swap_in(chosen, slots, *where, *state, rows, copies.loads, copies.counts)
+        return rows, copies
 
-    def read(self, layer_id: int, plan: HostRows) -> Iterator[tuple[slice, Tensor]]:
-        """Tokens of a forward and the rows that were chosen for them on the device, until the next are asked for. Once a layer
-        and step, when all of the step is stored. Runs inside graphs of decode steps."""
-        if isinstance(plan, Staged):
-            yield from self._rooms.read(layer_id, plan)
-            return
-        assert plan.loads is not None and plan.counts is not None
+    def load(self, layer_id: int, copies: Copies) -> Tensor:
+        """The rows of a layer on the device, with these."""
         buffer = self._buffers[layer_id]
-        self.kernels.copy_rows(self._stores[layer_id], buffer, plan.loads, plan.counts)
-        yield ALL, buffer
+        self.kernels.copy_rows(self._stores[layer_id], buffer, copies.loads, copies.counts)
+        return buffer
 
     def enter(self, slots: Tensor) -> None:
         """Slots int32 [N] are given to requests, none of whose rows is on the device. Does not wait."""
         self._held[:, slots] = -1
 
 
-def rows_read(
-    hisparse: HiSparseCoordinator | None, plan: HostRows | None, layer: Attention, rows: Tensor
-) -> Iterator[tuple[slice, Tensor]]:
-    """Tokens and what they read of a layer: all of `rows`, which are on the device, or what `HiSparseCoordinator.read` gives."""
-    if hisparse is None or plan is None or swapped_rows(layer.rows) is None:
+def rows_read(host: HostRows | None, layer: Attention, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Tokens and what they read of a layer: all of `rows`, which are on the device, or what `host` gives."""
+    if host is None or swapped_rows(layer.rows) is None:
         yield ALL, rows
     else:
-        yield from hisparse.read(layer.layer_id, plan)
+        yield from host.read(layer.layer_id)
 
 
-def names_of(plan: HostRows | None) -> tuple[Tensor, Tensor] | None:
+def names_of(host: HostRows | None) -> tuple[Tensor, Tensor] | None:
     """As `choose_rows` takes them."""
-    return None if plan is None else (plan.table, plan.owners)
+    return None if host is None else (host.table, host.owners)

@@ -25,7 +25,7 @@ CopyRows = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Rows that go from one pool to another: int32 `loads` [2, 1, N] and `counts` [1], as `copy_rows` takes them."""
+    """Rows that go from one pool to another: int32 `loads` [2, B, N] and `counts` [B], as `copy_rows` takes them."""
 
     loads: Tensor
     counts: Tensor
@@ -48,9 +48,18 @@ class Staged:
     table: Tensor
     owners: Tensor
     parts: Sequence[Part]
+    rooms: StagingRooms
+
+    def choose(self, layer_id: int, chosen: Tensor, slots: Tensor) -> Tensor:
+        """int32 [T, K] by the names above, which are rows of a room already."""
+        return chosen
+
+    def read(self, layer_id: int) -> Iterator[tuple[slice, Tensor]]:
+        """Part by part the tokens of a layer and the room that has their rows, as `StagingRooms.read`."""
+        return self.rooms.read(layer_id, self)
 
 
-def plan_parts(batch: ForwardBatch, pool: ReqToTokenPool, rows_per_page: int) -> Staged:
+def plan_parts(batch: ForwardBatch, pool: ReqToTokenPool, rows_per_page: int, rooms: StagingRooms) -> Staged:
     """The parts of a prompt's step, none with more pages than a request may have. On the device, in sizes that the host knows from the
     lengths; does not wait."""
     ends, lengths = batch.seq_lens_cpu, batch.extend_seq_lens_cpu
@@ -70,7 +79,7 @@ def plan_parts(batch: ForwardBatch, pool: ReqToTokenPool, rows_per_page: int) ->
         bases.append(base)
     owners = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
     owners = torch.repeat_interleave(owners, batch.extend_seq_lens, output_size=batch.num_tokens)
-    return Staged(torch.cat(bases).unsqueeze(1) + places, owners, parts)
+    return Staged(torch.cat(bases).unsqueeze(1) + places, owners, parts, rooms)
 
 
 def _runs(pages: NDArray[np.int32], most: int) -> Iterator[tuple[int, int]]:
@@ -129,6 +138,11 @@ class StagingRooms:
         shape, dtype = (num_rows, self._stores[0].shape[1]), self._stores[0].dtype
         self._stream = torch.Stream(device) if has_streams else None
         self._rooms = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(1 + has_streams)]
+
+    @property
+    def num_bytes(self) -> int:
+        """What was allocated on the device."""
+        return sum(room.nbytes for room in self._rooms)
 
     def begin(self, staged: Staged) -> None:
         """The first copies of a step, behind all that is queued on the current stream."""

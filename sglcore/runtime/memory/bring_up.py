@@ -10,6 +10,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.attention.sparse.tokens import score_bytes
 from sglcore.runtime.hisparse.bring_up import beside_buffers
+from sglcore.runtime.hisparse.shape import swap_shape
 from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.memory.geometry import fitting_page_size, geometry, has_window, keeps_window, rows_row
 from sglcore.runtime.memory.make import Pools, WindowPools, make_cells, make_rows
@@ -45,18 +46,18 @@ def sizes(
     for remark in dict.fromkeys(layer.remark for layer in model.state_layers if layer.remark):
         ledger.record(Row("prompts", "auto", "whole ones at once", remark, "raise max_batch_tokens above their length"))
     context_len, layers = model.config.context_length, model.attention_layers
+    longest = config.max_model_len or context_len
     if speculation is not None and speculation.draft is not None:
         layers = (*layers, *speculation.draft.attention_layers)
     # What a window has let go of can not be seen again, and a wrong proposal goes back.
-    most = 0 if speculation is not None else (config.max_model_len or context_len) - config.max_batch_tokens
+    most = 0 if speculation is not None else longest - config.max_batch_tokens
     page_size = fitting_page_size(layers, config.page_size, facts.page_size)
     if config.page_size is None and page_size != facts.page_size:
         why = f"blocks of this model come out even in it; the device's own is {facts.page_size}"
         ledger.record(Row("page size", "auto", f"{page_size} tokens", why, "set page_size to a multiple of it"))
     kept = geometry(layers, model.state_layers, most, page_size, model.dtype, pool_kind.cell_bytes)
-    longest = config.max_model_len or context_len
-    swapping = hisparse_config, layers, kept, longest, page_size, device_memory, facts.has_streams
-    kept, device_memory = beside_buffers(*swapping)
+    swapped = swap_shape(hisparse_config, layers, longest, page_size, facts.has_streams)
+    kept, device_memory = beside_buffers(hisparse_config, swapped, kept, device_memory)
     if has_rows:
         ledger.record(rows_row(kept, layers, page_size, model.dtype, config.kv_cache_dtype))
     if not kept.window and any(has_window(layer) for layer in layers):
@@ -66,7 +67,7 @@ def sizes(
             why, remedy = "tokens are proposed, and a wrong one goes back in the window", "--speculative off"
         ledger.record(Row("window cache", "auto", "none", why, remedy))
     verified = min(config.max_requests, config.max_batch_tokens) * most_drafts(config)
-    scores = score_bytes(layers, max(config.max_batch_tokens, verified), config.max_model_len or context_len)
+    scores = score_bytes(layers, max(config.max_batch_tokens, verified), longest)
     if scores:
         why = "of an indexer in the longest step, kept free beside the pools"
         ledger.record(Row("index scores", "auto", size_text(scores), why, "lower max_batch_tokens or max_model_len"))

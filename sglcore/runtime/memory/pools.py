@@ -32,12 +32,17 @@ LayerShapes: TypeAlias = tuple[tuple[int, int], ...]
 """(kv_heads, head_dim) of each layer; no heads where a pool keeps nothing of it."""
 
 
+def pages_of(max_model_len: int, page_size: int) -> int:
+    """Pages for which a slot has room, of a request of at most so many tokens."""
+    return -(-max_model_len // page_size) + 1
+
+
 class ReqToTokenPool:
     """Which pages hold each slot's tokens: `page_table` int32[slots + 1, pages per request], on the device."""
 
     def __init__(self, max_requests: int, max_model_len: int, page_size: int, device: str) -> None:
         self.page_size = page_size
-        self.max_pages = -(-max_model_len // page_size) + 1
+        self.max_pages = pages_of(max_model_len, page_size)
         self.page_table = torch.zeros(max_requests + 1, self.max_pages, dtype=torch.int32, device=device)
 
     @property

@@ -132,8 +132,8 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         lens, count, most = tokens.lens // kept.ratio, kept.count(pool.page_size), tokens.most // kept.ratio
         paged = Paged(self.req_to_token_pool.page_table, tokens.slots, lens, count, most)
         plan.chosen = choose_rows(self.kernels, q, weights, keys, codec, paged, layer.top_k, names_of(plan.host))
-        if self.hisparse is not None and plan.host is not None:
-            plan.chosen = self.hisparse.choose(layer.layer_id, plan.chosen, tokens.slots, plan.host)
+        if plan.host is not None:
+            plan.chosen = plan.host.choose(layer.layer_id, plan.chosen, tokens.slots)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: CompressedPlan) -> Tensor:
         """q [T, heads * head_dim] to the same."""
@@ -148,7 +148,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         assert chosen is not None
         attended = [
             self.kernels.sparse_mqa(q[part], window, plan.window[part], rows, chosen[part], *how)
-            for part, rows in rows_read(self.hisparse, plan.host, layer, pool.rows(layer.layer_id, BLOCKS))
+            for part, rows in rows_read(plan.host, layer, pool.rows(layer.layer_id, BLOCKS))
         ]
         return joined(attended).flatten(1)
 

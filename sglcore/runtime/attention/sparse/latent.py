@@ -75,8 +75,8 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
         keys, codec = pool.rows(layer.layer_id, INDEX_KEYS), pool.codec(layer.layer_id, INDEX_KEYS)
         paged = Paged(self.req_to_token_pool.page_table, tokens.slots, tokens.lens, pool.page_size, tokens.most)
         plan.chosen = choose_rows(self.kernels, q, weights, keys, codec, paged, layer.top_k, names_of(plan.host))
-        if self.hisparse is not None and plan.host is not None:
-            plan.chosen = self.hisparse.choose(layer.layer_id, plan.chosen, tokens.slots, plan.host)
+        if plan.host is not None:
+            plan.chosen = plan.host.choose(layer.layer_id, plan.chosen, tokens.slots)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: LatentPlan) -> Tensor:
         """q [T, heads * row] to [T, heads * value_size]."""
@@ -88,7 +88,7 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
             assert plan.chosen is not None
             attended = [
                 self.kernels.sparse_mqa(q[part], found, plan.chosen[part], None, None, None, *how)
-                for part, found in rows_read(self.hisparse, plan.host, layer, rows)
+                for part, found in rows_read(plan.host, layer, rows)
             ]
             return joined(attended).flatten(1)
         given = rows, table, tokens.slots, tokens.lens, pool.page_size, *how

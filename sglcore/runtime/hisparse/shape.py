@@ -1,0 +1,86 @@
+"""What the device has of rows that lie in host memory: by one value it is budgeted and allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglcore.runtime.memory.pools import pages_of
+from sglcore.runtime.memory.rows import INDEX_KEYS, KeptRows, swapped_rows
+from sglcore.step.hisparse import HiSparseConfig
+
+if TYPE_CHECKING:
+    from sglcore.runtime.attention.layer import Attention
+
+INT32 = 4
+"""Bytes of an element of the tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapShape:
+    """Of the layers `names`, id to the name of what lies in host memory, each `kept`, those in `indexers` choose for themselves and
+    for the ones behind them; `top_k` rows a token at most. Of a request of `pages` pages, `buffer_rows` of each layer stay on the
+    device; `rooms` staging rooms are for all requests."""
+
+    names: Mapping[int, str]
+    indexers: tuple[int, ...]
+    kept: KeptRows
+    top_k: int
+    buffer_rows: int
+    page_size: int
+    pages: int
+    rooms: int
+
+    @property
+    def rows_per_page(self) -> int:
+        """Of one layer."""
+        return self.kept.count(self.page_size)
+
+    @property
+    def entries(self) -> int:
+        """Rows that a request can have of a layer."""
+        return self.pages * self.rows_per_page
+
+    @property
+    def room_rows(self) -> int:
+        """Of a staging room: those of the longest request, behind a page that is nobody's."""
+        return self.entries + self.rows_per_page
+
+    @property
+    def table_sizes(self) -> tuple[int, int, int]:
+        """Elements int32 of a slot for each that chooses: the entries held, the order of their places, and where each entry is."""
+        return self.buffer_rows, self.buffer_rows, self.entries + 1
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a request, whatever its length."""
+        buffers = len(self.names) * self.buffer_rows * self.kept.row.nbytes
+        return buffers + len(self.indexers) * sum(self.table_sizes) * INT32
+
+    @property
+    def room_bytes(self) -> int:
+        """Of all staging rooms."""
+        return self.rooms * self.room_rows * self.kept.row.nbytes
+
+
+def swap_shape(
+    hisparse: HiSparseConfig | None, layers: Sequence[Attention], longest: int, page_size: int, has_streams: bool
+) -> SwapShape | None:
+    """For requests of at most `longest` tokens; None where no rows lie in host memory. With streams a room is filled while another is
+    read. Raises ConfigError for a buffer that does not hold what a token reads."""
+    swapped = {layer: name for layer in layers if (name := swapped_rows(layer.rows)) is not None}
+    if hisparse is None or not swapped:
+        return None
+    (kept,) = {layer.rows[name] for layer, name in swapped.items()}
+    top_k = max(layer.top_k for layer in swapped)
+    return SwapShape(
+        names={layer.layer_id: name for layer, name in swapped.items()},
+        indexers=tuple(layer.layer_id for layer in swapped if INDEX_KEYS in layer.rows),
+        kept=kept,
+        top_k=top_k,
+        buffer_rows=hisparse.buffer_rows(top_k),
+        page_size=page_size,
+        pages=pages_of(longest, page_size),
+        rooms=1 + has_streams,
+    )
