@@ -170,6 +170,25 @@ def test_blocks_become_the_messages_of_a_chat(stage: Stage, client: anthropic.An
     assert request["add_generation_prompt"] and not request["continue_final_message"]
 
 
+def test_two_turns_of_one_side_are_one(stage: Stage, client: anthropic.Anthropic) -> None:
+    script = stage.speak(content("A"))
+    turns: Any = [
+        ("user", "One."),
+        ("user", "Two."),
+        ("assistant", "Three, "),
+        ("assistant", "four."),
+        ("user", "Five."),
+    ]
+    client.messages.create(
+        model=MODEL, max_tokens=20, messages=[{"role": role, "content": text} for role, text in turns]
+    )
+    assert script.rendered[-1]["messages"] == [
+        {"role": "user", "content": [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]},
+        {"role": "assistant", "content": "Three, four."},
+        {"role": "user", "content": [{"type": "text", "text": "Five."}]},
+    ]
+
+
 @pytest.mark.parametrize(("choice", "chat"), [("auto", "auto"), ("any", "required"), ("none", "none")])
 def test_choices_of_tools_have_their_counterparts(
     stage: Stage, client: anthropic.Anthropic, choice: Any, chat: str

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from sglcore.device.server_config import ServerConfig
 from sglcore.serving.replicas.ipc import EngineStats
 from sglcore.serving.replicas.metrics import CLOCKS, Histogram, Metrics, RequestClock, kv_usage
 from sglcore.serving.replicas.vllm_metrics import VllmFamilies
+from tests.serving.scripted import staged
 
 STATS = EngineStats(
     waiting=3,
@@ -104,6 +107,20 @@ def metrics() -> Metrics:
 )
 def test_an_engines_numbers_have_model_and_replica(metrics: Metrics, name: str, value: float) -> None:
     assert sample(metrics, name, model="tiny", replica="0") == value
+
+
+def test_a_servers_own_numbers_are_on_the_page(metrics: Metrics) -> None:
+    metrics.in_flight = 2
+    metrics.connections, metrics.engine_deaths = lambda: 3, lambda: 4
+    metrics.lost_log_records, metrics.lost_spans = lambda: 5, lambda: 6
+    names = (
+        "http_requests_in_flight",
+        "http_connections",
+        "engine_deaths_total",
+        "log_records_lost_total",
+        "spans_lost_total",
+    )
+    assert [sample(metrics, name) for name in names] == [2, 3, 4, 5, 6]
 
 
 def test_steps_are_told_by_what_ran_them(metrics: Metrics) -> None:
@@ -239,3 +256,17 @@ def test_the_same_numbers_stand_under_the_names_of_vllm_where_that_is_asked_for(
     assert ended == {(("finished_reason", "stop"), *model): 1}
     assert found["vllm:time_to_first_token_seconds_count", model] == 1
     assert found["vllm:e2e_request_latency_seconds_count", model] == 2
+
+
+def test_connections_and_requests_in_flight_are_those_of_now() -> None:
+    """One connection that is kept open, and one on which a request has just been answered, whose own is the one in flight."""
+    with staged(ServerConfig()) as stage, httpx.Client(base_url=stage.url) as kept, httpx.Client(base_url=stage.url) as asking:
+        kept.get("/metrics").raise_for_status()
+        for _ in range(2):
+            found = {
+                each.name: each.value
+                for family in text_string_to_metric_families(asking.get("/metrics").text)
+                for each in family.samples
+                if not each.labels
+            }
+            assert (found["sglcore_http_connections"], found["sglcore_http_requests_in_flight"]) == (2, 1)

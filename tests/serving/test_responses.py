@@ -9,8 +9,9 @@ import openai
 import pytest
 
 from sglcore.device.server_config import ServerConfig
+from sglcore.engine.text import TextCodec
 from sglcore.serving.replicas.errors import EngineDied, Overloaded
-from tests.serving.scripted import CACHED, MODEL, PROMPT, Stage, call, content, reasoning, staged
+from tests.serving.scripted import CACHED, DEMO, MODEL, PROMPT, Stage, call, content, reasoning, staged
 
 KEPT = 3
 TOOL: Any = {"type": "function", "name": "weather", "description": "Tells it", "parameters": {"type": "object"}}
@@ -46,7 +47,7 @@ def test_reasoning_text_and_calls_are_items_in_their_order(stage: Stage, client:
     assert response.usage.input_tokens == len(PROMPT)
     assert response.usage.input_tokens_details.cached_tokens == CACHED
     assert response.usage.output_tokens == 7
-    assert response.usage.output_tokens_details.reasoning_tokens > 0
+    assert response.usage.output_tokens_details.reasoning_tokens == len(TextCodec(DEMO).encode("Hm, rain.", special=False)) == 6
     assert response.to_dict()["seed_used"] == 77
     assert response.to_dict()["system_fingerprint"] == "fp_0123456789ab"
 
