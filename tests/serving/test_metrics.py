@@ -8,11 +8,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglcore.device.server_config import ServerConfig
 from sglcore.serving.replicas.ipc import EngineStats
 from sglcore.serving.replicas.metrics import CLOCKS, Histogram, Metrics, RequestClock, kv_usage
 from sglcore.serving.replicas.vllm_metrics import VllmFamilies
-from tests.serving.scripted import staged
+from tests.serving.conftest import Server
 
 STATS = EngineStats(
     waiting=3,
@@ -258,15 +257,16 @@ def test_the_same_numbers_stand_under_the_names_of_vllm_where_that_is_asked_for(
     assert found["vllm:e2e_request_latency_seconds_count", model] == 2
 
 
-def test_connections_and_requests_in_flight_are_those_of_now() -> None:
-    """One connection that is kept open, and one on which a request has just been answered, whose own is the one in flight."""
-    with staged(ServerConfig()) as stage, httpx.Client(base_url=stage.url) as kept, httpx.Client(base_url=stage.url) as asking:
-        kept.get("/metrics").raise_for_status()
-        for _ in range(2):
-            found = {
-                each.name: each.value
-                for family in text_string_to_metric_families(asking.get("/metrics").text)
-                for each in family.samples
-                if not each.labels
-            }
-            assert (found["sglcore_http_connections"], found["sglcore_http_requests_in_flight"]) == (2, 1)
+def test_connections_and_requests_in_flight_are_those_of_now(server: Server) -> None:
+    """One more connection while another client keeps one open; the one request in flight is that which asks."""
+
+    def asked(client: httpx.Client) -> tuple[float, float]:
+        page = client.get("/metrics").raise_for_status().text
+        families = {each.name: each.value for family in text_string_to_metric_families(page) for each in family.samples}
+        return families["sglcore_http_connections"], families["sglcore_http_requests_in_flight"]
+
+    with httpx.Client(base_url=server.url) as asking:
+        before, flying = asked(asking)
+        with httpx.Client(base_url=server.url) as kept:
+            assert asked(kept)[0] == before + 1
+            assert (asked(asking), flying) == ((before + 1, 1), 1)

@@ -47,7 +47,11 @@ def test_reasoning_text_and_calls_are_items_in_their_order(stage: Stage, client:
     assert response.usage.input_tokens == len(PROMPT)
     assert response.usage.input_tokens_details.cached_tokens == CACHED
     assert response.usage.output_tokens == 7
-    assert response.usage.output_tokens_details.reasoning_tokens == len(TextCodec(DEMO).encode("Hm, rain.", special=False)) == 6
+    assert (
+        response.usage.output_tokens_details.reasoning_tokens
+        == len(TextCodec(DEMO).encode("Hm, rain.", special=False))
+        == 6
+    )
     assert response.to_dict()["seed_used"] == 77
     assert response.to_dict()["system_fingerprint"] == "fp_0123456789ab"
 
