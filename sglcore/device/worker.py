@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.device.swap_counts import SwapCounts
 
 
 def most_window_pages(window: int, max_batch_tokens: int, page_size: int, lookahead: int = 0) -> int:
@@ -111,7 +112,8 @@ class BatchResult:
     int32[B, k]: what is proposed to follow, -1 from where nothing is, if the batch had masks. `bad_rows`
     bool[B] marks rows whose logits were not finite. `logprobs` runs along `token_ids`. `prompt_logprobs` maps a row to
     one entry per token of this chunk (its token at chunk index j predicts the token after it). `embeddings` is
-    float32[B, hidden]. `path` says what ran ("eager", or the graph's kind and bucket).
+    float32[B, hidden]. `path` says what ran ("eager", or the graph's kind and bucket). `swaps`: of a worker with rows in host
+    memory.
     """
 
     step: int
@@ -124,6 +126,7 @@ class BatchResult:
     path: str = "eager"
     proposed: NDArray[np.int32] | None = None
     drafts: NDArray[np.int32] | None = None
+    swaps: SwapCounts | None = None
 
 
 class ModelWorker(Protocol):

@@ -6,11 +6,13 @@ import time
 from collections import Counter
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.device.swap_counts import SwapCounts
 from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
 
 
 class Meter:
-    """A ModelWorker around another. `paths` counts steps by what ran; `submit_seconds` and `wait_seconds` are sums."""
+    """A ModelWorker around another. `paths` counts steps by what ran; `submit_seconds`, `wait_seconds` and `swaps`
+    are sums."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self._worker = worker
@@ -18,6 +20,7 @@ class Meter:
         self.paths: Counter[str] = Counter()
         self.submit_seconds = 0.0
         self.wait_seconds = 0.0
+        self.swaps = SwapCounts()
 
     @property
     def device_seconds(self) -> float:
@@ -37,6 +40,8 @@ class Meter:
         result = self._worker.collect(ticket)
         self.wait_seconds += time.perf_counter() - begin
         self.paths[result.path] += 1
+        if result.swaps is not None:
+            self.swaps += result.swaps
         return result
 
     def close(self) -> None:

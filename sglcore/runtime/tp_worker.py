@@ -99,7 +99,9 @@ class TpModelWorker:
         if states is not None:
             states.copy_out(arrived)
         tokens, prompt = self._sampling.run(batch, staged, rows, hidden, inputs, arrived)
-        return self._ticket(batch, staged, arrays, StepOutput(rows, path, tokens, prompt))
+        hisparse = self.runner.attn_backend.hisparse
+        swaps = None if hisparse is None else hisparse.count(batch)
+        return self._ticket(batch, staged, arrays, StepOutput(rows, path, tokens, prompt, swaps=swaps))
 
     def _stage(
         self, batch: ScheduleBatch, inputs: SamplingInputs, more: Mapping[str, NDArray]

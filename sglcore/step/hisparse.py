@@ -9,9 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.batch import ScheduleBatch
 from sglcore.device.errors import ConfigError
+from sglcore.device.swap_counts import SwapCounts
+
+A = TypeVar("A")
 
 MOST_THREADS = 1024
 WANTED = 'on, a JSON object such as {"device_buffer_size": 4096}, or a file that holds one'
@@ -34,6 +41,58 @@ class HiSparseConfig:
             return 2 * top_k
         _check_size(self.device_buffer_size, top_k, "a token of this model reads")
         return self.device_buffer_size
+
+
+@dataclass(frozen=True, slots=True)
+class SwapSizes:
+    """Of rows in host memory: `row_bytes` each, one for `ratio` tokens, `top_k` of which a token reads at most; `layers` are those
+    that read what each indexer chooses."""
+
+    row_bytes: int
+    ratio: int
+    top_k: int
+    page_size: int
+    layers: tuple[int, ...]
+
+    def chosen(self, batch: ScheduleBatch) -> int:
+        """Rows that indexers choose in a decode step."""
+        return len(self.layers) * int(np.minimum(batch.seq_lens // self.ratio, self.top_k).sum())
+
+    def stored(self, batch: ScheduleBatch) -> int:
+        """Bytes of the rows that a step's tokens complete."""
+        rows = int((batch.seq_lens // self.ratio - batch.prefix_lens // self.ratio).sum())
+        return sum(self.layers) * rows * self.row_bytes
+
+    def staged(self, batch: ScheduleBatch) -> int:
+        """Bytes of all pages that the requests of a prompt's step have."""
+        pages = int((-(-batch.seq_lens // self.page_size)).sum())
+        return sum(self.layers) * pages * (self.page_size // self.ratio) * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepSwaps(Generic[A]):
+    """What is counted of one step. `missed` int32 [indexers], in an array of the worker's library: rows of each that had to come from the
+    host; None in a prompt's step."""
+
+    sizes: SwapSizes
+    chosen: int
+    staged: int
+    stored: int
+    missed: A | None = None
+
+    @classmethod
+    def of(cls, sizes: SwapSizes, batch: ScheduleBatch, missed: A | None) -> StepSwaps[A]:
+        """From a host batch, whose arrays are not kept."""
+        if missed is None:
+            return cls(sizes, 0, sizes.staged(batch), sizes.stored(batch))
+        return cls(sizes, sizes.chosen(batch), 0, sizes.stored(batch), missed)
+
+    def counts(self, missed: NDArray[np.int32] | None) -> SwapCounts:
+        """From the host's own array of `missed`."""
+        found = [0] * len(self.sizes.layers) if missed is None else missed.tolist()
+        loads = sum(count * layers for count, layers in zip(found, self.sizes.layers, strict=True))
+        loaded = self.staged + loads * self.sizes.row_bytes
+        return SwapCounts(self.chosen, self.chosen - sum(found), loaded, self.stored, int(loaded > 0))
 
 
 def parse_hisparse_config(asked: str | None) -> HiSparseConfig | None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.sampling.state import Logprobs, SampledTokens
+from sglcore.step.hisparse import StepSwaps
 from sglcore.step.proposals import accepted_runs
 from sglcore.step.rows import RowPlan
 
@@ -21,7 +22,7 @@ A = TypeVar("A")
 class StepOutput(Generic[A]):
     """`tokens` of the emitting rows and `prompt` log-probabilities by row, or `embeddings` float32[B, H]; `path` is what
     ran. `runs`: the rows are those of B requests with proposals, of which so many, int32[B], are right, and so many were made. `drafts` int32[B, k]: what is proposed
-    next, if the host is to know. The device may not have come to them yet."""
+    next, if the host is to know. `swaps`: what is counted of rows in host memory. The device may not have come to them yet."""
 
     rows: RowPlan
     path: str
@@ -30,6 +31,7 @@ class StepOutput(Generic[A]):
     embeddings: A | None = None
     runs: tuple[A, A] | None = None
     drafts: A | None = None
+    swaps: StepSwaps[A] | None = None
 
     def arrays(self) -> list[A]:
         """Everything that the host will read, in the order that `read` knows."""
@@ -40,12 +42,17 @@ class StepOutput(Generic[A]):
             if part is not None:
                 found += [part.chosen, part.ranks, part.top_ids, part.top]
         found = found if self.runs is None else [*self.runs, *found]
+        found = found if self.swaps is None or self.swaps.missed is None else [self.swaps.missed, *found]
         return found if self.drafts is None else [self.drafts, *found]
 
     def read(self, step: int, arrays: Sequence[NDArray]) -> BatchResult:
         """From the host's own arrays of `arrays()`."""
         drafts = None if self.drafts is None else arrays[0]
         own = arrays if drafts is None else arrays[1:]
+        if self.swaps is not None:
+            missed = None if self.swaps.missed is None else own[0]
+            result = self._read_rows(step, own if missed is None else own[1:])
+            return replace(result, swaps=self.swaps.counts(missed))
         result = self._read_rows(step, own if self.runs is None else own[2:])
         if self.runs is not None:
             result = accepted_runs(result, *own[:2])

@@ -15,6 +15,7 @@ import torch
 from sglcore.conformance.matcher import HashedMatcher
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.config import resolve_config
+from sglcore.device.swap_counts import SwapCounts
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.engine.start import start
 from sglcore.runtime.tp_worker import TpModelWorker
@@ -47,11 +48,12 @@ class Result:
 
 
 class Watched:
-    """A worker that remembers which paths its steps took."""
+    """A worker that remembers which paths its steps took, and what came of rows in host memory."""
 
     def __init__(self, worker: TpModelWorker) -> None:
         self.worker = worker
         self.paths: set[str] = set()
+        self.swaps = SwapCounts()
 
     @property
     def limits(self) -> Limits:
@@ -63,6 +65,7 @@ class Watched:
     def collect(self, ticket: Ticket) -> BatchResult:
         result = self.worker.collect(ticket)
         self.paths.add(result.path)
+        self.swaps += result.swaps or SwapCounts()
         return result
 
     def close(self) -> None:
@@ -85,7 +88,7 @@ class TokenEngine:
         self.scheduler = Scheduler(worker.limits, prefix_cache=config.prefix_cache)
         if scramble_pages is not None:
             self._scramble(scramble_pages)
-        watched = Watched(worker)
+        self.watched = watched = Watched(worker)
         self.paths = watched.paths
         self.loop = Loop(self.scheduler, watched, overlap=config.overlap is not False)
         self._count = 0

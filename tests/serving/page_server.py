@@ -51,7 +51,8 @@ class Script:
         self.seconds += 1
         n = self.seconds
         one = {"time": 1000.0 + n, "prompt_tokens": 100 * n, "generation_tokens": 250 * n, "running": 3, "waiting": 2,
-               "kv_used": 0.25, "cached_tokens": 80 * n, "prompt_tokens_computed": 20 * n, "requests": n}  # fmt: skip
+               "kv_used": 0.25, "cached_tokens": 80 * n, "prompt_tokens_computed": 20 * n, "requests": n,
+               "hisparse_rows": 1000 * n, "hisparse_hits": 960 * n}  # fmt: skip
         return {**one, "replicas": [{**one, "state": "starting" if self.startup else "ready"}]}
 
 

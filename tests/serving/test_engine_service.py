@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.device.swap_counts import SwapCounts
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.engine.grammar import Grammars
 from sglcore.engine.meter import Meter
@@ -56,6 +57,7 @@ class Counting:
     def __init__(self) -> None:
         self.limits = LIMITS
         self.fails: set[int] = set()
+        self.swaps: SwapCounts | None = None
         self.submitted = 0
         self.closed = False
 
@@ -66,7 +68,8 @@ class Counting:
         emits = np.asarray(batch.emits, dtype=np.int32)
         offsets = np.concatenate([[0], np.cumsum(emits)]).astype(np.int32)
         tokens = np.full(int(emits.sum()), 7, dtype=np.int32)
-        return Ticket(batch.step, BatchResult(batch.step, offsets, tokens, np.zeros(len(emits), dtype=bool)))
+        result = BatchResult(batch.step, offsets, tokens, np.zeros(len(emits), dtype=bool), swaps=self.swaps)
+        return Ticket(batch.step, result)
 
     def collect(self, ticket: Ticket) -> BatchResult:
         assert isinstance(ticket.payload, BatchResult)
@@ -190,6 +193,16 @@ def test_a_request_is_told_of_all_its_tokens_and_leaves_nothing_behind(served: S
     assert served.line.last_outputs("r")["r"].finish_reason == "length"
     stats = served.line.numbers("running", 0)
     assert (stats.requests, stats.prompt_tokens, stats.generation_tokens, stats.failed_steps) == (1, 3, 5, 0)
+    assert stats.swap_rows == stats.swap_waits == 0
+
+
+def test_what_came_of_rows_in_host_memory_is_summed_over_steps(served: Served) -> None:
+    served.device.swaps = SwapCounts(16, 12, 400, 100, 1)
+    served.line.generate("r", tokens=5)
+    served.line.last_outputs("r")
+    stats = served.line.numbers("running", 0)
+    told = stats.swap_rows, stats.swap_hits, stats.loaded_bytes, stats.stored_bytes, stats.swap_waits
+    assert told == tuple(count * served.device.submitted for count in (16, 12, 400, 100, 1))
     served.line.say(Audit("a"))
     assert served.line.hear(Done).problems == []
     served.line.say(Shutdown())

@@ -47,6 +47,11 @@ STATS = EngineStats(
     paths={"eager": 4, "full": 7},
     stale_rows=4,
     invalid_rows=1,
+    swap_rows=1000,
+    swap_hits=960,
+    swap_waits=21,
+    loaded_bytes=5120,
+    stored_bytes=2048,
     drafts={(4, 0, 3, 0): 2, (4, 0, 3, 3): 1, (5, 2, 3, 1): 4, (5, 2, 0, 0): 3},
 )
 
@@ -100,6 +105,11 @@ def metrics() -> Metrics:
         ("step_seconds_total", 1.5),
         ("stale_rows_total", 4),
         ("invalid_rows_total", 1),
+        ("hisparse_rows_total", 1000),
+        ("hisparse_hits_total", 960),
+        ("hisparse_waits_total", 21),
+        ("hisparse_load_bytes_total", 5120),
+        ("hisparse_store_bytes_total", 2048),
         ("accepted_draft_tokens_sum", 7),
         ("accepted_draft_tokens_count", 10),
     ],
@@ -250,6 +260,8 @@ def test_the_same_numbers_stand_under_the_names_of_vllm_where_that_is_asked_for(
         "vllm:prefix_cache_queries_total": 90,
         "vllm:prefix_cache_hits_total": 70,
         "vllm:num_preemptions_total": 2,
+        "vllm:kv_offload_load_bytes_total": 5120,
+        "vllm:kv_offload_store_bytes_total": 2048,
     }
     ended = {labels: value for (name, labels), value in found.items() if name == "vllm:request_success_total"}
     assert ended == {(("finished_reason", "stop"), *model): 1}

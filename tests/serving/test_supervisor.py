@@ -420,13 +420,14 @@ def test_the_counters_of_engines_that_died_are_kept() -> None:
         async with staged(restart=True) as stage:
             for count in (5, 7):
                 engine = await stage.ready_engine()
-                known = {"paths": {"eager": count}, "drafts": {(4, 0, 3, 1): count}}
+                known = {"paths": {"eager": count}, "drafts": {(4, 0, 3, 1): count}, "swap_hits": count}
                 engine.say(EngineStats(generation_tokens=count, running=1, **known))
                 await until(lambda: stage.supervisor.stats().running == 1)
                 engine.die()
                 await until(lambda: stage.supervisor.stats().running == 0)
             total = stage.supervisor.stats()
             assert (total.generation_tokens, total.paths, total.drafts) == (12, {"eager": 12}, {(4, 0, 3, 1): 12})
+            assert total.swap_hits == 12
             assert stage.supervisor.deaths == 2
 
     run(play())

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from sglcore.runtime.hisparse.staging import Copies, Staged, StagingRooms, plan_parts
 from sglcore.runtime.memory.rows import swapped_rows
+from sglcore.step.hisparse import StepSwaps
 
 if TYPE_CHECKING:
+    from sglcore.device.batch import ScheduleBatch
     from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.forward_batch import ForwardBatch
     from sglcore.runtime.hisparse.shape import SwapShape
@@ -77,6 +79,7 @@ class HiSparseCoordinator:
             return torch.full((len(shape.indexers), slots, size), -1, dtype=torch.int32, device=device)
 
         self._held, self._order, self._where = map(table, shape.table_sizes)
+        self._missed, self._sizes = table(1).squeeze(2).zero_(), shape.sizes
         self._order.copy_(torch.arange(shape.buffer_rows, dtype=torch.int32, device=device))
         width, dtype = shape.kept.row.shape[1], shape.kept.row.dtype
         self._buffers = {
@@ -89,7 +92,7 @@ class HiSparseCoordinator:
     @property
     def num_bytes(self) -> int:
         """What was allocated on the device for slots and staging rooms."""
-        tables = self._held, self._order, self._where
+        tables = self._held, self._order, self._where, self._missed
         return sum(each.nbytes for each in (*tables, *self._buffers.values())) + self._rooms.num_bytes
 
     def plan(self, batch: ForwardBatch) -> HostRows:
@@ -109,7 +112,7 @@ class HiSparseCoordinator:
         """Places on the device, int32 [T, K], for what the indexer of a layer chose for tokens of slots int32 [T], and the copies of what
         is not there: of its layer, and of those behind it that choose nothing."""
         group, rows = self._groups[layer_id], torch.empty_like(chosen)
-        copies = Copies(chosen.new_empty(2, *chosen.shape), torch.empty_like(slots))
+        copies = Copies(chosen.new_empty(2, *chosen.shape), self._missed[group, : len(slots)])
         state = self._held[group], self._order[group], self._where[group]
         where = self.req_to_token_pool.page_table, self.shape.rows_per_page
         self.kernels.swap_in(chosen, slots, *where, *state, rows, copies.loads, copies.counts)
@@ -120,6 +123,13 @@ class HiSparseCoordinator:
         buffer = self._buffers[layer_id]
         self.kernels.copy_rows(self._stores[layer_id], buffer, copies.loads, copies.counts)
         return buffer
+
+    def count(self, batch: ScheduleBatch) -> StepSwaps[Tensor]:
+        """What came of a step whose forward has just been queued. Once a step; does not wait."""
+        if not batch.forward_mode.is_decode:
+            return StepSwaps.of(self._sizes, batch, None)
+        missed = self._missed[:, : batch.batch_size].sum(1, dtype=torch.int32)
+        return StepSwaps.of(self._sizes, batch, missed)
 
     def enter(self, slots: Tensor) -> None:
         """Slots int32 [N] are given to requests, none of whose rows is on the device. Does not wait."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglcore.runtime.memory.pools import pages_of
 from sglcore.runtime.memory.rows import INDEX_KEYS, KeptRows, swapped_rows
-from sglcore.step.hisparse import HiSparseConfig
+from sglcore.step.hisparse import HiSparseConfig, SwapSizes
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
@@ -20,7 +22,7 @@ INT32 = 4
 @dataclass(frozen=True, slots=True)
 class SwapShape:
     """Of the layers `names`, id to the name of what lies in host memory, each `kept`, those in `indexers` choose for themselves and
-    for the ones behind them; `top_k` rows a token at most. Of a request of `pages` pages, `buffer_rows` of each layer stay on the
+    for the ones behind them; `top_k` rows a token. Of a request of `pages` pages, `buffer_rows` of each layer stay on the
     device; `rooms` staging rooms are for all requests."""
 
     names: Mapping[int, str]
@@ -53,10 +55,17 @@ class SwapShape:
         return self.buffer_rows, self.buffer_rows, self.entries + 1
 
     @property
+    def sizes(self) -> SwapSizes:
+        """What steps are counted by. A layer reads what the last indexer up to it chose."""
+        readers = Counter(bisect_right(self.indexers, layer) - 1 for layer in self.names)
+        layers = tuple(readers[group] for group in range(len(self.indexers)))
+        return SwapSizes(self.kept.row.nbytes, self.kept.ratio, self.top_k, self.page_size, layers)
+
+    @property
     def slot_bytes(self) -> int:
-        """Of a request, whatever its length."""
+        """Of a request, whatever its length: buffers, tables, and a count of what was missing."""
         buffers = len(self.names) * self.buffer_rows * self.kept.row.nbytes
-        return buffers + len(self.indexers) * sum(self.table_sizes) * INT32
+        return buffers + len(self.indexers) * (sum(self.table_sizes) + 1) * INT32
 
     @property
     def room_bytes(self) -> int:
@@ -73,7 +82,7 @@ def swap_shape(
     if hisparse is None or not swapped:
         return None
     (kept,) = {layer.rows[name] for layer, name in swapped.items()}
-    top_k = max(layer.top_k for layer in swapped)
+    (top_k,) = {layer.top_k for layer in swapped}
     return SwapShape(
         names={layer.layer_id: name for layer, name in swapped.items()},
         indexers=tuple(layer.layer_id for layer in swapped if INDEX_KEYS in layer.rows),

@@ -191,6 +191,7 @@ class EngineService:
 
     def stats(self) -> EngineStats:
         """The counters as they are now."""
+        swaps = self._meter.swaps
         return EngineStats(
             **structs.asdict(self.engine.scheduler.stats()),
             compiling=self.engine.num_compiling,
@@ -203,4 +204,9 @@ class EngineService:
             step_seconds=self._step_seconds,
             paths=dict(self._meter.paths),
             drafts=dict(self.engine.scheduler.drafts),
+            swap_rows=swaps.rows,
+            swap_hits=swaps.hits,
+            swap_waits=swaps.waits,
+            loaded_bytes=swaps.loaded,
+            stored_bytes=swaps.stored,
         )

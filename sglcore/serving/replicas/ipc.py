@@ -157,6 +157,7 @@ class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
 
     `paths` counts steps by what ran. `host_seconds`: the part of `step_seconds`, over `host_steps`, in which the host
     neither waited for the device nor was itself the device. `drafts`: what came of proposals, by `DraftCell`.
+    Of rows in host memory, as `SwapCounts` has them: `swap_rows`, `swap_hits`, `loaded_bytes`, `stored_bytes`, `swap_waits`.
     """
 
     compiling: int = 0
@@ -169,6 +170,11 @@ class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
     step_seconds: float = 0.0
     paths: dict[str, int] = msgspec.field(default_factory=dict)
     drafts: dict[tuple[int, int, int, int], int] = msgspec.field(default_factory=dict)
+    swap_rows: int = 0
+    swap_hits: int = 0
+    swap_waits: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
 
 
 class Failed(msgspec.Struct, array_like=True, tag=7, gc=False):

@@ -307,4 +307,9 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("stale_rows", "Rows of steps that were computed for a request that had ended.", lambda n: n.stale_rows),
     ("invalid_rows", "Rows of steps whose logits were not finite.", lambda n: n.invalid_rows),
     ("step_seconds", "Time in which a step was under way.", lambda n: n.step_seconds),
+    ("hisparse_rows", "Rows in host memory that decode steps chose.", lambda n: n.swap_rows),
+    ("hisparse_hits", "Those that were on the device already.", lambda n: n.swap_hits),
+    ("hisparse_waits", "Steps that waited for rows from host memory.", lambda n: n.swap_waits),
+    ("hisparse_load_bytes", "Rows copied from host memory to the device.", lambda n: n.loaded_bytes),
+    ("hisparse_store_bytes", "Rows that the device wrote to host memory.", lambda n: n.stored_bytes),
 )

@@ -58,7 +58,8 @@ ServerInfo = _server_info()
 
 class Counters(Answer):
     """What engines have done since their start, and what they do now; `kv_used` is a share from 0 to 1. `verified_steps` counts a
-    step for each of its requests: one token, and the `accepted_tokens` of the `proposed_tokens`."""
+    step for each of its requests: one token, and the `accepted_tokens` of the `proposed_tokens`. `hisparse_hits` of the
+    `hisparse_rows` that decode steps chose were on the device."""
 
     prompt_tokens: int
     generation_tokens: int
@@ -71,6 +72,8 @@ class Counters(Answer):
     verified_steps: int
     proposed_tokens: int
     accepted_tokens: int
+    hisparse_rows: int
+    hisparse_hits: int
 
 
 class ReplicaStats(Counters):
@@ -165,4 +168,6 @@ def _counters(stats: EngineStats) -> dict[str, Any]:
         "verified_steps": drafts.steps,
         "proposed_tokens": drafts.proposed,
         "accepted_tokens": drafts.accepted,
+        "hisparse_rows": stats.swap_rows,
+        "hisparse_hits": stats.swap_hits,
     }

@@ -5,7 +5,8 @@ const charts = [
   { id: "speed", name: "Tokens/s", lines: [s => s.speed], top: 10, now: s => [s.speed === null ? "–" : number(s.speed, s.speed < 100 ? 1 : 0), ""],
     foot: s => `${number(s.total)} generated${s.length ? `, ${number(s.length, 1)} a step and request` : ""}` },
   { id: "load", name: "Requests", lines: [s => s.running, s => s.waiting], top: 4, now: s => [number(s.running), " running"], foot: s => `${number(s.waiting)} waiting`, dots: true },
-  { id: "kv", name: "KV cache", lines: [s => s.kv * 100], top: 5, now: s => [number(s.kv * 100, 1), " %"], foot: () => "of the pages are in use" },
+  { id: "kv", name: "KV cache", lines: [s => s.kv * 100], top: 5, now: s => [number(s.kv * 100, 1), " %"],
+    foot: s => `of the pages are in use${s.rows === null ? "" : `; ${number(s.rows * 100)} % of rows read were on the device`}` },
   { id: "hits", name: "Prefix hits", lines: [s => s.hits === null ? null : s.hits * 100], top: 100, now: s => [s.hits === null ? "–" : number(s.hits * 100), s.hits === null ? "" : " %"],
     foot: s => s.looked ? `${number(s.allHits * 100)} % since the start` : "no prompts yet" },
 ];
@@ -35,6 +36,7 @@ function sample(stats) {
   view.samples.push({
     stats, looked, running: stats.running, waiting: stats.waiting, kv: stats.kv_used, total: stats.generation_tokens,
     length: stats.verified_steps ? 1 + stats.accepted_tokens / stats.verified_steps : null,
+    rows: stats.hisparse_rows ? stats.hisparse_hits / stats.hisparse_rows : null,
     speed: span > 0 ? (stats.generation_tokens - last.stats.generation_tokens) / span : null,
     hits: hit + computed > 0 ? hit / (hit + computed) : null, allHits: looked ? stats.cached_tokens / looked : 0,
   });
