@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.apis.answer import CUT, WARNINGS
+from sglcore.serving.replicas.errors import Failure, Unanswered
 from sglcore.serving.replicas.ipc import EngineStats
 from tests.serving.wrapped import Answered, call, echo, wrapped
 
@@ -256,6 +257,22 @@ class TestExchanges:
         answer = run(call(wrapped(fails, ServerConfig())[0]))
         assert (answer.status, answer.error["type"]) == (500, "server_error")
         assert b"secret of the house" not in answer.body
+
+    @pytest.mark.parametrize("chunks", [(b"{}",), (b"{", b"}")])
+    def test_an_error_after_the_whole_body_is_answered_without_waiting_for_more(
+        self, chunks: tuple[bytes, ...]
+    ) -> None:
+        """The connection says nothing more before the client has its answer."""
+
+        async def fails(scope: Scope, receive: Receive, send: Send) -> None:
+            await echo(scope, receive, none_sent)
+            raise Unanswered(Failure(404, "there is no such model", "not_found_error"))
+
+        async def none_sent(message: AsgiEvent) -> None: ...
+
+        answer = run(call(wrapped(fails, ServerConfig())[0], chunks=chunks, asked_again=AssertionError("more is read")))
+        assert (answer.status, answer.error["message"]) == (404, "there is no such model")
+        assert "connection" not in answer.headers
 
     def test_chunks_pass_as_they_are_sent(self) -> None:
         async def stream(scope: Scope, receive: Receive, send: Send) -> None:

@@ -72,8 +72,10 @@ async def call(
     headers: Mapping[str, str] | None = None,
     chunks: Sequence[bytes] = (),
     ends: bool = True,
+    asked_again: Exception | None = None,
 ) -> Answered:
-    """One request; without `ends` the body goes on for ever, in silence."""
+    """One request; without `ends` the body goes on for ever, in silence. `asked_again` is raised where somebody waits for what
+    comes after its end."""
     named = {"host": "localhost", **(headers or {})}
     if chunks and "content-length" not in named:
         named["transfer-encoding"] = "chunked"
@@ -83,6 +85,8 @@ async def call(
     async def receive() -> AsgiEvent:
         if not waiting and not ends:
             await asyncio.Event().wait()
+        if not waiting and asked_again is not None:
+            raise asked_again
         body = waiting.pop(0) if waiting else b""
         return {"type": "http.request", "body": body, "more_body": bool(waiting) or not ends}
 

@@ -38,7 +38,13 @@ class Refusals:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the app; what it raises after its answer has begun is raised: only a closed connection can tell of that."""
-        has_begun = False
+        has_begun, is_complete = False, not has_body(scope)
+
+        async def inward() -> AsgiEvent:
+            nonlocal is_complete
+            message = await receive()
+            is_complete = message["type"] == "http.request" and not message.get("more_body", False)
+            return message
 
         async def outward(message: AsgiEvent) -> None:
             nonlocal has_begun
@@ -46,22 +52,22 @@ class Refusals:
             await send(message)
 
         try:
-            await self._app(scope, receive, outward)
+            await self._app(scope, inward, outward)
         except Exception as error:
             if has_begun:
                 raise
             if isinstance(error, TurnedAway):
                 self._metrics.refused(error.code)
-            await _refuse(told(error), scope, receive, send)
+            failure = told(error)
+            await _refuse(failure, is_complete or await _is_small(failure, scope, receive), scope, receive, send)
 
 
-async def _refuse(failure: Failure, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with the failure.
+async def _refuse(failure: Failure, is_complete: bool, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with the failure. `is_complete`: all of the body has been received.
 
     What the client still sends is read and dropped, for a second and 64 MiB at most: a socket that is closed over
     unread bytes takes the answer back.
     """
-    is_complete = await _is_complete(failure, scope, receive)
     body = encode(body_of(failure, scope["path"]))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += _encoded(failure.headers.items())
@@ -93,10 +99,8 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-async def _is_complete(failure: Failure, scope: Scope, receive: Receive) -> bool:
-    """Whether the client has sent all; a small body is waited for."""
-    if not has_body(scope):
-        return True
+async def _is_small(failure: Failure, scope: Scope, receive: Receive) -> bool:
+    """Whether the rest of the body is there at once: that of a small one is waited for."""
     is_small = (body_length(scope) or SMALL + 1) <= SMALL
     return failure.status != 408 and is_small and await _drop(receive)
 
