@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ CODEC = RowCodec(44, exact=8, group=16)
 CODECS = ((24, None), (44, CODEC))
 ROTATED = 8
 POSITIONS = 60
+PUBLISHED = ((576, 1), (512, 2))
+"""Elements of a row and lists: of DeepSeek-V3.2, and of DeepSeek-V4."""
+FEW_TOKENS = 2
+"""Of those sizes."""
 MOST_TOKENS = 5
 """With streams: more are more of the same."""
 
@@ -171,15 +176,26 @@ def index_top_k(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def sparse_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """One list, and two with sinks; some choose nothing."""
+    """One list, and two with sinks; some choose nothing. Then with as many heads and elements as the published models have."""
     for (size, codec), value_size, lists in zip(CODECS, (16, 44), (1, 2), strict=True):
-        q = drawn.rows(tokens, 3 * size, strided).unflatten(1, (3, size))
-        given: list[Tensor | None] = []
-        for width in (7, 5)[:lists]:
-            chosen = _chosen(drawn, tokens, width)
-            given += [_pool(drawn, 40, size, chosen[chosen >= 0].long(), codec), chosen]
-        given += [None, None] if lists == 1 else []
-        yield q, *given, drawn.values(3).float() if lists == 2 else None, 0.3, value_size, codec
+        yield _attention(drawn, tokens, (3, size, value_size), lists, codec, strided)
+    for size, lists in PUBLISHED:
+        yield _attention(drawn, min(tokens, FEW_TOKENS), (64, size, 512), lists, None, strided)
+
+
+def _attention(
+    drawn: Draw, tokens: int, sizes: tuple[int, int, int], lists: int, codec: RowCodec | None, strided: bool
+) -> tuple[Any, ...]:
+    """A call of `sparse_mqa` with heads, elements of rows and of values."""
+    heads, size, value_size = sizes
+    q = drawn.rows(tokens, heads * size, strided).unflatten(1, (heads, size))
+    given: list[Tensor | None] = []
+    for width in (7, 5)[:lists]:
+        chosen = _chosen(drawn, tokens, width)
+        given += [_pool(drawn, 40, size, chosen[chosen >= 0].long(), codec), chosen]
+    given += [None, None] if lists == 1 else []
+    sinks = drawn.values(heads).float() if lists == 2 else None
+    return q, *given, sinks, 1.5 * size**-0.5, value_size, codec
 
 
 def _chosen(drawn: Draw, tokens: int, width: int) -> Tensor:

@@ -105,6 +105,7 @@ def kernels(
     reason = (
         f"{modules}, for {', '.join(origins)}; the reference elsewhere" if origins else "every entry is the reference"
     )
+    reason = "; ".join((reason, *table.refused))
     others = " or ".join(other for other in (*package.kernels, "reference") if other != name)
     ledger.record(Row("kernels", config.kernels, name if origins else "reference", reason, f"--kernels {others}"))
     return table

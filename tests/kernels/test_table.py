@@ -12,8 +12,11 @@ import torch
 
 from sglcore.conformance.law import LawBroken
 from sglcore.conformance.laws_kernels import RELATIVE, compare
+from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger
+from sglcore.runtime.bring_up import kernels as kernels_step
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable, entry, optional
 
@@ -76,6 +79,23 @@ def test_an_optional_entry_rests_on_every_entry_that_its_meaning_is_made_of(name
     for part in made_of & OPTIONAL.keys():
         made_of |= set(OPTIONAL[part])
     assert made_of <= set(OPTIONAL[name])
+
+
+def lacking() -> KernelTable:
+    """A table without two libraries."""
+    table = KernelTable().refusing("fast refused for gelu: not installed").refusing("other refused for silu: too old")
+    return table.replace(gelu=fast_gelu)
+
+
+def test_libraries_that_are_not_there_are_reasons_in_the_ledger_and_no_downgrade() -> None:
+    package: Any = SimpleNamespace(name="here", kernels={"own": f"{__name__}:lacking"}, kernels_for=lambda *_: "own")
+    ledger = DecisionLedger(strict=True)
+    table = kernels_step(EngineConfig(), package, ledger, torch.device("cpu"))
+    assert list(table.replaced) == ["gelu"]
+    assert ledger.rows[-1].reason.endswith(
+        "the reference elsewhere; fast refused for gelu: not installed; other refused for silu: too old"
+    )
+    assert not ledger.rows[-1].downgrade and KernelTable().refused == ()
 
 
 def test_an_entry_that_does_not_exist_is_an_error() -> None:

@@ -258,6 +258,8 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     candidates: Mapping[str, tuple[Limited, ...]]
     """What may serve each entry, the preferred first; the attribute of the entry's name is the function of that one. The last
     of a required entry takes everything."""
+    refused: tuple[str, ...]
+    """What was to serve some entry and is not there, each with its reason and its remedy; the ledger has them."""
 
     def __init__(self, **entries: Given) -> None:
         """The reference, but for these entries. Raises ConfigError for a name that is not an entry."""
@@ -272,7 +274,7 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
             candidates[name] = (*_candidates(given), *behind)
         held = {name: found[0].function if found else None for name, found in candidates.items()}
         origin = {name: origin_of(function) for name, function in held.items() if function is not None}
-        self.__dict__.update(held, origin=MappingProxyType(origin), candidates=MappingProxyType(candidates))
+        self.__dict__.update(held, origin=MappingProxyType(origin), candidates=MappingProxyType(candidates), refused=())
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} of a kernel table can not be set: `replace` gives another table")
@@ -306,7 +308,13 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         gone = {name: () for name, one in self.declared().items() if not entries.keys().isdisjoint(one.rests_on)}
         behind = {**self.candidates, **gone}
         new = {name: (one, *behind.get(name, ())) if isinstance(one, Limited) else one for name, one in entries.items()}
-        return type(self)(**{**behind, **new})
+        return type(self)(**{**behind, **new}).refusing(*self.refused)
+
+    def refusing(self, *reasons: str) -> Self:
+        """The same table, which names these among `refused` too."""
+        new = type(self)(**self.candidates)
+        new.__dict__["refused"] = (*self.refused, *reasons)
+        return new
 
 
 def _candidates(given: Given) -> tuple[Limited, ...]:
