@@ -51,7 +51,7 @@ def cuda(chip: str, device: int, pci_class: int, properties: dict[str, Any]) -> 
         **pci(0x10DE, device, pci_class),
     }
     arch = f"sm_{properties['major']}{properties['minor']}"
-    libraries = ("flashinfer", "flash_attn") if arch == "sm_90" else ("flashinfer",)
+    libraries = ("flashinfer", "flash_attn", "flash_mla") if arch == "sm_90" else ("flashinfer",)
     return _kind("cuda", chip, arch, properties, files, libraries, torch_name="cuda", collectives="nccl", **NO_GRAPH)
 
 

@@ -1,10 +1,14 @@
-"""The kernel table of an NVIDIA GPU: the core's Triton kernels, launched as this GPU's capability wants."""
+"""The kernel table of an NVIDIA GPU: the core's Triton kernels, launched as this GPU's capability wants, and before them
+what libraries bring for DeepSeek's attention."""
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from sglcore.device.errors import DeviceError
+from sglcore.device.package import resolve
+from sglcore.runtime.attention.contract import Unavailable
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cuda.capability import Capability, read_capability
 
@@ -16,6 +20,14 @@ ASYNC_COPIES = (8, 0)
 WIDE_PRODUCTS = frozenset({9, 10})
 """Major versions whose products of 64 rows read both sides from shared memory, and that have enough of it for so many heads."""
 
+LIBRARIES = MappingProxyType(
+    {
+        "flash_mla": ("sparse_mqa", "sglcore_cuda.sparse_flashmla:entry"),
+        "flashinfer": ("index_top_k", "sglcore_cuda.sparse_flashinfer:entry"),
+    }
+)
+"""By library the entry that it serves, and what gives it for a capability."""
+
 
 def kernels() -> KernelTable:
     """The table for the current GPU; raises `DeviceError` if Triton is not installed."""
@@ -24,7 +36,18 @@ def kernels() -> KernelTable:
     except ImportError as error:
         remedy = "pip install triton, or SGLCORE_KERNELS=reference for the slow kernels that define correct"
         raise DeviceError(f"the kernels of this device can not be used: {error}", remedy=remedy) from error
-    return triton_kernels(tuning(read_capability()))
+    capability = read_capability()
+    return with_libraries(triton_kernels(tuning(capability)), capability)
+
+
+def with_libraries(table: KernelTable, capability: Capability) -> KernelTable:
+    """The table whose entries libraries serve where they can; of those that can not be used it says why."""
+    for library, (entry, reference) in LIBRARIES.items():
+        try:
+            table = table.replace(**{entry: resolve(reference, "cuda")(capability)})
+        except Unavailable as reason:
+            table = table.refusing(f"{library} refused for {entry}: {reason}")
+    return table
 
 
 def tuning(capability: Capability) -> Tuning:

@@ -1,4 +1,4 @@
-"""The calls to FlashInfer and FlashAttention bind to the true signatures, which are kept here with their version."""
+"""The calls to FlashInfer, FlashAttention and FlashMLA bind to the true signatures, which are kept here with their version."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import sglcore_cuda
+from sglcore_cuda import sparse_flashinfer
 
 HERE = Path(__file__).parent
 SOURCES = Path(sglcore_cuda.__file__).parent
@@ -21,7 +22,9 @@ KINDS = {
     "varargs": inspect.Parameter.VAR_POSITIONAL,
     "varkw": inspect.Parameter.VAR_KEYWORD,
 }
-STORED = {name: json.loads((HERE / f"{name}_signatures.json").read_text()) for name in ("flashinfer", "flash_attn")}
+LIBRARIES = {"flashinfer": "flashinfer", "flash_attn": "flash_attn_interface", "flash_mla": "flash_mla"}
+"""The simulator's modules, and those that they plant."""
+STORED = {name: json.loads((HERE / f"{name}_signatures.json").read_text()) for name in LIBRARIES}
 
 
 def signature(library: str, function: str) -> inspect.Signature:
@@ -90,6 +93,24 @@ def test_the_call_of_flash_attention_binds() -> None:
     bind(call, signature("flash_attn", "flash_attn_with_kvcache"))
 
 
+@pytest.mark.parametrize(
+    ("source", "library", "function"),
+    [
+        ("sparse_flashmla.py", "flash_mla", "flash_mla_sparse_fwd"),
+        ("sparse_flashmla.py", "flash_mla", "has_legacy"),
+        ("sparse_flashinfer.py", "flashinfer", "top_k_page_table_transform"),
+    ],
+)
+def test_calls_of_sparse_attention_bind(source: str, library: str, function: str) -> None:
+    (call,) = calls(source, f"{library}.{function}")
+    bind(call, signature(library, function))
+
+
+def test_the_options_that_an_old_library_lacks_are_those_of_the_call() -> None:
+    (call,) = calls("sparse_flashinfer.py", "flashinfer.top_k_page_table_transform")
+    assert {k.arg for k in call.keywords} == sparse_flashinfer.NEEDED
+
+
 def test_a_call_with_a_name_that_the_library_lacks_is_caught() -> None:
     (call,) = calls("attention_flash.py", "flash_attn_with_kvcache")
     call.keywords[0].arg = "cache_lengths"
@@ -98,7 +119,7 @@ def test_a_call_with_a_name_that_the_library_lacks_is_caught() -> None:
 
 
 @pytest.mark.needs("simulator")
-@pytest.mark.parametrize("library", ["flashinfer", "flash_attn"])
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_the_references_have_the_signatures_of_the_libraries(library: str) -> None:
     module = importlib.import_module(f"sglcore_sim.vendors.{library}")
     for function, parameters in STORED[library]["functions"].items():
@@ -109,7 +130,6 @@ def test_the_references_have_the_signatures_of_the_libraries(library: str) -> No
 
 def _reference(module: Any, function: str) -> Any:
     if "." not in function:
-        planted = "flashinfer" if module.__name__.endswith("flashinfer") else "flash_attn_interface"
-        return getattr(importlib.import_module(planted), function)
+        return getattr(importlib.import_module(LIBRARIES[module.__name__.rpartition(".")[2]]), function)
     name, method = function.split(".")
     return getattr(getattr(module, name), method)

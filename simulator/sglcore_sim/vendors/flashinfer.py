@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglcore_sim.faces.module import bound
+from sglcore_sim.vendors.flashinfer_topk import top_k_page_table_transform
 from sglcore_sim.vendors.paged import adjacent, attend, cells_of, flat, plant_module, require, together
 
 VERSION = "0.7.2.post1"
@@ -37,6 +39,7 @@ def plant(sim: Any) -> None:
     """Make `import flashinfer` give the references."""
     wrappers = (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
     made = {wrapper.__name__: bound(wrapper, _sim=sim) for wrapper in wrappers}
+    made["top_k_page_table_transform"] = partial(top_k_page_table_transform, sim)
     plant_module("flashinfer", __version__=VERSION, fast_decode_plan=fast_decode_plan, **made)
 
 

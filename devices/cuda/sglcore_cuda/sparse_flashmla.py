@@ -1,0 +1,127 @@
+"""FlashMLA's sparse attention for the kernel table's `sparse_mqa`: rows that lists name, in bfloat16.
+
+The library reads one pool a call. Of two lists each is attended by itself, and the weights of both, which it gives as
+logarithms of sums, say how much of the result is whose.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglcore.runtime.attention.contract import Unavailable
+from sglcore.runtime.kernels.row_codec import RowCodec
+from sglcore.runtime.kernels.table import Limited
+from sglcore_cuda.capability import Capability
+
+try:
+    import flash_mla  # pyright: ignore[reportMissingImports]
+except (ImportError, OSError) as error:
+    raise Unavailable(f"{error}: pip install --no-deps sgl-flash-mla") from error
+
+HOPPER, BLACKWELL = 9, 10
+"""The major compute capabilities that it has kernels for."""
+HEADS = (64, 128)
+SIZES = (512, 576)
+VALUES = 512
+SHORT = 512
+"""Elements of rows for which its newer kernels are, on `BLACKWELL`; the older ones serve the rest."""
+STEP = 128
+"""Its kernels look at so many entries of a list at a time."""
+
+
+def entry(capability: Capability) -> Limited:
+    """`sparse_mqa` on a GPU of this capability; raises `Unavailable` where the library has no kernels for it."""
+    major = capability.version[0]
+    if major not in (HOPPER, BLACKWELL):
+        raise Unavailable(f"it is for GPUs of compute capability 9.0 and 10, this one is {capability}")
+    if not flash_mla.has_legacy():
+        raise Unavailable("it was built without its kernels for rows of 576: pip install --no-deps sgl-flash-mla")
+    return Limited(partial(sparse_mqa, is_newer=major == BLACKWELL), takes)
+
+
+def takes(
+    q: Tensor,
+    rows: Tensor,
+    chosen: Tensor,
+    more_rows: Tensor | None,
+    more_chosen: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    value_size: int,
+    codec: None,
+) -> str:
+    """As `Limited` says: by dtypes, heads and the sizes of rows."""
+    dtypes = dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in (q, rows, more_rows) if x is not None)
+    if list(dtypes) != ["bfloat16"]:
+        return f"it takes queries and rows in bfloat16, not in {' and '.join(dtypes)}"
+    heads, size = q.shape[1:]
+    if heads not in HEADS:
+        return f"it takes {HEADS[0]} or {HEADS[1]} heads, not {heads}"
+    if size not in SIZES or value_size != VALUES:
+        return f"it takes rows of 512 or 576 elements with values of {VALUES}, not {size} with values of {value_size}"
+    return ""
+
+
+def sparse_mqa(
+    q: Tensor,
+    rows: Tensor,
+    chosen: Tensor,
+    more_rows: Tensor | None,
+    more_chosen: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    value_size: int,
+    codec: RowCodec | None,
+    *,
+    is_newer: bool,
+) -> Tensor:
+    """As the table says. Sizes alone decide what is launched, so a graph may hold it; waits for nothing."""
+    if not q.shape[0]:
+        return q.new_empty(0, q.shape[1], value_size)
+    is_legacy = not is_newer or q.shape[2] != SHORT
+
+    def attend(pool: Tensor, lists: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        found, _, sums = flash_mla.flash_mla_sparse_fwd(
+            q.contiguous(),
+            pool.unsqueeze(1),
+            _whole(lists),
+            scale,
+            value_size,
+            attn_sink=sink,
+            topk_length=_lengths(lists),
+            use_legacy=is_legacy,
+        )
+        return found, sums
+
+    if more_rows is None or more_chosen is None or not more_chosen.shape[1]:
+        return attend(rows, chosen, sinks)[0]
+    return _merged(attend(rows, chosen, None), attend(more_rows, more_chosen, None), sinks)
+
+
+def _whole(lists: Tensor) -> Tensor:
+    """int32 [T, 1, W], with nobody's entries behind the others up to whole steps."""
+    width = lists.shape[1]
+    missing = max(STEP, -(-width // STEP) * STEP) - width
+    return F.pad(lists, (0, missing), value=-1).unsqueeze(1) if missing else lists.contiguous().unsqueeze(1)
+
+
+def _lengths(lists: Tensor) -> Tensor | None:
+    """int32 [T]: the entries behind which nobody's are, where there may be whole steps of those; at least one, which may be
+    nobody's."""
+    return (lists >= 0).sum(1, dtype=torch.int32).clamp(min=1) if lists.shape[1] > STEP else None
+
+
+def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], sinks: Tensor | None) -> Tensor:
+    """Both results [T, H, V] by their shares of all weights. A list without entries has the sum +inf and the result 0."""
+    sums = torch.stack((one[1], other[1]))
+    sums = sums.masked_fill(sums == torch.inf, -torch.inf)
+    total = torch.logsumexp(sums, dim=0)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks)
+    # Where nothing is chosen and no sink is, both shares are exp(-inf - 0).
+    shares = torch.exp(sums - total.masked_fill(total == -torch.inf, 0)).unsqueeze(-1)
+    return (one[0] * shares[0] + other[0] * shares[1]).to(one[0].dtype)
