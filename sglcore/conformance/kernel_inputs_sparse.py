@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ ROTATED = 8
 POSITIONS = 60
 PUBLISHED = ((576, 1), (512, 2))
 """Elements of a row and lists: of DeepSeek-V3.2, and of DeepSeek-V4."""
-FEW_TOKENS = 2
-"""Of those sizes."""
+PUBLISHED_TOKENS = MappingProxyType({0: 0, 3: 2})
+"""How many of those sizes stand for so many: they take time where kernels are interpreted."""
 MOST_TOKENS = 5
 """With streams: more are more of the same."""
 
@@ -179,8 +180,8 @@ def sparse_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """One list, and two with sinks; some choose nothing. Then with as many heads and elements as the published models have."""
     for (size, codec), value_size, lists in zip(CODECS, (16, 44), (1, 2), strict=True):
         yield _attention(drawn, tokens, (3, size, value_size), lists, codec, strided)
-    for size, lists in PUBLISHED:
-        yield _attention(drawn, min(tokens, FEW_TOKENS), (64, size, 512), lists, None, strided)
+    for size, lists in PUBLISHED if tokens in PUBLISHED_TOKENS else ():
+        yield _attention(drawn, PUBLISHED_TOKENS[tokens], (64, size, 512), lists, None, strided)
 
 
 def _attention(
