@@ -126,4 +126,7 @@ class Build(Scope):
         def __getattr__(self, kind: str) -> NoReturn:
             if kind.startswith("_"):
                 raise AttributeError(kind)
-            raise ConfigError(f"{self.config.architecture} asks for {kind!r}, a kind of layer that MLX's do not have")
+            raise ConfigError(
+                f"{self.config.architecture} asks for {kind!r}, a kind of layer that MLX's do not have",
+                remedy="choose another --device, or another model",
+            )
