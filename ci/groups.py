@@ -26,7 +26,7 @@ PLACES = ("devices/*/ci.toml", "tests/ci.toml")
 class Group:
     """One row.
 
-    `tests` are patterns of tests' names on `lane`; `sources` patterns of files that they cover beside their own, and `pins`
+    `tests` are patterns of tests' names on `lane`, with their parameters where a pattern has a bracket (`[[]`); `sources` patterns of files that they cover beside their own, and `pins`
     packages of `constraints.txt` whose versions they do. `share` is how many of 100 tests a sample takes; a test that makes many
     checks may run always, with `share = 100`, and take its own sample.
     """
@@ -40,7 +40,8 @@ class Group:
 
     def has(self, test: str) -> bool:
         """Whether a test, by pytest's name for it, is of this group."""
-        return any(fnmatchcase(test.partition("[")[0], pattern) for pattern in self.tests)
+        name = test.partition("[")[0]
+        return any(fnmatchcase(test if "[" in pattern else name, pattern) for pattern in self.tests)
 
     def digest(self, root: Path = ROOT) -> str:
         """What the group covers, in 64 letters: its files with their names, and the versions of its packages."""

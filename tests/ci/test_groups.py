@@ -72,6 +72,12 @@ def test_a_test_is_of_the_group_that_names_it(checkout: Path) -> None:
     assert not group.has("tests/test_b.py::test_d") and not group.has("tests/b/test_x.py::test_y")
 
 
+def test_a_pattern_with_a_bracket_takes_some_parameters_of_a_test() -> None:
+    group = Group(name="some", lane="x", tests=("tests/test_b.py::test_c[[]*/fast*",), sources=(), share=5)
+    assert group.has("tests/test_b.py::test_c[one/faster]") and group.has("tests/test_b.py::test_c[[two/fast]]")
+    assert not group.has("tests/test_b.py::test_c[one/slow]") and not group.has("tests/test_b.py::test_c")
+
+
 @pytest.mark.parametrize("text", [ROW + "speed = 1\n", ROW.replace("share = 5\n", ""), ROW + ROW])
 def test_a_row_that_can_not_be_used_is_refused(checkout: Path, text: str) -> None:
     (checkout / "tests" / "ci.toml").write_text(text)

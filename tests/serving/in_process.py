@@ -16,6 +16,8 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.http.app import running_app
+from sglcore.serving.http.middleware import with_middleware
+from sglcore.serving.http.server import uvicorn_config
 from sglcore.serving.replicas.channel import EngineChannel
 from sglcore.serving.replicas.engine_process import start_service
 from sglcore.serving.replicas.ipc import EngineSpec, Failed
@@ -98,7 +100,7 @@ async def _serve(
 ) -> None:
     frontend = ChatFrontend(config, wanted, launcher=ThreadLauncher())
     async with running_app(frontend) as app:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        server = uvicorn.Server(uvicorn_config(with_middleware(app, frontend), wanted))
         await _serve_app(server, frontend, listener, started, ended, faults)
 
 

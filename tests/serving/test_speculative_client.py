@@ -147,6 +147,7 @@ def test_what_came_of_proposals_is_told(url: str) -> None:
 
 
 def test_who_leaves_early_leaves_nothing(url: str) -> None:
+    before = httpx.get(f"{url}/server_info/stats").json()["generation_tokens"]
     with client_of(url) as client:
         model = client.models.list().data[0].id
         bodies: list[dict[str, Any]] = [{"n": 2, **DRAWN}, {"temperature": 0.0}, {**DRAWN, "logprobs": 1}]
@@ -161,4 +162,5 @@ def test_who_leaves_early_leaves_nothing(url: str) -> None:
     while (stats := httpx.get(f"{url}/server_info/stats").json())["running"] or stats["kv_used"]:
         assert time.monotonic() < deadline, stats
         time.sleep(0.05)
+    assert stats["generation_tokens"] - before < 400, "nobody saw them leave"
     assert httpx.get(f"{url}/server_info/audit").json() == {"problems": []}

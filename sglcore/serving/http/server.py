@@ -147,7 +147,7 @@ async def run_server(
     the URL. `tls` encrypts connections. Call it on the main thread for the signals to be heard.
     """
     sockets = list(sockets or bind(config))
-    server = _Server(_uvicorn_config(app, config), tls)
+    server = _Server(uvicorn_config(app, config), tls)
     if metrics is not None:
         metrics.connections = lambda: len(server.server_state.connections)
     told, again = asyncio.Event(), asyncio.Event()
@@ -199,7 +199,8 @@ class _Server(uvicorn.Server):
         self._leaves.set()
 
 
-def _uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
+    """How uvicorn serves it: by our connections, without signals, lifespan and logs of its own."""
     most = min(config.max_connections, _file_limit(config.max_connections + _SPARE_FILES) - _SPARE_FILES)
     if most < config.max_connections:
         log.warning("this process may open so few files that %d connections are the most; raise `ulimit -n`", most)
