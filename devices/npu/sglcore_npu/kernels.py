@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from sglcore.runtime.kernels.table import KernelTable, Limited, takes_all, takes_one_dtype
+from sglcore.runtime.kernels.table import KernelTable, Limited, takes_one_dtype
+from sglcore_npu import sparse
 
 FRACTAL_NZ = 29
 """The layout of blocks in which the matrix units read a weight without rearranging it."""
@@ -98,29 +99,30 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
     return torch.ops.npu.npu_rotary_mul(heads, cos, sin, "half").view(tokens, width)
 
 
-OPERATORS: Mapping[str, Callable[..., object]] = MappingProxyType(
+OPERATORS: Mapping[str, Limited] = MappingProxyType(
     {
-        "npu_rms_norm": rms_norm,
-        "npu_add_rms_norm": add_rms_norm,
-        "npu_swiglu": silu_and_mul,
-        "npu_rotary_mul": rotary,
-        "npu_scatter_pa_kv_cache": store_kv,
-        "npu_format_cast": pack_linear,
+        "npu_rms_norm": Limited(rms_norm, takes_one_dtype),
+        "npu_add_rms_norm": Limited(add_rms_norm, takes_one_dtype),
+        "npu_swiglu": Limited(silu_and_mul),
+        "npu_rotary_mul": Limited(rotary, takes_rotary),
+        "npu_scatter_pa_kv_cache": Limited(store_kv, takes_store),
+        "npu_format_cast": Limited(pack_linear),
+        **sparse.OPERATORS,
     }
 )
-"""The entry of the table that an operator serves."""
-TAKES: Mapping[str, Callable[..., str]] = MappingProxyType(
-    {**dict.fromkeys(("rms_norm", "add_rms_norm"), takes_one_dtype), "rotary": takes_rotary, "store_kv": takes_store}
-)
-"""Entries whose operator does not take everything."""
+"""The entry of the table that an operator serves, by the name of its function."""
 
 
 def kernels() -> KernelTable:
-    """The table this device runs; an operator that this torch_npu does not register leaves its entry to the reference."""
-    offered = {kernel.__name__: kernel for operator, kernel in OPERATORS.items() if offers(operator)}
-    return KernelTable().replace(
-        **{name: Limited(kernel, TAKES.get(name, takes_all)) for name, kernel in offered.items()}
+    """The table this device runs; an operator that this torch_npu does not register leaves its entry to the reference, and the
+    ledger says so."""
+    offered = {each.function.__name__: each for operator, each in OPERATORS.items() if offers(operator)}
+    refused = (
+        f"{operator} refused for {each.function.__name__}: this torch_npu does not register it; install a newer one"
+        for operator, each in OPERATORS.items()
+        if each.function.__name__ not in offered
     )
+    return KernelTable().replace(**offered).refusing(*refused)
 
 
 def offers(operator: str) -> bool:

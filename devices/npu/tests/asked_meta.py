@@ -15,7 +15,7 @@ from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
-from sglcore_npu import attention_fused, kernels
+from sglcore_npu import attention_fused, kernels, sparse
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 128, 128
 
@@ -56,6 +56,12 @@ def store() -> None:
     kernels.store_kv(rows, rows, cache, cache, empty(5, dtype=torch.int32))
 
 
+def attend_chosen() -> Tensor:
+    """Attention of seven tokens over eleven latent rows each."""
+    rows, chosen = empty(9 * PAGE, 576), empty(7, 11, dtype=torch.int32)
+    return sparse.sparse_mqa(empty(7, HEADS, 576), rows, chosen, None, None, None, 0.1, 512, None)
+
+
 CALLS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("decode", lambda: attend(None)),
     ("extend", lambda: attend([1, 30, 2])),
@@ -73,6 +79,7 @@ CALLS: tuple[tuple[str, Callable[[], Any]], ...] = (
         ),
     ),
     ("store_kv", store),
+    ("sparse_mqa", attend_chosen),
     ("pack_linear", lambda: kernels.pack_linear(empty(1024, 1024))),
 )
 

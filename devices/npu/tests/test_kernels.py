@@ -9,6 +9,7 @@ import torch
 
 from sglcore.runtime.kernels.choice import Refusals, choose
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore_npu import kernels as npu_kernels
 from sglcore_npu.kernels import LARGE, kernels, takes_nz
 
 DEVICE = "npu:0"
@@ -111,4 +112,17 @@ def test_a_linear_layer_over_a_weight_in_blocks_is_the_plain_one() -> None:
 
 def test_the_table_says_which_entries_are_the_vendors() -> None:
     own = {name for name, origin in kernels().origin.items() if origin.startswith("sglcore_npu")}
-    assert own == {"rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "store_kv", "pack_linear"}
+    whole = {"rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "store_kv", "pack_linear"}
+    assert own == whole | {"sparse_mqa"}
+
+
+def test_an_operator_that_is_not_registered_leaves_its_entry_to_the_reference_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(npu_kernels, "offers", lambda operator: operator != "npu_sparse_flash_attention")
+    table = kernels()
+    assert table.sparse_mqa is KernelTable().sparse_mqa and table.rotary is not KernelTable().rotary
+    (told,) = table.refused
+    assert told == (
+        "npu_sparse_flash_attention refused for sparse_mqa: this torch_npu does not register it; install a newer one"
+    )

@@ -77,6 +77,20 @@ ROWS = {
         Wrong("actual_seq_lengths_kv", lambda _: [5, 1], "no more queries than keys"),
     ),
 }
+
+
+def ints(*values: int) -> Tensor:
+    """int32 in one dimension."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def sparse(heads: int, lengths: Tensor, key: Tensor, value: Tensor | None, **given: Any) -> Any:
+    """Attention over chosen rows, whose values are the keys unless said otherwise."""
+    each = {"actual_seq_lengths_query": ints(1, 1), "actual_seq_lengths_kv": lengths, "sparse_mode": 0}
+    each |= {"query": half(2, 1, heads, 512), "query_rope": half(2, 1, heads, 64), "scale_value": 0.1}
+    return references.sparse_attention(**{**each, **given}, key=key, value=key if value is None else value)
+
+
 SMALL: dict[str, tuple[Any, dict[str, Any], tuple[Wrong, ...]]] = {
     "rms_norm": (
         references.rms_norm,
@@ -120,6 +134,33 @@ SMALL: dict[str, tuple[Any, dict[str, Any], tuple[Wrong, ...]]] = {
             Wrong("value", lambda value: value[:2], "values of the rows and heads"),
             Wrong("value_cache", lambda cache: cache[..., :8].contiguous(), "pages of 4 dimensions"),
             Wrong("key", strided, "contiguous tensors"),
+        ),
+    ),
+    "sparse": (
+        sparse,
+        {
+            "heads": 4,
+            "key": half(2, 8, 1, 512),
+            "value": None,
+            "key_rope": half(2, 8, 1, 64),
+            "sparse_indices": ints(0, 1, -1, 2, -1, -1).view(2, 1, 1, 3),
+            "lengths": ints(2, 3),
+            "attention_mode": 2,
+        },
+        (
+            Wrong("attention_mode", lambda _: 0, "the attention mode 2"),
+            Wrong("sparse_indices", lambda lists: lists[..., :0], "something in every tensor"),
+            Wrong("key_rope", Tensor.bfloat16, "one type of half precision"),
+            Wrong("heads", lambda _: 3, "1, 2, 4, ... or 128 heads"),
+            Wrong("key", lambda key: key[..., :256].contiguous(), "one head of keys"),
+            Wrong("key_rope", lambda turned: turned[..., :32].contiguous(), "64 elements that hold a place"),
+            Wrong("value", lambda _: half(2, 8, 1, 512), "values that are the keys"),
+            Wrong("sparse_indices", Tensor.long, "int32 places"),
+            Wrong("sparse_indices", lambda lists: lists.flip(3), "lists that are filled up behind the rest"),
+            Wrong("lengths", Tensor.long, "int32 lengths"),
+            Wrong("lengths", lambda _: ints(2, 9), "lengths that queries and keys have"),
+            Wrong("lengths", lambda _: ints(1, 3), "places that the text has"),
+            Wrong("key_rope", strided, "contiguous tensors"),
         ),
     ),
 }

@@ -26,6 +26,7 @@ ATTENTION = "npu_fused_infer_attention_score"
 FRACTAL_NZ = 29
 WIDEST = 65535
 FLOATS = (*HALF, torch.float32)
+SPARSE = "npu_sparse_flash_attention"
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
@@ -227,6 +228,75 @@ def format_cast(
     return input.clone()
 
 
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    *,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_kv: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_kv: str = "BSND",
+    sparse_mode: int = 3,
+    attention_mode: int = 0,
+    **unused: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention over the rows of a text that a list names, up to its first -1: in the absorbed form, whose values are its keys."""
+    if (layout_query, layout_kv, sparse_mode) != ("BSND", "BSND", 0):
+        raise NotImplementedError("this reference takes batches of texts, without a mask (sparse_mode 0)")
+    given = actual_seq_lengths_query, actual_seq_lengths_kv, query_rope, key_rope
+    assert value is not None and all(part is not None for part in given), "this reference takes all of them"
+    lengths_query, lengths, turned, key_turned = (part for part in given if part is not None)
+    require(SPARSE, {"the attention mode 2": attention_mode == 2})
+    _check_sparse(query, key, value, sparse_indices, (lengths_query, lengths), (turned, key_turned))
+    queries, keys = (torch.cat(parts, -1).float() for parts in ((query, turned), (key, key_turned)))
+    out = torch.empty_like(query)
+    for row, (length, lists) in enumerate(zip(lengths.tolist(), sparse_indices[:, :, 0], strict=True)):
+        for place, chosen in enumerate(lists):
+            seen = chosen[: int((chosen >= 0).int().cumprod(0).sum())].long()
+            # In a capture every integer may be 0.
+            require(SPARSE, {"places that the text has": not len(seen) or int(seen.max()) < max(length, 1)})
+            scores = queries[row, place] @ keys[row, seen, 0].T * scale_value
+            out[row, place] = (scores.softmax(-1) @ value[row, seen, 0].float()).to(out.dtype)
+    return out, torch.empty(0), torch.empty(0)
+
+
+def _check_sparse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    chosen: Tensor,
+    lengths: tuple[Tensor, Tensor],
+    turned: tuple[Tensor, Tensor],
+) -> None:
+    batch, count, heads, _ = query.shape
+    parts = (query, key, value, *turned)
+    is_chosen = chosen >= 0
+    wanted = {
+        "something in every tensor": all(part.numel() for part in (*parts, chosen, *lengths)),
+        "one type of half precision": len({part.dtype for part in parts}) == 1 and query.dtype in HALF,
+        "1, 2, 4, ... or 128 heads": heads & (heads - 1) == 0 and heads <= 128,
+        "one head of keys, of 512 elements": key.shape[2:] == (1, 512) and query.shape[3] == 512,
+        "64 elements that hold a place": turned[0].shape == (*query.shape[:3], 64)
+        and turned[1].shape == (*key.shape[:3], 64),
+        "values that are the keys": value.shape == key.shape and value.data_ptr() == key.data_ptr(),
+        "int32 places, a list for each query": chosen.dtype == torch.int32 and chosen.shape[:3] == (batch, count, 1),
+        "lists that are filled up behind the rest": not bool((is_chosen[..., 1:] & ~is_chosen[..., :-1]).any()),
+        "int32 lengths of queries and keys, one for each batch": all(
+            each.dtype == torch.int32 and each.shape == (batch,) for each in lengths
+        ),
+        "lengths that queries and keys have": int(lengths[0].max()) <= count
+        and int(lengths[1].min()) >= 0
+        and int(lengths[1].max()) <= key.shape[1],
+        "contiguous tensors": all(part.is_contiguous() for part in (*parts, chosen, *lengths)),
+    }
+    require(SPARSE, wanted)
+
+
 REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         ATTENTION: attention,
@@ -238,6 +308,7 @@ REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "npu_rotary_mul": rotary_mul,
         "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
         "npu_format_cast": format_cast,
+        SPARSE: sparse_attention,
     }
 )
 """References by the operator's name in the namespace `npu`."""
