@@ -111,7 +111,7 @@ def forgets_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
     count = HiSparseCoordinator.count
 
     def counted(self: HiSparseCoordinator, batch: Any) -> Any:
-        self._missed[:, len(batch.slots) - 1] = 0
+        self.missed[:, len(batch.slots) - 1] = 0
         return count(self, batch)
 
     monkeypatch.setattr(HiSparseCoordinator, "count", counted)
@@ -122,7 +122,7 @@ def counts_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
     of = StepSwaps.of
 
     def counted(self: HiSparseCoordinator, batch: Any) -> Any:
-        missed = self._missed.sum(1) if batch.forward_mode.is_decode else None
+        missed = self.missed.sum(1) if batch.forward_mode.is_decode else None
         return of(self._sizes, batch, missed)
 
     monkeypatch.setattr(HiSparseCoordinator, "count", counted)

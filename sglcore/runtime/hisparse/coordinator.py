@@ -69,7 +69,8 @@ class HiSparseCoordinator:
         token_to_kv_pool: RowPool,
         kernels: KernelTable,
     ) -> None:
-        """Every slot of the page table has what the shape says."""
+        """Every slot of the page table has what the shape says. `missed` int32 [indexers, slots]: rows that each token of the last decode
+        step needed from the host."""
         self.shape, self.req_to_token_pool, self.kernels = shape, req_to_token_pool, kernels
         slots, device = len(req_to_token_pool.page_table), req_to_token_pool.page_table.device
         self._stores = {layer_id: token_to_kv_pool.rows(layer_id, name) for layer_id, name in shape.names.items()}
@@ -79,7 +80,7 @@ class HiSparseCoordinator:
             return torch.full((len(shape.indexers), slots, size), -1, dtype=torch.int32, device=device)
 
         self._held, self._order, self._where = map(table, shape.table_sizes)
-        self._missed, self._sizes = table(1).squeeze(2).zero_(), shape.sizes
+        self.missed, self._sizes = table(1).squeeze(2).zero_(), shape.sizes
         self._order.copy_(torch.arange(shape.buffer_rows, dtype=torch.int32, device=device))
         width, dtype = shape.kept.row.shape[1], shape.kept.row.dtype
         self._buffers = {
@@ -92,7 +93,7 @@ class HiSparseCoordinator:
     @property
     def num_bytes(self) -> int:
         """What was allocated on the device for slots and staging rooms."""
-        tables = self._held, self._order, self._where, self._missed
+        tables = self._held, self._order, self._where, self.missed
         return sum(each.nbytes for each in (*tables, *self._buffers.values())) + self._rooms.num_bytes
 
     def plan(self, batch: ForwardBatch) -> HostRows:
@@ -112,7 +113,7 @@ class HiSparseCoordinator:
         """Places on the device, int32 [T, K], for what the indexer of a layer chose for tokens of slots int32 [T], and the copies of what
         is not there: of its layer, and of those behind it that choose nothing."""
         group, rows = self._groups[layer_id], torch.empty_like(chosen)
-        copies = Copies(chosen.new_empty(2, *chosen.shape), self._missed[group, : len(slots)])
+        copies = Copies(chosen.new_empty(2, *chosen.shape), self.missed[group, : len(slots)])
         state = self._held[group], self._order[group], self._where[group]
         where = self.req_to_token_pool.page_table, self.shape.rows_per_page
         self.kernels.swap_in(chosen, slots, *where, *state, rows, copies.loads, copies.counts)
@@ -128,7 +129,7 @@ class HiSparseCoordinator:
         """What came of a step whose forward has just been queued. Once a step; does not wait."""
         if not batch.forward_mode.is_decode:
             return StepSwaps.of(self._sizes, batch, None)
-        missed = self._missed[:, : batch.batch_size].sum(1, dtype=torch.int32)
+        missed = self.missed[:, : batch.batch_size].sum(1, dtype=torch.int32)
         return StepSwaps.of(self._sizes, batch, missed)
 
     def enter(self, slots: Tensor) -> None:

@@ -1,0 +1,349 @@
+"""What rows in host memory cost a decode step: tokens a second beside all of them on the device, at the hit rate that is measured.
+
+On the simulated accelerator a decode step keeps the device busy for --step milliseconds, and one with rows in host memory for as long
+as the copies of those that it misses take besides: a token reads --rows rows of --row-bytes in each of --layers layers, and what is
+not on the device comes over a bus of --bus gigabytes a second, of which nothing is hidden. Times are stretched by --stretch, so that
+the slow host of a simulation is not what a step waits for. The engine is whole, with graphs; each of its requests stands for --times
+of them, and each row that is missing of its random model of one layer for as many of the geometry's. The device has 16 times less memory for rows than a whole context takes.
+
+Which rows are chosen is up to weights and text. Of random weights the next token chooses others. Here all tokens share a part of
+their embeddings, which queries see and keys do not, so that `own`, the size of the other part, makes the hit rate, which is measured;
+a row of the results for each. `needed` is the hit rate at which the model of copies alone gives 0.8 of all rows' throughput.
+
+And the host's time to plan such a step for 256 requests, beside a step with all rows on the device: processor time, the least of
+many, on the processor's own device.
+
+    python benchmarks/hisparse.py [--device KIND] [--requests 4] [--times 4] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from made_models import make_model
+from results import machine, write_results
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import sglcore_sim
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.config import resolve_config
+from sglcore.engine.meter import Meter
+from sglcore.engine.start import start
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
+from sglcore.runtime.hisparse.shape import SwapShape
+from sglcore.runtime.memory.rows import KeptRows, Place
+from sglcore.runtime.model_runner import Model
+from sglcore.runtime.tp_worker import TpModelWorker
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request
+from sglcore.schedule.scheduler import Scheduler
+
+OWN = (0.02, 0.1, 0.3)
+SMALLER, TOP_K, PAGE, VOCAB = 16, 16, 16, 4000
+CONTEXT = SMALLER * 2 * TOP_K
+STEPS, WARM, PLANNED, REPEATS, WANTED = 16, 4, 256, 300, 0.8
+SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_topk": TOP_K,
+    "index_head_dim": 64,
+    "index_n_heads": 16,
+    "initializer_range": 0.125,
+}
+BUFFERS = json.dumps({"device_buffer_size": 2 * TOP_K, "host_to_device_ratio": 64})
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """What a step's copies take: `rows` of `row_bytes` that a token reads in each of `layers`, over `bus` gigabytes a second, of `times`
+    the requests; and the `step` beside them in milliseconds; all as long as `stretch` times that."""
+
+    rows: int
+    row_bytes: int
+    layers: int
+    bus: float
+    step: float
+    stretch: float
+    times: int
+
+    def milliseconds(self, missed: float) -> float:
+        """Of copies, where so many tokens, or parts of one, have none of their rows on the device."""
+        return missed * self.times * self.rows * self.layers * self.row_bytes / self.bus / 1e6
+
+    def needed(self, requests: int) -> float:
+        """The hit rate with which a step of so many takes 1 / WANTED of one without copies."""
+        return 1 - self.step * (1 / WANTED - 1) / self.milliseconds(requests)
+
+
+class Busy:
+    """A model whose forwards keep the device busy: `base` milliseconds and those of the copies. Behind the graph, at the output layer,
+    which each forward has once."""
+
+    def __init__(self, model: Model, sim: sglcore_sim.Simulator, copies: Copies, hisparse: HiSparseCoordinator | None):
+        self._model, self._sim, self._copies, self._hisparse = model, sim, copies, hisparse
+        self.copying: list[float] = []
+
+    @property
+    def attention_layers(self) -> tuple[Attention, ...]:
+        """The model's."""
+        return self._model.attention_layers
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """The model's."""
+        return self._model(batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's, when the device has been busy."""
+        copying = 0.0
+        if self._hisparse is not None:
+            missed = self._sim.host_view(self._hisparse.missed)[:, : len(hidden)]
+            copying = self._copies.milliseconds(float(missed.sum()) / len(missed) / TOP_K)
+        self.copying.append(copying)
+        self._sim.busy((self._copies.step + copying) * self._copies.stretch)
+        return self._model.logits(hidden)
+
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        """The model's."""
+        return self._model.embed_ids(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Of decode steps of all requests at once: milliseconds of one, of its copies as the model has them, and of the host's processor;
+    and the hit rate."""
+
+    step_ms: float
+    copy_ms: float
+    host_ms: float
+    hits: float
+
+
+class Engine:
+    """A checkpoint on a device, its rows on that too unless `hisparse` is given."""
+
+    def __init__(self, folder: Path, device: str, requests: int, **settings: object) -> None:
+        sizes = {"max_model_len": CONTEXT, "max_requests": requests, "page_size": PAGE, "max_batch_tokens": CONTEXT}
+        given = {
+            "model": str(folder),
+            "device": device,
+            "dtype": "float32",
+            "prefix_cache": False,
+            "kernels": "reference",
+        }
+        config = resolve_config({**given, **sizes, "graph_buckets": (requests,), **settings})
+        worker = start(config).worker
+        assert isinstance(worker, TpModelWorker)
+        self.worker, self.meter, self._requests = worker, Meter(worker), requests
+        self.loop = Loop(Scheduler(worker.limits, prefix_cache=False), self.meter, overlap=worker.limits.runs_ahead)
+
+    @property
+    def hisparse(self) -> HiSparseCoordinator | None:
+        """What brings rows, if they are in host memory."""
+        return self.worker.runner.attn_backend.hisparse
+
+    def decode(self, sim: sglcore_sim.Simulator, copies: Copies) -> Decoded:
+        """STEPS of texts as long as may be, when all of them are decoded; the first have had a step for each other one's prompt."""
+        runner, rng = self.worker.runner, np.random.default_rng(0)
+        runner.model = busy = Busy(runner.model, sim, copies, self.hisparse)
+        tokens = STEPS + WARM + 3 * self._requests
+        params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True)
+        for index in range(self._requests):
+            prompt = rng.integers(3, VOCAB, CONTEXT - tokens, dtype=np.int32)
+            self.loop.scheduler.add(Request(str(index), prompt, params))
+        seen = dict.fromkeys(map(str, range(self._requests)), 0)
+        while min(seen.values()) < WARM:
+            self._step(seen)
+        count, before, begin, host = len(busy.copying), self.meter.swaps, time.perf_counter(), time.process_time()
+        for _ in range(STEPS):
+            self._step(seen)
+        seconds, host = time.perf_counter() - begin, time.process_time() - host
+        swaps, copying = self.meter.swaps, busy.copying[count:]
+        hits = (swaps.hits - before.hits) / max(1, swaps.rows - before.rows)
+        return Decoded(seconds / STEPS * 1e3, sum(copying) / len(copying), host / STEPS * 1e3, hits)
+
+    def _step(self, seen: dict[str, int]) -> None:
+        for output in self.loop.step():
+            seen[output.request_id] += len(output.token_ids)
+
+
+@contextmanager
+def engine(folder: Path, device: str, requests: int, **settings: object) -> Iterator[Engine]:
+    """One that is closed."""
+    made = Engine(folder, device, requests, **settings)
+    try:
+        yield made
+    finally:
+        made.worker.close()
+
+
+def write_model(folder: Path, own: float) -> Path:
+    """A random DeepSeek-V3.2 whose tokens' embeddings are one that all share and `own` of each; index keys are made of the latter."""
+    make_model(folder, "deepseek_v32", SIZES)
+    weights = load_file(folder / "model.safetensors")
+    generator, embed = torch.Generator().manual_seed(0), weights["model.embed_tokens.weight"]
+    shared = torch.randn(1, embed.shape[1], generator=generator)
+    made = {"model.embed_tokens.weight": shared + own * torch.randn(embed.shape, generator=generator)}
+    name, line = "model.layers.0.self_attn.indexer.wk.weight", shared / shared.norm()
+    keys = weights[name].float()
+    made[name] = keys - keys @ line.T @ line
+    changed = {name: values.to(embed.dtype) for name, values in made.items()}
+    save_file({**weights, **changed}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def least_microseconds(run: Callable[[], object]) -> float:
+    """Processor time of one call, the least of many."""
+    taken = []
+    for _ in range(REPEATS):
+        begin = time.process_time_ns()
+        run()
+        taken.append(time.process_time_ns() - begin)
+    return round(min(taken) / 1e3, 1)
+
+
+def batches(requests: int) -> tuple[ScheduleBatch, ForwardBatch]:
+    """A decode step of so many requests, on the host and on the processor."""
+    lens = CONTEXT - np.arange(requests, dtype=np.int32) % PAGE
+    slots, offsets = np.arange(1, requests + 1, dtype=np.int32), np.arange(requests + 1, dtype=np.int32)
+    none = np.zeros(0, np.int32)
+    given = offsets, np.zeros(requests, np.int32), lens // PAGE, 0 * offsets, none, np.ones(requests, bool)
+    host = ScheduleBatch(0, ForwardMode.DECODE, slots, lens, lens - 1, *given)
+    lengths = torch.from_numpy(lens)
+    staged = ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=requests,
+        num_tokens=requests,
+        req_pool_indices=torch.from_numpy(slots),
+        seq_lens=lengths,
+        positions=lengths - 1,
+        seq_lens_cpu=lens,
+    )
+    return host, staged
+
+
+@torch.inference_mode()
+def host_times(folder: Path) -> dict[str, float]:
+    """Microseconds of the host for a decode step of 256 requests: a plan with all rows on the device, one with rows in host memory, and
+    what counts them; where a graph is replayed, the last alone."""
+    host, staged = batches(PLANNED)
+    found = dict[str, float]()
+    for name, hisparse in (("plan", "off"), ("plan_with_rows_in_host_memory", BUFFERS)):
+        with engine(folder, "cpu", PLANNED, hisparse=hisparse, graph="off", kv_cache_memory=1 << 30) as one:
+            backend = one.worker.runner.attn_backend
+            found[name] = least_microseconds(partial(backend.plan, staged))
+            if (swaps := one.hisparse) is not None:
+                found["swap_in_plan"] = least_microseconds(partial(swaps.plan, staged))
+                found["count"] = least_microseconds(partial(swaps.count, host))
+    found["ratio"] = round((found["plan_with_rows_in_host_memory"] + found["count"]) / found["plan"], 2)
+    return found
+
+
+def memory(copies: Copies, buffer_rows: int) -> dict[str, float]:
+    """Bytes on the device of the geometry's rows, for a context of SMALLER times the buffers: of a request's buffers with their tables,
+    and of its rows if all were there."""
+    kept = KeptRows(copies.row_bytes, torch.uint8, Place.HOST_PAGES)
+    layers, pages = range(copies.layers), SMALLER * buffer_rows // 64
+    shape = SwapShape(dict.fromkeys(layers, "latent"), tuple(layers), kept, copies.rows, buffer_rows, 64, pages, 2)
+    resident = copies.layers * shape.entries * copies.row_bytes
+    return {
+        "tokens": shape.entries,
+        "resident_bytes": resident,
+        "buffer_bytes": copies.layers * buffer_rows * copies.row_bytes,
+        "slot_bytes": shape.slot_bytes,
+        "staging_bytes_of_all": shape.room_bytes,
+    }
+
+
+def main() -> None:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="musa", help="a kind of simulated device")
+    parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--times", type=int, default=4)
+    parser.add_argument("--step", type=float, default=25.0, help="milliseconds of a step with all rows on the device")
+    parser.add_argument("--bus", type=float, default=50.0, help="gigabytes a second from the host")
+    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--row-bytes", type=int, default=656)
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--stretch", type=float, default=60.0)
+    parser.add_argument("--json")
+    asked = parser.parse_args()
+    copies = Copies(asked.rows, asked.row_bytes, asked.layers, asked.bus, asked.step, asked.stretch, asked.times)
+    # Before anything that imports Triton, whose interpreter it chooses.
+    sim, rows = sglcore_sim.install(asked.device), []
+    with tempfile.TemporaryDirectory() as name:
+        folders = {own: write_model(Path(name) / str(own), own) for own in OWN}
+        host = host_times(folders[OWN[0]])
+        print(host, flush=True)
+        for own, folder in folders.items():
+            given = folder, asked.device, asked.requests
+            with engine(*given, attention_backend="latent", graph="full") as one:
+                resident = one.decode(sim, copies)
+            with engine(*given, attention_backend="latent", graph="full", hisparse=BUFFERS) as one:
+                swapping, swaps = one.decode(sim, copies), one.hisparse
+            assert swaps is not None
+            smaller = swaps.shape.entries / swaps.shape.buffer_rows
+            rows.append({"own": own, "smaller": smaller} | compare(resident, swapping, copies, asked.stretch))
+            print(rows[-1], flush=True)
+    if asked.json:
+        what = {
+            "benchmark": "rows in host memory",
+            "device": asked.device,
+            "requests": asked.requests,
+            "times": asked.times,
+        }
+        model = {"step_ms": copies.step, "bus_gb_s": copies.bus, "stretch": copies.stretch}
+        model |= {"rows": copies.rows, "row_bytes": copies.row_bytes, "layers": copies.layers}
+        needed = round(copies.needed(asked.requests), 3)
+        found = {"copies": model, "needed": needed, "memory": memory(copies, 2 * copies.rows), "host_us": host}
+        write_results(asked.json, {**what, "machine": machine(), **found, "rows": rows})
+
+
+def compare(resident: Decoded, swapping: Decoded, copies: Copies, stretch: float) -> dict[str, float]:
+    """The hit rate, what the model of copies makes of it, and what the engine did."""
+    row = {
+        "hits": swapping.hits,
+        "copy_ms": swapping.copy_ms,
+        "expected": copies.step / (copies.step + swapping.copy_ms),
+        "throughput": resident.step_ms / swapping.step_ms,
+        "resident_step_ms": resident.step_ms / stretch,
+        "step_ms": swapping.step_ms / stretch,
+        "resident_host_ms": resident.host_ms,
+        "host_ms": swapping.host_ms,
+    }
+    return {name: round(value, 3) for name, value in row.items()}
+
+
+if __name__ == "__main__":
+    main()
