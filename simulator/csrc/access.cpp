@@ -195,6 +195,7 @@ void report_race(const Access& access, const Clash& clash, int actor, int op, in
 }  // namespace
 
 void touch(const std::vector<Access>& accesses, int actor, int op, int site) {
+  raise_late();
   tick(actor);
   touch_more(accesses, actor, op, site);
 }

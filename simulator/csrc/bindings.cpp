@@ -293,6 +293,7 @@ void reset() {
     if (copy.to_host) std::memcpy(copy.host, copy.bytes.data(), copy.bytes.size());
   s.pending.clear();
   s.limbo.clear();
+  s.late.reset();
   s.counters.clear();
   for (size_t d = 0; d < s.devices.size(); ++d) reset_peak(static_cast<int>(d));
 }

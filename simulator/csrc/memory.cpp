@@ -335,7 +335,7 @@ struct DeviceMemory final : public c10::DeviceAllocator {
 struct PinnedMemory final : public at::HostAllocator {
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) return c10::DataPtr(nullptr, c10::DeviceType::CPU);
-    int site = site_here();
+    int site = last_site = site_here();
     Lock lock(state().mutex);
     BlockRef block = make_block(size, 0, site);
     block->pinned = true;
@@ -355,13 +355,31 @@ struct PinnedMemory final : public at::HostAllocator {
   void reset_peak_stats() override {}
 };
 
+// Memory may be freed in a destructor, so the fault waits for whoever can throw it.
+void report_freed_under_work(const Block& block) {
+  State& s = state();
+  auto report = [&](const Use& use, bool writes) {
+    if (s.late || use.actor < 0 || block.retained.count(use.actor) || knows(s.host, use.actor, use.epoch)) return;
+    s.late = Violation{"pinned_freed", describe_block(block) + " was freed near " + name_of(last_site) + " while " + name_of(use.op) + " at " +
+                                           name_of(use.site) + " on " + actor_name(use.actor) + " could still be " + (writes ? "writing" : "reading") +
+                                           " it. Torch keeps pinned memory for its own copies alone: hold it until the host has waited for "
+                                           "an event recorded after that work."};
+  };
+  for (auto& [lo, segment] : block.chunk->map.segments()) {
+    report(segment.write, true);
+    for (const Use& read : segment.reads) report(read, false);
+  }
+}
+
 void free_pinned(void* context) {
   State& s = state();
   Lock lock(s.mutex);
   auto found = s.pinned.find(static_cast<uint8_t*>(context));
   BlockRef block = found->second;
   s.pinned.erase(found);
+  report_freed_under_work(*block);
   block->freed = true;
+  block->freed_site = last_site;
   auto& pending = s.pending;  // the pinned allocator keeps memory of a copy in flight by itself
   for (size_t i = 0; i < pending.size();)
     pending[i].pinned == block ? (void)pending.erase(pending.begin() + static_cast<long>(i)) : (void)++i;
@@ -390,7 +408,15 @@ void finish(const Pending& copy) {
 }
 }  // namespace
 
+void raise_late() {
+  if (!state().late) return;
+  Violation found = std::move(*state().late);
+  state().late.reset();
+  violate(found.kind.c_str(), found.text);
+}
+
 void settle() {
+  raise_late();
   State& s = state();
   for (size_t i = 0; i < s.pending.size();) {
     if (!knows(s.host, s.pending[i].actor, s.pending[i].epoch)) {

@@ -173,6 +173,7 @@ void send_from_host(const Transfer& t, const at::Tensor& target, int actor) {
     Lock lock(state().mutex);
     overlay_pending(bytes.data(), host, size, state().streams.at(actor).clock, t.op, t.site);
     epoch = clock_of(actor).at(actor);
+    t.pinned->retained.insert(actor);  // torch keeps it for this stream, whatever else runs there; it sees no kernels
     count("h2d_copies");
     bool rewritten = std::memcmp(bytes.data(), host, size) != 0;
     if (!capturing(actor) && !rewritten) queue_from_host(t.pinned, host, size, actor, epoch, t.op, t.site);
@@ -231,6 +232,7 @@ void send_to_host(const Transfer& t, const at::Tensor& source, int actor) {
   Lock lock(state().mutex);
   if (capturing(actor)) return;  // nothing arrives during a capture
   count("d2h_copies");
+  t.pinned->retained.insert(actor);
   queue_to_host(t.pinned, static_cast<uint8_t*>(t.host.mutable_data_ptr()), std::move(bytes), actor, clock_of(actor).at(actor), t.op, t.site);
 }
 

@@ -239,6 +239,7 @@ struct State {
   std::vector<Limbo> limbo;
   std::map<uint8_t*, BlockRef> pinned;
   std::vector<Pending> pending;
+  std::optional<Violation> late;  // found where nothing may be thrown: the next operation or wait does
   std::map<std::pair<uint64_t, uint64_t>, std::unique_ptr<Pool>> pools;
   std::map<uint64_t, std::unique_ptr<Capture>> captures;
   std::map<uint64_t, bool> replayed;  // graph id: has it run
@@ -292,6 +293,7 @@ c10::DataPtr allocate(uint64_t size, int device);
 void poison(uint8_t* at, uint64_t size);
 bool is_poison(const uint8_t* at, uint64_t size);
 void retain(const c10::DataPtr& data, int actor);
+void raise_late();
 void settle();  // delivers and checks copies that the host knows to be complete
 void queue_to_host(const BlockRef& pinned, uint8_t* host, std::vector<uint8_t> bytes, int actor, uint64_t epoch, int op, int site);
 void queue_from_host(const BlockRef& pinned, uint8_t* host, uint64_t size, int actor, uint64_t epoch, int op, int site);

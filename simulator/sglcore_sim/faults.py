@@ -13,6 +13,7 @@ KINDS = MappingProxyType(
         "pinned_source_changed": "the host refilled a pinned buffer that a copy could still be reading",
         "pinned_written": "the host wrote to a pinned buffer that a copy had yet to fill",
         "pinned_read_early": "the host read a pinned buffer before it waited for the copy into it",
+        "pinned_freed": "pinned memory was freed while a kernel, which torch does not keep it for, could still use it",
         "sync_in_capture": "the host waits for the device during a capture",
         "sync_forbidden": "the host waits for the device inside a no_sync region",
         "pageable_in_capture": "a copy through pageable host memory, or a blocking one, during a capture",

@@ -1,6 +1,7 @@
 """Capture and replay: what may not happen inside, what a replay touches, and graphs that share memory."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -114,6 +115,23 @@ def test_a_pinned_source_changed_under_a_replay_faults(sim, dev, side, make_grap
     pinned.fill_(8)
     with sim.expect("pinned_source_changed"):
         torch.accelerator.synchronize()
+
+
+def test_a_pinned_row_freed_under_a_replay_faults(sim, dev, side, make_graph):
+    """A graph that is gone holds nothing; what it queued still runs."""
+    _, out = ready(dev)
+    held, graph = [torch.full((4,), 7.0).pin_memory()], make_graph()
+    run = partial(sim.host_view(out).copy_, held[0])
+    graph.capture(partial(sim.launch, "copy_rows", run, reads=[held[0]], writes=[out]), side)
+    graph.replay()
+    graph.reset()
+    with sim.expect("pinned_freed") as caught:
+        held.clear()
+        del run
+        gc.collect()
+        torch.accelerator.synchronize()
+    assert "reading" in caught.text and "pinned host memory" in caught.text
+    torch.accelerator.synchronize()
 
 
 def test_a_captured_copy_to_pinned_memory_arrives_after_each_replay(sim, dev, side, make_graph):

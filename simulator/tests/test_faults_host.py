@@ -1,5 +1,6 @@
 """What the host may see and do: pinned memory in flight, hidden waits, host access to device memory."""
 
+import gc
 import threading
 
 import numpy as np
@@ -190,3 +191,59 @@ def test_device_memory_gives_no_numpy_array(sim, dev, reach):
     assert "test_faults_host.py" in caught.text
     assert isinstance(caught.fault, TypeError)
     assert np.asarray(x.cpu()).tolist() == [1.0, 1.0]
+
+
+def over_pinned(sim, dev, write=False):
+    """A kernel over pinned memory, which only the caller holds."""
+    host, out = torch.arange(4.0).pin_memory(), torch.zeros(4, device=dev)
+
+    def run():
+        one, other = (out, host) if write else (host, out)
+        sim.host_view(other).copy_(sim.host_view(one))
+
+    sim.launch("copy_rows", run, reads=[out if write else host], writes=[host if write else out])
+    return host, out
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["read", "written"])
+@pytest.mark.parametrize("then", ["operation", "wait"])
+def test_a_host_row_freed_under_a_kernel_faults(sim, dev, write, then):
+    host, out = over_pinned(sim, dev, write)
+    with sim.expect("pinned_freed") as caught:
+        del host
+        gc.collect()
+        out.add_(1) if then == "operation" else torch.accelerator.synchronize()
+    assert "copy_rows at" in caught.text and ("writing" if write else "reading") in caught.text
+    torch.accelerator.synchronize()
+
+
+@pytest.mark.parametrize("held", ["event", "synchronize", "copy"])
+def test_pinned_memory_that_is_freed_in_time_is_fine(sim, dev, held):
+    """When the host has waited, or where a copy of torch's own on the same stream has the allocator keep it."""
+    host, out = over_pinned(sim, dev)
+    if held == "event":
+        event = torch.Event(dev)
+        event.record()
+        event.synchronize()
+    elif held == "synchronize":
+        torch.accelerator.synchronize()
+    else:
+        out.copy_(host, non_blocking=True)
+    del host
+    gc.collect()
+    out.add_(1)
+    torch.accelerator.synchronize()
+    assert out.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_copy_on_another_stream_keeps_nothing_for_a_kernel(sim, dev, side):
+    host, out = over_pinned(sim, dev)
+    other = torch.zeros(4, device=dev)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        other.copy_(host, non_blocking=True)
+    with sim.expect("pinned_freed"):
+        del host
+        gc.collect()
+        out.add_(1)
+    torch.accelerator.synchronize()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,6 +127,26 @@ def test_a_wait_that_is_missing_is_a_race(
     defect(monkeypatch)
     with sys.modules["sglcore_sim"].current().expect("race"):
         read_all(device)
+
+
+@pytest.mark.needs("streams", "simulator")
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "when the host has waited"])
+def test_a_host_row_that_is_freed_under_a_copy_is_a_fault(device: torch.device, waits: bool) -> None:
+    """Copies of rows are kernels, for which torch keeps no pinned memory."""
+    sim = sys.modules["sglcore_sim"].current()
+
+    def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor) -> None:
+        sim.launch("copy_rows", lambda: None, reads=[source, loads, counts], writes=[target])
+
+    stores = {layer: store.cpu().pin_memory() for layer, store in stores_of(device).items()}
+    rooms = StagingRooms(stores, (MOST + 1) * PER_PAGE, device, copy_rows, has_streams=True)
+    rooms.begin(plan_parts(batch_of(device), table_of(device), PER_PAGE, rooms))
+    if waits:
+        torch.accelerator.synchronize()
+    with nullcontext() if waits else sim.expect("pinned_freed"):
+        del rooms
+        stores.clear()
+        torch.accelerator.synchronize()
 
 
 @pytest.mark.needs("host")
