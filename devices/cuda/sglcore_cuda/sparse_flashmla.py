@@ -116,7 +116,8 @@ def _lengths(lists: Tensor) -> Tensor | None:
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], sinks: Tensor | None) -> Tensor:
-    """Both results [T, H, V] by their shares of all weights. A list without entries has the sum +inf and the result 0."""
+    """Both results [T, H, V] by their shares of all weights, in the memory of the first. A list without entries has the sum
+    +inf and the result 0."""
     sums = torch.stack((one[1], other[1]))
     sums = sums.masked_fill(sums == torch.inf, -torch.inf)
     total = torch.logsumexp(sums, dim=0)
@@ -124,4 +125,4 @@ def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], sinks: Ten
         total = torch.logaddexp(total, sinks)
     # Where nothing is chosen and no sink is, both shares are exp(-inf - 0).
     shares = torch.exp(sums - total.masked_fill(total == -torch.inf, 0)).unsqueeze(-1)
-    return (one[0] * shares[0] + other[0] * shares[1]).to(one[0].dtype)
+    return one[0].mul_(shares[0]).add_(other[0].mul_(shares[1]))

@@ -197,7 +197,7 @@ DEFECTS = (
     ("sparse_mqa", "total = torch.logaddexp(total, sinks)", "pass"),
     ("sparse_mqa", "sums == torch.inf, -torch.inf", "sums == torch.inf, 0"),
     ("sparse_mqa", "total.masked_fill(total == -torch.inf, 0)", "total"),
-    ("sparse_mqa", "one[0] * shares[0]", "one[0] * shares[1]"),
+    ("sparse_mqa", "one[0].mul_(shares[0])", "one[0].mul_(shares[1])"),
     ("sparse_mqa", "            scale,\n", "            1.1 * scale,\n"),
     ("sparse_mqa", "(lists >= 0).sum", "(lists > 9).sum"),
     ("index_top_k", "SMALLER_PLACE = 1", "SMALLER_PLACE = 2"),
