@@ -24,7 +24,9 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.bring_up import kernels as kernels_step
 from sglcore.runtime.kernels import reference_sparse
 from sglcore.runtime.kernels.choice import Refusals, choose
+from sglcore.runtime.kernels.hisparse import REACHING
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.kernels.triton import Tuning, triton_kernels
 from sglcore_cuda import package, sparse_flashinfer, sparse_flashmla
 from sglcore_cuda.capability import Capability, read_capability
 from sglcore_cuda.kernels import with_libraries
@@ -245,6 +247,9 @@ MODELS = {
 }
 """With the heads and rows of the published ones; every row and expert is chosen, so that rounding changes no choice."""
 
+HOST = f'{{"device_buffer_size": {CONTEXT}, "host_to_device_ratio": 8}}'
+"""Rows in host memory, of which the device has room for all that a token reads."""
+
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, Path, str]:
@@ -256,13 +261,21 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return oracle, save(oracle, tmp_path_factory.mktemp(request.param)), backend
 
 
-def errors(model: tuple[Oracle, Path, str], monkeypatch: pytest.MonkeyPatch, graph: str) -> np.ndarray:
-    """Of the log-probabilities of ragged requests in chunks, against transformers in float32. The libraries serve, and the
-    reference behind them."""
-    monkeypatch.setattr("sglcore.runtime.kernels.triton.triton_kernels", lambda tuning: KernelTable())
+def errors(
+    model: tuple[Oracle, Path, str], monkeypatch: pytest.MonkeyPatch, graph: str, hisparse: str | None = None
+) -> np.ndarray:
+    """Of the log-probabilities of ragged requests in chunks, against transformers in float32. The libraries serve, and behind
+    them the reference, but for what reaches host memory."""
+    reaching = () if hisparse is None else REACHING
+
+    def behind(tuning: Tuning) -> KernelTable:
+        own = triton_kernels(tuning)
+        return KernelTable().replace(**{name: getattr(own, name) for name in reaching if name in own.replaced})
+
+    monkeypatch.setattr("sglcore.runtime.kernels.triton.triton_kernels", behind)
     oracle, folder, backend = model
     given: dict[str, Any] = {"dtype": "bfloat16", "kernels": "triton", "attention_backend": backend, "graph": graph}
-    given |= {"max_model_len": CONTEXT, "page_size": PAGE, "max_requests": 4, "poison": True}
+    given |= {"hisparse": hisparse, "max_model_len": CONTEXT, "page_size": PAGE, "max_requests": 4, "poison": True}
     given |= {"max_batch_tokens": 24, "graph_token_buckets": (24,), "kv_cache_memory": 64 << 20}
     engine = TokenEngine(folder, scramble_pages=3, **given)
     try:
@@ -282,11 +295,15 @@ def errors(model: tuple[Oracle, Path, str], monkeypatch: pytest.MonkeyPatch, gra
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("graph", ["off", "full", "breakable"])
+@pytest.mark.parametrize(
+    ("graph", "hisparse"),
+    [("off", None), ("full", None), ("breakable", None), ("full", HOST)],
+    ids=["off", "full", "breakable", "full-host"],
+)
 def test_models_have_transformers_numbers_through_the_libraries(
-    model: tuple[Oracle, Path, str], monkeypatch: pytest.MonkeyPatch, graph: str
+    model: tuple[Oracle, Path, str], monkeypatch: pytest.MonkeyPatch, graph: str, hisparse: str | None
 ) -> None:
-    error = errors(model, monkeypatch, graph)
+    error = errors(model, monkeypatch, graph, hisparse)
     assert error.max() < NEAR and error.mean() < MEAN
 
 
