@@ -11,7 +11,7 @@ from sglcore.device.errors import DeviceError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.bring_up import STANDARD, LoadedModel
 from sglcore.runtime.memory.accelerator import device_memory
-from sglcore_npu.kernels import LARGE, OPERATORS, offers, takes_nz
+from sglcore_npu.kernels import LARGE, offers, takes_nz
 from sglcore_npu.probe import same_release
 
 
@@ -40,11 +40,6 @@ def kernel_choices(model: LoadedModel, ledger: DecisionLedger) -> tuple[Row, ...
     what = f"{packed} of {len(layers)} weights in blocks"
     reason = f"weights of 16 bits in whole blocks and of at least {LARGE} elements are laid out for the matrix units"
     rows = [Row("linear", "auto", what, reason, "--dtype bfloat16")]
-    missing = [kernel.__name__ for operator, kernel in OPERATORS.items() if not offers(operator)]
-    if missing:
-        rows.append(
-            Row("operators", "auto", "reference", f"torch_npu lacks those of {', '.join(missing)}", "update it")
-        )
     if model.config.moe is not None:
         reason = "every expert runs on every token: the vendor's routed product takes no token without an expert"
         rows.append(Row("experts", "auto", "reference", reason, "none on this device"))
