@@ -40,6 +40,9 @@ LIMITS: Mapping[str, tuple[str, int | str, int, int]] = MappingProxyType(
 OPTIONS: Mapping[str, Mapping[str, int]] = MappingProxyType({"cuda": {"maxnreg": 96}, "hip": {"waves_per_eu": 4}})
 """Launch options of a backend's own, which must reach its compiler: each bounds the registers of a thread."""
 
+FLOATS: Mapping[str, str] = MappingProxyType({"hip:gfx942": "e4m3fnuz", "hip:gfx950": "e4m3fn"})
+"""The 8-bit floats that kernels have converted by an instruction, by target, as the device's package says."""
+
 
 def differences(stored: Figures, found: Figures, targets: tuple[str, ...] = tuple(LIMITS)) -> list[str]:
     """One line for every figure that is not as stored: regressions, improvements, kernels that came or went."""
@@ -156,7 +159,7 @@ def compile_for(target: str, wanted: Sequence[str] = ()) -> Figures:
     seen: set[int] = set()
     found: Figures = {}
     backend, _, lanes, _ = LIMITS[target]
-    tuning = Tuning(lanes=lanes)
+    tuning = Tuning(lanes=lanes, float8=FLOATS.get(target))
     for name, case in (cases(tuning) | bounded_cases(tuning, OPTIONS[backend])).items():
         if wanted and name not in wanted:
             continue

@@ -83,7 +83,7 @@ Cases = dict[str, Callable[[], object]]
 
 
 def cases(tuning: Tuning) -> Cases:
-    """Every case by its name."""
+    """Every case by its name; rows in eight bits have the floats that the device converts, if it does."""
     every: Cases = {}
     for dtype in (BF16, F16, F32):
         every |= {f"{name} {str(dtype)[6:]}": case for name, case in _elementwise(dtype, tuning).items()}
@@ -178,7 +178,7 @@ def _latent(tuning: Tuning) -> Cases:
         torch.empty(256, 64),
     )
     ints, where, gain = torch.empty(TOKENS, dtype=torch.int32), torch.empty(TOKENS, dtype=torch.int64), torch.empty(512)
-    latent, index = RowCodec(512, exact=64), RowCodec(128, group=128)
+    latent, index = (_own(each, tuning) for each in (RowCodec(512, exact=64), RowCodec(128, group=128)))
     bytes_of = {each: torch.empty(CELLS, each.num_bytes, dtype=torch.uint8) for each in (latent, index)}
     key = x[:, :128], gain[:128], gain[:128], 1e-6, ints, angles
     return {
@@ -280,6 +280,7 @@ def _mqa(
     dtype: torch.dtype, size: int, codec: RowCodec | None, heads: int, width: int, tokens: int, tuning: Tuning
 ) -> None:
     q, ints = torch.empty(tokens, heads, size, dtype=dtype), torch.empty(tokens, dtype=torch.int32)
+    codec = codec and _own(codec, tuning)
     pool = torch.empty(CELLS, codec.num_bytes, dtype=torch.uint8) if codec else torch.empty(CELLS, size, dtype=dtype)
     window, chosen = (torch.empty(tokens, each, dtype=torch.int32) for each in (128, width))
     form = 1.0, 512, codec, tuning
@@ -289,6 +290,11 @@ def _mqa(
         sparse_attention.sparse_mqa(q, pool, window, pool, chosen[:, 128:].contiguous(), torch.empty(heads), *form)
     else:
         sparse_attention.sparse_mqa(q, pool, chosen, None, None, None, *form)
+
+
+def _own(codec: RowCodec, tuning: Tuning) -> RowCodec:
+    """In the floats that the device converts."""
+    return codec if tuning.float8 is None else replace(codec, float8=tuning.float8)
 
 
 def _indexer(dtype: torch.dtype, tuning: Tuning) -> Cases:
@@ -305,7 +311,7 @@ def _indexer(dtype: torch.dtype, tuning: Tuning) -> Cases:
     }
     if dtype == BF16:
         every["index scores of 8 bits"] = lambda: indexer.index_logits(
-            q, q[..., 0], codes, *asked, 1.0, 32768, RowCodec(128), tuning
+            q, q[..., 0], codes, *asked, 1.0, 32768, _own(RowCodec(128), tuning), tuning
         )
     for ratio, span in ((4, 8), (128, 128)):
         columns = 512 * span // ratio

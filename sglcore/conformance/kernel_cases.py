@@ -14,6 +14,7 @@ from sglcore.conformance import kernel_inputs, kernel_inputs_hisparse, kernel_in
 from sglcore.conformance.kernel_inputs import WIDE, WIDTH, Draw, Inputs
 from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.hisparse import HiSparseKernels
+from sglcore.runtime.kernels.row_codec import E4M3FN
 from sglcore.runtime.kernels.sparse import SparseKernels
 from sglcore.runtime.kernels.speculative import SpeculativeKernels
 
@@ -46,8 +47,8 @@ _INPUTS = (
 """Where the inputs are of entries that are declared apart."""
 
 
-def kernel_cases(entry: Entry[Any], dtypes: Sequence[str]) -> Iterator[KernelCase]:
-    """Every case of an entry on a device that computes in these types. Raises AttributeError for one without shapes that the
+def kernel_cases(entry: Entry[Any], dtypes: Sequence[str], float8: str = E4M3FN) -> Iterator[KernelCase]:
+    """Every case of an entry on a device that computes in these types, for a table of such 8-bit floats. Raises AttributeError for one without shapes that the
     kit does not know, which must not pass unseen."""
     known = next((inputs for kernels, inputs in _INPUTS if entry.name in vars(kernels)), kernel_inputs)
     make = None if entry.shapes else getattr(known, entry.name)
@@ -55,7 +56,7 @@ def kernel_cases(entry: Entry[Any], dtypes: Sequence[str]) -> Iterator[KernelCas
         for seed, tokens in enumerate(TOKENS if place < 2 else FEW):
             for strided in (False, True):
                 text = f"{tokens} rows of {name}{', strided' if strided else ''}"
-                drawn = Draw(seed, getattr(torch, name))
+                drawn = Draw(seed, getattr(torch, name), float8)
                 made = make(drawn, tokens, strided) if make else _of_shapes(entry, drawn, tokens, strided)
                 for number, args in enumerate(made):
                     yield KernelCase(text, args, tokens in FEW and not strided, (name, number))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sglcore.conformance.sampling_state import make_state
 from sglcore.models.quantized import QuantizedWeight
+from sglcore.runtime.kernels.row_codec import E4M3FN
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.race import make_race_tables
@@ -38,11 +39,11 @@ class Built:
 
 
 class Draw:
-    """Seeded random tensors on the host; floating-point ones are exact in bfloat16."""
+    """Seeded random tensors on the host; floating-point ones are exact in bfloat16. `float8`: what rows in eight bits are in."""
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype, float8: str = E4M3FN) -> None:
         self._generator = torch.Generator(device="cpu").manual_seed(seed)
-        self.dtype = dtype
+        self.dtype, self.float8 = dtype, float8
 
     def values(self, *shape: int) -> Tensor:
         """Normal, of this drawer's dtype."""

@@ -17,9 +17,6 @@ from sglcore.conformance.kernel_inputs import Draw, Inputs, rows_of_pool
 from sglcore.runtime.kernels.row_codec import RowCodec
 
 PAGE = 8
-CODEC = RowCodec(44, exact=8, group=16)
-"""The last group is cut, and a row has bytes that align the next."""
-CODECS = ((24, None), (44, CODEC))
 ROTATED = 8
 POSITIONS = 60
 PUBLISHED = ((576, 1), (512, 2))
@@ -67,11 +64,16 @@ def _cache(rotated: int = ROTATED) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
+def _codecs(drawn: Draw) -> tuple[tuple[int, RowCodec | None], ...]:
+    """Sizes and forms of rows. The last group of the second is cut, and a row has bytes that align the next."""
+    return (24, None), (44, RowCodec(44, exact=8, group=16, float8=drawn.float8))
+
+
 def _pool(drawn: Draw, rows: int, size: int, named: Tensor, codec: RowCodec | None) -> Tensor:
     """[rows, size], or their bytes."""
     values = drawn.values(rows, size)
     values = values if codec is None else codec.encode(values)
-    nobody = torch.full_like(values, math.nan if codec is None else 255)
+    nobody = torch.full_like(values, math.nan) if codec is None else codec.unwritten.repeat(rows, 1)
     nobody[named] = values[named]
     return nobody
 
@@ -92,7 +94,7 @@ def rope_tail(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 def norm_rope_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """The norm of all and of what is not rotated."""
-    for (size, codec), normed in zip(CODECS, (16, 44), strict=True):
+    for (size, codec), normed in zip(_codecs(drawn), (16, 44), strict=True):
         rows = _pool(drawn, 40, size, drawn.permutation(0), codec)
         where = drawn.ints(0, POSITIONS, tokens), _cache(), rows, _out_rows(drawn, tokens, 40)
         yield drawn.rows(tokens, size, strided), drawn.values(normed).float(), 1e-6, *where, codec
@@ -100,7 +102,7 @@ def norm_rope_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 def index_key_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Rows as they are, and in eight bits."""
-    for size, codec in CODECS:
+    for size, codec in _codecs(drawn):
         gain, shift = drawn.values(size).float(), drawn.values(size).float()
         rows = _pool(drawn, 40, size, drawn.permutation(0), codec)
         where = drawn.ints(0, POSITIONS, tokens), _cache(), rows, _out_rows(drawn, tokens, 40)
@@ -152,7 +154,7 @@ def compress(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 def index_logits(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Weights of both signs; more columns than anyone has rows."""
-    for paged, (size, codec) in zip(_paged(drawn, tokens), CODECS, strict=True):
+    for paged, (size, codec) in zip(_paged(drawn, tokens), _codecs(drawn), strict=True):
         count, lens = len(paged.positions), paged.positions + (paged.token_slots > 0).int()
         q = drawn.rows(count, 3 * size, strided).unflatten(1, (3, size))
         keys = _pool(drawn, paged.pages * PAGE, size, _held(paged, lens), codec)
@@ -178,7 +180,7 @@ def index_top_k(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 def sparse_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """One list, and two with sinks; some choose nothing. Then with as many heads and elements as the published models have."""
-    for (size, codec), value_size, lists in zip(CODECS, (16, 44), (1, 2), strict=True):
+    for (size, codec), value_size, lists in zip(_codecs(drawn), (16, 44), (1, 2), strict=True):
         yield _attention(drawn, tokens, (3, size, value_size), lists, codec, strided)
     for size, lists in PUBLISHED if tokens in PUBLISHED_TOKENS else ():
         yield _attention(drawn, PUBLISHED_TOKENS[tokens], (64, size, 512), lists, None, strided)
@@ -209,7 +211,7 @@ def _chosen(drawn: Draw, tokens: int, width: int) -> Tensor:
 
 def paged_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Rows as they are, and in eight bits."""
-    for paged, (size, codec), value_size in zip(_paged(drawn, tokens), CODECS, (16, 44), strict=True):
+    for paged, (size, codec), value_size in zip(_paged(drawn, tokens), _codecs(drawn), (16, 44), strict=True):
         lens = paged.positions + (paged.token_slots > 0).int()
         q = drawn.rows(len(lens), 3 * size, strided).unflatten(1, (3, size))
         rows = _pool(drawn, paged.pages * PAGE, size, _held(paged, lens), codec)

@@ -89,7 +89,7 @@ def compare(trial: Trial, table: KernelTable, facts: Facts) -> None:
     entry = table.declared()[trial.case.rpartition("/")[2]]
     device, cells = facts.tensor_device, getattr(torch, facts.index_dtype)
     taking = Taking(table, entry)
-    for case in kernel_cases(entry, facts.dtypes):
+    for case in kernel_cases(entry, facts.dtypes, table.float8):
         args = [arg.to(cells) if name in CELLS else arg for name, arg in _named(entry, case.args)]
         one = taking.table_for(case, args)
         if one is None:

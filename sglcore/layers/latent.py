@@ -35,14 +35,14 @@ class LatentAttention(SparseLayer):
     ) -> None:
         """`rotary` is what `cos_sin_cache` gives."""
         heads, rank, nope = build.config.num_attention_heads, latent.kv_rank, latent.nope_dim
-        asked = build.kv_cache_dtype
-        place, codec = Place.PAGES, row_codec(asked, latent.width, latent.rope_dim)
+        asked, float8 = build.kv_cache_dtype, build.kernels.float8
+        place, codec = Place.PAGES, row_codec(asked, latent.width, latent.rope_dim, float8)
         if build.hisparse and latent.top_k:
             place = Place.HOST_PAGES
         rows = {LATENT: KeptRows(latent.width, build.dtype, place, codec=codec)}
         has_indexer = latent.top_k > 0 and latent.indexers[layer_id] == FULL
         if has_indexer:
-            codec = row_codec(asked, latent.index_dim)
+            codec = row_codec(asked, latent.index_dim, float8=float8)
             rows[INDEX_KEYS] = KeptRows(latent.index_dim, build.dtype, codec=codec)
         super().__init__(
             layer_id,

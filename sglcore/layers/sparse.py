@@ -94,7 +94,9 @@ class CompressedAttention(SparseLayer):
             layer_id,
             net.heads,
             net.head_dim,
-            kept_rows(net, compression, build.dtype, build.drafts, build.kv_cache_dtype, build.hisparse),
+            kept_rows(
+                net, compression, build.dtype, build.drafts, build.kv_cache_dtype, build.hisparse, build.kernels.float8
+            ),
             COMPRESSED,
             scaling=net.head_dim**-0.5,
             value_size=net.head_dim,

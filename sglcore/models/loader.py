@@ -75,7 +75,7 @@ def load_model(
     model = model_type(Build(*shared, given=given))
     _check_kept(config, model, hisparse)
     if any(layer.rows for layer in model.attention_layers):
-        check_row_dtype(kv_cache_dtype, device)
+        check_row_dtype(kv_cache_dtype, device, kernels.float8)
     if page_size is not None:
         fitting_page_size(model.attention_layers, page_size, page_size)
     if not config.is_encoder:

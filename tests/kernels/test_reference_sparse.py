@@ -13,7 +13,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
 from sglcore.runtime.kernels import reference_sparse
-from sglcore.runtime.kernels.row_codec import FP8_MAX, RowCodec
+from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ, FLOATS, RowCodec
 from sglcore.runtime.kernels.table import KernelTable
 from tests.kernels.test_reference_kernels import random
 from tests.kernels.test_sparse_plan import int32
@@ -130,7 +130,7 @@ def test_of_equal_logits_the_first_are_chosen() -> None:
     assert found.tolist() == [[5, 6, 7, 8, -1, -1, -1]], "more are wanted than there are columns"
 
 
-@pytest.mark.parametrize("codec", [None, RowCodec(SIZE, exact=ROTATED, group=16)])
+@pytest.mark.parametrize("codec", [None, *(RowCodec(SIZE, exact=ROTATED, group=16, float8=each) for each in FLOATS)])
 @torch.inference_mode()
 def test_attention_over_two_lists_is_the_oracles(codec: RowCodec | None) -> None:
     """Of which one may be empty, and which hold their rows in any order."""
@@ -249,22 +249,42 @@ def test_experts_their_choice_and_groups_are_the_oracles() -> None:
 
 # -- rows in eight bits ------------------------------------------------------------------------------------------------
 
-CODECS = (RowCodec(512, exact=64), RowCodec(128, group=128), RowCodec(44, exact=8, group=16), RowCodec(64, exact=64))
+CODECS = (
+    *(RowCodec(512, exact=64), RowCodec(128, group=128), RowCodec(44, exact=8, group=16), RowCodec(64, exact=64)),
+    *(RowCodec(512, exact=64, float8=E4M3FNUZ), RowCodec(44, exact=8, group=16, float8=E4M3FNUZ)),
+)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_what_is_encoded_comes_back_within_the_error_that_is_stated(codec: RowCodec) -> None:
     values = random(6, codec.size) * torch.tensor([0, 1e-6, 1e-3, 1, 50, 1e4]).unsqueeze(1)
-    values[3, 0] = FP8_MAX
+    values[3, 0] = 448.0
     rows = codec.encode(values)
     assert rows.dtype == torch.uint8 and rows.shape == (6, codec.num_bytes) and codec.num_bytes % 8 == 0
     found, rounded = codec.decode(rows), codec.size - codec.exact
     assert torch.equal(found[:, rounded:], values[:, rounded:].bfloat16().float())
     for first in range(0, rounded, codec.group):
         part, back = (each[:, first : min(first + codec.group, rounded)] for each in (values, found))
-        scale = part.abs().amax(1, keepdim=True).clamp(min=1e-4) / FP8_MAX
+        scale = part.abs().amax(1, keepdim=True).clamp(min=1e-4) / 448
         assert ((part - back).abs() <= torch.maximum(part.abs() / 16, 2 * scale * 2**-10)).all()
     assert torch.equal(codec.decode(codec.encode(found)), found)
+
+
+def test_rows_of_both_floats_have_the_same_elements_under_scales_one_exponent_apart() -> None:
+    """But for zeros with a sign, which are no numbers in one of them."""
+    one, other = (RowCodec(512, exact=64, float8=each) for each in (E4M3FN, E4M3FNUZ))
+    values = random(6, 512) * torch.tensor([0, 1e-6, 1e-3, 1, 50, 1e4]).unsqueeze(1)
+    first, second = one.encode(values), other.encode(values)
+    assert torch.equal(other.decode(second), one.decode(first)) and not other.decode(second).isnan().any()
+    small, scales = slice(0, 448), slice(576, 583)
+    assert torch.equal(second[:, small], first[:, small].masked_fill(first[:, small] == 0x80, 0))
+    assert torch.equal(second[:, scales], first[:, scales] + 1)
+    assert not torch.equal(one.decode(second), one.decode(first))
+
+
+@pytest.mark.parametrize("codec", CODECS[:3] + CODECS[4:], ids=str)
+def test_what_was_not_written_is_no_number(codec: RowCodec) -> None:
+    assert codec.unwritten.shape == (codec.num_bytes,) and codec.decode(codec.unwritten[None]).isnan().all()
 
 
 def test_a_row_has_its_bytes_where_they_are_said_to_be() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.bring_up import kernels as kernels_step
 from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ, RowCodec
 from sglcore.runtime.kernels.table import KernelTable, entry, optional
 
 OPTIONAL = {name: entry.rests_on for name, entry in KernelTable.declared().items() if entry.is_optional}
@@ -174,3 +176,43 @@ def test_one_declaration_brings_a_kernel_into_the_table_the_ledger_and_the_law()
 def test_a_broken_kernel_of_a_new_entry_is_caught(defect: Callable[..., torch.Tensor]) -> None:
     with pytest.raises(LawBroken, match="scaled, "):
         held_against_its_reference(Extended().replace(scaled=defect), "scaled")
+
+
+def test_a_table_says_which_8_bit_floats_rows_are_kept_in() -> None:
+    table = KernelTable().refusing("fast refused for gelu: too old").storing(E4M3FNUZ)
+    again = table.replace(gelu=fast_gelu).refusing("other refused for silu: too old")
+    assert KernelTable().float8 == E4M3FN and again.float8 == E4M3FNUZ
+    assert len(again.refused) == 2 and again.storing(E4M3FN).refused == again.refused
+    with pytest.raises(ConfigError, match="in 'e5m2'; wanted one of e4m3fn, e4m3fnuz"):
+        table.storing("e5m2")
+
+
+def scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    table: torch.Tensor,
+    token_slots: torch.Tensor,
+    lens: torch.Tensor,
+    rows_per_page: int,
+    scale: float,
+    width: int,
+    codec: RowCodec | None,
+    float8: str | None = None,
+) -> torch.Tensor:
+    """`index_logits` of its own, whose rows are read in `float8`, if there is one, and not in their codec's."""
+    own = codec and replace(codec, float8=float8 or codec.float8)
+    places = torch.arange(width)
+    pages = table[token_slots][:, (places // rows_per_page).clamp(max=table.shape[1] - 1)]
+    rows = keys[pages * rows_per_page + places % rows_per_page]
+    values = rows.float() if own is None else own.decode(rows.flatten(0, 1)).view(*rows.shape[:2], q.shape[2])
+    found = torch.einsum("thd,twd->thw", q.float(), values).relu() * weights.float().unsqueeze(2) * scale
+    return found.sum(1).masked_fill(places >= lens.unsqueeze(1), -torch.inf)
+
+
+def test_a_table_that_does_not_read_the_form_it_names_is_caught() -> None:
+    one_form = functools.partial(scores, float8=E4M3FN)
+    held_against_its_reference(KernelTable(index_logits=scores).storing(E4M3FNUZ), "index_logits")
+    held_against_its_reference(KernelTable(index_logits=one_form), "index_logits")
+    with pytest.raises(LawBroken, match="index_logits"):
+        held_against_its_reference(KernelTable(index_logits=one_form).storing(E4M3FNUZ), "index_logits")

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs the library triton")
 from sglcore.conformance import kernel_inputs, kernel_inputs_sparse
 from sglcore.conformance.kernel_inputs import Draw
 from sglcore.conformance.laws_kernels import RELATIVE, relative_error
-from sglcore.runtime.kernels.row_codec import RowCodec
+from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ, FLOATS, RowCodec
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.kernels.triton import Tuning, activation, experts, hyper, latent_rows, routing, sparse_plan
 from tests.kernels.guards import Guards, mutated
@@ -42,12 +42,14 @@ def hc_head(drawn: Draw, tokens: int, strided: bool) -> kernel_inputs.Inputs:
     yield h, fn, drawn.values(3).float(), torch.tensor([0.8]), 1e-6, 1e-2
 
 
-def check(kernels: ModuleType, name: str, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+def check(
+    kernels: ModuleType, name: str, guards: Guards, tokens: int, dtype: torch.dtype, float8: str = E4M3FN
+) -> None:
     """Every call of the kit, of strided rows: results, and what is written."""
     entry = KernelTable.declared()[name]
     own = {"limited_silu_and_mul": limited_silu_and_mul, "hc_head": hc_head}
     inputs = vars(kernel_inputs) | vars(kernel_inputs_sparse) | own
-    for args in inputs[name](Draw(tokens, dtype), tokens, True):
+    for args in inputs[name](Draw(tokens, dtype, float8), tokens, True):
         wanted_args = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
         given = [guards.place(arg) if isinstance(arg, Tensor) else arg for arg in args]
         wanted, found = entry.reference(*wanted_args), getattr(kernels, name)(*given, SMALL)
@@ -92,22 +94,30 @@ def test_a_kernel_gives_what_the_reference_gives_within_its_bounds(
     guards.check()
 
 
-def check_bytes(kernels: ModuleType, guards: Guards) -> None:
+@pytest.mark.parametrize("entry", ["norm_rope_store", "index_key_store"])
+def test_rows_in_the_other_floats_are_the_reference_s(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    guards = Guards(monkeypatch)
+    check(latent_rows, entry, guards, 21, torch.float32, E4M3FNUZ)
+    guards.check()
+
+
+def check_bytes(kernels: ModuleType, guards: Guards, float8: str = E4M3FN) -> None:
     """Every value of e4m3, and what lies between two, in groups whose scale is 1, 2^-12 and 2^12."""
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     between = torch.cat(((values[1:] + values[:-1]) / 2, torch.zeros(1)))
     rows = torch.cat((torch.stack((values, between, values * 0.99)), torch.full((3, 1), 448.0)), dim=1)
     x = torch.cat([sign * rows * scale for sign in (1, -1) for scale in (1, 2**-12, 2**12)])
-    codec, where = RowCodec(128, group=128), torch.arange(len(x))
+    codec, where = RowCodec(128, group=128, float8=float8), torch.arange(len(x))
     found = guards.place(torch.zeros(len(x), codec.num_bytes, dtype=torch.uint8))
     given = guards.place(x), torch.empty(0), 1e-6, where.int(), torch.empty(len(x), 0), found, where, codec
     kernels.norm_rope_store(*given, SMALL)
     assert torch.equal(found, codec.encode(x))
 
 
-def test_rows_in_eight_bits_are_the_reference_s_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("float8", FLOATS)
+def test_rows_in_eight_bits_are_the_reference_s_to_the_bit(float8: str, monkeypatch: pytest.MonkeyPatch) -> None:
     guards = Guards(monkeypatch)
-    check_bytes(latent_rows, guards)
+    check_bytes(latent_rows, guards, float8)
     guards.check()
 
 
@@ -161,3 +171,14 @@ def test_a_defect_is_caught(entry: str, old: str, new: str, tmp_path: Path, monk
             check_bytes(defect, guards)
         check(defect, entry, guards, 21, torch.float32)
         guards.check()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("small == 0x80, 0", "small == 0x81, 0"), ("exponent += BIAS - 7", "exponent += 0")]
+)
+def test_a_defect_of_the_other_floats_is_caught(
+    old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guards = Guards(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_bytes(mutated(latent_rows, tmp_path, old, new), guards, E4M3FNUZ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from sglcore.conformance.kernel_taking import code_of
 from sglcore.conformance.laws_kernels import RELATIVE, relative_error
 from sglcore.runtime.kernels import reference_sparse
 from sglcore.runtime.kernels.choice import choose
+from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.kernels.triton import (
     Tuning,
@@ -68,14 +70,22 @@ MORE = {"sparse_mqa": long_lists, "index_top_k": equal_scores}
 """Beside the kit's, what takes several iterations."""
 
 
-def check(kernels: ModuleType, entry: str, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+def check(
+    kernels: ModuleType,
+    entry: str,
+    guards: Guards,
+    tokens: int,
+    dtype: torch.dtype,
+    float8: str = E4M3FN,
+    tuning: Tuning = SMALL,
+) -> None:
     """Every call of the kit, with strided rows; rows that no list names hold what is not a number."""
     more = MORE[entry]() if tokens == 7 and entry in MORE else ()
-    for args in (*getattr(kernel_inputs_sparse, entry)(Draw(tokens, dtype), tokens, True), *more):
+    for args in (*getattr(kernel_inputs_sparse, entry)(Draw(tokens, dtype, float8), tokens, True), *more):
         wanted_args = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
         given = [guards.place(arg) if isinstance(arg, Tensor) else arg for arg in args]
         wanted = [getattr(reference_sparse, entry)(*wanted_args)]
-        found = [getattr(kernels, entry)(*given, SMALL)]
+        found = [getattr(kernels, entry)(*given, tuning)]
         if entry == "compress":
             # Row 0 is nobody's: what was there may stay.
             wanted, found = [*wanted, wanted_args[1][1:]], [*found, given[1][1:]]
@@ -95,6 +105,16 @@ def test_a_kernel_gives_what_the_reference_gives_within_its_bounds(
 ) -> None:
     guards = Guards(monkeypatch)
     check(MODULES[entry], entry, guards, tokens, dtype)
+    guards.check()
+
+
+@pytest.mark.parametrize(("float8", "converted"), [(E4M3FN, E4M3FN), (E4M3FNUZ, None), (E4M3FNUZ, E4M3FNUZ)])
+@pytest.mark.parametrize("entry", ["sparse_mqa", "paged_mqa", "index_logits"])
+def test_rows_in_eight_bits_are_read_in_each_form_by_their_bits_and_by_instructions(
+    entry: str, float8: str, converted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guards = Guards(monkeypatch)
+    check(MODULES[entry], entry, guards, 7, torch.float32, float8, replace(SMALL, float8=converted))
     guards.check()
 
 
@@ -144,7 +164,7 @@ def test_a_defect_is_caught(entry: str, old: str, new: str, tmp_path: Path, monk
 
 CODEC_MUTANTS = (
     ("& -0x4001", ""),
-    ("* HALF_BIAS", ""),
+    ("* factor", ""),
     ("group * GROUP < ROUNDED", "group * GROUP < 0"),
     ("column >= ROUNDED", "column > ROUNDED"),
     ("place % PAGE", "0"),
@@ -160,3 +180,20 @@ def test_a_defect_of_what_they_share_is_caught(
     user = mutated(sparse_attention, tmp_path, f"from {rows.__name__} import", f"from {defect.__name__} import")
     with pytest.raises(AssertionError):
         check(user, "paged_mqa", guards, 7, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "converted"),
+    [
+        ("256.0 if BIAS == 7 else 128.0", "256.0", None),
+        ("if BIAS == -8", "if BIAS == 8", E4M3FNUZ),
+    ],
+)
+def test_a_defect_of_one_form_of_floats_is_caught(
+    old: str, new: str, converted: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guards = Guards(monkeypatch)
+    defect = mutated(rows, tmp_path, old, new)
+    user = mutated(sparse_attention, tmp_path, f"from {rows.__name__} import", f"from {defect.__name__} import")
+    with pytest.raises(AssertionError):
+        check(user, "paged_mqa", guards, 7, torch.float32, E4M3FNUZ, replace(SMALL, float8=converted))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sglcore.layers.latent import LatentAttention
-from sglcore.runtime.kernels.row_codec import RowCodec
+from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ, RowCodec
 from sglcore.runtime.memory.rows import FP8
 from tests.checkpoints import Oracle, oracle_logprobs, save
 from tests.deepseek_v4 import deepseek_v4
@@ -99,6 +99,7 @@ class Case:
             assert error.max() < NEAR and error.mean() < MEAN
 
 
+OTHER = {E4M3FN: E4M3FNUZ, E4M3FNUZ: E4M3FN}
 STORES = ("norm_rope_store", "index_key_store")
 
 
@@ -137,6 +138,17 @@ def reads_other_scales(engine: TokenEngine) -> None:
     backend.kernels = backend.kernels.replace(**entries)
 
 
+def reads_other_floats(engine: TokenEngine) -> None:
+    """By a bias that is not the device's."""
+    backend: Any = engine.worker.runner.attn_backend
+
+    def wrapped(entry: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: entry(*given[:-1], replace(given[-1], float8=OTHER[given[-1].float8]))
+
+    entries = {name: wrapped(getattr(backend.kernels, name)) for name in ("sparse_mqa", "paged_mqa", "index_logits")}
+    backend.kernels = backend.kernels.replace(**entries)
+
+
 def rounds_places(engine: TokenEngine) -> None:
     """Elements that are rotated are stored in eight bits too."""
     pool: Any = engine.worker.runner.attn_backend.token_to_kv_pool
@@ -150,7 +162,9 @@ def rounds_places(engine: TokenEngine) -> None:
 
 
 @pytest.mark.needs("device")
-@pytest.mark.parametrize("defect", [reads_other_scales, rounds_places], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "defect", [reads_other_scales, reads_other_floats, rounds_places], ids=lambda each: each.__name__
+)
 @pytest.mark.parametrize("case", ["deepseek-v3", "deepseek-v4"], indirect=True)
 def test_a_defect_is_caught(case: Case, defect: Callable[[TokenEngine], None]) -> None:
     engine = case.engine(graph="off")

@@ -16,7 +16,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.sparse.tokens import LOGITS, score_bytes
-from sglcore.runtime.kernels.row_codec import RowCodec
+from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ, FLOATS, RowCodec
 from sglcore.runtime.memory.bring_up import sizes
 from sglcore.runtime.memory.deepseek_v4 import DeepSeekV4TokenToKVPool, kept_rows
 from sglcore.runtime.memory.geometry import fitting_page_size, geometry, rows_row
@@ -62,13 +62,14 @@ def test_rows_are_counted_by_tokens_or_by_page_and_slot() -> None:
     ]
 
 
-def test_with_a_codec_a_row_has_its_bytes() -> None:
-    codec = RowCodec(512, 64)
+@pytest.mark.parametrize("float8", FLOATS)
+def test_with_a_codec_a_row_has_its_bytes(float8: str) -> None:
+    codec = RowCodec(512, 64, float8=float8)
     kept = KeptRows(512, BF16, codec=codec)
     assert kept.num_bytes(PAGE) == PAGE * codec.num_bytes == PAGE * 584
     pool = RowPool([{"kv": kept}], PAGE, RowCounts(2), "cpu", poison=True)
     assert pool.rows(0, "kv").shape == (3 * PAGE, 584) and pool.rows(0, "kv").dtype == torch.uint8
-    assert codec.decode(pool.rows(0, "kv")[:1])[0, :448].isnan().all()
+    assert codec.decode(pool.rows(0, "kv")[:1]).isnan().all()
     assert pool.codec(0, "kv") is codec
 
 
@@ -125,9 +126,9 @@ KINDS = net_of([Compression(16, False)])
 class Kept(Layer):
     """Keeps what DeepSeek-V4's attention keeps."""
 
-    def __init__(self, net: CompressedConfig, compression: Compression | None, drafts: int) -> None:
+    def __init__(self, net: CompressedConfig, compression: Compression | None, drafts: int, *asked: Any) -> None:
         super().__init__(window=net.window)
-        self.rows = kept_rows(net, compression, BF16, drafts)
+        self.rows = kept_rows(net, compression, BF16, drafts, *asked)
 
 
 @pytest.mark.parametrize("drafts", [1, 4])
@@ -202,8 +203,13 @@ def test_the_ledger_has_rows_beside_keys_and_values_by_head() -> None:
     row = rows_row(kept, layers, page, torch.float32)
     assert row.effective == "2.0 MiB for 1,000 tokens, 1.0 MiB for 1,000 that windows see, 1.0 MiB a request"
     assert row.reason == f"keys and values by head would be {size_text(1000 * 2 * 2 * 4 * 8 * 4)} for 1,000 tokens"
-    small = rows_row(kept, layers, page, torch.float32, "fp8")
-    assert (small.requested, small.effective) == ("fp8", f"fp8, {row.effective}") and row.reason in small.reason
+    small, other = (
+        rows_row(kept, [Kept(net, None, 1, "fp8", False, float8)], page, torch.float32, "fp8")
+        for float8 in (E4M3FN, E4M3FNUZ)
+    )
+    assert (small.requested, small.effective) == ("fp8", f"fp8, {row.effective}")
+    assert "keys and values by head would be" in small.reason
+    assert "(e4m3fn) with a scale" in small.reason and "(e4m3fnuz) with a scale" in other.reason
 
 
 def test_a_type_that_rows_have_not_or_the_device_can_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,5 +225,7 @@ def test_a_type_that_rows_have_not_or_the_device_can_not_compute_is_refused(monk
 
     monkeypatch.setattr(RowCodec, "encode", unknown)
     check_row_dtype("auto", "cpu")
-    with pytest.raises(ConfigError, match="this device knows no 8-bit floats: Float8_e4m3fn is not supported"):
+    with pytest.raises(
+        ConfigError, match=r"this device knows no 8-bit floats \(e4m3fn\): Float8_e4m3fn is not supported"
+    ):
         check_row_dtype("fp8", "cpu")

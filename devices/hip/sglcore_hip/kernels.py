@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def kernels() -> KernelTable:
-    """The table for the current GPU; raises `DeviceError` if Triton is not installed."""
+    """The table for the current GPU, with rows in eight bits in the floats that it converts; raises `DeviceError` if Triton is
+    not installed."""
     try:
         from sglcore.runtime.kernels.triton import triton_kernels
     except ImportError as error:
@@ -21,7 +22,9 @@ def kernels() -> KernelTable:
             "install the Triton that belongs to this torch (pip install --force-reinstall torch from its ROCm index)"
         )
         raise DeviceError(f"the kernels of this device can not be used: {error}", remedy=remedy) from error
-    return triton_kernels(tuning(read_capability()))
+    capability = read_capability()
+    table = triton_kernels(tuning(capability))
+    return table if capability.float8 is None else table.storing(capability.float8)
 
 
 def tuning(capability: Capability) -> Tuning:
@@ -32,6 +35,7 @@ def tuning(capability: Capability) -> Tuning:
     wide = capability.wave_size == WIDE_WAVE
     return Tuning(
         lanes=capability.wave_size,
+        float8=capability.float8,
         programs=2 * capability.compute_units,
         decode=LaunchConfig(256 if wide else 128, 1),
         extend=LaunchConfig(256 if wide else 128, 1),

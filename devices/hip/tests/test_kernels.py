@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.contract import Unavailable
 from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
 from sglcore.runtime.bring_up import kernels as kernels_step
+from sglcore.runtime.kernels.row_codec import E4M3FN, E4M3FNUZ
 from sglcore_hip import package
 from sglcore_hip.capability import Capability, read_capability
 from sglcore_hip.kernels import kernels, tuning
@@ -40,6 +41,27 @@ def test_waves_are_as_wide_as_the_gpu_says_and_programs_follow_its_compute_units
 def test_the_current_gpu_is_described_for_the_ledger() -> None:
     found = read_capability()
     assert found.compute_units > 0 and found.wave_size in (32, 64) and found.target in str(found)
+
+
+@pytest.mark.parametrize(
+    ("generation", "converted", "stored"),
+    [((9, 4), E4M3FNUZ, E4M3FNUZ), ((9, 5), E4M3FN, E4M3FN), ((9, 0), None, E4M3FN), ((11, 0), None, E4M3FN)],
+)
+def test_rows_have_the_floats_that_the_gpu_s_generation_converts(
+    generation: tuple[int, int], converted: str | None, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = torch.cuda.get_device_properties(0)
+    found = SimpleNamespace(
+        name="whatever",
+        gcnArchName="gfx0",
+        warp_size=own.warp_size,
+        multi_processor_count=own.multi_processor_count,
+        major=generation[0],
+        minor=generation[1],
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert tuning(read_capability()).float8 == read_capability().float8 == converted and kernels().float8 == stored
+    assert ("converts" in read_capability().evidence) == (converted is not None)
 
 
 def test_the_ledger_says_which_entries_are_replaced() -> None:

@@ -19,6 +19,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.runtime.kernels import reference, reference_recurrent
 from sglcore.runtime.kernels.entry import Entry, Kernel, entry, optional
 from sglcore.runtime.kernels.hisparse import HiSparseKernels
+from sglcore.runtime.kernels.row_codec import E4M3FN, FLOATS
 from sglcore.runtime.kernels.sparse import SparseKernels
 from sglcore.runtime.kernels.speculative import SpeculativeKernels
 
@@ -260,6 +261,8 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     of a required entry takes everything."""
     refused: tuple[str, ...]
     """What was to serve some entry and is not there, each with its reason and its remedy; the ledger has them."""
+    float8: str
+    """The form of 8-bit floats that its functions are to read, one of `row_codec.FLOATS`: rows in eight bits are kept in it."""
 
     def __init__(self, **entries: Given) -> None:
         """The reference, but for these entries. Raises ConfigError for a name that is not an entry."""
@@ -274,7 +277,8 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
             candidates[name] = (*_candidates(given), *behind)
         held = {name: found[0].function if found else None for name, found in candidates.items()}
         origin = {name: origin_of(function) for name, function in held.items() if function is not None}
-        self.__dict__.update(held, origin=MappingProxyType(origin), candidates=MappingProxyType(candidates), refused=())
+        self.__dict__.update(held, origin=MappingProxyType(origin), candidates=MappingProxyType(candidates))
+        self.__dict__.update(refused=(), float8=E4M3FN)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} of a kernel table can not be set: `replace` gives another table")
@@ -308,12 +312,22 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         gone = {name: () for name, one in self.declared().items() if not entries.keys().isdisjoint(one.rests_on)}
         behind = {**self.candidates, **gone}
         new = {name: (one, *behind.get(name, ())) if isinstance(one, Limited) else one for name, one in entries.items()}
-        return type(self)(**{**behind, **new}).refusing(*self.refused)
+        return self._like(type(self)(**{**behind, **new}))
 
     def refusing(self, *reasons: str) -> Self:
         """The same table, which names these among `refused` too."""
-        new = type(self)(**self.candidates)
-        new.__dict__["refused"] = (*self.refused, *reasons)
+        return self._like(self, refused=(*self.refused, *reasons))
+
+    def storing(self, float8: str) -> Self:
+        """The same table, with rows in eight bits in this form; raises `ConfigError` for one that is none."""
+        if float8 not in FLOATS:
+            raise ConfigError(f"rows in eight bits are to be in {float8!r}", wanted=f"one of {', '.join(FLOATS)}")
+        return self._like(self, float8=float8)
+
+    def _like(self, other: Self, **changes: object) -> Self:
+        """The entries of another table, and beside them what this one has, but for changes."""
+        new = type(self)(**other.candidates)
+        new.__dict__.update({"refused": self.refused, "float8": self.float8, **changes})
         return new
 
 

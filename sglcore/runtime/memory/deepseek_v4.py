@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from sglcore.checkpoint.compressed import CompressedConfig, Compression
+from sglcore.runtime.kernels.row_codec import E4M3FN
 from sglcore.runtime.memory.rows import INDEX_KEYS, BaseSWAKVPool, KeptRows, LayerRows, Place, row_codec
 
 WINDOW, BLOCKS, STATE = "window", "blocks", "state"
@@ -29,11 +30,13 @@ def kept_rows(
     drafts: int = 1,
     kv_cache_dtype: str = "auto",
     hisparse: bool = False,
+    float8: str = E4M3FN,
 ) -> LayerRows:
     """Those of one layer, computed in `dtype`; states are float32, values and gates side by side. The last block's tokens
     belong to a page of the window where the next block takes them too, so that who goes on from a page has them; else to
-    the slot, because a page ends with a block. `hisparse`: blocks that an indexer chooses lie in host memory."""
-    codec = row_codec(kv_cache_dtype, net.head_dim, net.rope_dim)
+    the slot, because a page ends with a block. `hisparse`: blocks that an indexer chooses lie in host memory.
+    `float8` is that of the kernel table."""
+    codec = row_codec(kv_cache_dtype, net.head_dim, net.rope_dim, float8)
     kept = {WINDOW: KeptRows(net.head_dim, dtype, Place.WINDOW_PAGES, codec=codec)}
     if compression is None:
         return kept
@@ -46,7 +49,7 @@ def kept_rows(
     of_blocks = Place.HOST_PAGES if hisparse and compression.is_sparse else Place.PAGES
     kept |= {BLOCKS: KeptRows(net.head_dim, dtype, of_blocks, ratio, codec=codec), STATE: state(net.head_dim)}
     if compression.is_sparse:
-        codec = row_codec(kv_cache_dtype, net.index_dim)
+        codec = row_codec(kv_cache_dtype, net.index_dim, float8=float8)
         kept |= {
             INDEX_KEYS: KeptRows(net.index_dim, dtype, ratio=ratio, codec=codec),
             INDEX_STATE: state(net.index_dim),

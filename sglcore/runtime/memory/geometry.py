@@ -91,9 +91,10 @@ def rows_row(
     parts += [f"{size_text(kept.ring)} a request"] if kept.ring else []
     dense = sum(layer.size_by_head for layer in layers) * dtype.itemsize
     reason = f"keys and values by head would be {size_text(1000 * dense)} for 1,000 tokens"
+    floats = {each.codec.float8 for layer in layers for each in layer.rows.values() if each.codec is not None}
     if kv_cache_dtype == FP8:
         parts[0], reason = (
             f"{FP8}, {parts[0]}",
-            f"8-bit floats with a scale for each group of them; in {dtype} {reason}",
+            f"8-bit floats ({', '.join(floats)}) with a scale for each group of them; in {dtype} {reason}",
         )
     return Row("kv rows", kv_cache_dtype, ", ".join(parts), reason, f"--kv-cache-dtype auto or {FP8}")

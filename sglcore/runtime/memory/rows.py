@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sglcore.device.errors import ConfigError
-from sglcore.runtime.kernels.row_codec import RowCodec
+from sglcore.runtime.kernels.row_codec import E4M3FN, RowCodec
 from sglcore.step.sizing import size_text
 
 if TYPE_CHECKING:
@@ -28,17 +28,15 @@ INDEX_KEYS = "index_keys"
 """The name of rows by which an indexer chooses others."""
 FP8 = "fp8"
 """The `kv_cache_dtype` of rows in eight bits."""
-ENCODED_NAN = 0xFF
-"""A byte that no codec reads as a number."""
 
 
-def row_codec(kv_cache_dtype: str, size: int, exact: int = 0) -> RowCodec | None:
-    """The form of rows of `size` elements, the last `exact` of which hold places, by what a configuration asks for; None: they
-    are numbers of the model's type."""
-    return RowCodec(size, exact) if kv_cache_dtype == FP8 else None
+def row_codec(kv_cache_dtype: str, size: int, exact: int = 0, float8: str = E4M3FN) -> RowCodec | None:
+    """The form of rows of `size` elements, the last `exact` of which hold places, by what a configuration asks for and by the
+    kernel table's floats; None: they are numbers of the model's type."""
+    return RowCodec(size, exact, float8=float8) if kv_cache_dtype == FP8 else None
 
 
-def check_row_dtype(kv_cache_dtype: str, device: torch.device | str) -> None:
+def check_row_dtype(kv_cache_dtype: str, device: torch.device | str, float8: str = E4M3FN) -> None:
     """Raises ConfigError for a `kv_cache_dtype` that rows have none of, or that the device can not compute."""
     if kv_cache_dtype not in ("auto", FP8):
         raise ConfigError(
@@ -46,13 +44,13 @@ def check_row_dtype(kv_cache_dtype: str, device: torch.device | str) -> None:
             wanted=f"auto or {FP8}",
             remedy="leave --kv-cache-dtype out",
         )
-    codec = row_codec(kv_cache_dtype, 64)
+    codec = row_codec(kv_cache_dtype, 64, float8=float8)
     try:
         if codec is not None:
             codec.decode(codec.encode(torch.ones(1, 64, device=device)))
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"kv_cache_dtype is {kv_cache_dtype!r}, and this device knows no 8-bit floats: {error}",
+            f"kv_cache_dtype is {kv_cache_dtype!r}, and this device knows no 8-bit floats ({float8}): {error}",
             wanted="auto",
             remedy="leave --kv-cache-dtype out",
         ) from None
@@ -201,11 +199,11 @@ class RowPool:
 
     def _make(self, kept: KeptRows) -> Tensor:
         rows, row = self._counts.owners(kept.place) * kept.count(self.page_size), kept.row
-        unwritten = torch.nan if kept.codec is None else ENCODED_NAN
-        value, shape = unwritten if self._poison else 0, (rows, row.shape[1])
+        unwritten = torch.tensor([torch.nan], dtype=row.dtype) if kept.codec is None else kept.codec.unwritten
+        value, shape = unwritten if self._poison else torch.zeros_like(unwritten), (rows, row.shape[1])
         if kept.place is Place.HOST_PAGES and self._pins:
-            return _pinned(shape, row.dtype).fill_(value)
-        return torch.full(shape, value, dtype=row.dtype, device=self._device)
+            return _pinned(shape, row.dtype).copy_(value)
+        return torch.empty(shape, dtype=row.dtype, device=self._device).copy_(value.to(self._device))
 
 
 def _pinned(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

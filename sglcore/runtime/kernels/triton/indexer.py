@@ -13,7 +13,7 @@ from torch import Tensor
 from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, wide_dot
 from sglcore.runtime.kernels.triton.race import ordered
-from sglcore.runtime.kernels.triton.rows import form_of, load_elements, load_heads, paged_rows
+from sglcore.runtime.kernels.triton.rows import load_elements, load_heads, paged_rows, read_form_of
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 LOWEST = tl.constexpr(-(1 << 31))
@@ -45,6 +45,7 @@ def index_logits_kernel(
     PAGE: tl.constexpr,
     EXACT: tl.constexpr,
     GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """Programs (token, part), which has each block of TOKENS rows that is its turn.
 
@@ -60,7 +61,7 @@ def index_logits_kernel(
         place = at + tl.arange(0, TOKENS)
         inside = place < count
         row = paged_rows(table, slot, place, inside, table_stride, PAGE)
-        key = load_elements(keys + row * ROW, inside, query.dtype, 0, DIM, BLOCK_D, EXACT, GROUP)
+        key = load_elements(keys + row * ROW, inside, query.dtype, 0, DIM, BLOCK_D, EXACT, GROUP, BIAS)
         score = tl.maximum(wide_dot(query, tl.trans(key)), 0.0)
         total = tl.sum(score * gain[:, None], axis=0)
         tl.store(line + place, tl.where(inside, total, float("-inf")), mask=place < width)
@@ -163,7 +164,7 @@ def index_logits(
     out = torch.empty(tokens, width, dtype=torch.float32, device=q.device)
     if not out.numel():
         return out
-    form = form_of(codec)
+    form = read_form_of(codec, tuning)
     # Products of float32 take no matrix unit and twice the registers.
     step = max(NARROWEST_DOT, tuning.index_tokens // max(1, q.itemsize // 2) ** 2)
     parts = max(1, min(tiles(tuning.programs, tokens), tiles(width, step)))

@@ -13,12 +13,13 @@ from torch import Tensor
 from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore.runtime.kernels.triton.rotation import row_of
 from sglcore.runtime.kernels.triton.rounding import narrow, rounded
+from sglcore.runtime.kernels.triton.rows import form_of
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 
 @triton.jit
 def float8_bits(x):
-    """int32: the bits of float32 x, of at most 448, as float8 e4m3, ties to even; whatever floats the device knows."""
+    """int32: the bits of float32 x, of at most 448, as float8 e4m3fn, ties to even; whatever floats the device knows."""
     bits = x.to(tl.int32, bitcast=True)
     sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
@@ -28,7 +29,7 @@ def float8_bits(x):
 
 
 @triton.jit
-def store_encoded(values, line, column, live, SIZE, EXACT, GROUP, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def store_encoded(values, line, column, live, SIZE, EXACT, GROUP, BIAS, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """Rows of float32 [ROWS, BLOCK] in the form of `RowCodec`, from the addresses `line` on."""
     ROUNDED: tl.constexpr = SIZE - EXACT
     SPAN: tl.constexpr = min(GROUP, BLOCK)
@@ -40,6 +41,10 @@ def store_encoded(values, line, column, live, SIZE, EXACT, GROUP, BLOCK: tl.cons
     exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     small = float8_bits(tl.reshape(apart * inverse[:, :, None], [ROWS, BLOCK]))
+    # By another bias the same bits are half as much, to a scale of twice as much; there a zero with a sign is no number.
+    if BIAS != 7:
+        small = tl.where(small == 0x80, 0, small)
+        exponent += BIAS - 7
     tl.store(line[:, None] + column[None, :], small.to(tl.uint8), mask=live[:, None] & is_small[None, :])
     scales = line[:, None] + (ROUNDED + 2 * EXACT + group)[None, :]
     tl.store(scales, exponent.to(tl.uint8), mask=live[:, None] & (group * GROUP < ROUNDED)[None, :])
@@ -51,12 +56,12 @@ def store_encoded(values, line, column, live, SIZE, EXACT, GROUP, BLOCK: tl.cons
 
 @triton.jit
 def store_rows(
-    values, rows, row, column, live, stride, dtype, SIZE, EXACT, GROUP, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    values, rows, row, column, live, stride, dtype, SIZE, EXACT, GROUP, BIAS, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
     """float32 [ROWS, BLOCK], rounded to dtype, into rows of SIZE elements. GROUP is the codec's; 0: rows are numbers."""
     values, line = rounded(values, dtype), rows + row * stride
     if GROUP > 0:
-        store_encoded(values, line, column, live, SIZE, EXACT, GROUP, BLOCK, ROWS)
+        store_encoded(values, line, column, live, SIZE, EXACT, GROUP, BIAS, BLOCK, ROWS)
     else:
         inside = live[:, None] & (column < SIZE)[None, :]
         tl.store(line[:, None] + column[None, :], narrow(values, rows.dtype.element_ty), mask=inside)
@@ -96,6 +101,7 @@ def tail_kernel(
     IS_INVERSE: tl.constexpr,
     EXACT: tl.constexpr,
     GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -120,7 +126,7 @@ def tail_kernel(
     is_first = ((tail % 2 == 0) != IS_INVERSE)[None, :]
     values = tl.where(is_turned, own * cos + tl.where(is_first, -beside, beside) * sin, own)
     row = row_of(flat, out_rows, rows)
-    store_rows(values, out, row, column, live, out_stride, x.dtype.element_ty, SIZE, EXACT, GROUP, BLOCK, ROWS)
+    store_rows(values, out, row, column, live, out_stride, x.dtype.element_ty, SIZE, EXACT, GROUP, BIAS, BLOCK, ROWS)
 
 
 @triton.jit
@@ -140,6 +146,7 @@ def index_key_kernel(
     HALF: tl.constexpr,
     EXACT: tl.constexpr,
     GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -164,7 +171,7 @@ def index_key_kernel(
     turned = own * cos + tl.where((column < HALF)[None, :], -beside, beside) * sin
     row = row_of(token, out_rows, tokens)
     values = tl.where(is_turned, turned, own)
-    store_rows(values, out, row, column, live, out_stride, x.dtype.element_ty, SIZE, EXACT, GROUP, BLOCK, ROWS)
+    store_rows(values, out, row, column, live, out_stride, x.dtype.element_ty, SIZE, EXACT, GROUP, BIAS, BLOCK, ROWS)
 
 
 @triton.jit
@@ -245,13 +252,9 @@ def _tails(
         IS_INVERSE=is_inverse,
         BLOCK=block,
         ROWS=held,
-        **_form_of(codec),
+        **form_of(codec),
         **tuning.options(tuning.rope_tail),
     )
-
-
-def _form_of(codec: RowCodec | None) -> dict[str, int]:
-    return {"EXACT": codec.exact if codec else 0, "GROUP": codec.group if codec else 0}
 
 
 def index_key_store(
@@ -288,6 +291,6 @@ def index_key_store(
         HALF=cos_sin_cache.shape[1] // 2,
         BLOCK=block,
         ROWS=held,
-        **_form_of(codec),
+        **form_of(codec),
         **tuning.options(tuning.rope_tail),
     )

@@ -10,9 +10,7 @@ import triton.language as tl
 
 from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore.runtime.kernels.triton.rounding import narrow
-
-HALF_BIAS = tl.constexpr(256.0)
-"""What the bits of a float8 e4m3, as those of a float16 with its exponent, are too small by."""
+from sglcore.runtime.kernels.triton.tuning import Tuning
 
 
 @triton.jit
@@ -23,21 +21,45 @@ def paged_rows(table, slot, place, inside, table_stride, PAGE: tl.constexpr):
 
 
 @triton.jit
+def small_floats(byte, BIAS: tl.constexpr):
+    """float32 of the bytes of float8 e4m3 with that bias, and what they are too small by: by their bits, as a float16's, or, where
+    the bias is negative, by the device's instruction; exact in both ways."""
+    if BIAS < 0:
+        if BIAS == -8:
+            values = byte.to(tl.float8e4b8, bitcast=True).to(tl.float32)
+        else:
+            values = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        factor = 1.0
+    else:
+        bits = (byte.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4001
+        # A float16 has a bias of 15.
+        values, factor = bits.to(tl.float16, bitcast=True).to(tl.float32), 256.0 if BIAS == 7 else 128.0
+    return values, factor
+
+
+@triton.jit
 def decoded(
-    line, inside, dtype: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EXACT, GROUP
+    line,
+    inside,
+    dtype: tl.constexpr,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXACT,
+    GROUP,
+    BIAS,
 ):
-    """As `load_elements`, of rows in the form of `RowCodec`: exact in float32, whatever floats the device knows."""
+    """As `load_elements`, of rows in the form of `RowCodec`."""
     ROUNDED: tl.constexpr = SIZE - EXACT
     column = FIRST + tl.arange(0, BLOCK)
     is_small = inside[:, None] & (column < ROUNDED)[None, :]
     byte = tl.load(line[:, None] + column[None, :], mask=is_small, other=0)
-    bits = (byte.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4001
-    values = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    values, factor = small_floats(byte, BIAS)
     SPAN: tl.constexpr = min(GROUP, BLOCK)
     group = (FIRST + tl.arange(0, BLOCK // SPAN) * SPAN) // GROUP
     has_scale = inside[:, None] & (group * GROUP < ROUNDED)[None, :]
     exponent = tl.load(line[:, None] + (ROUNDED + 2 * EXACT + group)[None, :], mask=has_scale, other=0).to(tl.int32)
-    scale = (exponent << 23).to(tl.float32, bitcast=True) * HALF_BIAS
+    scale = (exponent << 23).to(tl.float32, bitcast=True) * factor
     apart = tl.reshape(values, [values.shape[0], BLOCK // SPAN, SPAN]) * scale[:, :, None]
     values = tl.reshape(apart, [values.shape[0], BLOCK])
     if EXACT > 0:
@@ -58,11 +80,12 @@ def load_elements(
     BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
     GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """[rows, BLOCK] of dtype: the elements from FIRST on of the rows of SIZE that begin at `line`; zeros behind them and where
     not inside. GROUP is that of the codec, 0 where rows are numbers."""
     if GROUP:
-        values = decoded(line, inside, dtype, FIRST, SIZE, BLOCK, EXACT, GROUP)
+        values = decoded(line, inside, dtype, FIRST, SIZE, BLOCK, EXACT, GROUP, BIAS)
     else:
         column = FIRST + tl.arange(0, BLOCK)
         loaded = inside[:, None] & (column < SIZE)[None, :]
@@ -83,5 +106,15 @@ def load_heads(
 
 
 def form_of(codec: RowCodec | None) -> dict[str, int]:
-    """How `load_elements` is told of a codec."""
-    return {"EXACT": codec.exact if codec else 0, "GROUP": codec.group if codec else 0}
+    """How kernels that write rows are told of a codec."""
+    if codec is None:
+        return {"EXACT": 0, "GROUP": 0, "BIAS": 0}
+    return {"EXACT": codec.exact, "GROUP": codec.group, "BIAS": codec.floats.bias}
+
+
+def read_form_of(codec: RowCodec | None, tuning: Tuning) -> dict[str, int]:
+    """How `load_elements` is told of a codec: as above, but that the bias of floats which the device converts by an instruction
+    is negative."""
+    form = form_of(codec)
+    converts = codec is not None and codec.float8 == tuning.float8
+    return {**form, "BIAS": -form["BIAS"]} if converts else form

@@ -19,7 +19,7 @@ from torch import Tensor
 from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, wide_dot
 from sglcore.runtime.kernels.triton.rounding import narrow
-from sglcore.runtime.kernels.triton.rows import form_of, load_elements, load_heads, paged_rows
+from sglcore.runtime.kernels.triton.rows import load_elements, load_heads, paged_rows, read_form_of
 from sglcore.runtime.kernels.triton.softmax import LOG2_E, begin, merged, parts_of, take_scores
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
@@ -78,6 +78,7 @@ def take_rows(
     PAGE: tl.constexpr,
     EXACT: tl.constexpr,
     GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """The running softmax after the entries [start, end) of a list, or after such rows of the pages of a request. `query` has
     the elements that are values too, `tail` the others, if any."""
@@ -90,10 +91,10 @@ def take_rows(
             row = tl.load(chosen + place, mask=inside, other=-1).to(tl.int64)
             inside = row >= 0
         line = rows + row * ROW
-        keys = load_elements(line, inside, query.dtype, 0, DIM, query.shape[1], EXACT, GROUP)
+        keys = load_elements(line, inside, query.dtype, 0, DIM, query.shape[1], EXACT, GROUP, BIAS)
         score = wide_dot(query, tl.trans(keys))
         if tail is not None:
-            rest = load_elements(line, inside, query.dtype, query.shape[1], DIM, tail.shape[1], EXACT, GROUP)
+            rest = load_elements(line, inside, query.dtype, query.shape[1], DIM, tail.shape[1], EXACT, GROUP, BIAS)
             score += wide_dot(tail, tl.trans(rest))
         score = tl.where(inside[None, :], score * scale, float("-inf"))
         best, total, mean = take_scores(score, keys, best, total, mean)
@@ -140,23 +141,23 @@ def sparse_mqa_kernel(
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
     QUERIES: tl.constexpr,
-    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
     SPLITS: tl.constexpr,
     PAGE: tl.constexpr,
     EXACT: tl.constexpr,
     GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """Programs (token and block of heads, split): out [T, HEADS, SPLITS, VALUES] and, if SPLITS > 1, its log2 weights. MAIN
     elements, the values among them, then TAIL. With pages, `chosen` is the table. Floor: the rows that a token's lists name,
-    read once for all heads: later blocks of heads find them in the cache.
-    """
+    read once for all heads: later blocks of heads find them in the cache."""
     BLOCKS: tl.constexpr = (HEADS + QUERIES - 1) // QUERIES
     token, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     head = tl.program_id(0) % BLOCKS * QUERIES + tl.arange(0, QUERIES)
     chosen += (tl.load(slots + token).to(tl.int64) if PAGE else token) * chosen_stride
     more_chosen = more_chosen + token * more_chosen_stride if more_rows is not None else None
     first, count = lengths_of(chosen, more_chosen, lens, token, width, more_width, PAGE)
-    start, end = share_of(count, split, SPLITS, TOKENS)
+    start, end = share_of(count, split, SPLITS, STEP)
     part = (token * HEADS + head) * SPLITS + split
     if (split > 0) & (start >= count):
         tl.store(weights + part, float("-inf"), mask=head < HEADS)
@@ -166,12 +167,12 @@ def sparse_mqa_kernel(
     best, total = begin(sinks, head, head < tl.where(split == 0, HEADS, 0), QUERIES)
     mean, last = tl.zeros([QUERIES, MAIN], tl.float32), tl.minimum(end, first)
     best, total, mean = take_rows(
-        query, tail, best, total, mean, rows, chosen, start, last, scale, ROW, DIM, TOKENS, PAGE, EXACT, GROUP
+        query, tail, best, total, mean, rows, chosen, start, last, scale, ROW, DIM, STEP, PAGE, EXACT, GROUP, BIAS
     )
     if more_rows is not None:
         rows, chosen, start, last = more_rows, more_chosen, tl.maximum(start - first, 0), end - first
         best, total, mean = take_rows(
-            query, tail, best, total, mean, rows, chosen, start, last, scale, MORE, DIM, TOKENS, PAGE, EXACT, GROUP
+            query, tail, best, total, mean, rows, chosen, start, last, scale, MORE, DIM, STEP, PAGE, EXACT, GROUP, BIAS
         )
     store_part(out, weights, part, head < HEADS, best, total, mean, VALUES, SPLITS)
 
@@ -260,7 +261,7 @@ def _attend(
     blocks = tokens * tiles(heads, queries)
     splits = _splits(tuning, blocks, tiles(width + more_width, step))
     parts, weights = parts_of(out, splits)
-    form = form_of(codec)
+    form = read_form_of(codec, tuning)
     main = max(power_of_two(value_size), NARROWEST_DOT, form["GROUP"])
     sparse_mqa_kernel[(blocks, splits)](
         q,
@@ -282,7 +283,7 @@ def _attend(
         MAIN=main,
         TAIL=max(power_of_two(dim - main), NARROWEST_DOT) if dim > main else 0,
         QUERIES=queries,
-        TOKENS=step,
+        STEP=step,
         SPLITS=splits,
         PAGE=page_size,
         **form,

@@ -68,6 +68,8 @@ class Tuning:
 
     lanes: int = 32
     """Threads of one warp."""
+    float8: str | None = None
+    """The form of 8-bit floats that the device converts by an instruction; others, or with None all, are read by their bits."""
     elements: int = 2048
     """Elements that one program of an elementwise kernel or norm holds; a longer row is held whole."""
     rms_norm: LaunchConfig = LaunchConfig(256, 1)

@@ -1,0 +1,37 @@
+"""Rows in eight bits, kept in the floats that the GPU converts, hold the numbers that they hold in others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglcore.runtime.kernels.row_codec import E4M3FN
+from sglcore.runtime.memory.rows import FP8
+from sglcore_hip.capability import read_capability
+from tests.checkpoints import save
+from tests.deepseek_v4 import deepseek_v4
+from tests.laws.engine import TokenEngine, random_prompts
+
+CLOSE = 2e-3
+"""Of log-probabilities in float32: a row whose last bits differ may round otherwise."""
+
+
+@pytest.mark.needs("simulator")
+def test_a_model_s_rows_are_kept_in_the_gpu_s_floats_and_say_the_same(tmp_path: Path) -> None:
+    folder = save(deepseek_v4(num_experts_per_tok=8, index_topk=64), tmp_path / "v4")
+    found, forms = [], []
+    for kernels in ("reference", "triton"):
+        given = {"attention_backend": "compressed", "page_size": 16, "max_model_len": 64, "graph": "off"}
+        engine = TokenEngine(folder, kernels=kernels, kv_cache_dtype=FP8, poison=True, **given)
+        pool: Any = engine.worker.runner.attn_backend.token_to_kv_pool
+        forms.append({kept.codec.float8 for layer in pool.layers for kept in layer.values() if kept.codec})
+        found.append(engine.run(random_prompts(3, (21, 6)), 3, score_prompts=True))
+    assert forms == [{E4M3FN}, {read_capability().float8 or E4M3FN}]
+    for one, other in zip(*found, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(
+            one.prompt_logprobs + one.logprobs, other.prompt_logprobs + other.logprobs, atol=CLOSE
+        )
