@@ -199,3 +199,46 @@ def test_a_defect_is_caught(
     with pytest.raises(AssertionError):
         for prompts in ([base], texts(13, (60, 55)), [base], [base[:48] + tail for tail in texts(14, (3, 9))]):
             check(engine.run(prompts, 4), oracle)
+
+
+class SlotRings:
+    """The rows of each slot's last tokens: whoever enters a slot finds those of who had it before."""
+
+    def __init__(self, slots: int, window: int, device: torch.device) -> None:
+        self.rows = torch.zeros(slots, window, dtype=torch.int64, device=device)
+        self._outside = torch.full((slots,), CONTEXT, device=device)
+
+    def fill(self, plan: CompressedPlan, positions: torch.Tensor) -> None:
+        """Of what a step's tokens see, rows from before this step are those of their slot."""
+        slots, at, width = plan.tokens.slots.long(), positions.long(), self.rows.shape[1]
+        first = self._outside.scatter_reduce(0, slots, at, "amin")[slots]
+        last = (-self._outside).scatter_reduce(0, slots, at, "amax")[slots]
+        places = torch.arange(width, device=at.device) + (at - width + 1).clamp(min=0).unsqueeze(1)
+        found = self.rows[slots.unsqueeze(1), places % width].to(plan.window.dtype)
+        plan.window.copy_(torch.where((places < first.unsqueeze(1)) & (plan.window >= 0), found, plan.window))
+        kept = at > last - width
+        self.rows[slots[kept], at[kept] % width] = plan.window_out[kept].long()
+
+
+@pytest.mark.needs("device")
+def test_rings_by_slot_give_the_same_until_a_prefix_is_hit(
+    checkpoint: tuple[Path, Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a hit every row of a window is the request's own; behind one the first windows have rows of others."""
+    folder, oracle = checkpoint
+    fill, rings = DeepseekV4AttnBackend._fill_lists, list[SlotRings]()
+
+    def filled(backend: DeepseekV4AttnBackend, plan: CompressedPlan, batch: ForwardBatch) -> None:
+        fill(backend, plan, batch)
+        if not rings:  # on the stream of the steps
+            table = backend.req_to_token_pool.page_table
+            rings.append(SlotRings(table.shape[0], plan.window.shape[1], table.device))
+        rings[0].fill(plan, batch.positions)
+
+    monkeypatch.setattr(DeepseekV4AttnBackend, "_fill_lists", filled)
+    engine, base = CompressedEngine(folder, pages=40, window_pages=26, graph="off"), texts(12, (70,))[0]
+    check(engine.run([base, *texts(13, (60, 55))], 20, stagger=2), oracle)
+    assert not engine.scheduler.stats().hit_tokens
+    with pytest.raises(AssertionError):
+        check(engine.run([base], 4), oracle)
+    assert engine.scheduler.stats().hit_tokens == 64
