@@ -48,8 +48,8 @@ _INPUTS = (
 
 
 def kernel_cases(entry: Entry[Any], dtypes: Sequence[str], float8: str = E4M3FN) -> Iterator[KernelCase]:
-    """Every case of an entry on a device that computes in these types, for a table of such 8-bit floats. Raises AttributeError for one without shapes that the
-    kit does not know, which must not pass unseen."""
+    """Every case of an entry on a device that computes in these types, for a table of such 8-bit floats. Raises AttributeError
+    for one without shapes that the kit does not know, which must not pass unseen."""
     known = next((inputs for kernels, inputs in _INPUTS if entry.name in vars(kernels)), kernel_inputs)
     make = None if entry.shapes else getattr(known, entry.name)
     for place, name in enumerate(("float32",) if entry.name in OF_LOGITS else dtypes):

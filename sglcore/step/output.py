@@ -21,8 +21,9 @@ A = TypeVar("A")
 @dataclass(slots=True)
 class StepOutput(Generic[A]):
     """`tokens` of the emitting rows and `prompt` log-probabilities by row, or `embeddings` float32[B, H]; `path` is what
-    ran. `runs`: the rows are those of B requests with proposals, of which so many, int32[B], are right, and so many were made. `drafts` int32[B, k]: what is proposed
-    next, if the host is to know. `swaps`: what is counted of rows in host memory. The device may not have come to them yet."""
+    ran. `runs`: the rows are those of B requests with proposals, of which so many, int32[B], are right,
+    and so many were made. `drafts` int32[B, k]: what is proposed next, if the host is to know. `swaps`: what is counted of
+    rows in host memory. The device may not have come to them yet."""
 
     rows: RowPlan
     path: str
@@ -47,15 +48,15 @@ class StepOutput(Generic[A]):
 
     def read(self, step: int, arrays: Sequence[NDArray]) -> BatchResult:
         """From the host's own arrays of `arrays()`."""
-        drafts = None if self.drafts is None else arrays[0]
-        own = arrays if drafts is None else arrays[1:]
+        left = iter(arrays)
+        drafts = None if self.drafts is None else next(left)
+        missed = None if self.swaps is None or self.swaps.missed is None else next(left)
+        runs = None if self.runs is None else (next(left), next(left))
+        result = self._read_rows(step, list(left))
+        if runs is not None:
+            result = accepted_runs(result, *runs)
         if self.swaps is not None:
-            missed = None if self.swaps.missed is None else own[0]
-            result = self._read_rows(step, own if missed is None else own[1:])
-            return replace(result, swaps=self.swaps.counts(missed))
-        result = self._read_rows(step, own if self.runs is None else own[2:])
-        if self.runs is not None:
-            result = accepted_runs(result, *own[:2])
+            result = replace(result, swaps=self.swaps.counts(missed))
         return result if drafts is None else replace(result, drafts=drafts)
 
     def _read_rows(self, step: int, arrays: Sequence[NDArray]) -> BatchResult:

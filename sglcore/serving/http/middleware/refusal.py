@@ -59,7 +59,7 @@ class Refusals:
             if isinstance(error, TurnedAway):
                 self._metrics.refused(error.code)
             failure = told(error)
-            await _refuse(failure, is_complete or await _is_small(failure, scope, receive), scope, receive, send)
+            await _refuse(failure, is_complete or await _ends_soon(failure, scope, receive), scope, receive, send)
 
 
 async def _refuse(failure: Failure, is_complete: bool, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,8 +99,8 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-async def _is_small(failure: Failure, scope: Scope, receive: Receive) -> bool:
-    """Whether the rest of the body is there at once: that of a small one is waited for."""
+async def _ends_soon(failure: Failure, scope: Scope, receive: Receive) -> bool:
+    """Whether the rest of the body comes within a second: that of a small one is waited for."""
     is_small = (body_length(scope) or SMALL + 1) <= SMALL
     return failure.status != 408 and is_small and await _drop(receive)
 
