@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ci.code import code_of
 from ci.lanes import ROOT, LaneError
 
 STORED = Path("ci") / "digests.json"
@@ -26,9 +27,10 @@ PLACES = ("devices/*/ci.toml", "tests/ci.toml")
 class Group:
     """One row.
 
-    `tests` are patterns of tests' names on `lane`, with their parameters where a pattern has a bracket (`[[]`); `sources` patterns of files that they cover beside their own, and `pins`
-    packages of `constraints.txt` whose versions they do. `share` is how many of 100 tests a sample takes; a test that makes many
-    checks may run always, with `share = 100`, and take its own sample.
+    `tests` are patterns of tests' names on `lane`, with their parameters where a pattern has a bracket (`[[]`);
+    `sources` patterns of files that they cover beside their own, and `pins` packages of `constraints.txt` whose versions they
+    do. `share` is how many of 100 tests a sample takes; a test that makes many checks may run always, with `share = 100`, and
+    take its own sample.
     """
 
     name: str
@@ -44,10 +46,10 @@ class Group:
         return any(fnmatchcase(test if "[" in pattern else name, pattern) for pattern in self.tests)
 
     def digest(self, root: Path = ROOT) -> str:
-        """What the group covers, in 64 letters: its files with their names, and the versions of its packages."""
+        """What the group covers, in 64 letters: the code of its files with their names, and the versions of its packages."""
         total = hashlib.sha256()
         for path in self.files(root):
-            total.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+            total.update(path.relative_to(root).as_posix().encode() + b"\0" + code_of(path) + b"\0")
         constraints = root / CONSTRAINTS
         lines = constraints.read_text().splitlines() if constraints.is_file() else []
         for line in sorted(line for line in lines if line.partition("==")[0] in self.pins):
