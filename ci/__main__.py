@@ -56,8 +56,9 @@ def _run(options: argparse.Namespace) -> int:
     found = lanes()
     words = options.tests.split()
     stale = [group for group in groups() if not group.is_fresh()]
+    fresh = ",".join(sorted({group.name for group in groups()} - {group.name for group in stale}))
     chosen = [lane_named(name, found) for name in options.lane] or _here(found, words, stale, options.whole)
-    taken = () if options.whole else (f"--sample={options.seed}",)
+    taken = () if options.whole else (f"--sample={options.seed}", f"--fresh={fresh}")
     print(_plan(stale, options), flush=True)
     runs = run.run_all(chosen, options.workers, words, taken)
     if options.whole:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
+from functools import cache
 from pathlib import Path
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -13,8 +14,12 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def code_of(path: Path) -> bytes:
     """The bytes of a file that tests of it could notice. A file that is no valid Python, or none at all, counts whole."""
     whole = path.read_bytes()
-    if path.suffix != ".py":
-        return whole
+    return _code_of_python(whole) if path.suffix == ".py" else whole
+
+
+@cache
+def _code_of_python(whole: bytes) -> bytes:
+    """Once for each text: many groups cover the same files."""
     try:
         text = whole.decode()
         lines = _without_comments(text)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ci.code import code_of
-from ci.lanes import ROOT, LaneError
+from ci.lanes import ROOT, Lane, LaneError, lanes
 
 STORED = Path("ci") / "digests.json"
 CONSTRAINTS = "constraints.txt"
@@ -30,7 +30,8 @@ class Group:
     `tests` are patterns of tests' names on `lane`, with their parameters where a pattern has a bracket (`[[]`);
     `sources` patterns of files that they cover beside their own, and `pins` packages of `constraints.txt` whose versions they
     do. `share` is how many of 100 tests a sample takes; a test that makes many checks may run always, with `share = 100`, and
-    take its own sample.
+    take its own sample. `skips`: a test that says that the lane can not run it leaves the group whole, because others run it.
+    A test is of the first group declared that has it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Group:
     sources: tuple[str, ...]
     share: int
     pins: tuple[str, ...] = ()
+    skips: bool = False
 
     def has(self, test: str) -> bool:
         """Whether a test, by pytest's name for it, is of this group."""
@@ -68,17 +70,41 @@ class Group:
 
 
 def groups(root: Path = ROOT) -> tuple[Group, ...]:
-    """Every group, by name; raises LaneError."""
-    found = [group for place in PLACES for path in sorted(root.glob(place)) for group in _read(path)]
+    """Every group in the order in which they are declared, those of packages first; raises LaneError."""
+    known = lanes(root)
+    found = [group for place in PLACES for path in sorted(root.glob(place)) for group in _read(path, known)]
     names = [group.name for group in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise LaneError(f"two rows declare the group {', '.join(twice)}; give each group a name of its own")
-    return tuple(sorted(found, key=lambda group: group.name))
+    return tuple(found)
 
 
-def _read(path: Path) -> list[Group]:
-    return [_group(path, row) for row in tomllib.loads(path.read_text()).get("group", ())]
+def group_of(test: str, found: Sequence[Group]) -> Group | None:
+    """The group of one lane's that a test is of."""
+    return next((group for group in found if group.has(test)), None)
+
+
+def _read(path: Path, known: Sequence[Lane]) -> list[Group]:
+    rows = tomllib.loads(path.read_text()).get("group", ())
+    return [_group(path, each) for row in rows for each in _on_lanes(row, known)]
+
+
+def _on_lanes(row: dict[str, Any], known: Sequence[Lane]) -> list[dict[str, Any]]:
+    """A row whose lane is a pattern is one for each lane on any machine, with that lane's name in its own and its device's
+    in patterns of files."""
+    pattern = str(row.get("lane", ""))
+    if "*" not in pattern:
+        return [row]
+    own = [lane for lane in known if fnmatchcase(lane.name, pattern) and not lane.needs_hardware and not lane.group]
+    return [_on(lane, row) for lane in own]
+
+
+def _on(lane: Lane, row: dict[str, Any]) -> dict[str, Any]:
+    parts = {part: [text.replace("{device}", lane.device) for text in row[part]] for part in ("tests", "sources")}
+    folders = lane.tests
+    parts["tests"] = [text for text in parts["tests"] if any(Path(text).is_relative_to(folder) for folder in folders)]
+    return {**row, **parts, "name": f"{row['name']}-{lane.name}", "lane": lane.name}
 
 
 def _group(path: Path, row: dict[str, Any]) -> Group:
@@ -115,10 +141,13 @@ def store(digests: Mapping[str, str], root: Path = ROOT) -> None:
 
 def passed_whole(record: Mapping[str, Any]) -> dict[str, str]:
     """Of a lane's record: the digests of the groups that ran whole, of which nothing failed or was skipped."""
-    outcomes = {test: known["outcome"] for test, known in record["tests"].items()}
-    found = {}
-    for group in groups():
-        own = [outcome for test, outcome in outcomes.items() if group.has(test)]
-        if group.name in record["whole"] and own and set(own) == {"passed"}:
-            found[group.name] = record["whole"][group.name]
-    return found
+    own = [group for group in groups() if group.lane == record["lane"]]
+    outcomes: dict[str, set[str]] = {group.name: set() for group in own}
+    for test, known in record["tests"].items():
+        group = group_of(test, own)
+        if group is not None:
+            outcomes[group.name].add(known["outcome"])
+    passed = {
+        group.name for group in own if outcomes[group.name] - ({"skipped"} if group.skips else set()) == {"passed"}
+    }
+    return {name: digest for name, digest in record["whole"].items() if name in passed}

@@ -31,6 +31,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--sample", type=int, help="a seed: take samples of exhaustive groups, and laws on devices by pairs"
     )
+    group.addoption("--fresh", help="the groups that cover what they did, with commas; left out, this is looked up")
     group.addoption("--group", default="", help="run only the tests of this group, all of them")
 
 
@@ -140,7 +141,9 @@ def configure(config: pytest.Config) -> None:
     name = config.getoption("--lane")
     lane = lane_named(name, found) if name else next(lane for lane in found if HOST in lane.capabilities)
     os.environ[DEVICE] = lane.device
-    selection = Selection(lane, config.getoption("--sample"), str(config.getoption("--group")))
+    told = config.getoption("--fresh")
+    fresh = None if told is None else frozenset(str(told).split(","))
+    selection = Selection(lane, config.getoption("--sample"), str(config.getoption("--group")), fresh)
     config.pluginmanager.register(LaneRun(lane, selection, str(config.getoption("--lane-record") or "")), "lane")
 
 

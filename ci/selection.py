@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ci.groups import Group, groups
+from ci.groups import Group, group_of, groups
 from ci.lanes import ROOT, Lane, lanes
 
 PAIRS = Path("tests") / "pairs.toml"
@@ -43,20 +43,24 @@ class Pairs:
 
 
 class Selection:
-    """What a run takes of the tests that its lane can run. `seed` draws the samples; None: everything is taken."""
+    """What a run takes of the tests that its lane can run. `seed` draws the samples; None: everything is taken. `only`: of the
+    group of this name alone. `fresh`: the groups that cover what they did, where somebody has looked."""
 
-    def __init__(self, lane: Lane, seed: int | None = None, only: str = "") -> None:
+    def __init__(
+        self, lane: Lane, seed: int | None = None, only: str = "", fresh: frozenset[str] | None = None
+    ) -> None:
         self.seed = seed
         self._only = only
         self._groups = tuple(group for group in groups() if group.lane == lane.name)
-        fresh = set() if seed is None else {group.name for group in self._groups if group.is_fresh()}
+        known = () if seed is None else self._groups
+        fresh = {group.name for group in known if (group.is_fresh() if fresh is None else group.name in fresh)}
         self.whole: Mapping[str, str] = MappingProxyType(
             {group.name: group.digest() for group in self._groups if group.name not in fresh}
         )
         """The groups that are taken whole, each with the digest of what it covers."""
         self.sampled: tuple[str, ...] = tuple(sorted(fresh))
         """The groups of which a sample is taken."""
-        takes_pairs = seed is not None and not only
+        takes_pairs = seed is not None or only
         self._pairs = tuple(row for row in pairs() if lane.name in row.lanes) if takes_pairs else ()
         self._lane = lane.name
 
@@ -67,9 +71,9 @@ class Selection:
         return {test: reason for test, reason in reasons if reason}
 
     def _reason(self, item: pytest.Item, found: Mapping[Pairs, Places]) -> str:
-        group = next((group for group in self._groups if group.has(item.nodeid)), None)
-        if self._only:
-            return "" if group and group.name == self._only else f"not of the group {self._only}"
+        group = group_of(item.nodeid, self._groups)
+        if self._only and (group is None or group.name != self._only):
+            return f"not of the group {self._only}"
         if group and not self._is_drawn(group, item.nodeid):
             return f"not in the sample of the group {group.name}"
         row = next((row for row in self._pairs if row.has(item.nodeid)), None)

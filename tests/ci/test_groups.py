@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ci import groups as module
-from ci.groups import Group, group_named, groups, passed_whole, store, stored
+from ci.groups import Group, group_named, group_of, groups, passed_whole, store, stored
 from ci.lanes import ROOT, Lane, LaneError, lanes
 from ci.pytest_lanes import took_all
 
@@ -78,6 +78,66 @@ def test_a_pattern_with_a_bracket_takes_some_parameters_of_a_test() -> None:
     assert not group.has("tests/test_b.py::test_c[one/slow]") and not group.has("tests/test_b.py::test_c")
 
 
+LANES = """
+[[lane]]
+name = "one-sim"
+capabilities = []
+simulator = "one"
+
+[[lane]]
+name = "one-alone"
+capabilities = []
+tests = ["devices/one/tests"]
+
+[[lane]]
+name = "one-card"
+capabilities = []
+runner = ["a"]
+
+[[lane]]
+name = "one-own"
+capabilities = []
+group = "own"
+"""
+EVERYWHERE = """
+[[group]]
+name = "all"
+lane = "*"
+tests = ["devices/{device}/tests/*::*", "tests/a/*::*", "simulator/tests/*::*"]
+sources = ["devices/{device}/one.py"]
+share = 5
+skips = true
+"""
+
+
+@pytest.fixture
+def everywhere(checkout: Path) -> tuple[Group, ...]:
+    """The groups of a checkout with four lanes, of which the last row is for every lane."""
+    package = checkout / "devices" / "one"
+    package.mkdir(parents=True)
+    (package / "ci.toml").write_text(LANES)
+    (checkout / "tests" / "ci.toml").write_text(ROW + EVERYWHERE)
+    return groups(checkout)
+
+
+def test_a_row_for_many_lanes_is_a_group_on_each_that_runs_anywhere(everywhere: tuple[Group, ...]) -> None:
+    found = {group.name: group for group in everywhere}
+    assert list(found) == ["one", "all-one-alone", "all-one-sim"]
+    alone, sim = found["all-one-alone"], found["all-one-sim"]
+    assert (alone.lane, sim.lane) == ("one-alone", "one-sim") and alone.skips and sim.skips
+    assert alone.sources == sim.sources == ("devices/one/one.py",)
+    assert alone.tests == ("devices/one/tests/*::*",)
+    assert sim.tests == ("devices/one/tests/*::*", "tests/a/*::*", "simulator/tests/*::*")
+
+
+def test_a_test_is_of_the_first_group_that_has_it(everywhere: tuple[Group, ...]) -> None:
+    both = [group for group in everywhere if group.has("tests/a/test_x.py::test_y")]
+    assert [group.name for group in both] == ["one", "all-one-sim"]
+    assert group_of("tests/a/test_x.py::test_y", everywhere) is both[0]
+    assert group_of("tests/a/other.py::test_y", everywhere) is both[1]
+    assert group_of("tests/b/test_x.py::test_y", everywhere) is None
+
+
 @pytest.mark.parametrize("text", [ROW + "speed = 1\n", ROW.replace("share = 5\n", ""), ROW + ROW])
 def test_a_row_that_can_not_be_used_is_refused(checkout: Path, text: str) -> None:
     (checkout / "tests" / "ci.toml").write_text(text)
@@ -91,22 +151,30 @@ def test_an_unknown_group_is_an_error_that_lists_the_known(checkout: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "whole", "found"),
+    ("outcomes", "whole", "skips", "found"),
     [
-        ({"t.py::a": "passed", "u.py::b": "failed"}, {"one": "1"}, {"one": "1"}),
-        ({"t.py::a": "passed", "t.py::b": "failed"}, {"one": "1"}, {}),
-        ({"t.py::a": "passed", "t.py::b": "skipped"}, {"one": "1"}, {}),
-        ({"t.py::a": "passed"}, {}, {}),
-        ({"u.py::b": "passed"}, {"one": "1"}, {}),
+        ({"t.py::a": "passed", "u.py::b": "failed"}, {"one": "1"}, False, {"one": "1"}),
+        ({"t.py::a": "passed", "t.py::b": "failed"}, {"one": "1"}, True, {}),
+        ({"t.py::a": "passed", "t.py::b": "skipped"}, {"one": "1"}, False, {}),
+        ({"t.py::a": "passed", "t.py::b": "skipped"}, {"one": "1"}, True, {"one": "1"}),
+        ({"t.py::b": "skipped"}, {"one": "1"}, True, {}),
+        ({"t.py::a": "passed"}, {}, False, {}),
+        ({"u.py::b": "passed"}, {"one": "1"}, False, {}),
     ],
 )
-def test_only_a_whole_pass_in_which_nothing_was_skipped_renews(
-    monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, str], whole: dict[str, str], found: dict[str, str]
+def test_only_a_whole_pass_renews_in_which_nothing_was_skipped_that_no_other_lane_runs(
+    monkeypatch: pytest.MonkeyPatch,
+    outcomes: dict[str, str],
+    whole: dict[str, str],
+    skips: bool,
+    found: dict[str, str],
 ) -> None:
-    one = Group(name="one", lane="x", tests=("t.py::*",), sources=(), share=1)
-    monkeypatch.setattr(module, "groups", lambda: (one,))
-    record: dict[str, Any] = {"tests": {test: {"outcome": was} for test, was in outcomes.items()}, "whole": whole}
-    assert passed_whole(record) == found
+    one = Group(name="one", lane="x", tests=("t.py::*",), sources=(), share=1, skips=skips)
+    rest = Group(name="rest", lane="x", tests=("*::*",), sources=(), share=1)
+    other = Group(name="other", lane="y", tests=("t.py::*",), sources=(), share=1)
+    monkeypatch.setattr(module, "groups", lambda: (other, one, rest))
+    record: dict[str, Any] = {"lane": "x", "tests": {test: {"outcome": was} for test, was in outcomes.items()}}
+    assert passed_whole(record | {"whole": whole}) == found
 
 
 def test_the_groups_of_the_project_cover_what_is_there() -> None:

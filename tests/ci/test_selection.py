@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,21 @@ def test_without_a_seed_everything_is_taken(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_group_alone_is_all_of_it_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     items = [item("t.py::test_x"), item("u.py::test_x")]
     assert [one.nodeid for one in taken(selection(monkeypatch, "a", None, "many"), items)] == ["t.py::test_x"]
+
+
+def test_a_group_alone_is_shared_out_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "groups", lambda: (replace(GROUP, tests=("laws.py::*",)),))
+    monkeypatch.setattr(module, "pairs", lambda: (LAW,))
+    chosen = Selection(Lane(name="a", device="x", capabilities=frozenset()), None, "many")
+    assert len(taken(chosen, grid())) * 5 == len(grid())
+
+
+def test_who_has_looked_which_groups_are_fresh_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "groups", lambda: (GROUP,))
+    monkeypatch.setattr(Group, "is_fresh", lambda self: pytest.fail("looked up again"))
+    lane = Lane(name="a", device="x", capabilities=frozenset())
+    assert Selection(lane, 1, fresh=frozenset({"many"})).sampled == ("many",)
+    assert set(Selection(lane, 1, fresh=frozenset({"other"})).whole) == {"many"}
 
 
 def test_the_table_of_the_project_names_files_and_lanes_that_are_there() -> None:
