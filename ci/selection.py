@@ -53,12 +53,12 @@ class Selection:
         self._only = only
         self._groups = tuple(group for group in groups() if group.lane == lane.name)
         known = () if seed is None else self._groups
-        fresh = {group.name for group in known if (group.is_fresh() if fresh is None else group.name in fresh)}
+        sampled = {group.name for group in known if (group.is_fresh() if fresh is None else group.name in fresh)}
         self.whole: Mapping[str, str] = MappingProxyType(
-            {group.name: group.digest() for group in self._groups if group.name not in fresh}
+            {group.name: group.digest() for group in self._groups if group.name not in sampled}
         )
         """The groups that are taken whole, each with the digest of what it covers."""
-        self.sampled: tuple[str, ...] = tuple(sorted(fresh))
+        self.sampled: tuple[str, ...] = tuple(sorted(sampled))
         """The groups of which a sample is taken."""
         takes_pairs = seed is not None or only
         self._pairs = tuple(row for row in pairs() if lane.name in row.lanes) if takes_pairs else ()
