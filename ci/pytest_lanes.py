@@ -42,6 +42,7 @@ class LaneRun:
         self.lane = lane
         self.selection = selection
         self._record = Path(record) if record else None
+        self._covered = selection.covered() if record else {}
         self._tests: dict[str, dict[str, Any]] = {}
         self._left_out: dict[str, list[str]] = {}
         self._not_taken: dict[str, str] = {}
@@ -110,7 +111,7 @@ class LaneRun:
             self._record.parent.mkdir(parents=True, exist_ok=True)
             values = {"lane": self.lane.name, "at": int(time.time()), "tests": self._tests, "left_out": self._left_out}
             chosen = self.selection
-            whole = dict(chosen.whole) if took_all(self.lane, session.config, exitstatus) else {}
+            whole = self._covered if took_all(self.lane, session.config, exitstatus) else {}
             values |= {"not_taken": self._not_taken, "whole": whole, "sampled": chosen.sampled}
             self._record.write_text(json.dumps(values, indent=1, sort_keys=True))
 
@@ -144,7 +145,9 @@ def configure(config: pytest.Config) -> None:
     told = config.getoption("--fresh")
     fresh = None if told is None else frozenset(str(told).split(","))
     selection = Selection(lane, config.getoption("--sample"), str(config.getoption("--group")), fresh)
-    config.pluginmanager.register(LaneRun(lane, selection, str(config.getoption("--lane-record") or "")), "lane")
+    is_worker = hasattr(config, "workerinput")  # foreign: pytest-xdist's attribute of a worker, which writes no record
+    record = "" if is_worker else str(config.getoption("--lane-record") or "")
+    config.pluginmanager.register(LaneRun(lane, selection, record), "lane")
 
 
 def run_of(config: pytest.Config) -> LaneRun:

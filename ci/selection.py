@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -54,15 +53,17 @@ class Selection:
         self._groups = tuple(group for group in groups() if group.lane == lane.name)
         known = () if seed is None else self._groups
         sampled = {group.name for group in known if (group.is_fresh() if fresh is None else group.name in fresh)}
-        self.whole: Mapping[str, str] = MappingProxyType(
-            {group.name: group.digest() for group in self._groups if group.name not in sampled}
-        )
-        """The groups that are taken whole, each with the digest of what it covers."""
+        self.whole: tuple[str, ...] = tuple(group.name for group in self._groups if group.name not in sampled)
+        """The groups that are taken whole."""
         self.sampled: tuple[str, ...] = tuple(sorted(sampled))
         """The groups of which a sample is taken."""
         takes_pairs = seed is not None or only
         self._pairs = tuple(row for row in pairs() if lane.name in row.lanes) if takes_pairs else ()
         self._lane = lane.name
+
+    def covered(self) -> dict[str, str]:
+        """The digests of what the groups that are taken whole cover now; reads all their files."""
+        return {group.name: group.digest() for group in self._groups if group.name in self.whole}
 
     def left_out(self, items: Sequence[pytest.Item]) -> dict[str, str]:
         """The tests that are not taken, each with the reason."""
