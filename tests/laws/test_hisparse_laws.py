@@ -14,6 +14,7 @@ import pytest
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.hisparse import coordinator, staging
 from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
+from sglcore.runtime.memory.rows import FP8
 from sglcore.sampling.params import SamplingParams
 from tests.checkpoints import Oracle, llama, save
 from tests.deepseek_v4 import deepseek_v4
@@ -128,6 +129,21 @@ def test_what_is_budgeted_is_what_is_allocated(case: Case) -> None:
     assert hisparse.num_bytes == slots * shape.slot_bytes + shape.room_bytes
     more = engine.worker.limits.state_bytes - resident.worker.limits.state_bytes
     assert more == slots * shape.slot_bytes
+
+
+@pytest.mark.needs("host_rows", "host")
+@pytest.mark.parametrize("dtype", ["auto", FP8])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_text_has_the_very_numbers_that_it_has_with_all_rows_on_the_device(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    """In the same chunks and steps, whatever rows are made of; layers that read what another chose too."""
+    case, found = Case(name, tmp_path), []
+    for rows in ({"hisparse": "off"}, {}):
+        engine = case.engine(case.top_k, graph="off", kv_cache_dtype=dtype, **rows)
+        (result,) = engine.run(random_prompts(3, (60,)), 30, score_prompts=True)
+        found.append((result.tokens, result.prompt_logprobs, result.logprobs))
+    assert found[0] == found[1]
 
 
 @pytest.mark.needs("host_rows", "host")

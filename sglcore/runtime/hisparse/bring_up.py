@@ -56,12 +56,14 @@ def hisparse_config(config: EngineConfig, facts: Facts, kernels: KernelTable) ->
 
 
 def beside_buffers(
-    hisparse: HiSparseConfig | None, shape: SwapShape | None, kept: Geometry, budget: MemoryBudget
+    hisparse: HiSparseConfig | None, shape: SwapShape | None, facts: Facts, kept: Geometry, budget: MemoryBudget
 ) -> tuple[Geometry, MemoryBudget]:
-    """The geometry with what each request has on the device of rows in host memory, and the budget without the staging rooms."""
+    """The geometry with what each request has on the device of rows in host memory, and the budget without the staging rooms.
+    Where host and device share memory, the budget is for the rows of both."""
     if hisparse is None or shape is None:
         return kept, budget
-    kept = replace(kept, ring=kept.ring + shape.slot_bytes, host_ratio=hisparse.host_to_device_ratio)
+    ratio = 1.0 if facts.shares_host_memory else hisparse.host_to_device_ratio
+    kept = replace(kept, ring=kept.ring + shape.slot_bytes, host_ratio=ratio)
     return kept, replace(budget, available=max(0, budget.available - shape.room_bytes))
 
 
@@ -86,5 +88,7 @@ def hisparse(
     why = f"{len(shape.names)} layers read {shape.top_k} rows of a token each"
     if hisparse_config.unused:
         why += f"; {', '.join(hisparse_config.unused)} decide nothing here"
+    if facts.shares_host_memory:
+        why += "; host and device share memory, so there are no more pages than without"
     ledger.record(Row("hisparse", config.hisparse or "on", what, why, "--hisparse off"))
     return HiSparseCoordinator(shape, table, rows, kernels)
