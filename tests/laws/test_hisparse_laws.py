@@ -23,6 +23,7 @@ from tests.laws.engine import Result, TokenEngine, _result, check_logprobs, rand
 from tests.laws.test_model_laws import check_paths
 
 TOLERANCE = 5e-5
+RESIDENT: Mapping[str, Any] = MappingProxyType({"hisparse": "off"})
 CONTEXT, PAGE = 160, 16
 MODELS: Mapping[str, tuple[Callable[..., Oracle], str, int]] = MappingProxyType(
     {
@@ -132,6 +133,13 @@ def test_what_is_budgeted_is_what_is_allocated(case: Case) -> None:
 
 
 @pytest.mark.needs("host_rows", "host")
+def test_prompts_and_running_requests_have_steps_of_their_own(case: Case) -> None:
+    """Else all rows of every running request would be brought with those of the prompts."""
+    mixed = [case.engine(case.top_k, graph="off", **more).worker.limits.allows_mixed_batches for more in ({}, RESIDENT)]
+    assert mixed == [False, True]
+
+
+@pytest.mark.needs("host_rows", "host")
 @pytest.mark.parametrize("dtype", ["auto", FP8])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_text_has_the_very_numbers_that_it_has_with_all_rows_on_the_device(
@@ -139,7 +147,7 @@ def test_a_text_has_the_very_numbers_that_it_has_with_all_rows_on_the_device(
 ) -> None:
     """In the same chunks and steps, whatever rows are made of; layers that read what another chose too."""
     case, found = Case(name, tmp_path), []
-    for rows in ({"hisparse": "off"}, {}):
+    for rows in (RESIDENT, {}):
         engine = case.engine(case.top_k, graph="off", kv_cache_dtype=dtype, **rows)
         (result,) = engine.run(random_prompts(3, (60,)), 30, score_prompts=True)
         found.append((result.tokens, result.prompt_logprobs, result.logprobs))

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.needs("simulator")
 
 DEVICE = torch.device("cuda:0")
 HOPPER, BLACKWELL = Capability("H100", (9, 0), 132), Capability("B200", (10, 0), 148)
-ADA = Capability("L4", (8, 9), 58)
+ADA, LATER = Capability("L4", (8, 9), 58), Capability("RTX 5090", (12, 0), 170)
 MODULES = {"sparse_mqa": sparse_flashmla, "index_top_k": sparse_flashinfer}
 NEAR, MEAN = 0.2, 0.03
 """What bfloat16 does to a log-probability over a few layers, at most and in the mean."""
@@ -114,10 +114,12 @@ def test_without_a_library_the_ledger_says_so(monkeypatch: pytest.MonkeyPatch, l
     assert "pip install" in said and remedy in said
 
 
-def test_other_gpus_are_refused_by_their_capability() -> None:
-    table = with_libraries(KernelTable(), ADA)
+@pytest.mark.parametrize(("capability", "said"), [(ADA, "capability 8.9"), (LATER, "capability 12.0")])
+def test_other_gpus_are_refused_by_their_capability(capability: Capability, said: str) -> None:
+    """Earlier ones, and later ones for which nothing was built."""
+    table = with_libraries(KernelTable(), capability)
     assert not table.replaced
-    assert len(table.refused) == 2 and all("L4, compute capability 8.9" in reason for reason in table.refused)
+    assert len(table.refused) == 2 and all(f"{capability.name}, compute {said}" in reason for reason in table.refused)
     assert table.replace(greedy=None).refused == table.refused
 
 
