@@ -152,6 +152,20 @@ def test_the_newer_kernels_serve_what_they_are_for(
     assert asked == [is_legacy]
 
 
+def test_rows_are_chosen_by_what_a_graph_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's other ways look at lengths on the host, or give equals in any order."""
+    asked: dict[str, Any] = {}
+
+    def called(scores: Tensor, table: Tensor, lens: Tensor, k: int, *, out_raw_indices: Tensor, **given: Any) -> Tensor:
+        asked.update(given)
+        return out_raw_indices.zero_()
+
+    monkeypatch.setattr(sparse_flashinfer.flashinfer, "top_k_page_table_transform", called)
+    ints = torch.zeros(1, dtype=torch.int32)
+    sparse_flashinfer.index_top_k(torch.zeros(1, 64), ints, ints.unsqueeze(0), ints, 64, 3)
+    assert asked == {"dsa_graph_safe": True, "tie_break": 1, "page_size": 64, "row_to_batch": ints}
+
+
 def check(module: ModuleType, entry: str, tokens: int) -> None:
     """The kit's calls that the module takes, and one with more entries than a step of its kernels; AssertionError where a
     result is not the reference's."""
