@@ -92,9 +92,11 @@ def test_as_many_at_once_are_told_the_same_and_find_whole_pages_of_each_other(fo
         seen, longer = counters(url), prompts()[0]
         with client_of(url) as client:
             cached = [asked(client, each)[2] for each in (longer, longer[:48], longer[:47], longer[1:])]
+        stats, audit = (httpx.get(f"{url}/server_info/{name}").json() for name in ("stats", "audit"))
     for (text, scores, there), (right, right_scores, none) in zip(found, wanted, strict=True):
         assert text == right and scores == pytest.approx(right_scores, abs=5e-5)
         assert none == 0 == there % PAGE
+    assert 0 < stats["hisparse_hits"] < stats["hisparse_rows"] and not audit["problems"]
     assert 0 < seen["sglcore_hisparse_hits_total"] < seen["sglcore_hisparse_rows_total"]
     assert sum(there for *_, there in found) == seen["sglcore_prefix_cache_hits_tokens_total"] > 20 * PAGE
     assert cached == [(len(longer) - 1) // PAGE * PAGE, 32, 32, 0]
