@@ -17,7 +17,6 @@ from sglcore.models.implementation import choose_implementation
 from sglcore.models.loader import load_model
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.choice import most_drafts
-from sglcore.step.hisparse import parse_hisparse_config
 
 
 def load_checkpoint(
@@ -52,6 +51,6 @@ def load_checkpoint(
         page_size=config.page_size,
         kv_cache_dtype=config.kv_cache_dtype,
         drafts=most_drafts(config),
-        hisparse=parse_hisparse_config(config.hisparse),
+        hisparse=config.hisparse,
         ledger=ledger,
     )

@@ -31,7 +31,7 @@ SIZES: Any = {
     "page_size": PAGE,
     "threads": 1,
 }
-NAMED = ServerConfig(served_model_name="v4")
+NAMED = ServerConfig(served_model_name=("v4",))
 FEW_ROWS = f'{{"device_buffer_size": {TOP_K}}}'
 """As many as a token reads: what another one chooses takes their places."""
 

@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -297,7 +298,7 @@ def test_kernels_that_this_device_does_not_have_are_refused(asked: str) -> None:
     ],
 )
 def test_what_this_device_does_not_do_is_refused_by_name_before_a_model_is_read(
-    asked: dict[str, str], reason: str
+    asked: dict[str, Any], reason: str
 ) -> None:
     """By a step that knows no model yet; what says off asks for nothing."""
     kernels(EngineConfig(hisparse="off", speculative="off"), package, DecisionLedger())
