@@ -15,7 +15,6 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.models.build import Architecture
 from sglcore.models.implementation import choose_implementation
 from sglcore.models.loader import load_model
-from sglcore.runtime.hisparse.bring_up import asks_for_hisparse
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.choice import most_drafts
 
@@ -52,6 +51,6 @@ def load_checkpoint(
         page_size=config.page_size,
         kv_cache_dtype=config.kv_cache_dtype,
         drafts=most_drafts(config),
-        hisparse=asks_for_hisparse(config),
+        hisparse=config.hisparse,
         ledger=ledger,
     )

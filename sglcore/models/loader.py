@@ -26,10 +26,11 @@ from sglcore.models.reordered import ReorderedSource
 from sglcore.models.safetensors_file import SafetensorsFile
 from sglcore.models.sources import CountBytes, Source, find_sources
 from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.hisparse.bring_up import asks_for_hisparse, check_swapped
 from sglcore.runtime.kernels.choice import Refusals, fitted
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.geometry import fitting_page_size
-from sglcore.runtime.memory.rows import check_row_dtype, swapped_rows
+from sglcore.runtime.memory.rows import check_row_dtype
 
 TIED_HEAD = r"lm_head\.(weight|qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_shape|weight_zero_point)"
 """What a checkpoint with a tied head may have of it, and nobody reads."""
@@ -53,7 +54,7 @@ def load_model(
     page_size: int | None = None,
     kv_cache_dtype: str = "auto",
     drafts: int = 1,
-    hisparse: bool = False,
+    hisparse: str | None = None,
     ledger: DecisionLedger | None = None,
     given: Mapping[str, Any] = EMPTY,
 ) -> Architecture:
@@ -61,9 +62,9 @@ def load_model(
     another model that this one uses in the place of its own, by their names.
 
     `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry;
-    `quantize`, `page_size` and `kv_cache_dtype` are EngineConfig's, `index_dtype` that of cells, `drafts` the tokens of a request
-    that a decode step brings at most, `hisparse` whether rows of which few are chosen lie in host memory. Kernels that do not
-    take this model are rows of the ledger, as is the form in which quantised weights are kept.
+    `quantize`, `page_size`, `kv_cache_dtype` and `hisparse` are EngineConfig's, `index_dtype` that of cells, `drafts` the tokens
+    of a request that a decode step brings at most. Kernels that do not take this model are rows of the ledger, as is the form
+    in which quantised weights are kept.
     Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a model that is
     not supported. Host memory beyond the weights stays under one layer's, as stored and as packed.
     """
@@ -71,9 +72,10 @@ def load_model(
     weights = Weights(dtype, torch.device(device))
     packer, refusals = Packer(weights, kernels, quantize), Refusals()
     positions = max_positions or config.context_length
-    shared = config, kernels, weights, positions, index_dtype, refusals, kv_cache_dtype, drafts, hisparse
-    model = model_type(Build(*shared, given=given))
-    _check_kept(config, model, hisparse)
+    shared = config, kernels, weights, positions, index_dtype, refusals, kv_cache_dtype, drafts
+    model = model_type(Build(*shared, asks_for_hisparse(hisparse), given=given))
+    _check_kept(config, model)
+    check_swapped(hisparse, config.architecture, model.attention_layers)
     if any(layer.rows for layer in model.attention_layers):
         check_row_dtype(kv_cache_dtype, device, kernels.float8)
     if page_size is not None:
@@ -93,18 +95,12 @@ def load_model(
     return model
 
 
-def _check_kept(config: ModelConfig, model: Architecture, hisparse: bool) -> None:
-    """Raise ConfigError for a model that keeps what it can not, or not what was asked for."""
+def _check_kept(config: ModelConfig, model: Architecture) -> None:
+    """Raise ConfigError for a model that keeps what it can not."""
     if config.is_encoder and (model.state_layers or any(layer.rows for layer in model.attention_layers)):
         kept = "states" if model.state_layers else "rows of its own"
         raise ConfigError(
             f"{config.architecture} keeps {kept}, and an embedding runs without", remedy="use another model"
-        )
-    if hisparse and not any(swapped_rows(layer.rows) for layer in model.attention_layers):
-        raise ConfigError(
-            f"hisparse is asked for, and no layer of {config.architecture} chooses the rows that it reads",
-            wanted="a model with sparse attention, such as DeepSeek-V3.2 or V4",
-            remedy="leave --hisparse out",
         )
 
 

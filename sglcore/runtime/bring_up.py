@@ -91,7 +91,7 @@ def kernels(
     name = package.kernels_for(config.kernels, "reference")
     if name == "reference":
         table, but = KernelTable(), ""
-        if facts is not None and facts.reaches_pinned_memory and asks_for_hisparse(config):
+        if facts is not None and facts.reaches_pinned_memory and asks_for_hisparse(config.hisparse):
             own: KernelTable = resolve(package.kernels[next(iter(package.kernels))], package.name)()
             table = table.replace(**{entry: getattr(own, entry) for entry in REACHING if entry in own.replaced})
             but = f", but for {' and '.join(REACHING)}, which reach host memory"

@@ -12,6 +12,7 @@ from sglcore.device.swap_counts import SwapCounts
 from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
 from sglcore.runtime.hisparse.shape import SwapShape
 from sglcore.step.hisparse import StepSwaps, SwapSizes
+from tests.kernels.test_reference_hisparse import Cache
 from tests.laws.engine import TokenEngine, random_prompts
 from tests.laws.test_hisparse_laws import Case
 
@@ -27,10 +28,13 @@ class Seen:
     """What a coordinator of an eager engine did, counted where it was done."""
 
     def __init__(self, hisparse: HiSparseCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rows = self.missed = self.copied = 0
+        self.rows = self.missed = self.copied = self.by_hand = 0
         self.steps = list[bool]()
+        self._caches = dict[tuple[int, int], Cache]()
         self._hisparse, self._first = hisparse, hisparse.shape.indexers[0]
         self._swap_in, self._copy, self._plan = hisparse.swap_in, hisparse.kernels.copy_rows, hisparse.plan
+        self._enter = hisparse.enter
+        monkeypatch.setattr(hisparse, "enter", self.enter)
         monkeypatch.setattr(hisparse, "swap_in", self.swap_in)
         monkeypatch.setattr(hisparse, "plan", self.plan)
         monkeypatch.setattr(hisparse, "kernels", hisparse.kernels.replace(copy_rows=self.copy))
@@ -40,8 +44,17 @@ class Seen:
         self.steps.append(False)
         return self._plan(batch)
 
+    def enter(self, slots: Any) -> None:
+        self._enter(slots)
+        self._caches = {key: cache for key, cache in self._caches.items() if key[1] not in slots.tolist()}
+
     def swap_in(self, layer_id: int, chosen: Any, slots: Any) -> Any:
         rows, copies = self._swap_in(layer_id, chosen, slots)
+        for slot, entries in zip(slots.tolist(), chosen.tolist(), strict=True):
+            empty = Cache([(place, -1) for place in range(self._hisparse.shape.buffer_rows)])
+            cache = self._caches.setdefault((layer_id, slot), empty)
+            cache.read([entry for entry in entries if entry >= 0])
+            self.by_hand += len(cache.loaded)
         self.rows += int((chosen >= 0).sum())
         self.missed += int(copies.counts.sum())
         return rows, copies
@@ -63,19 +76,21 @@ class Seen:
 
 
 def counted(case: Case, monkeypatch: pytest.MonkeyPatch, rows: int) -> tuple[SwapCounts, SwapCounts]:
-    """What was told of texts in chunks, some beside others, and what happened. No page is given up before the last text has its own."""
+    """What was told of texts in chunks, some beside others, and what happened. No page is given up before the last text has its own.
+    What is missing is what a cache of each indexer and request, kept by hand, does not have."""
     engine = case.engine(rows, graph="off", max_requests=5)
     hisparse = engine.worker.runner.attn_backend.hisparse
     assert isinstance(hisparse, HiSparseCoordinator)
     seen = Seen(hisparse, monkeypatch)
     engine.run(PROMPTS, 9, stagger=1)
+    assert seen.missed == seen.by_hand
     return engine.watched.swaps, seen.counts
 
 
 @pytest.mark.needs("host_rows", "host")
 def test_what_is_told_is_what_happened(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no more places than are read, and with so many that a row is missing once."""
-    few = counted(case, monkeypatch, case.top_k)
+    """With a few more places than are read, whose order counts, and with so many that a row is missing once."""
+    few = counted(case, monkeypatch, case.top_k + 4)
     many = counted(case, monkeypatch, 200)
     assert few[0] == few[1] and many[0] == many[1]
     assert 0 < few[0].hits < many[0].hits < many[0].rows == few[0].rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.errors import ConfigError
+from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.runtime.hisparse import coordinator, staging
 from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
+from sglcore.runtime.memory.rows import FP8
 from sglcore.sampling.params import SamplingParams
 from tests.checkpoints import Oracle, llama, save
 from tests.deepseek_v4 import deepseek_v4
@@ -22,6 +24,8 @@ from tests.laws.engine import Result, TokenEngine, _result, check_logprobs, rand
 from tests.laws.test_model_laws import check_paths
 
 TOLERANCE = 5e-5
+FEW = '{"device_buffer_size": 1}'
+RESIDENT: Mapping[str, Any] = MappingProxyType({"hisparse": "off"})
 CONTEXT, PAGE = 160, 16
 MODELS: Mapping[str, tuple[Callable[..., Oracle], str, int]] = MappingProxyType(
     {
@@ -131,14 +135,46 @@ def test_what_is_budgeted_is_what_is_allocated(case: Case) -> None:
 
 
 @pytest.mark.needs("host_rows", "host")
-def test_what_does_not_go_together_is_refused_by_name(case: Case, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"device_buffer_size of hisparse is 1; wanted at least {case.top_k}"):
-        case.engine(1)
-    with pytest.raises(ConfigError, match="hisparse and speculative decoding are both asked for"):
-        case.engine(case.top_k, speculative="ngram")
-    dense = save(llama(), tmp_path)
-    with pytest.raises(ConfigError, match="no layer of LlamaForCausalLM chooses the rows that it reads"):
-        TokenEngine(dense, hisparse="on")
+def test_prompts_and_running_requests_have_steps_of_their_own(case: Case) -> None:
+    """Else all rows of every running request would be brought with those of the prompts."""
+    mixed = [case.engine(case.top_k, graph="off", **more).worker.limits.allows_mixed_batches for more in ({}, RESIDENT)]
+    assert mixed == [False, True]
+
+
+@pytest.mark.needs("host_rows", "host")
+@pytest.mark.parametrize("dtype", ["auto", FP8])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_text_has_the_very_numbers_that_it_has_with_all_rows_on_the_device(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    """In the same chunks and steps, whatever rows are made of; layers that read what another chose too."""
+    case, found = Case(name, tmp_path), []
+    for rows in (RESIDENT, {}):
+        engine = case.engine(case.top_k, graph="off", kv_cache_dtype=dtype, **rows)
+        (result,) = engine.run(random_prompts(3, (60,)), 30, score_prompts=True)
+        found.append((result.tokens, result.prompt_logprobs, result.logprobs))
+    assert found[0] == found[1]
+
+
+@pytest.mark.needs("host_rows", "host")
+def test_what_does_not_go_together_is_refused_by_name_before_loading(case: Case, tmp_path: Path) -> None:
+    """Where there is nothing to load."""
+    given = {"page_size": PAGE, "max_model_len": CONTEXT, "attention_backend": case.backend}
+    for config, asked, words in (
+        (case.folder, {"hisparse": FEW}, f"device_buffer_size of hisparse is 1; wanted at least {case.top_k}"),
+        (case.folder, {"speculative": "ngram"}, "hisparse and speculative decoding are both asked for"),
+        (
+            save(llama(max_position_embeddings=CONTEXT), tmp_path / "dense"),
+            {},
+            "no layer of LlamaForCausalLM chooses the rows that it reads",
+        ),
+    ):
+        shutil.copy(config / "config.json", tmp_path)
+        with pytest.raises(ConfigError, match=words):
+            TokenEngine(tmp_path, **{**given, "hisparse": "on", **asked})
+    shutil.copy(case.folder / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match="safetensors"):
+        TokenEngine(tmp_path, hisparse="on", **given)
 
 
 def forgets_who_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def test_a_file_says_the_same_as_its_text(tmp_path: Path) -> None:
         ("{", "is no JSON"),
         ("nowhere.json", "can not be read"),
         ("[]", r"hisparse is \[\]"),
+        ('"on"', 'hisparse is "on"; wanted on, a JSON object'),
         ('{"device_buffer_size": 7, "top_k": 8}', "device_buffer_size of hisparse is 7; wanted at least 8: top_k is 8"),
         ('{"device_buffer_size": 0}', "device_buffer_size of hisparse is 0"),
         ('{"device_buffer_size": true}', "device_buffer_size of hisparse is true"),

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.needs("simulator")
 
 DEVICE = torch.device("cuda:0")
 HOPPER, BLACKWELL = Capability("H100", (9, 0), 132), Capability("B200", (10, 0), 148)
-ADA = Capability("L4", (8, 9), 58)
+ADA, LATER = Capability("L4", (8, 9), 58), Capability("RTX 5090", (12, 0), 170)
 MODULES = {"sparse_mqa": sparse_flashmla, "index_top_k": sparse_flashinfer}
 NEAR, MEAN = 0.2, 0.03
 """What bfloat16 does to a log-probability over a few layers, at most and in the mean."""
@@ -114,10 +114,12 @@ def test_without_a_library_the_ledger_says_so(monkeypatch: pytest.MonkeyPatch, l
     assert "pip install" in said and remedy in said
 
 
-def test_other_gpus_are_refused_by_their_capability() -> None:
-    table = with_libraries(KernelTable(), ADA)
+@pytest.mark.parametrize(("capability", "said"), [(ADA, "capability 8.9"), (LATER, "capability 12.0")])
+def test_other_gpus_are_refused_by_their_capability(capability: Capability, said: str) -> None:
+    """Earlier ones, and later ones for which nothing was built."""
+    table = with_libraries(KernelTable(), capability)
     assert not table.replaced
-    assert len(table.refused) == 2 and all("L4, compute capability 8.9" in reason for reason in table.refused)
+    assert len(table.refused) == 2 and all(f"{capability.name}, compute {said}" in reason for reason in table.refused)
     assert table.replace(greedy=None).refused == table.refused
 
 
@@ -148,6 +150,20 @@ def test_the_newer_kernels_serve_what_they_are_for(
     q, rows, lists = torch.empty(1, 64, size), torch.empty(2, size), torch.zeros(1, 3, dtype=torch.int32)
     sparse_flashmla.entry(capability).function(q, rows, lists, None, None, None, 1.0, 512, None)
     assert asked == [is_legacy]
+
+
+def test_rows_are_chosen_by_what_a_graph_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's other ways look at lengths on the host, or give equals in any order."""
+    asked: dict[str, Any] = {}
+
+    def called(scores: Tensor, table: Tensor, lens: Tensor, k: int, *, out_raw_indices: Tensor, **given: Any) -> Tensor:
+        asked.update(given)
+        return out_raw_indices.zero_()
+
+    monkeypatch.setattr(sparse_flashinfer.flashinfer, "top_k_page_table_transform", called)
+    ints = torch.zeros(1, dtype=torch.int32)
+    sparse_flashinfer.index_top_k(torch.zeros(1, 64), ints, ints.unsqueeze(0), ints, 64, 3)
+    assert asked == {"dsa_graph_safe": True, "tie_break": 1, "page_size": 64, "row_to_batch": ints}
 
 
 def check(module: ModuleType, entry: str, tokens: int) -> None:

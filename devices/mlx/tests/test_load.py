@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -281,3 +282,25 @@ def test_a_sparse_model_needs_its_experts_sizes(tmp_path: Path) -> None:
 def test_kernels_that_this_device_does_not_have_are_refused(asked: str) -> None:
     with pytest.raises(ConfigError, match=f"kernels is '{asked}'; wanted one of auto, mlx"):
         kernels(EngineConfig(kernels=asked), package, DecisionLedger())
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"hisparse": "on"}, "hisparse is asked for, and this device has one memory for host and accelerator"),
+        ({"hisparse": '{"top_k": 0}'}, "top_k of hisparse is 0"),
+        ({"speculative": "ngram"}, "speculative is 'ngram', and this device verifies no proposals"),
+        (
+            {"quantize": "int8"},
+            "quantize is 'int8', and this device takes weights and cells as the checkpoint has them",
+        ),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8', and this device takes weights and cells"),
+    ],
+)
+def test_what_this_device_does_not_do_is_refused_by_name_before_a_model_is_read(
+    asked: dict[str, Any], reason: str
+) -> None:
+    """By a step that knows no model yet; what says off asks for nothing."""
+    kernels(EngineConfig(hisparse="off", speculative="off"), package, DecisionLedger())
+    with pytest.raises(ConfigError, match=reason):
+        kernels(EngineConfig(**asked), package, DecisionLedger())

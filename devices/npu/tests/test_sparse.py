@@ -51,12 +51,16 @@ def test_the_operator_gives_what_the_reference_gives() -> None:
     hold(kernels())
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
 @torch.inference_mode()
-def test_rows_that_are_gathered_in_parts_are_those_that_are_gathered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_gathered_in_parts_are_those_that_are_gathered_at_once(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token after the other, and in parts of which the last is smaller."""
     (given,) = (
         call for call in inputs(Draw(1, torch.float16), 3, True) if call[1].shape[1] == sparse.LATENT + sparse.ROTATED
     )
-    monkeypatch.setattr(sparse, "GATHERED", given[2].shape[1] * given[1].shape[1])
+    monkeypatch.setattr(sparse, "GATHERED", at_once * given[2].shape[1] * given[1].shape[1])
     placed: list[Any] = [arg.to("npu:0") if isinstance(arg, torch.Tensor) else arg for arg in given]
     assert relative_error(sparse.sparse_mqa(*placed).cpu(), reference_sparse.sparse_mqa(*given)) < RELATIVE["float16"]
 

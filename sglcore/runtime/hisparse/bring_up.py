@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
 from sglcore.runtime.hisparse.shape import SwapShape, swap_shape
 from sglcore.runtime.kernels.hisparse import REACHING
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.memory.make import Pools
-from sglcore.runtime.memory.rows import RowPool
+from sglcore.runtime.memory.rows import RowPool, swapped_rows
 from sglcore.step.hisparse import HiSparseConfig, parse_hisparse_config
 from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_text
 
 
-def asks_for_hisparse(config: EngineConfig) -> bool:
-    """Rows of which few are chosen are to lie in host memory. Raises ConfigError for what can not be read."""
-    return parse_hisparse_config(config.hisparse) is not None
+def asks_for_hisparse(asked: str | None) -> bool:
+    """Rows of which few are chosen are to lie in host memory, as a configuration says. Raises ConfigError for what can not be read."""
+    return parse_hisparse_config(asked) is not None
+
+
+def check_swapped(asked: str | None, architecture: str, layers: Sequence[Attention]) -> None:
+    """Raise ConfigError for a model without rows for host memory, or one of which a token reads more than are to stay on the device."""
+    hisparse = parse_hisparse_config(asked)
+    if hisparse is None:
+        return
+    swapped = [layer for layer in layers if swapped_rows(layer.rows) is not None]
+    for layer in swapped:
+        hisparse.buffer_rows(layer.top_k)
+    if not swapped:
+        raise ConfigError(
+            f"hisparse is asked for, and no layer of {architecture} chooses the rows that it reads",
+            wanted="a model with sparse attention, such as DeepSeek-V3.2 or V4",
+            remedy="leave --hisparse out",
+        )
 
 
 def hisparse_config(config: EngineConfig, facts: Facts, kernels: KernelTable) -> HiSparseConfig | None:
@@ -56,12 +74,14 @@ def hisparse_config(config: EngineConfig, facts: Facts, kernels: KernelTable) ->
 
 
 def beside_buffers(
-    hisparse: HiSparseConfig | None, shape: SwapShape | None, kept: Geometry, budget: MemoryBudget
+    hisparse: HiSparseConfig | None, shape: SwapShape | None, facts: Facts, kept: Geometry, budget: MemoryBudget
 ) -> tuple[Geometry, MemoryBudget]:
-    """The geometry with what each request has on the device of rows in host memory, and the budget without the staging rooms."""
+    """The geometry with what each request has on the device of rows in host memory, and the budget without the staging rooms.
+    Where host and device share memory, the budget is for the rows of both."""
     if hisparse is None or shape is None:
         return kept, budget
-    kept = replace(kept, ring=kept.ring + shape.slot_bytes, host_ratio=hisparse.host_to_device_ratio)
+    ratio = 1.0 if facts.shares_host_memory else hisparse.host_to_device_ratio
+    kept = replace(kept, ring=kept.ring + shape.slot_bytes, host_ratio=ratio)
     return kept, replace(budget, available=max(0, budget.available - shape.room_bytes))
 
 
@@ -86,5 +106,7 @@ def hisparse(
     why = f"{len(shape.names)} layers read {shape.top_k} rows of a token each"
     if hisparse_config.unused:
         why += f"; {', '.join(hisparse_config.unused)} decide nothing here"
+    if facts.shares_host_memory:
+        why += "; host and device share memory, so there are no more pages than without"
     ledger.record(Row("hisparse", config.hisparse or "on", what, why, "--hisparse off"))
     return HiSparseCoordinator(shape, table, rows, kernels)

@@ -57,7 +57,7 @@ def sizes(
         ledger.record(Row("page size", "auto", f"{page_size} tokens", why, "set page_size to a multiple of it"))
     kept = geometry(layers, model.state_layers, most, page_size, model.dtype, pool_kind.cell_bytes)
     swapped = swap_shape(hisparse_config, layers, longest, page_size, facts.has_streams)
-    kept, device_memory = beside_buffers(hisparse_config, swapped, kept, device_memory)
+    kept, device_memory = beside_buffers(hisparse_config, swapped, facts, kept, device_memory)
     if has_rows:
         ledger.record(rows_row(kept, layers, page_size, model.dtype, config.kv_cache_dtype))
     if not kept.window and any(has_window(layer) for layer in layers):

@@ -1,0 +1,64 @@
+"""What does not go with rows in host memory is refused by its name before anything is loaded; what is only not asked for is off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger
+from sglcore.runtime.hisparse.bring_up import hisparse_config
+from sglcore.runtime.kernels.hisparse import REACHING
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.speculative.bring_up import speculation
+from sglcore.step.hisparse import HiSparseConfig
+
+SHARING = Facts(tensor_device="cpu", shares_host_memory=True)
+APART, REACHED = Facts(tensor_device="acme:0"), Facts(tensor_device="acme:0", reaches_pinned_memory=True)
+OWN = KernelTable().replace(**{name: lambda *given: None for name in REACHING})
+"""A table whose entries reach host memory."""
+
+
+@pytest.mark.parametrize(("facts", "kernels"), [(SHARING, KernelTable()), (REACHED, OWN)])
+@pytest.mark.parametrize("speculative", [None, "off", "auto"])
+def test_what_is_asked_for_alone_is_had(facts: Facts, kernels: KernelTable, speculative: str | None) -> None:
+    asked = EngineConfig(hisparse='{"device_buffer_size": 9}', speculative=speculative)
+    assert hisparse_config(asked, facts, kernels) == HiSparseConfig(9)
+    assert hisparse_config(EngineConfig(speculative=speculative), APART, KernelTable()) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "facts", "missing", "reason"),
+    [
+        ({"speculative": "mtp"}, SHARING, (), "hisparse and speculative decoding are both asked for"),
+        ({"draft_model": "a/draft"}, SHARING, (), "hisparse and speculative decoding are both asked for"),
+        ({"speculative": "auto", "draft_model": "a/draft"}, SHARING, (), "hisparse and speculative decoding are both"),
+        ({}, APART, (), "kernels on acme:0 do not reach host memory; wanted a device whose facts say reaches_pinned"),
+        (
+            {},
+            REACHED,
+            ("copy_rows",),
+            "copy_rows of the kernel table are the reference's, which do not reach host memory",
+        ),
+        ({}, REACHED, REACHING, "norm_rope_store, copy_rows of the kernel table are the reference's"),
+    ],
+)
+def test_what_does_not_go_with_it_is_named(
+    given: dict[str, Any], facts: Facts, missing: tuple[str, ...], reason: str
+) -> None:
+    kernels = OWN.replace(**{name: KernelTable.declared()[name].reference for name in missing})
+    with pytest.raises(ConfigError, match=reason):
+        hisparse_config(EngineConfig(hisparse="on", **given), facts, kernels)
+
+
+@pytest.mark.parametrize("speculative", [None, "auto"])
+def test_no_draft_that_lies_beside_a_model_is_tried_with_it_and_the_ledger_says_so(speculative: str | None) -> None:
+    ledger, unused = DecisionLedger(), Any
+    given: tuple[Any, ...] = (SHARING, ledger, unused, unused, KernelTable(), unused, HiSparseConfig())
+    assert speculation(EngineConfig(hisparse="on", speculative=speculative), *given) is None
+    (row,) = ledger.rows
+    assert (row.topic, row.requested, row.effective) == ("speculative", speculative or "not asked", "off")
+    assert row.remedy == "--hisparse off"
