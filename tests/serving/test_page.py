@@ -566,8 +566,10 @@ def test_the_charts_move_and_the_ledger_is_a_table(tab) -> None:
     tab.wait_for_selector("#chart-speed[aria-label^='Tokens/s: 250;']")
     labels = {name: tab.get_attribute(f"#chart-{name}", "aria-label") for name in ("load", "kv", "hits")}
     assert labels["load"] == "Requests: 3 running; 2 waiting"
-    assert labels["kv"] == "KV cache: 25.0 %; of the pages are in use; 96 % of rows read were on the device"
+    assert labels["kv"] == "KV cache: 25.0 %; of pages in use; 96 % of rows read were on the device"
     assert labels["hits"] == "Prefix hits: 80 %; 80 % since the start"
+    cut = "[...document.querySelectorAll('.foot')].filter(each => each.scrollWidth > each.clientWidth).length"
+    assert tab.locator(".foot").count() == 4 and tab.evaluate(cut) == 0
     before, now = ink(), tab.get_attribute("#chart-speed", "aria-label")
     tab.wait_for_selector(f"#chart-speed:not([aria-label='{now}'])")
     assert ink() > before > 0

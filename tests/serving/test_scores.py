@@ -147,6 +147,11 @@ def test_a_language_model_scores_nothing_and_says_so(server: Server) -> None:
     for path, body in (
         ("/v1/score", {"text_1": "a", "text_2": "b"}),
         ("/rerank", {"query": "a", "documents": ["b"]}),
-        ("/classify", {"input": "a"}),
     ):
         assert server.refusal(path, body)["code"] == "model_does_not_embed"
+
+
+def test_a_model_without_labels_names_what_it_answers(server: Server, encoder_server: Server) -> None:
+    for asked, own in ((server, "/v1/completions"), (encoder_server, "/v1/embeddings")):
+        error = asked.refusal("/classify", {"input": "a"})
+        assert error["code"] == "model_does_not_classify" and f"use {own}, or" in error["message"]
