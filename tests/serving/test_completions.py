@@ -172,6 +172,11 @@ def test_words_that_may_not_come_do_not_and_ids_that_alone_may_do(server: Server
     assert all(phrase not in choice["text"] for choice in both["choices"])
     bound = server.post(PATH, {**GREEDY, "guided_choice": ["fox", "dog"], "bad_words": ["fox"]})["choices"][0]
     assert bound["text"] == "dog"
+    fox = server.post("/tokenize", {"content": "fox"})["tokens"]
+    ruled = server.post(PATH, {**GREEDY, "guided_choice": ["fox", "dog"], "allowed_token_ids": fox})["choices"][0]
+    assert (ruled["text"], ruled["finish_reason"]) == ("fox", "stop")
+    refused = server.refusal(PATH, {**GREEDY, "guided_choice": ["dog"], "allowed_token_ids": fox})
+    assert refused["param"] == "guided_choice" and "allowed_token_ids" in refused["message"]
 
 
 def test_a_priority_is_known_and_changes_no_text(server: Server) -> None:
