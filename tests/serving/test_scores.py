@@ -123,6 +123,8 @@ def test_a_text_that_is_too_long_is_cut_where_that_is_asked_for(encoder_server: 
     body = {"input": long, "truncate": True}
     assert encoder_server.refusal("/v1/embeddings", {"input": long})["param"] == "input"
     assert encoder_server.post("/v1/embeddings", body)["usage"]["total_tokens"] == 512
+    most = encoder_server.post("/v1/embeddings", {"input": long, "truncate_prompt_tokens": 5000})
+    assert most["usage"]["total_tokens"] == 512
     few = encoder_server.post("/v1/embeddings", {**body, "truncate_prompt_tokens": 7})
     same = encoder_server.post("/v1/embeddings", {"input": "fox " * 5})
     assert few["usage"] == same["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
