@@ -556,6 +556,17 @@ def test_a_model_that_generates_no_text_is_ready_and_says_so(tab, address: str, 
 
 
 @browser_tests
+def test_what_is_said_in_another_tab_is_in_the_list_of_this_one(tab, address: str, script: Script) -> None:
+    script.chunks = [chat("Fine."), ended("stop"), usage(1, 1)]
+    other = tab.context.new_page()
+    other.goto(address)
+    other.wait_for_selector("#send:enabled")
+    say(other, "From the other tab")
+    tab.click("#chats >> text=From the other tab")
+    assert last(tab) == "Fine."
+
+
+@browser_tests
 def test_the_charts_move_and_the_ledger_is_a_table(tab) -> None:
     def ink() -> int:
         return tab.evaluate("""(() => {

@@ -105,6 +105,8 @@ def test_an_encoder_scores_by_the_cosine_of_its_vectors(encoder_server: Server) 
     assert [each["score"] for each in scores] == pytest.approx([vectors[0] @ each for each in vectors[1:]], abs=1e-5)
     ranked = encoder_server.post("/rerank", {"query": QUERY, "documents": DOCUMENTS, "return_documents": False})
     assert ranked["results"][0]["index"] == 0 and "document" not in ranked["results"][0]
+    again = encoder_server.post("/reranking", {"query": QUERY, "documents": DOCUMENTS, "return_documents": False})
+    assert again["results"] == ranked["results"]
 
 
 def test_fewer_dimensions_are_the_first_ones_at_length_one(encoder_server: Server) -> None:
