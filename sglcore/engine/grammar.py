@@ -190,7 +190,7 @@ class Grammars:
         if thinking is not None:
             found = ThinkingGrammar(thinking, self.backend.vocabulary, found)
         if rules is not None:
-            found = RuledTokens(rules, self.backend.vocabulary, found)
+            found = RuledTokens(rules, self.backend.vocabulary, found, has_end=grammar is not None)
         if repetition is None:
             return Compiled(found)
         return Compiled(found, RepetitionRules(repetition, self.backend.vocabulary, found))

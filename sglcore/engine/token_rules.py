@@ -1,4 +1,6 @@
-"""Tokens that alone may come, and words that may not, over whatever else binds an output."""
+"""Tokens that alone may come, and words that may not, over whatever else binds an output. Where a grammar does, the tokens that
+end it stay: it says where they may come.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +9,31 @@ from collections.abc import Iterator
 import numpy as np
 
 from sglcore.engine.vocabulary import CompiledGrammar, Vocabulary
-from sglcore.sampling.grammar import TokenRules
+from sglcore.sampling.grammar import GrammarError, TokenRules
 from sglcore.schedule.request import Ints, Matcher
+
+NOTHING_LEFT = "allowed_token_ids and bad_words leave no token that may come"
 
 
 class RuledTokens:
-    """The rules as masks and sequences, shared by all matchers; `inner` is what else binds the output (None: nothing)."""
+    """The rules as masks and sequences, shared by all matchers; `inner` is what else binds the output (None: nothing), and with
+    `has_end` it says where that ends. Raises GrammarError if no token is left to begin with."""
 
-    def __init__(self, rules: TokenRules, vocabulary: Vocabulary, inner: CompiledGrammar | None) -> None:
+    def __init__(
+        self, rules: TokenRules, vocabulary: Vocabulary, inner: CompiledGrammar | None, *, has_end: bool = False
+    ) -> None:
         self._inner = inner
         self.allowed = frozenset(rules.allowed)
         self.mask = np.full(-(-vocabulary.size // 32), 0 if rules.allowed else -1, dtype=np.int32)
-        for token in rules.allowed:
+        for token in (*rules.allowed, *(vocabulary.eos_ids if has_end else ())):
             self.mask.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
         spelled = (word for each in rules.bad_words for word in (each, " " + each))
         encoded = (vocabulary.tokenizer.encode(word, add_special_tokens=False).ids for word in spelled)
         self.barred = tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
+        first = self.start()
+        first.fill(np.zeros_like(self.mask))
+        if first.error:
+            raise GrammarError(first.error, remedy="allow more of them")
 
     def start(self) -> Matcher:
         """As `CompiledGrammar.start`."""
@@ -32,15 +43,16 @@ class RuledTokens:
 class RuledMatcher:
     """One sample's way through the rules."""
 
-    __slots__ = ("_inner", "_rules", "_tokens")
+    __slots__ = ("_error", "_inner", "_rules", "_tokens")
 
     def __init__(self, rules: RuledTokens, inner: Matcher | None) -> None:
         self._rules, self._inner, self._tokens = rules, inner, list[int]()
+        self._error = ""
 
     @property
     def error(self) -> str:
         """As `Matcher.error`."""
-        return "" if self._inner is None else self._inner.error
+        return self._error or ("" if self._inner is None else self._inner.error)
 
     def accept(self, token_id: int) -> bool:
         """As `Matcher.accept`."""
@@ -54,6 +66,7 @@ class RuledMatcher:
 
     def rollback(self, count: int) -> None:
         """As `Matcher.rollback`."""
+        self._error = ""
         del self._tokens[len(self._tokens) - count :]
         if self._inner is not None:
             self._inner.rollback(count)
@@ -67,6 +80,8 @@ class RuledMatcher:
             words &= self._rules.mask
         for token in self._barred():
             words.view(np.uint32)[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+        if not self.error and not words.any():
+            self._error = NOTHING_LEFT
 
     def _barred(self) -> Iterator[int]:
         """The last tokens of the words that would be whole with one more."""

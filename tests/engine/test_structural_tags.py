@@ -138,6 +138,7 @@ def _changed(**more: Any) -> dict[str, Any]:
         (_changed(structures=[{"begin": "", "schema": {}, "end": ""}]), "begin"),
         ({"format": {"type": "any_text"}}, "any_text"),
         ({"format": {**FORMAT["format"], "at_least_one": True}}, "at_least_one"),
+        ({"format": {**FORMAT["format"], "excludes": ["a"]}}, "excludes"),
         (
             {"format": {**FORMAT["format"], "tags": [{"begin": "a", "content": {"type": "regex"}, "end": ""}]}},
             "'regex'",

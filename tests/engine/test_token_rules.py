@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglcore.engine.grammar_llguidance import Llguidance
 from sglcore.engine.text import TextCodec
 from sglcore.engine.token_rules import RuledTokens
 from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import TokenRules
+from sglcore.sampling.grammar import Grammar, GrammarError, TokenRules
 from sglcore.schedule.request import Matcher
 
 CODEC = TextCodec(Path(str(files("sglcore") / "assets" / "demo")))
@@ -19,12 +20,18 @@ SIZE = CODEC.tokenizer.get_vocab_size(with_added_tokens=True)
 LONG = "xylophones"
 
 
+EOS = 2
+VOCABULARY = Vocabulary(CODEC.tokenizer, SIZE, (EOS,))
+
+
 def ids(text: str) -> list[int]:
     return CODEC.encode(text, special=False)
 
 
-def started(rules: TokenRules) -> Matcher:
-    return RuledTokens(rules, Vocabulary(CODEC.tokenizer, SIZE, (2,)), None).start()
+def started(rules: TokenRules, form: str | None = None) -> Matcher:
+    """A matcher of the rules, beside a form that is a regular expression."""
+    inner = None if form is None else Llguidance(VOCABULARY).compile(Grammar("regex", form))
+    return RuledTokens(rules, VOCABULARY, inner, has_end=form is not None).start()
 
 
 def allowed(matcher: Matcher) -> set[int]:
@@ -63,3 +70,32 @@ def test_a_word_of_several_tokens_loses_its_last_one_alone() -> None:
     assert matcher.accept(begin[0]) and last in allowed(matcher)
     matcher.rollback(1)
     assert not matcher.accept(last)
+
+
+def test_beside_a_form_both_hold_and_the_form_says_where_the_end_is() -> None:
+    word = ids("fox")
+    matcher = started(TokenRules((*word, *ids("cat")), ()), "fox|dog")
+    for place, token in enumerate(word):
+        assert allowed(matcher) == {token} and matcher.accept(token), place
+    assert allowed(matcher) == {EOS} and not matcher.error
+
+
+def test_where_no_token_is_left_that_is_told_until_tokens_are_taken_back() -> None:
+    first = ids("fox")[0]
+    matcher = started(TokenRules((first,), ()), "fox|dog")
+    assert allowed(matcher) == {first} and matcher.accept(first)
+    assert allowed(matcher) == set() and "leave no token" in matcher.error
+    matcher.rollback(1)
+    assert allowed(matcher) == {first} and not matcher.error
+
+
+@pytest.mark.parametrize(
+    ("rules", "form"),
+    [
+        (TokenRules(tuple(ids("cat")), ()), "fox|dog"),
+        (TokenRules(tuple(ids(" a")), (" a",)), None),
+    ],
+)
+def test_rules_that_leave_no_token_to_begin_with_are_refused(rules: TokenRules, form: str | None) -> None:
+    with pytest.raises(GrammarError, match="allowed_token_ids and bad_words leave no token"):
+        started(rules, form)

@@ -118,6 +118,13 @@ def test_min_tokens_above_max_tokens_is_refused():
     assert SamplingParams(max_tokens=4, min_tokens=4).min_tokens == 4
 
 
+def test_repetitions_are_looked_for_only_where_they_could_change_a_logit():
+    asked = {"dry_multiplier": 0.8, "dry_penalty_last_n": 64}
+    assert SamplingParams(**asked).repetition is not None
+    for off in ({"dry_multiplier": 0.0}, {"dry_penalty_last_n": 0}):
+        assert SamplingParams(**{**asked, **off}).repetition is None
+
+
 def test_lists_are_frozen_to_tuples_and_a_string_stop_is_one_stop():
     given = ["a", "b"]
     params = SamplingParams(stop=given, stop_token_ids=[3, 1])  # type: ignore[arg-type]

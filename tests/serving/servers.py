@@ -84,6 +84,18 @@ def start_server(folder: Path, *flags: str, environ: Mapping[str, str] | None = 
     return Server(url, process, stderr, httpx.Client(base_url=url, timeout=60.0, trust_env=False))
 
 
+def nearly(found: Any, wanted: Any) -> bool:
+    """Whether two values of JSON are the same but for the last bits of numbers: where tokens are proposed, how many rows a step has
+    goes by how long steps take."""
+    if isinstance(wanted, float):
+        return isinstance(found, float) and abs(found - wanted) < 1e-3
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(nearly(found[name], value) for name, value in wanted.items())
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(nearly, found, wanted))
+    return found == wanted
+
+
 @contextmanager
 def running(folder: Path, *flags: str, environ: Mapping[str, str] | None = None) -> Iterator[Server]:
     """A server for a while; then it is told to stop, and has to end well."""

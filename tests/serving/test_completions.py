@@ -12,6 +12,7 @@ import pytest
 
 from sglcore.serving.apis.openai.answers import CompletionAnswer, CompletionChunk
 from tests.serving.conftest import Server
+from tests.serving.servers import nearly
 
 PATH = "/v1/completions"
 STORY = "Once upon a time"
@@ -154,7 +155,7 @@ def test_a_stream_that_echoes_has_the_log_probabilities_of_the_whole_answer(serv
         parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
         for name in ("tokens", "token_logprobs", "text_offset"):
-            assert [each for part in parts for each in part["logprobs"][name]] == choice["logprobs"][name]
+            assert nearly([each for part in parts for each in part["logprobs"][name]], choice["logprobs"][name])
 
 
 def test_words_that_may_not_come_do_not_and_ids_that_alone_may_do(server: Server) -> None:
@@ -172,6 +173,11 @@ def test_words_that_may_not_come_do_not_and_ids_that_alone_may_do(server: Server
     assert all(phrase not in choice["text"] for choice in both["choices"])
     bound = server.post(PATH, {**GREEDY, "guided_choice": ["fox", "dog"], "bad_words": ["fox"]})["choices"][0]
     assert bound["text"] == "dog"
+    fox = server.post("/tokenize", {"content": "fox"})["tokens"]
+    ruled = server.post(PATH, {**GREEDY, "guided_choice": ["fox", "dog"], "allowed_token_ids": fox})["choices"][0]
+    assert (ruled["text"], ruled["finish_reason"]) == ("fox", "stop")
+    refused = server.refusal(PATH, {**GREEDY, "guided_choice": ["dog"], "allowed_token_ids": fox})
+    assert refused["param"] == "guided_choice" and "allowed_token_ids" in refused["message"]
 
 
 def test_a_priority_is_known_and_changes_no_text(server: Server) -> None:
@@ -231,7 +237,7 @@ def test_streamed_log_probabilities_and_ids_are_those_of_the_whole_answer(server
         name: [item for part in parts if part["logprobs"] for item in part["logprobs"][name]]
         for name in whole["logprobs"]
     }
-    assert joined == whole["logprobs"]
+    assert nearly(joined, whole["logprobs"])
     assert [token for part in parts for token in part["token_ids"]] == whole["token_ids"]
     assert parts[0]["prompt_token_ids"] == whole["prompt_token_ids"]
 

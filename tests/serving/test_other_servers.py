@@ -75,10 +75,12 @@ def test_the_names_of_llama_server_mean_what_they_say_there(server: Server) -> N
     token = server.post("/tokenize", {"content": " fox"})["tokens"][0]
     drawn = server.post("/completion", {**LLAMA, "logit_bias": [[token, 100]], "return_tokens": True})["tokens"]
     assert drawn == [token] * 9
-    never = server.post(
-        "/completion", {**LLAMA, "temperature": 0, "logit_bias": [[token, False]], "return_tokens": True}
-    )
-    assert token not in never["tokens"]
+    greedy = {**LLAMA, "temperature": 0, "return_tokens": True}
+    first = server.post("/completion", greedy)["tokens"][0]
+    assert first not in server.post("/completion", {**greedy, "logit_bias": [[first, False]]})["tokens"]
+    whole = server.post("/completion", {"prompt": "word " * 860, "n_predict": -1, "ignore_eos": True})
+    assert whole["tokens_predicted"] + whole["tokens_evaluated"] == server.get("/server_info")["max_model_len"]
+    assert whole["tokens_predicted"] > 140
     several = server.post("/completion", {**LLAMA, "prompt": [STORY, "The dog"]})
     assert [each["index"] for each in several] == [0, 1]
     for wrong in (0.5, -1, False):

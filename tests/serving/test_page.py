@@ -556,6 +556,17 @@ def test_a_model_that_generates_no_text_is_ready_and_says_so(tab, address: str, 
 
 
 @browser_tests
+def test_what_is_said_in_another_tab_is_in_the_list_of_this_one(tab, address: str, script: Script) -> None:
+    script.chunks = [chat("Fine."), ended("stop"), usage(1, 1)]
+    other = tab.context.new_page()
+    other.goto(address)
+    other.wait_for_selector("#send:enabled")
+    say(other, "From the other tab")
+    tab.click("#chats >> text=From the other tab")
+    assert last(tab) == "Fine."
+
+
+@browser_tests
 def test_the_charts_move_and_the_ledger_is_a_table(tab) -> None:
     def ink() -> int:
         return tab.evaluate("""(() => {
@@ -566,8 +577,10 @@ def test_the_charts_move_and_the_ledger_is_a_table(tab) -> None:
     tab.wait_for_selector("#chart-speed[aria-label^='Tokens/s: 250;']")
     labels = {name: tab.get_attribute(f"#chart-{name}", "aria-label") for name in ("load", "kv", "hits")}
     assert labels["load"] == "Requests: 3 running; 2 waiting"
-    assert labels["kv"] == "KV cache: 25.0 %; of the pages are in use; 96 % of rows read were on the device"
+    assert labels["kv"] == "KV cache: 25.0 %; of pages in use; 96 % of rows read were on the device"
     assert labels["hits"] == "Prefix hits: 80 %; 80 % since the start"
+    cut = "[...document.querySelectorAll('.foot')].filter(each => each.scrollWidth > each.clientWidth).length"
+    assert tab.locator(".foot").count() == 4 and tab.evaluate(cut) == 0
     before, now = ink(), tab.get_attribute("#chart-speed", "aria-label")
     tab.wait_for_selector(f"#chart-speed:not([aria-label='{now}'])")
     assert ink() > before > 0

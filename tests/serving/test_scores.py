@@ -105,6 +105,8 @@ def test_an_encoder_scores_by_the_cosine_of_its_vectors(encoder_server: Server) 
     assert [each["score"] for each in scores] == pytest.approx([vectors[0] @ each for each in vectors[1:]], abs=1e-5)
     ranked = encoder_server.post("/rerank", {"query": QUERY, "documents": DOCUMENTS, "return_documents": False})
     assert ranked["results"][0]["index"] == 0 and "document" not in ranked["results"][0]
+    again = encoder_server.post("/reranking", {"query": QUERY, "documents": DOCUMENTS, "return_documents": False})
+    assert again["results"] == ranked["results"]
 
 
 def test_fewer_dimensions_are_the_first_ones_at_length_one(encoder_server: Server) -> None:
@@ -123,6 +125,8 @@ def test_a_text_that_is_too_long_is_cut_where_that_is_asked_for(encoder_server: 
     body = {"input": long, "truncate": True}
     assert encoder_server.refusal("/v1/embeddings", {"input": long})["param"] == "input"
     assert encoder_server.post("/v1/embeddings", body)["usage"]["total_tokens"] == 512
+    most = encoder_server.post("/v1/embeddings", {"input": long, "truncate_prompt_tokens": 5000})
+    assert most["usage"]["total_tokens"] == 512
     few = encoder_server.post("/v1/embeddings", {**body, "truncate_prompt_tokens": 7})
     same = encoder_server.post("/v1/embeddings", {"input": "fox " * 5})
     assert few["usage"] == same["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
@@ -147,6 +151,11 @@ def test_a_language_model_scores_nothing_and_says_so(server: Server) -> None:
     for path, body in (
         ("/v1/score", {"text_1": "a", "text_2": "b"}),
         ("/rerank", {"query": "a", "documents": ["b"]}),
-        ("/classify", {"input": "a"}),
     ):
         assert server.refusal(path, body)["code"] == "model_does_not_embed"
+
+
+def test_a_model_without_labels_names_what_it_answers(server: Server, encoder_server: Server) -> None:
+    for asked, own in ((server, "/v1/completions"), (encoder_server, "/v1/embeddings")):
+        error = asked.refusal("/classify", {"input": "a"})
+        assert error["code"] == "model_does_not_classify" and f"use {own}, or" in error["message"]

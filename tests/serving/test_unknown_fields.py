@@ -101,6 +101,38 @@ def test_values_that_change_nothing_are_let_through(path: str) -> None:
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize(
+    ("field", "off", "on"),
+    [
+        ("num_beams", 1, 4),
+        ("beam_width", 1, 2),
+        ("length_penalty", 1.0, 0.6),
+        ("typical_p", 1.0, 0.9),
+        ("tfs_z", 1, 0.95),
+        ("top_n_sigma", -1, 1.5),
+        ("repeat_last_n", -1, 64),
+        ("adaptive_target", -1.0, 0.4),
+        ("mirostat", 0, 2),
+    ],
+)
+def test_what_is_lacking_is_let_through_where_it_is_off_and_nowhere_else(field: str, off: Any, on: Any) -> None:
+    statuses = [
+        call(speaks(), "POST", "/v1/completions", {"prompt": "a", field: value}).status_code
+        for value in (off, None, on)
+    ]
+    assert statuses == [200, 200, 400]
+
+
+@pytest.mark.parametrize(
+    ("field", "off", "on"),
+    [("temperature", 1.0, 0.5), ("use_beam_search", False, True), ("lora_path", None, "a"), ("image_data", [], ["a"])],
+)
+def test_beside_the_object_that_has_the_sampling_it_is_the_same(field: str, off: Any, on: Any) -> None:
+    kept, refused = (call(speaks(), "POST", "/generate", {"text": "a", field: value}) for value in (off, on))
+    assert kept.status_code == 200, kept.text
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == field, refused.text
+
+
 def test_so_many_unknown_fields_are_named_and_no_more() -> None:
     body = {**BODIES["/v1/completions"], **{f"field_{place}": 1 for place in range(5000)}}
     answer = call(speaks(), "POST", "/v1/completions", body)

@@ -171,7 +171,7 @@ def _parameters(function: Function) -> Mapping[str, Any]:
     wrong = wrong or ("type" if schema["type"] != "object" else None)
     if wrong is not None:
         raise GrammarError(
-            f"the parameters of {function['name']!r} have {wrong}: {schema[wrong]!r:.60}",
+            f"the parameters of {function['name']!r} have {wrong}: {json.dumps(schema[wrong]):.60}",
             wanted="the JSON schema of an object",
         )
     return schema

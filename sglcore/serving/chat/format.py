@@ -148,7 +148,9 @@ class ChatFormat:
         functions = [tool.get("function", tool) for tool in tools]
         forced = [function for function in functions if name in (None, function["name"])]
         if not forced:
-            raise TextError(f"tool_choice names {name!r}", wanted=f"one of {[f['name'] for f in functions]}")
+            raise TextError(
+                f"tool_choice names {name!r}", wanted=f"one of {', '.join(each['name'] for each in functions)}"
+            )
         return call_grammar(
             self._tools,
             self._sample,

@@ -62,7 +62,8 @@ class JsonRequest(Request):
     def _take(self, data: bytes, model: type[BaseModel]) -> None:
         self.decoded = _decoded(data)
         if issubclass(model, Body):
-            refuse_foreign(self.decoded, model.known, generates=issubclass(model, SamplingFields))
+            generates = issubclass(model, SamplingFields) or bool(model.sampled)
+            refuse_foreign(self.decoded, model.known, generates=generates)
             parts = self.decoded if isinstance(self.decoded, dict) else {}
             for name, part in model.sampled.items():
                 refuse_foreign(parts.get(name), part.known, generates=True)

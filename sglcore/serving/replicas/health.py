@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
-
-Drift = Literal["starting", "ready", "draining", "dead"]
 
 
 class Health:

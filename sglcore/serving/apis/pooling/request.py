@@ -86,7 +86,8 @@ async def classified(frontend: Frontend, body: ClassifyBody) -> tuple[list[dict[
     _check(frontend, body, "input", len(inputs))
     assert frontend.info is not None
     if not frontend.info.limits["num_labels"]:
-        raise _wrong_model("has no labels", "one with a classification head", "/classify")
+        own = "/v1/completions" if frontend.info.generates else "/v1/embeddings"
+        raise _wrong_model("has no labels", "one with a classification head", own, "model_does_not_classify")
     with blame("input"):
         found = await _pooled(frontend, inputs, body.most)
     labels = read_labels(frontend.model_path)
@@ -143,14 +144,10 @@ def _check_embeds(frontend: Frontend) -> None:
         raise _wrong_model("has a classification head", "one that embeds", "/v1/score for one label, or /classify")
 
 
-def _wrong_model(found: str, wanted: str, remedy: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"this model {found}",
-        wanted=wanted,
-        remedy=f"use {remedy}, or serve one of those",
-        param="model",
-        code="model_does_not_embed",
-    )
+def _wrong_model(found: str, wanted: str, own: str, code: str = "model_does_not_embed") -> InvalidRequest:
+    """`own` is what this model answers."""
+    remedy = f"use {own}, or serve one of those"
+    return InvalidRequest(f"this model {found}", wanted=wanted, remedy=remedy, param="model", code=code)
 
 
 def _shortened(vector: np.ndarray, size: int) -> np.ndarray:

@@ -6,7 +6,7 @@ const charts = [
     foot: s => `${number(s.total)} generated${s.length ? `, ${number(s.length, 1)} a step and request` : ""}` },
   { id: "load", name: "Requests", lines: [s => s.running, s => s.waiting], top: 4, now: s => [number(s.running), " running"], foot: s => `${number(s.waiting)} waiting`, dots: true },
   { id: "kv", name: "KV cache", lines: [s => s.kv * 100], top: 5, now: s => [number(s.kv * 100, 1), " %"],
-    foot: s => `of the pages are in use${s.rows === null ? "" : `; ${number(s.rows * 100)} % of rows read were on the device`}` },
+    foot: s => `of pages in use${s.rows === null ? "" : `; ${number(s.rows * 100)} % of rows read were on the device`}` },
   { id: "hits", name: "Prefix hits", lines: [s => s.hits === null ? null : s.hits * 100], top: 100, now: s => [s.hits === null ? "–" : number(s.hits * 100), s.hits === null ? "" : " %"],
     foot: s => s.looked ? `${number(s.allHits * 100)} % since the start` : "no prompts yet" },
 ];
