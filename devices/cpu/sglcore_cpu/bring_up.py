@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,7 @@ from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.bring_up import STANDARD, LoadedModel, Pools, Progress, attention, kernels, runner
+from sglcore.runtime.graphs.build import reason_of_ranks
 from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, PoolKind, cell_bytes
@@ -33,6 +35,9 @@ from sglcore_cpu.recording import NotCapturable
 from sglcore_cpu.rows import kernel_rows, pages_row
 from sglcore_cpu.table import SERVED, is_native
 from sglcore_cpu.topology import read_topology
+
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.group import Groups
 
 PAGED = "paged"
 SMALL_WEIGHTS = 64 << 20
@@ -173,16 +178,17 @@ def processor_runner(
     streams: Streams,
     speculation: Speculation | None = None,
     hisparse: HiSparseCoordinator | None = None,
+    groups: Groups | None = None,
 ) -> ModelRunner:
     """The standard runner. A step is recorded only where native kernels compute all of it."""
     if facts.graph_kind(config.graph) == "native":
-        reason = reason_against_recording(kernels, attention)
+        reason = reason_against_recording(kernels, attention) or reason_of_ranks(groups)
         if reason and config.graph != "auto":
             raise ConfigError(f"graph 'native' can not serve: {reason}", remedy="--graph auto or off")
         if reason:
             ledger.record(Row("native graph", "auto", "off", reason, "--graph compiled"))
             facts = replace(facts, default_graph="off")
-    parts = model, pools, sizes, attention, kernels, ledger, progress, streams, speculation, hisparse
+    parts = model, pools, sizes, attention, kernels, ledger, progress, streams, speculation, hisparse, groups
     try:
         return runner(config, package, facts, *parts)
     except NotCapturable as error:

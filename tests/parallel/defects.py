@@ -1,0 +1,115 @@
+"""What is planted in the process of a rank, for laws that must catch it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from sglcore.checkpoint.shards import Shard
+from sglcore.layers.parallel import build, vocab
+from sglcore.runtime.parallel import decided, group
+from sglcore.sampling.sampler import Sampler
+
+
+def nothing(rank: int) -> None:
+    """Sound."""
+
+
+def in_double(rank: int) -> None:
+    """No defect: the device computes in float64 too, so that an order of sums can not hide one."""
+    from sglcore_cpu import facts as module
+
+    own = module.facts
+
+    def facts(index: int = 0) -> Any:
+        return dataclasses.replace(own(index), dtypes=("float64", "float32"), preferred_dtype=None)
+
+    module.facts = facts
+
+
+def shifted_vocabulary(rank: int) -> None:
+    """A rank looks ids up one row too far."""
+    own = vocab.SharedEmbedding.__init__
+
+    def init(self: Any, embedding: Any, part: tuple[int, int], ranks: Any) -> None:
+        own(self, embedding, (part[0] + 1, part[1] + 1), ranks)
+
+    vocab.SharedEmbedding.__init__ = init
+
+
+def heads_in_turn(rank: int) -> None:
+    """Heads of keys are dealt out in turn, not in runs."""
+    in_runs = Shard.kv_heads
+
+    def kv_heads(self: Shard, heads: int) -> tuple[int, int]:
+        first, last = in_runs(self, heads)
+        first = self.rank % heads if last - first == 1 else first
+        return first, first + max(heads // self.size, 1)
+
+    Shard.kv_heads = kv_heads
+
+
+def bias_on_every_rank(rank: int) -> None:
+    """A bias behind a sum is added as often as there are ranks."""
+    build.bias_once = lambda scope, linear, ranks: None
+
+
+def padding_columns(rank: int) -> None:
+    """Columns behind the vocabulary's end stay among the logits, and what is in them is large."""
+
+    def call(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        whole = torch.cat(tuple(self._group.all_gather(self._own(hidden).contiguous())), dim=-1)
+        whole[:, self._vocab_size :] = 100.0
+        return whole
+
+    vocab.SharedHead.__call__ = call
+
+
+def noisy_draws(rank: int) -> None:
+    """Every rank draws for itself, from logits that differ in the last bits, as those of other chips would."""
+
+    def sample(self: Any, logits: torch.Tensor, state: Any) -> Any:
+        generator = torch.Generator().manual_seed(rank)
+        noise = torch.randn(logits.shape, generator=generator) * (0.5 if rank else 0.0)
+        return Sampler.sample(self, logits + noise, state)
+
+    decided.SampledByOne.sample = sample
+
+
+def noisy_logits(rank: int) -> None:
+    """No defect: ranks whose logits differ, of which one decides."""
+    own = vocab.SharedHead.__call__
+
+    def call(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        logits = own(self, hidden)
+        return logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(rank)) * (
+            0.5 if rank else 0.0
+        )
+
+    vocab.SharedHead.__call__ = call
+
+
+def own_memory(rank: int) -> None:
+    """Each rank sizes its pools by its own memory, of which the last has less."""
+    group.Group.least = lambda self, value: value // (rank + 1)
+
+
+def less_memory(rank: int) -> None:
+    """No defect: rank 1 has a tenth of the memory."""
+    from sglcore_cpu import bring_up as module
+
+    own = module.available_memory
+
+    def available() -> tuple[int, str]:
+        found, evidence = own()
+        return (found // 10 if rank else found), evidence
+
+    module.available_memory = available
+
+
+def another_order(rank: int) -> None:
+    """Rank 1 gathers where the others sum."""
+    if rank:
+        group.Group.all_reduce = lambda self, x: self.all_gather(x)[0]
