@@ -30,7 +30,7 @@ from sglcore.engine.trial import keep_faster
 from sglcore.sampling.params import SamplingError, SamplingParams
 
 if TYPE_CHECKING:
-    from sglcore.engine.ranks.spec import Spawn
+    from sglcore.engine.ranks.start import RankOptions
 
 Progress = Callable[[str, int, int], None]
 IN_TURN = "this worker takes one step at a time"
@@ -117,10 +117,10 @@ def start(
     config: EngineConfig,
     progress: Progress = no_progress,
     parent: ChosenDevice | None = None,
-    spawn: Spawn | None = None,
+    ranks: RankOptions | None = None,
 ) -> Started:
     """Choose the device, which must be that of the `parent` process, and run its bring-up; waits until the worker is ready. Where
-    several ranks hold the model, each does so in a process that `spawn` starts (None: on this machine).
+    several ranks hold the model, each does so in a process, which `ranks` says how to start (None: on this machine).
     Raises SglcoreError for what a person can mend; what a package raises keeps its own traceback."""
     ledger = DecisionLedger(strict=config.strict)
     folder = model_folder(config, progress)
@@ -134,7 +134,7 @@ def start(
     if config.tp > 1:
         from sglcore.engine.ranks.start import start_ranks
 
-        worker, seconds = start_ranks(config, folder, choice, ledger, progress, spawn=spawn)
+        worker, seconds = start_ranks(config, folder, choice, ledger, progress, ranks)
         check, trial = worker.check, None
     else:
         built, seconds = bring_up(config, folder, choice, ledger, progress)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
+import signal
 from typing import Any
 
 import torch
 
 from sglcore.checkpoint.shards import Shard
+from sglcore.device import bring_up
 from sglcore.layers.parallel import build, vocab
+from sglcore.runtime import tp_worker
 from sglcore.runtime.parallel import decided, group
 from sglcore.sampling.sampler import Sampler
 
@@ -92,24 +97,76 @@ def noisy_logits(rank: int) -> None:
 
 
 def own_memory(rank: int) -> None:
-    """Each rank sizes its pools by its own memory, of which the last has less."""
-    group.Group.least = lambda self, value: value // (rank + 1)
+    """Each rank sizes its pools by what it has itself."""
+    less_memory(rank)
+    group.Group.least = lambda self, value: value
 
 
 def less_memory(rank: int) -> None:
-    """No defect: rank 1 has a tenth of the memory."""
+    """No defect: there is little memory, and rank 1 has less of it."""
     from sglcore_cpu import bring_up as module
 
     own = module.available_memory
 
     def available() -> tuple[int, str]:
-        found, evidence = own()
-        return (found // 10 if rank else found), evidence
+        return (1 << 20 if rank else 2 << 20), own()[1]
 
     module.available_memory = available
+    module.room = lambda config, model_path: 0
 
 
 def another_order(rank: int) -> None:
     """Rank 1 gathers where the others sum."""
     if rank:
         group.Group.all_reduce = lambda self, x: self.all_gather(x)[0]
+
+
+def _in_step(name: str, rank: int, act: Any) -> None:
+    """Do something where a step of rank 1's bring-up begins."""
+    own = bring_up.Step.call
+
+    def call(self: Any, known: Any) -> Any:
+        if rank == 1 and self.provides == name:
+            act()
+        return own(self, known)
+
+    bring_up.Step.call = call
+
+
+def dies_in(name: str, rank: int) -> None:
+    """Rank 1 is killed where a step of its bring-up begins."""
+    _in_step(name, rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _no_memory() -> None:
+    raise MemoryError("no room for weights")
+
+
+def has_no_memory(rank: int) -> None:
+    """Rank 1 runs out of memory while it loads."""
+    _in_step("model", rank, _no_memory)
+
+
+def raises_in_a_step(rank: int) -> None:
+    """Rank 1 raises in its fifth step."""
+    _in_fifth_step(rank, _raise)
+
+
+def leaves_in_a_step(rank: int) -> None:
+    """Rank 1 ends without a word in its fifth step, as if all were well."""
+    _in_fifth_step(rank, lambda: os._exit(0))
+
+
+def _raise() -> None:
+    raise ValueError("the fifth step is too much")
+
+
+def _in_fifth_step(rank: int, act: Any) -> None:
+    own, count = tp_worker.TpModelWorker.submit, itertools.count(1)
+
+    def submit(self: Any, batch: Any) -> Any:
+        if rank == 1 and next(count) == 5:
+            act()
+        return own(self, batch)
+
+    tp_worker.TpModelWorker.submit = submit

@@ -34,6 +34,13 @@ Defect = Callable[[int], None]
 """Called in the process of a rank, with its number, before it starts."""
 
 
+def forking(method: str = "forkserver") -> Any:
+    """Of processes that need not import what all of them do; "fork": of one that has itself, and has no threads."""
+    context: Any = get_context(method)
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
 class Forked:
     """A forked process as a supervisor of ranks sees it."""
 
@@ -61,11 +68,11 @@ class Forking:
 
     defect: Defect | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
+    method: str = "forkserver"
     processes: list[Forked] = field(default_factory=list)
 
     def __call__(self, spec: RankSpec) -> RankProcess:
-        context: Any = get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        context = forking(self.method)
         process = context.Process(target=_become, args=(spec, self.defect, {**os.environ, **self.environ}))
         process.start()
         self.processes.append(Forked(process))

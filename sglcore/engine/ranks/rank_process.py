@@ -129,7 +129,7 @@ def serve(spec: RankSpec, place: Place, steps: Channel, control: Control) -> Non
         frame = steps.receive()
         if frame.kind is Kind.STEP:
             batch = decode(frame.body)
-            control.step, control.phase = batch.step, f"step {batch.step}"
+            control.step, control.phase = batch.step, "a step"
             out.append(worker.submit(batch))
         elif frame.kind is Kind.COLLECT:
             result = worker.collect(out.popleft())

@@ -64,14 +64,12 @@ def spawn_local(spec: RankSpec) -> RankProcess:
     return process
 
 
-def spec_of(
-    config: EngineConfig, chosen: ChosenDevice, place: Place, *, is_host: bool, address: str, epoch: int, secret: str
-) -> RankSpec:
-    """What the rank at `place` is told. Ranks of one machine have devices in a row; those of the processor share it."""
+def spec_of(config: EngineConfig, chosen: ChosenDevice, place: Place, *, is_host: bool, **told: Any) -> RankSpec:
+    """What the rank at `place` is told; `told` are further fields. Ranks of one machine have devices in a row; those of the processor share it."""
     own = chosen if is_host else replace(chosen, index=chosen.index + place.local)
     device = own.name if is_host else f"{own.name}:{own.index}"
-    told = plain_config(replace(config, device=device))
-    return RankSpec(told, own.encode(), place.as_plain(), address, epoch, secret)
+    plain = plain_config(replace(config, device=device))
+    return RankSpec(plain, own.encode(), place.as_plain(), **told)
 
 
 def limits_text(limits: object) -> str:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from sglcore.checkpoint.config import read_config
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.checkpoint.shards import check_divisible
 from sglcore.device.config import EngineConfig
-from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
+from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.selection import Choice
 from sglcore.device.topology import Place, Topology
@@ -33,6 +34,14 @@ HELLO_SECONDS = 5.0
 """How long whoever connects may take to say who it is."""
 LOOK_EVERY = 0.05
 """Seconds between two looks at processes that have not connected yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """How the processes of ranks are started, and how patient their leader is."""
+
+    spawn: Spawn = spawn_local
+    patience: Patience = Patience()
 
 
 def check_ranks(config: EngineConfig, folder: Path, choice: Choice) -> None:
@@ -51,7 +60,7 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice) -> None:
             remedy=f"--tp {max(devices - choice.chosen.index, 1)}, or --device {package.name}:0",
         )
     refused = {
-        "speculative": config.speculative not in (None, "off"),
+        "speculative": config.speculative not in (None, "off", "auto"),
         "draft_model": config.draft_model is not None,
         "hisparse": config.hisparse not in (None, "off"),
         "quantize": config.quantize != "auto",
@@ -80,14 +89,13 @@ def start_ranks(
     choice: Choice,
     ledger: DecisionLedger,
     progress: Progress,
-    *,
-    spawn: Spawn | None = None,
-    patience: Patience = Patience(),
+    options: RankOptions | None = None,
 ) -> tuple[RankGroup, Mapping[str, float]]:
     """All ranks, once each is ready; and the seconds of rank 0's steps. What rank 0 decided goes to the ledger. Waits. Raises
     ConfigError for what can not run, and WorkerLost where a rank ends on the way; then no process is left."""
     check_ranks(config, folder, choice)
-    communication = choice.package.communication
+    options = options or RankOptions()
+    patience, communication = options.patience, choice.package.communication
     assert communication is not None
     topology = Topology(tp=config.tp)
     how = f"{topology.world} processes, each with its part of every layer, over {communication.backend}"
@@ -97,14 +105,15 @@ def start_ranks(
         listener, address = listen(home)
         stack.callback(listener.close)
         epoch, secret = secrets.randbits(32), secrets.token_hex(16)
-        told: dict[str, Any] = {"is_host": choice.package.is_host, "address": address, "epoch": epoch, "secret": secret}
+        told: dict[str, Any] = {"address": address, "epoch": epoch, "secret": secret, "beat": patience.silence / 5}
         places = [
             Place(rank, topology, f"file://{home / 'meeting'}", rank, topology.world) for rank in range(topology.world)
         ]
         processes: list[RankProcess] = []
         try:
             for place in places:
-                processes.append((spawn or spawn_local)(spec_of(config, choice.chosen, place, **told)))
+                spec = spec_of(config, choice.chosen, place, is_host=choice.package.is_host, **told)
+                processes.append(options.spawn(spec))
             found = _gather(listener, processes, epoch, secret, patience)
         except BaseException:
             for process in processes:
@@ -181,6 +190,3 @@ def _come_up(watch: Watch) -> Limits:
 def _ready(member: Member) -> dict[str, Any]:
     assert member.ready is not None
     return member.ready
-
-
-__all__ = ["Patience", "SglcoreError", "check_ranks", "start_ranks"]

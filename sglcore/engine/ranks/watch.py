@@ -129,10 +129,8 @@ class Watch:
 
     def _told(self, member: Member) -> SglcoreError:
         if member.report is None:
-            last = "" if member.step < 0 else f", step {member.step} its last"
-            return WorkerLost(
-                f"rank {member.rank} (process {member.process.pid}) {_end(member.process)} in {member.phase}{last}"
-            )
+            where = member.phase if member.step < 0 else f"{member.phase}, its last step {member.step}"
+            return WorkerLost(f"rank {member.rank} (process {member.process.pid}) {_end(member.process)} in {where}")
         text, _, code, phase = member.report
         if code == ConfigError.exit_code:
             return ConfigError(text)

@@ -63,15 +63,8 @@ class EngineService:
         self._next_stats = 0.0
 
     def run(self) -> int:
-        """Serve until the frontend says to shut down (0), or the device fails again and again (1). Raises WorkerLost, whose
-        process has to end: another one is started, or the server says why it ends."""
-        try:
-            return self._serve()
-        except WorkerLost:
-            self.engine.close()
-            raise
-
-    def _serve(self) -> int:
+        """Serve until the frontend says to shut down (0), or the device fails again and again (1). Raises WorkerLost: then this
+        process has to end, and another one is started."""
         self._device_before = self._meter.device_seconds
         while not self._shutting_down:
             busy = self._may_step
