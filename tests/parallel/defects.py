@@ -16,6 +16,7 @@ from sglcore.layers.parallel import build, vocab
 from sglcore.runtime import tp_worker
 from sglcore.runtime.parallel import decided, group
 from sglcore.sampling.sampler import Sampler
+from sglcore_cpu import shared_sums
 
 
 def nothing(rank: int) -> None:
@@ -118,7 +119,8 @@ def less_memory(rank: int) -> None:
 def another_order(rank: int) -> None:
     """Rank 1 gathers where the others sum."""
     if rank:
-        group.Group.all_reduce = lambda self, x: self.all_gather(x)[0]
+        for kind in (group.Group, shared_sums.SharedSums):
+            kind.all_reduce = lambda self, x: self.all_gather(x)[0]
 
 
 def _in_step(name: str, rank: int, act: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import select
 import socket
@@ -101,7 +102,7 @@ def start_ranks(
     how = f"{topology.world} processes, each with its part of every layer, over {communication.backend}"
     ledger.record(Row("ranks", str(config.tp), f"{config.tp} of tensors", how, "--tp 1"))
     with ExitStack() as stack:
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglcore-ranks-")))
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglcore-ranks-", dir=_folder())))
         listener, address = listen(home)
         stack.callback(listener.close)
         epoch, secret = secrets.randbits(32), secrets.token_hex(16)
@@ -133,6 +134,12 @@ def start_ranks(
     assert first is not None
     ledger.record(*(Row(**row) for row in first["ledger"]))
     return RankGroup(watch, steps, limits), first["seconds"]
+
+
+def _folder() -> str | None:
+    """Where what ranks of one machine share lies in memory, if there is such a place."""
+    memory = "/dev/shm"
+    return memory if os.path.isdir(memory) and os.access(memory, os.W_OK) else None
 
 
 def _gather(

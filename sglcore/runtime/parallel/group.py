@@ -127,8 +127,11 @@ class Groups:
         self.tp.close()
 
 
-def join(place: Place, communication: Communication, *, checks: bool = False) -> Group:
-    """Meet all ranks of the topology; waits for them, MEETING at most. The limits of time of what follows are set here."""
+def join(
+    place: Place, communication: Communication, *, checks: bool = False, make: Callable[..., Group] = Group
+) -> Group:
+    """Meet all ranks of the topology; waits for them, MEETING at most. The limits of time of what follows are set here. `make`
+    is a device's own kind of group."""
     world = place.topology.world
     dist.init_process_group(
         communication.backend, init_method=place.meeting, rank=place.rank, world_size=world, timeout=MEETING
@@ -137,6 +140,6 @@ def join(place: Place, communication: Communication, *, checks: bool = False) ->
     is_host = communication.backend == communication.host_backend
     host = own if is_host else dist.new_group(backend=communication.host_backend, timeout=TIMEOUT)
     assert isinstance(own, dist.ProcessGroup) and isinstance(host, dist.ProcessGroup)
-    found = Group(own, place.rank, world, host, checks=checks)
+    found = make(own, place.rank, world, host, checks=checks)
     found.barrier()
     return found
