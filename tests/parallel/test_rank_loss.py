@@ -136,7 +136,7 @@ def test_an_engine_process_ends_with_the_cause_when_a_rank_dies_while_it_idles(
         service.run()
 
 
-@pytest.mark.parametrize("step", ["world", "model", "sizes", "worker"])
+@pytest.mark.parametrize("step", ["world", "model", "worker"])
 def test_a_death_while_ranks_come_up_ends_the_others(step: str, folder: Path) -> None:
     with pytest.raises(WorkerLost, match=r"rank 1 \(process \d+\) ended by SIGKILL"):
         RankedEngine(folder, partial(defects.dies_in, step), DEAF)
