@@ -172,3 +172,23 @@ def _in_fifth_step(rank: int, act: Any) -> None:
         return own(self, batch)
 
     tp_worker.TpModelWorker.submit = submit
+
+
+def simulated(kind: str, rank: int) -> None:
+    """No defect: a simulated accelerator, two of them, as the leader's process has."""
+    import sglcore_sim
+
+    os.environ["TRITON_INTERPRET"] = "1"
+    sglcore_sim.install(kind, devices=2, memory=1 << 30)
+
+
+def unordered(kind: str, rank: int) -> None:
+    """Sums run on a stream that does not wait for what they sum."""
+    simulated(kind, rank)
+    own = group.Group.all_reduce
+
+    def all_reduce(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.Stream(x.device):
+            return own(self, x)
+
+    group.Group.all_reduce = all_reduce
