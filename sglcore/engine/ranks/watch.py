@@ -106,7 +106,7 @@ class Watch:
             if member.rank == 0:
                 self.progress(*values)
         elif frame.kind is Kind.READY:
-            member.ready = values
+            member.ready, member.phase = values, "its steps"
         elif frame.kind is Kind.FAILED:
             member.report = tuple(values)
 
