@@ -10,6 +10,7 @@ from sglcore.device.errors import ConfigError
 
 FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "tp": ("--tensor-parallel-size", "--tp-size", "-tp"),
         "model": ("--model-path", "-m", "--hf-repo", "-hf"),
         "hf_token": ("-hft",),
         "max_model_len": ("--context-length", "--ctx-size", "-c"),
@@ -61,14 +62,14 @@ ALWAYS = (
 """Flags for what is so in any case."""
 
 _MEMORY = "--kv-cache-memory SIZE says what the KV cache takes, and nothing is offloaded"
-_DEVICES = "a model runs whole on one device, --device NAME; --replicas N runs N of them"
+_DEVICES = "--tp N divides each layer among N devices; --replicas N runs N whole models"
 _QUANTIZED = "the checkpoint says how it is quantised; --quantize int8 or int4 rounds one that is not"
 _LORA = "merge the adapter into the checkpoint"
 _IN_FOLDER = "the model's own is read: put it into a folder with the weights"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("--max-total-tokens", "--cpu-offload-gb", "--swap-space"), _MEMORY),
-        **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp", "-tp", "--split-mode", "-sm"), _DEVICES),
+        **dict.fromkeys(("--split-mode", "-sm"), _DEVICES),
         **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "-pp", "--tensor-split", "-ts"), _DEVICES),
         **dict.fromkeys(("--n-gpu-layers", "--gpu-layers", "-ngl"), _DEVICES),
         **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "--ray places replicas on several machines"),

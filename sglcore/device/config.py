@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 from sglcore.device.server_config import ServerConfig, read_keys
 from sglcore.device.settings import PREFIX, check_range, memory_bytes, resolve, setting
 
-__all__ = ["PREFIX", "EngineConfig", "memory_bytes", "resolve_config", "resolve_server_config"]
+__all__ = [
+    "PREFIX",
+    "EngineConfig",
+    "config_of_plain",
+    "memory_bytes",
+    "plain_config",
+    "resolve_config",
+    "resolve_server_config",
+]
 
 MOST_DRAFTS = 32
 """Tokens proposed for a step at most. Each request takes so many rows more of every step, its graphs and its logits; where nine
@@ -35,6 +44,9 @@ class EngineConfig:
         None, "A token for the hub; left out, that of HF_TOKEN or `hf auth login`.", is_secret=True
     )
     device: str | None = setting(None, "The device to run on, NAME or NAME:INDEX; left out, the one that is found.")
+    tp: int = setting(
+        1, "Devices that hold one model together, each a part of every layer; each has a process of its own.", least=1
+    )
     model_impl: str = setting(
         "auto",
         "native (a file of sglcore), transformers (transformers' own class), or auto: native where there is a file.",
@@ -144,3 +156,16 @@ def resolve_server_config(given: Mapping[str, object], environ: Mapping[str, str
     if config.api_key_file is None:
         return config
     return replace(config, api_key=(*config.api_key, *read_keys(config.api_key_file)))
+
+
+def plain_config(config: EngineConfig) -> dict[str, Any]:
+    """The fields of a configuration as JSON has them, for a process of its own."""
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
+    return {**values, "sources": dict(config.sources)}
+
+
+def config_of_plain(values: Mapping[str, Any]) -> EngineConfig:
+    """The configuration that a parent resolved; no variable is read again."""
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    sources = MappingProxyType(dict(values["sources"]))
+    return EngineConfig(**{**values, **lists, "sources": sources})

@@ -36,3 +36,9 @@ class StrictError(SglcoreError):
 
 class CheckpointError(SglcoreError):
     """A checkpoint that is incomplete, damaged, or not of the model that its configuration names."""
+
+
+class WorkerLost(SglcoreError):
+    """A worker that was running can take no step any more: a part of it has ended, or is silent. Only a new start helps."""
+
+    exit_code = 1

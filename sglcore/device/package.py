@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.pci import PciClaim
+from sglcore.device.topology import Communication
 
 API = 3
 """The number of the contract that this core understands, and that a package declares."""
@@ -53,6 +54,8 @@ class DevicePackage:
     """The `BringUp` order of its start."""
     pci: frozenset[PciClaim] = field(default=frozenset())
     """The devices on the PCI bus for which this package answers."""
+    communication: Communication | None = None
+    """By what several of it exchange tensors; None: a model runs on one."""
 
     def __post_init__(self) -> None:
         """Freeze the mappings as copies; refuse references that are not `module:name`, and a package without kernels."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglcore.checkpoint.files import DRAFT_FOLDER
 from sglcore.checkpoint.generation import GENERATION, read_sampling
@@ -23,10 +23,14 @@ from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import resolve
 from sglcore.device.selection import Choice, select
 from sglcore.device.system import host_system
+from sglcore.device.topology import Place
 from sglcore.device.worker import Limits, ModelWorker
 from sglcore.engine.hub import Hub, commit_of, is_hub_name
 from sglcore.engine.trial import keep_faster
 from sglcore.sampling.params import SamplingError, SamplingParams
+
+if TYPE_CHECKING:
+    from sglcore.engine.ranks.start import RankOptions
 
 Progress = Callable[[str, int, int], None]
 IN_TURN = "this worker takes one step at a time"
@@ -34,7 +38,8 @@ IN_TURN = "this worker takes one step at a time"
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A running worker and how it came to be. `seconds` of each bring-up step; `overlap` as it was decided."""
+    """A running worker and how it came to be. `seconds` of each bring-up step; `overlap` as it was decided. `check` raises
+    WorkerLost if the worker can take no step any more; it does not wait."""
 
     worker: ModelWorker
     ledger: DecisionLedger
@@ -43,6 +48,7 @@ class Started:
     model_path: Path
     seconds: Mapping[str, float]
     overlap: bool
+    check: Callable[[], None] = lambda: None
 
 
 def no_progress(phase: str, done: int, total: int) -> None:
@@ -107,8 +113,14 @@ def choose(config: EngineConfig, ledger: DecisionLedger) -> Choice:
 
 
 @no_collection()
-def start(config: EngineConfig, progress: Progress = no_progress, parent: ChosenDevice | None = None) -> Started:
-    """Choose the device, which must be that of the `parent` process, and run its bring-up; waits until the worker is ready.
+def start(
+    config: EngineConfig,
+    progress: Progress = no_progress,
+    parent: ChosenDevice | None = None,
+    ranks: RankOptions | None = None,
+) -> Started:
+    """Choose the device, which must be that of the `parent` process, and run its bring-up; waits until the worker is ready. Where
+    several ranks hold the model, each does so in a process, which `ranks` says how to start (None: on this machine).
     Raises SglcoreError for what a person can mend; what a package raises keeps its own traceback."""
     ledger = DecisionLedger(strict=config.strict)
     folder = model_folder(config, progress)
@@ -116,26 +128,20 @@ def start(config: EngineConfig, progress: Progress = no_progress, parent: Chosen
     choice = choose(config, ledger)
     if parent is not None:
         check_same(choice.chosen, parent)
-    package = choice.package
-    facts = resolve(package.facts, package.name)(choice.chosen.index)
-    order: BringUp = resolve(package.bring_up, package.name)
     ledger.record(_model_row(config, folder))
     _, sampling = choose_sampling(config, folder)
-    seconds: dict[str, float] = {}
-    given: dict[str, Any] = {
-        "config": config,
-        "package": package,
-        "facts": facts,
-        "ledger": ledger,
-        "progress": progress,
-        "model_path": folder,
-    }
-    begin = time.perf_counter()
-    built = order.run(given, report=seconds.__setitem__)
-    seconds["total"] = time.perf_counter() - begin
-    worker: ModelWorker = built["worker"]
+    begin, check = time.perf_counter(), None
+    if config.tp > 1:
+        from sglcore.engine.ranks.start import start_ranks
+
+        worker, seconds = start_ranks(config, folder, choice, ledger, progress, ranks)
+        check, trial = worker.check, None
+    else:
+        built, seconds = bring_up(config, folder, choice, ledger, progress)
+        worker, trial = built["worker"], built.get("trial")
+    seconds = {**seconds, "total": time.perf_counter() - begin}
     try:
-        if (trial := built.get("trial")) is not None:
+        if trial is not None:
             worker = keep_faster(trial, ledger)
         overlap, row = choose_overlap(config, worker.limits)
         ledger.record(row, choose_prefix_cache(config, worker.limits))
@@ -144,7 +150,37 @@ def start(config: EngineConfig, progress: Progress = no_progress, parent: Chosen
     except BaseException:
         worker.close()
         raise
-    return Started(worker, ledger, choice, facts, folder, seconds, overlap)
+    started = Started(worker, ledger, choice, facts_of(choice), folder, seconds, overlap)
+    return started if check is None else replace(started, check=check)
+
+
+def facts_of(choice: Choice) -> Facts:
+    """Those of the device that was chosen."""
+    return resolve(choice.package.facts, choice.package.name)(choice.chosen.index)
+
+
+def bring_up(
+    config: EngineConfig,
+    folder: Path,
+    choice: Choice,
+    ledger: DecisionLedger,
+    progress: Progress,
+    place: Place | None = None,
+) -> tuple[Mapping[str, Any], dict[str, float]]:
+    """What the package's order builds, and the seconds of each step; waits. `place` is that of one of several ranks."""
+    package = choice.package
+    order: BringUp = resolve(package.bring_up, package.name)
+    seconds: dict[str, float] = {}
+    given: dict[str, Any] = {
+        "config": config,
+        "package": package,
+        "facts": facts_of(choice),
+        "ledger": ledger,
+        "progress": progress,
+        "model_path": folder,
+    }
+    built = order.run(given if place is None else {**given, "place": place}, report=seconds.__setitem__)
+    return built, seconds
 
 
 def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:

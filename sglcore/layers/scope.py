@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sglcore.checkpoint.config import ModelConfig
+from sglcore.layers.parallel.cut import Cut
 from sglcore.runtime.kernels.choice import Refusals, choose
 from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.table import KernelTable
@@ -41,12 +42,14 @@ class Weights:
     `linears` are the layers whose weight is packed once it is loaded. `head` is the output layer, packed by rules of its
     own because its weight is the embedding's too if `is_head_tied`; None where there is none. `offsets` are numbers that are
     added to parameters once they are loaded, and `derived` is called when all is. `orders` has int64 [N] for targets whose row i is row order[i] of the checkpoint's.
+    `cuts` are the parts of checkpoint tensors that are all that a rank holds, by the names of their targets.
     `bounds` are parameters of whole numbers, with their names, and the number that each element is below; none is negative.
     `stacks` are parameters that some checkpoints have whole and others in parts, with the names of the parts.
     """
 
     __slots__ = (
         "bounds",
+        "cuts",
         "derived",
         "device",
         "dtype",
@@ -67,6 +70,7 @@ class Weights:
         self.is_head_tied = False
         self.linears: list[Packable] = []
         self.bounds: list[tuple[str, Tensor, int]] = []
+        self.cuts: dict[str, Cut] = {}
         self.derived: list[Callable[[], None]] = []
         self.offsets: list[tuple[Tensor, float | Tensor]] = []
         self.orders: dict[str, Tensor] = {}

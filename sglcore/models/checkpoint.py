@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglcore.checkpoint.config import check_context
 from sglcore.checkpoint.dtype import choose_dtype
+from sglcore.checkpoint.shards import check_divisible
 from sglcore.device.config import EngineConfig
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
@@ -17,6 +19,9 @@ from sglcore.models.implementation import choose_implementation
 from sglcore.models.loader import load_model
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.choice import most_drafts
+
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.group import Group
 
 
 def load_checkpoint(
@@ -27,14 +32,17 @@ def load_checkpoint(
     kernels: KernelTable,
     ledger: DecisionLedger,
     progress: Callable[[str, int, int], None],
+    group: Group | None = None,
 ) -> Architecture:
-    """The model of a checkpoint folder, as the configuration asks, on the device of `facts`. How it runs, the dtype and the
-    form of quantised weights go to the ledger. Raises ConfigError and what `load_model` raises; waits.
+    """The model of a checkpoint folder, as the configuration asks, on the device of `facts`, or this rank's part of it. How it
+    runs, the dtype and the form of quantised weights go to the ledger. Raises ConfigError and what `load_model` raises; waits.
     """
     model_config, architectures = choose_implementation(
         config.model_impl, folder, ledger, task=config.task, trusts_code=config.trust_remote_code
     )
     check_context(config.max_model_len, model_config)
+    if group is not None:
+        check_divisible(model_config, group.size, is_ours=not architectures)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts)
     ledger.record(dtype)
     return load_model(
@@ -53,4 +61,5 @@ def load_checkpoint(
         drafts=most_drafts(config),
         hisparse=config.hisparse,
         ledger=ledger,
+        group=group,
     )

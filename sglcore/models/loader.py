@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -17,6 +17,7 @@ from sglcore.checkpoint.quantization import read_quantization
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.layers.build import Build
+from sglcore.layers.parallel.build import ShardedBuild
 from sglcore.layers.scope import Weights
 from sglcore.models.build import Architecture
 from sglcore.models.gguf_file import gguf_sources
@@ -31,6 +32,9 @@ from sglcore.runtime.kernels.choice import Refusals, fitted
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.geometry import fitting_page_size
 from sglcore.runtime.memory.rows import check_row_dtype
+
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.group import Group
 
 TIED_HEAD = r"lm_head\.(weight|qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_shape|weight_zero_point)"
 """What a checkpoint with a tied head may have of it, and nobody reads."""
@@ -57,9 +61,10 @@ def load_model(
     hisparse: str | None = None,
     ledger: DecisionLedger | None = None,
     given: Mapping[str, Any] = EMPTY,
+    group: Group | None = None,
 ) -> Architecture:
     """Build the model on `device` in `dtype` and fill it from the checkpoint folder, or the GGUF file. `given` are layers of
-    another model that this one uses in the place of its own, by their names.
+    another model that this one uses in the place of its own, by their names. With a `group` this rank's part of it is built.
 
     `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry;
     `quantize`, `page_size`, `kv_cache_dtype` and `hisparse` are EngineConfig's, `index_dtype` that of cells, `drafts` the tokens
@@ -73,7 +78,10 @@ def load_model(
     packer, refusals = Packer(weights, kernels, quantize), Refusals()
     positions = max_positions or config.context_length
     shared = config, kernels, weights, positions, index_dtype, refusals, kv_cache_dtype, drafts
-    model = model_type(Build(*shared, asks_for_hisparse(hisparse), given=given))
+    shared = *shared, asks_for_hisparse(hisparse)
+    # Ranks have the kinds that they can divide, and refuse others when a model asks.
+    build: Any = Build(*shared, given=given) if group is None else ShardedBuild(*shared, group=group)
+    model = model_type(build)
     _check_kept(config, model)
     check_swapped(hisparse, config.architecture, model.attention_layers)
     if any(layer.rows for layer in model.attention_layers):
@@ -132,7 +140,7 @@ def _sources(
     named = model.named({entry.name: entry.shape for file in files for entry in file.entries})
     weights.choose_stacks(named.values())
     harmless = (*HARMLESS, *model.ignored, *((TIED_HEAD,) if config.tie_word_embeddings or config.is_encoder else ()))
-    found = find_sources(files, weights.targets, named, harmless, quantization)
+    found = find_sources(files, weights.targets, named, harmless, quantization, weights.cuts)
     return _reordered(found, weights)
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from sglcore.checkpoint.quantization import Quantization
 from sglcore.checkpoint.safetensors_header import Entry
 from sglcore.device.errors import CheckpointError
+from sglcore.layers.parallel.cut import Cut
 from sglcore.models.mxfp4 import PARTS, mxfp4_source
 from sglcore.models.quantized import Stored, fill
 from sglcore.models.quantized_formats.registry import FORMATS
@@ -103,6 +105,32 @@ class PlainSource:
 
 
 @dataclass(frozen=True, slots=True)
+class CutSource:
+    """A part of a tensor."""
+
+    whole: PlainSource
+    cut: Cut
+    form: None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file that are read, or nearly."""
+        kept = sum(last - first for first, last in self.cut.ranges)
+        return self.whole.num_bytes * kept // max(self.cut.whole, 1)
+
+    def copy(self, target: Tensor, report: CountBytes) -> None:
+        """From where it lies in its file: only the pages that hold the part are read."""
+        file, entry = self.whole.file, self.whole.entry
+        self.cut.copy(file.mapped(entry), target)
+        file.release(entry.start, entry.start + entry.num_bytes)
+        report(self.num_bytes)
+
+    def stored(self, report: CountBytes) -> Stored:
+        """There is nothing but values."""
+        raise TypeError(f"{self.whole.entry.name!r} is plain")
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedSource:
     """The weight of a quantised layer."""
 
@@ -131,8 +159,10 @@ def find_sources(
     named: Mapping[str, str],
     harmless: Iterable[str],
     quantization: Quantization | None,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> dict[str, Source]:
-    """The source of each target, in the order of the files; `named` has what each name in the files is called in `targets`.
+    """The source of each target, in the order of the files; `named` has what each name in the files is called in `targets`, and
+    `cuts` the parts that are all that some targets hold.
 
     Raises `CheckpointError` for missing, unknown, doubled and misshapen tensors.
     """
@@ -149,8 +179,9 @@ def find_sources(
             found[name] = experts
             used.update(f"{name}_{part}" for part in PARTS)
         elif name in places:
-            found[name] = places[name]
-            _check_plain(places[name], target)
+            cut = cuts.get(name)
+            found[name] = places[name] if cut is None else CutSource(places[name], cut)
+            _check_plain(places[name], target, tuple(target.shape) if cut is None else cut.shape(target))
             used.add(name)
     check_missing(targets, found, [file.path.name for file in files])
     patterns = (*harmless, *(_LEFT_BY_QUANTISERS if quantization else ()))
@@ -245,7 +276,7 @@ def _is_empty_bias(place: PlainSource, quantization: Quantization | None) -> boo
 IDS_REMEDY = "they are ids: convert them to whole numbers, or download the checkpoint again"
 
 
-def _check_plain(place: PlainSource, target: Tensor) -> None:
+def _check_plain(place: PlainSource, target: Tensor, shape: tuple[int, ...]) -> None:
     entry, where = place.entry, place.file.path.name
     wanted = {torch.uint8: ("U8",), torch.int32: ("I32", "I64")}.get(target.dtype, tuple(DTYPES))
     if entry.dtype not in wanted:
@@ -254,9 +285,9 @@ def _check_plain(place: PlainSource, target: Tensor) -> None:
             wanted="one of " * (len(wanted) > 1) + ", ".join(wanted),
             remedy="use the unquantised version of this model" if target.dtype is not torch.int32 else IDS_REMEDY,
         )
-    if entry.shape != tuple(target.shape):
+    if entry.shape != shape:
         raise CheckpointError(
             f"{entry.name!r} in {where} has the shape {list(entry.shape)}",
-            wanted=f"{list(target.shape)} as config.json implies",
+            wanted=f"{list(shape)} as config.json implies",
             remedy="check that config.json belongs to these weights",
         )

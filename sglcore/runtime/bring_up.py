@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, Ref, resolve
+from sglcore.device.topology import Place
 from sglcore.device.worker import Limits
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.layer import Attention
@@ -50,6 +52,9 @@ from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.step.sizing import MemorySizes
 
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.group import Group, Groups
+
 MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
 """How a checkpoint becomes a model; a reference, because models build on the runtime."""
 
@@ -57,12 +62,24 @@ REFERENCE = "sglcore.runtime.kernels.reference"
 """The module whose kernels define correct."""
 
 
-def world(config: EngineConfig) -> None:
-    """One rank."""
+def world(
+    config: EngineConfig, package: DevicePackage, device: torch.device, place: Place | None = None
+) -> Group | None:
+    """All ranks, once they have met; None where there is one, which loads nothing for it and calls nothing."""
+    if place is None or package.communication is None:
+        return None
+    from sglcore.runtime.parallel.group import join
+
+    return join(place, package.communication, checks=config.poison)
 
 
-def groups(world: None) -> None:
-    """No collectives on one rank."""
+def groups(package: DevicePackage, world: Group | None, place: Place | None = None) -> Groups | None:
+    """The groups of this rank; None on one rank, where nothing is summed or gathered."""
+    if world is None or place is None or package.communication is None:
+        return None
+    from sglcore.runtime.parallel.group import Groups
+
+    return Groups(world, place, package.communication)
 
 
 def device(facts: Facts) -> torch.device:
@@ -118,11 +135,12 @@ def model(
     progress: Progress,
     model_path: Path,
     kernels: KernelTable,
-    groups: None,
+    groups: Groups | None,
 ) -> LoadedModel:
-    """The model with its weights on the device, its operations from the package's kernel table."""
+    """The model, or this rank's part of it, with its weights on the device, its operations from the package's kernel table."""
     load = resolve(MODEL_LOADER)
-    return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress)
+    group = None if groups is None else groups.tp
+    return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress, group=group)
 
 
 def attention(
@@ -175,9 +193,10 @@ def runner(
     streams: Streams,
     speculation: Speculation | None = None,
     hisparse: HiSparseCoordinator | None = None,
+    groups: Groups | None = None,
 ) -> ModelRunner:
     """The runner with its registries, and the graphs that were asked for or that the device takes by itself."""
-    backend = make_backend(config, package, facts, streams, attention, ledger)
+    backend = make_backend(config, package, facts, streams, attention, ledger, groups)
     cells = kernels.cache_locations if model.config.is_encoder else _cache_locations(kernels, pools, facts, ledger)
     pool = None if model.config.is_encoder else pools.req_to_token
     table, rows = None if pools.windows is None else pools.windows.table, pools.token_to_kv
@@ -208,6 +227,7 @@ def runner(
         window_table=table,
         reads_history=model.reads_history,
         entered=entered,
+        groups=groups,
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")
@@ -289,9 +309,9 @@ def worker(
 
 STANDARD = BringUp(
     (
+        device,
         world,
         groups,
-        device,
         streams,
         kernels,
         hisparse_config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from numpy.typing import NDArray
 from torch import Tensor
@@ -24,6 +24,9 @@ from sglcore.runtime.token_table import TokenTable
 from sglcore.step.proposals import most_lens
 from sglcore.step.states import entering_slots
 from sglcore.step.tables import new_history
+
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.group import Groups
 
 
 class Model(Protocol):
@@ -76,10 +79,11 @@ class ModelRunner:
         window_table: WindowTable | None = None,
         reads_history: bool = False,
         entered: Sequence[Entered] = (),
+        groups: Groups | None = None,
     ) -> None:
         """`is_narrow`: no tensor on the device may hold integers of 64 bits. `needs_host_lengths`: no forward runs without the
         host's mirrors of its lengths. `window_table`: of a worker that keeps windows. `entered` are told of slots that are
-        given to requests."""
+        given to requests. `groups`: of one of several ranks."""
         self.model = model
         self.attn_backend = attn_backend
         self.decode_registry = decode_registry
@@ -87,6 +91,7 @@ class ModelRunner:
         self.token_table = token_table
         self.graphs = graphs
         self.streams = streams
+        self.groups = groups
         self.is_narrow = is_narrow
         self.state_pool = state_pool
         self.window_table = window_table
@@ -217,6 +222,8 @@ class ModelRunner:
         return self.model.logits(hidden if rows is None else hidden.index_select(0, rows))
 
     def close(self) -> None:
-        """Free the graphs. Waits for the device."""
+        """Free the graphs, and leave the other ranks. Waits for the device."""
         if self.graphs is not None:
             self.graphs.close()
+        if self.groups is not None:
+            self.groups.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class SampleStep:
         self._table = token_table
         self._vocab_size = vocab_size
         kernels = runner.attn_backend.kernels
-        self.sampler = Sampler(
+        self.sampler = _sampler_of(runner)(
             vocab_size, token_table.last.device, draw=kernels.draw, greedy=kernels.greedy, is_narrow=runner.is_narrow
         )
         self._known = _nothing(token_table.last.device)
@@ -148,6 +149,15 @@ class SampleStep:
 
     def _score(self, hidden: Tensor, targets: Tensor, top_n: int) -> Logprobs[Tensor]:
         return logprobs_of(self._runner.logits(hidden, None), targets, top_n, is_narrow=self._runner.is_narrow)
+
+
+def _sampler_of(runner: ModelRunner) -> Callable[..., Sampler]:
+    """How a sampler is made: on several ranks one of them draws."""
+    if runner.groups is None:
+        return Sampler
+    from sglcore.runtime.parallel.decided import SampledByOne
+
+    return partial(SampledByOne, group=runner.groups.tp)
 
 
 def _of_requests(state: SamplingState, width: int) -> SamplingState:

@@ -11,7 +11,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from sglcore.device import batch, facts, package, pci, probe, system, worker
+from sglcore.device import batch, facts, package, pci, probe, system, topology, worker
 from sglcore.runtime.attention import contract
 from sglcore.runtime.graphs import backend, capture
 from sglcore.runtime.kernels import table
@@ -47,16 +47,18 @@ PROTOCOLS = (
     capture.Segment,
 )
 KERNELS = table.KernelTable.declared()
+INSIDE = {"Communication | None": topology.Communication}
+"""Small records, told where they stand in another one."""
 CONSTRUCTORS = ((contract.AttentionBackend, "__init__"),)
 """Constructors that the core calls."""
 
 
 def describe() -> str:
     """API number, fields with types and defaults, methods with signatures."""
-    lines = [f"API {package.API}"]
+    lines: list[str] = []
     for record in RECORDS:
-        lines.append(f"\n{record.__name__}")
-        lines += [f"    {field.name}: {field.type}{_default(field)}" for field in dataclasses.fields(record)]
+        lines.append(f"\n{record.__name__}" if lines else f"{record.__name__}, API {package.API}")
+        lines += [f"    {field.name}: {_type(field)}{_default(field)}" for field in dataclasses.fields(record)]
     lines.append("\nKernelTable")
     lines += [f"    {name}{inspect.signature(entry.reference)}{_terms(entry)}" for name, entry in KERNELS.items()]
     for protocol in PROTOCOLS:
@@ -67,6 +69,13 @@ def describe() -> str:
             elif inspect.isfunction(member) and (not name.startswith("_") or (protocol, name) in CONSTRUCTORS):
                 lines.append(f"    {name}{inspect.signature(member)}")
     return "\n".join(lines) + "\n"
+
+
+def _type(field: Any) -> str:
+    inside = INSIDE.get(field.type)
+    if inside is None:
+        return field.type
+    return f"{field.type} of {', '.join(f'{each.name}: {_type(each)}' for each in dataclasses.fields(inside))}"
 
 
 def _terms(entry: table.Entry[Any]) -> str:

@@ -1,6 +1,7 @@
 """The processor itself as a device: chosen when no accelerator is present. Nothing is imported but the declaration."""
 
 from sglcore.device.package import DevicePackage
+from sglcore.device.topology import Communication
 
 package = DevicePackage(
     name="cpu",
@@ -21,5 +22,6 @@ package = DevicePackage(
         "ipex": "sglcore_cpu.ipex:ipex_kernels",
     },
     bring_up="sglcore_cpu.bring_up:BRING_UP",
+    communication=Communication("gloo"),
 )
 """What `sglcore devices` and the core read."""

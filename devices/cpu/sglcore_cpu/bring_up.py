@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,8 +14,10 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage
+from sglcore.device.topology import Place
 from sglcore.runtime.attention.contract import AttentionBackend
-from sglcore.runtime.bring_up import STANDARD, LoadedModel, Pools, Progress, attention, kernels, runner
+from sglcore.runtime.bring_up import STANDARD, LoadedModel, Pools, Progress, attention, kernels, runner, world
+from sglcore.runtime.graphs.build import reason_of_ranks
 from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, PoolKind, cell_bytes
@@ -32,21 +35,48 @@ from sglcore_cpu.placement import Placement, bind_process, interleave, plan_plac
 from sglcore_cpu.recording import NotCapturable
 from sglcore_cpu.rows import kernel_rows, pages_row
 from sglcore_cpu.table import SERVED, is_native
-from sglcore_cpu.topology import read_topology
+from sglcore_cpu.topology import read_topology, share_of
+
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.group import Group, Groups
 
 PAGED = "paged"
 SMALL_WEIGHTS = 64 << 20
 """Below this many bytes the weights stay in cache, and a second thread waits at barriers longer than it works."""
 
 
-def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger) -> Placement:
-    """Plan where threads run and keep this process there, before any memory is touched."""
+def processor_world(
+    config: EngineConfig,
+    package: DevicePackage,
+    device: torch.device,
+    ledger: DecisionLedger,
+    place: Place | None = None,
+) -> Group | None:
+    """The standard one; what is small goes through memory that ranks of one machine share."""
+    if place is None or package.communication is None:
+        return None
+    from sglcore.runtime.parallel.group import Group, join
+    from sglcore_cpu.shared_sums import MOST, sums_for
+
+    make, backend = sums_for(place), package.communication.backend
+    if make is not None:
+        what = f"shared memory up to {MOST >> 20} MiB, else {backend}"
+        ledger.record(Row("sums of ranks", "auto", what, "all ranks are on this machine", "--tp 1"))
+    return join(place, package.communication, checks=config.poison, make=make or Group)
+
+
+def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger, place: Place | None = None) -> Placement:
+    """Plan where threads run and keep this process there, before any memory is touched. Ranks of one machine have cores of their
+    own."""
     size = weight_bytes(model_path, config)
     asked, reason = config.threads, ""
     if asked is None and size < SMALL_WEIGHTS:
         asked, reason = 1, f"{size / 2**20:.0f} MiB of weights stay in cache"
-    chosen = plan_placement(read_topology(), asked, size)
-    bind_process(chosen)
+    topology = read_topology()
+    if place is not None:
+        topology = share_of(topology, place.local, place.neighbours)
+    chosen = plan_placement(topology, asked, size)
+    bind_process(chosen, alone=place is None)
     if torch.get_num_threads() != chosen.threads:
         torch.set_num_threads(chosen.threads)
     wanted = str(config.threads) if config.threads else "auto"
@@ -173,16 +203,17 @@ def processor_runner(
     streams: Streams,
     speculation: Speculation | None = None,
     hisparse: HiSparseCoordinator | None = None,
+    groups: Groups | None = None,
 ) -> ModelRunner:
     """The standard runner. A step is recorded only where native kernels compute all of it."""
     if facts.graph_kind(config.graph) == "native":
-        reason = reason_against_recording(kernels, attention)
+        reason = reason_against_recording(kernels, attention) or reason_of_ranks(groups)
         if reason and config.graph != "auto":
             raise ConfigError(f"graph 'native' can not serve: {reason}", remedy="--graph auto or off")
         if reason:
             ledger.record(Row("native graph", "auto", "off", reason, "--graph compiled"))
             facts = replace(facts, default_graph="off")
-    parts = model, pools, sizes, attention, kernels, ledger, progress, streams, speculation, hisparse
+    parts = model, pools, sizes, attention, kernels, ledger, progress, streams, speculation, hisparse, groups
     try:
         return runner(config, package, facts, *parts)
     except NotCapturable as error:
@@ -213,7 +244,8 @@ def device_memory(model: object) -> MemoryBudget:
 
 
 BRING_UP = (
-    STANDARD.replace(kernels, processor_kernels)
+    STANDARD.replace(world, processor_world)
+    .replace(kernels, processor_kernels)
     .insert(threads, before="kernels")
     .insert(room, before="model")
     .insert(kernel_choices, after="model")

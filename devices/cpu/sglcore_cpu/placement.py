@@ -70,10 +70,10 @@ def plan_placement(topology: Topology, asked_threads: int | None, weight_bytes: 
     return Placement(threads, cores, reason, _spread(pools, threads), numbers)
 
 
-def bind_process(placement: Placement) -> None:
-    """Keep this process on the placement's cores where the machine has more than one memory node. To be called before
-    threads are made and memory is touched."""
-    if placement.of_threads and sys.platform == "linux":
+def bind_process(placement: Placement, alone: bool = True) -> None:
+    """Keep this process on the placement's cores where the machine has more than one memory node, or others like it have the other
+    cores. To be called before threads are made and memory is touched."""
+    if (placement.of_threads or not alone) and sys.platform == "linux":
         os.sched_setaffinity(0, placement.cores)
 
 

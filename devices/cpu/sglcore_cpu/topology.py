@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -27,6 +27,30 @@ class Topology:
         cores = self.nodes[node]
         chosen = [next((core for core in group if core in cores), None) for group in self.siblings]
         return tuple(sorted(core for core in chosen if core is not None)) or cores
+
+
+def share_of(whole: Topology, part: int, parts: int) -> Topology:
+    """What one of `parts` processes on the machine may use: physical cores in a row, node by node, and its part of the quota.
+    Where there are fewer cores than processes they share all of them."""
+    groups = [
+        tuple(core for core in group if core in node)
+        for node in whole.nodes
+        for group in whole.siblings
+        if any(core in node for core in group)
+    ]
+    quota = None if whole.quota is None else whole.quota / parts
+    if len(groups) < parts:
+        return replace(whole, quota=quota)
+    first, last = (len(groups) * each // parts for each in (part, part + 1))
+    mine = {core for group in groups[first:last] for core in group}
+    kept = [place for place, node in enumerate(whole.nodes) if mine.intersection(node)]
+    return Topology(
+        tuple(tuple(core for core in whole.nodes[place] if core in mine) for place in kept),
+        whole.siblings,
+        quota,
+        tuple(whole.numbers[place] for place in kept) if whole.numbers else (),
+        tuple(whole.memory[place] for place in kept) if whole.memory else (),
+    )
 
 
 def read_topology(root: Path = Path("/"), allowed: frozenset[int] | None = None) -> Topology:

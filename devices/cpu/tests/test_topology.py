@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from sglcore_cpu.topology import Topology, read_topology
+from sglcore_cpu.topology import Topology, read_topology, share_of
 
 TWO_NODES = Topology(nodes=((0, 1, 4, 5), (2, 3, 6, 7)), siblings=((0, 4), (1, 5), (2, 6), (3, 7)))
 
@@ -46,3 +47,20 @@ def test_a_machine_is_read_from_its_files(tmp_path: Path) -> None:
 
 def test_a_machine_without_such_files_is_one_node_of_the_allowed_cores(tmp_path: Path) -> None:
     assert read_topology(tmp_path, frozenset({0, 3})) == Topology(((0, 3),), ((0,), (3,)), None)
+
+
+def test_processes_of_one_machine_have_cores_in_a_row_and_none_twice() -> None:
+    whole = replace(TWO_NODES, quota=6.0, numbers=(0, 10), memory=(100, 50))
+    halves = [share_of(whole, part, 2) for part in range(2)]
+    assert [half.nodes for half in halves] == [((0, 1, 4, 5),), ((2, 3, 6, 7),)]
+    assert [(half.numbers, half.memory, half.quota) for half in halves] == [((0,), (100,), 3.0), ((10,), (50,), 3.0)]
+    for parts in range(1, 5):
+        cores = [core for part in range(parts) for node in share_of(whole, part, parts).nodes for core in node]
+        assert sorted(cores) == list(range(8)), "a core is nobody's, or two have it"
+    assert share_of(whole, 1, 3).nodes == ((1, 5),)
+    assert share_of(whole, 2, 3).nodes == ((2, 3, 6, 7),)
+
+
+def test_more_processes_than_cores_share_them_all() -> None:
+    whole = Topology(((0, 1),), ((0,), (1,)))
+    assert share_of(whole, 2, 3) == whole

@@ -2,6 +2,7 @@
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import ACCELERATOR_CLASSES, DISPLAY_CLASS, PciClaim
+from sglcore.device.topology import Communication
 
 package = DevicePackage(
     name="cuda",
@@ -24,6 +25,7 @@ package = DevicePackage(
     },
     kernels={"triton": "sglcore_cuda.kernels:kernels"},
     bring_up="sglcore_cuda.bring_up:BRING_UP",
+    communication=Communication("nccl", in_graphs=True),
     pci=frozenset({PciClaim(0x10DE, ACCELERATOR_CLASSES | {DISPLAY_CLASS})}),
 )
 """What `sglcore devices` and the core read."""

@@ -2,6 +2,7 @@
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import PciClaim
+from sglcore.device.topology import Communication
 
 package = DevicePackage(
     name="hip",
@@ -23,6 +24,7 @@ package = DevicePackage(
     },
     kernels={"triton": "sglcore_hip.kernels:kernels"},
     bring_up="sglcore_hip.bring_up:BRING_UP",
+    communication=Communication("nccl", in_graphs=True),
     pci=frozenset({PciClaim(0x1002)}),
 )
 """What `sglcore devices` and the core read."""

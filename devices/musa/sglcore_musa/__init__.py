@@ -2,6 +2,7 @@
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import ACCELERATOR_CLASSES, DISPLAY_CLASS, PciClaim
+from sglcore.device.topology import Communication
 
 package = DevicePackage(
     name="musa",
@@ -23,6 +24,7 @@ package = DevicePackage(
     },
     kernels={"triton": "sglcore_musa.kernels:kernels"},
     bring_up="sglcore_musa.bring_up:BRING_UP",
+    communication=Communication("mccl"),
     pci=frozenset({PciClaim(0x1ED5, ACCELERATOR_CLASSES | {DISPLAY_CLASS})}),
 )
 """What `sglcore devices` and the core read."""

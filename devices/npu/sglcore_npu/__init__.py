@@ -2,6 +2,7 @@
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import PciClaim
+from sglcore.device.topology import Communication
 
 package = DevicePackage(
     name="npu",
@@ -22,6 +23,7 @@ package = DevicePackage(
     },
     kernels={"torch_npu": "sglcore_npu.kernels:kernels"},
     bring_up="sglcore_npu.bring_up:BRING_UP",
+    communication=Communication("hccl"),
     pci=frozenset({PciClaim(0x19E5)}),
 )
 """What `sglcore devices` and the core read."""

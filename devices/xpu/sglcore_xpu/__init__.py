@@ -2,6 +2,7 @@
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import PciClaim
+from sglcore.device.topology import Communication
 
 GRAPHICS = ":00:02.0"
 """Where the vendor's processors have their own graphics. A virtual machine may have cards elsewhere on this bus."""
@@ -25,6 +26,7 @@ package = DevicePackage(
     },
     kernels={"triton": "sglcore_xpu.kernels:kernels"},
     bring_up="sglcore_xpu.bring_up:BRING_UP",
+    communication=Communication("xccl"),
     pci=frozenset({PciClaim(0x8086, frozenset({0x0300, 0x0302, 0x0380}), GRAPHICS)}),
 )
 """What `sglcore devices` and the core read. The vendor's processing accelerators (class 1200) are no GPUs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
@@ -19,6 +20,9 @@ from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.streams import Streams
 from sglcore.step.sizing import size_text
 
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.group import Groups
+
 
 def make_backend(
     config: EngineConfig,
@@ -27,6 +31,7 @@ def make_backend(
     streams: Streams,
     attn_backend: AttentionBackend,
     ledger: DecisionLedger,
+    groups: Groups | None = None,
 ) -> GraphBackend | None:
     """The mechanism that was asked for, or the device's own; None is eager, with the reason in the ledger.
 
@@ -42,12 +47,19 @@ def make_backend(
         raise ConfigError(
             f"graph kind {kind!r} is not offered by device {package.name!r}", wanted=f"off or one of {offered}"
         )
-    reason = _reason_against(facts, attn_backend)
+    reason = _reason_against(facts, attn_backend) or reason_of_ranks(groups)
     if reason:
         row = Row("graph", config.graph, "eager", reason, "--graph off", downgrade=not is_automatic)
         ledger.record(row)
         return None
     return resolve(package.graphs[kind], package.name)(facts, streams)
+
+
+def reason_of_ranks(groups: Groups | None) -> str:
+    """Why several ranks can not replay their steps; empty if they can, and on one."""
+    if groups is None or groups.communication.in_graphs:
+        return ""
+    return f"collectives of {groups.communication.backend} run between kernels, and no graph of this device holds them"
 
 
 def _reason_against(facts: Facts, attn_backend: AttentionBackend) -> str:

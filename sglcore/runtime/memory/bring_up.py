@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
@@ -29,6 +30,9 @@ from sglcore.runtime.token_table import TokenTable
 from sglcore.step.hisparse import HiSparseConfig
 from sglcore.step.sizing import MemoryBudget, MemorySizes, size_pools, size_text
 
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.group import Groups
+
 
 def sizes(
     config: EngineConfig,
@@ -39,8 +43,12 @@ def sizes(
     pool_kind: PoolKind = PER_HEAD,
     speculation: Speculation | None = None,
     hisparse_config: HiSparseConfig | None = None,
+    groups: Groups | None = None,
 ) -> MemorySizes:
-    """Pages and context, from what the device has left beside the weights and what a cell of these pools takes."""
+    """Pages and context, from what the device has left beside the weights and what a cell of these pools takes. Several ranks
+    have the same sizes: those of the one with the least memory."""
+    if groups is not None:
+        device_memory = least_of_ranks(facts, device_memory, groups)
     has_rows = any(layer.rows for layer in model.attention_layers)
     _check_cells(config, model, pool_kind, has_rows)
     for remark in dict.fromkeys(layer.remark for layer in model.state_layers if layer.remark):
@@ -82,6 +90,15 @@ def sizes(
         budget=device_memory,
         ledger=ledger,
     )
+
+
+def least_of_ranks(facts: Facts, own: MemoryBudget, groups: Groups) -> MemoryBudget:
+    """What every rank has: its share where ranks of one machine have the same memory, and the least of them all. Waits for the
+    others."""
+    sharing = groups.place.neighbours if facts.shares_host_memory else 1
+    available = groups.tp.least(own.available // sharing)
+    told = f", shared by {sharing} ranks" if sharing > 1 else f", the least of {groups.tp.size} ranks"
+    return replace(own, total=own.total // sharing, available=available, evidence=own.evidence + told)
 
 
 def _check_cells(config: EngineConfig, model: LoadedModel, pool_kind: PoolKind, has_rows: bool) -> None:

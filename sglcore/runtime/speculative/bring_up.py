@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.step.hisparse import HiSparseConfig
 from sglcore.step.sizing import MemoryBudget, MemorySizes, size_text
 
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.group import Groups
+
 
 def speculation(
     config: EngineConfig,
@@ -37,11 +40,19 @@ def speculation(
     kernels: KernelTable,
     model: LoadedModel,
     hisparse_config: HiSparseConfig | None = None,
+    groups: Groups | None = None,
 ) -> Speculation | None:
     """What proposes tokens, with the model that does if one does; None: every step brings one token of a request."""
+    why, remedy = "", ""
     if hisparse_config is not None:
-        why = "rows lie in host memory, of which a step brings those of one token of a request"
-        ledger.record(Row("speculative", config.speculative or "not asked", "off", why, "--hisparse off"))
+        why, remedy = (
+            "rows lie in host memory, of which a step brings those of one token of a request",
+            "--hisparse off",
+        )
+    elif groups is not None:
+        why, remedy = "several ranks hold this model, and they verify no proposals yet", "--tp 1"
+    if why:
+        ledger.record(Row("speculative", config.speculative or "not asked", "off", why, remedy))
         return None
 
     def load(folder: Path, kind: str) -> Any:

@@ -14,15 +14,13 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import msgspec
 
 from sglcore.device.choice import ChosenDevice, adopt
-from sglcore.device.config import EngineConfig
+from sglcore.device.config import EngineConfig, config_of_plain
 from sglcore.device.discovery import discover
 from sglcore.device.errors import SglcoreError
 from sglcore.engine.grammar import Grammars, open_grammars
@@ -78,7 +76,7 @@ def _follow_parent() -> None:
 
 def start_service(spec: EngineSpec, channel: EngineChannel) -> EngineService:
     """Bring the model up, sample a real token by the path that will serve, and say so."""
-    config = engine_config(spec.config)
+    config = config_of_plain(spec.config)
     if spec.chosen:
         adopt(spec.chosen, config.device, discover())
     started = start(config, PhaseReplies(channel), ChosenDevice.decode(spec.chosen) if spec.chosen else None)
@@ -88,7 +86,7 @@ def start_service(spec: EngineSpec, channel: EngineChannel) -> EngineService:
     engine = TokenEngine(
         meter, eos_ids, overlap=started.overlap, prefix_cache=config.prefix_cache, open_grammars=lambda: grammars
     )
-    service = EngineService(engine, meter, channel)
+    service = EngineService(engine, meter, channel, started.check)
     channel.send(Phase("warm-up", 0, 1))
     begin = time.perf_counter()
     warm_up(engine)
@@ -123,19 +121,6 @@ class PhaseReplies:
             return
         self._phase, self._next = phase, now + REPLY_EVERY
         self._channel.send(Phase(phase, done, total))
-
-
-def engine_config(values: dict[str, Any]) -> EngineConfig:
-    """The configuration that the parent resolved; no variable is read again."""
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    sources = MappingProxyType(dict(values["sources"]))
-    return EngineConfig(**{**values, **lists, "sources": sources})
-
-
-def plain_config(config: EngineConfig) -> dict[str, object]:
-    """The fields of a configuration as JSON has them."""
-    values = {item.name: getattr(config, item.name) for item in fields(config)}
-    return {**values, "sources": dict(config.sources)}
 
 
 def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float]) -> ModelInfo:

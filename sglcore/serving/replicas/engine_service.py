@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from msgspec import structs
 
-from sglcore.device.errors import SglcoreError
+from sglcore.device.errors import SglcoreError, WorkerLost
 from sglcore.engine.meter import Meter
 from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.params import SamplingError
@@ -45,8 +46,12 @@ MOST_FAILURES = 3
 class EngineService:
     """One engine and its channel. `run` returns the exit code."""
 
-    def __init__(self, engine: TokenEngine, meter: Meter, channel: EngineChannel) -> None:
+    def __init__(
+        self, engine: TokenEngine, meter: Meter, channel: EngineChannel, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """`check` raises WorkerLost if the worker can take no step any more; it does not wait."""
         self.engine = engine
+        self._check = check
         self._meter = meter
         self._channel = channel
         self._embeds: dict[str, Request] = {}
@@ -58,12 +63,14 @@ class EngineService:
         self._next_stats = 0.0
 
     def run(self) -> int:
-        """Serve until the frontend says to shut down (0), or the device fails again and again (1)."""
+        """Serve until the frontend says to shut down (0), or the device fails again and again (1). Raises WorkerLost: then this
+        process has to end, and another one is started."""
         self._device_before = self._meter.device_seconds
         while not self._shutting_down:
             busy = self._may_step
             for request in self._channel.receive(0 if busy else IDLE_MS):
                 self._take(request)
+            self._check()
             if self._may_step:
                 self._step()
             if self._failures >= MOST_FAILURES:
@@ -119,6 +126,8 @@ class EngineService:
         if self._is_paused:
             try:
                 outputs = self.engine.drain()
+            except WorkerLost:
+                raise
             except Exception as error:
                 logging.exception("what was in flight could not be collected")
                 outputs = self._after_failure(error)
@@ -143,6 +152,8 @@ class EngineService:
         try:
             outputs = self.engine.step()
             self._failures = 0
+        except WorkerLost:
+            raise
         except Exception as error:
             logging.exception("a step failed")
             outputs = self._after_failure(error)

@@ -17,12 +17,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from sglcore.device.config import EngineConfig
+from sglcore.device.config import EngineConfig, plain_config
 from sglcore.device.server_config import ServerConfig
 from sglcore.engine.hub import is_hub_name
 from sglcore.schedule.stats import Levels
 from sglcore.serving.replicas.channel import FrontendChannel
-from sglcore.serving.replicas.engine_process import plain_config
 from sglcore.serving.replicas.errors import EngineDied, NotReady
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health

@@ -1,0 +1,112 @@
+"""Which widths a model may be divided in, and what of it each rank holds: pure arithmetic over its configuration.
+
+A constraint is data: what is divided, by a name that a person knows, and the remedy lists the widths that every constraint
+allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglcore.checkpoint.config import ModelConfig
+from sglcore.checkpoint.gguf import is_gguf
+from sglcore.checkpoint.quantization import read_quantization
+from sglcore.device.errors import ConfigError
+
+MOST_WIDTH = 64
+"""Widths up to here are tried, to name those that fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a width must divide: `name` of `size`, by the rule `fits(size, width)`."""
+
+    name: str
+    size: int
+    fits: Callable[[int, int], bool]
+
+
+def _divides(size: int, width: int) -> bool:
+    return size % width == 0
+
+
+def _shares(size: int, width: int) -> bool:
+    """Heads of keys are dealt out, or each is held by several ranks."""
+    return size % width == 0 or width % size == 0
+
+
+def constraints(config: ModelConfig) -> tuple[Constraint, ...]:
+    """Those of attention, the feed-forward blocks and experts. The vocabulary has none: it is padded."""
+    found = [
+        Constraint("attention heads", config.num_attention_heads, _divides),
+        Constraint("heads of keys and values", config.num_key_value_heads, _shares),
+    ]
+    moe = config.moe
+    if moe is None or not all(moe.layers):
+        found.append(
+            Constraint("numbers between the two halves of a feed-forward block", config.intermediate_size, _divides)
+        )
+    if moe is not None:
+        found.append(Constraint("numbers between the two halves of an expert", moe.intermediate_size, _divides))
+        if moe.shared_size:
+            found.append(Constraint("numbers inside the shared expert", moe.shared_size, _divides))
+    return tuple(found)
+
+
+def legal_widths(config: ModelConfig) -> tuple[int, ...]:
+    """Every width up to MOST_WIDTH in which the model may be divided, ascending."""
+    rules = constraints(config)
+    return tuple(width for width in range(1, MOST_WIDTH + 1) if all(rule.fits(rule.size, width) for rule in rules))
+
+
+def check_width(config: ModelConfig, width: int) -> None:
+    """Raise ConfigError where a model can not be divided among so many ranks; it names what does not divide, and the widths
+    that do."""
+    for rule in constraints(config):
+        if not rule.fits(rule.size, width):
+            legal = ", ".join(map(str, legal_widths(config)))
+            raise ConfigError(
+                f"tp is {width}, and this model has {rule.size} {rule.name}",
+                wanted=f"one of {legal}",
+                remedy="--tp with one",
+            )
+
+
+def check_divisible(config: ModelConfig, width: int, is_ours: bool = True) -> None:
+    """Raise ConfigError for a checkpoint that ranks can not divide, whatever the device: what it is, and the remedy. `is_ours`:
+    its layers are built here, not by a library's own class."""
+    refused = {
+        "layers by transformers' own class, which are not divided": not is_ours,
+        "one GGUF file, whose blocks are not divided": is_gguf(config.path),
+        "quantised weights, whose groups are not divided": read_quantization(config.raw) is not None,
+        "no cells: it embeds whole prompts": config.is_encoder,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ConfigError(f"tp is {width}, and this model has {what}", remedy="--tp 1")
+    check_width(config, width)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `size` equal parts."""
+
+    rank: int
+    size: int
+
+    def part(self, count: int) -> tuple[int, int]:
+        """[first, last) of `count` things, which divide."""
+        each = count // self.size
+        return self.rank * each, (self.rank + 1) * each
+
+    def kv_heads(self, heads: int) -> tuple[int, int]:
+        """[first, last) of the heads of keys and values that this part's queries read: query head j reads j * heads // queries,
+        so a head that several parts read is held by each of them."""
+        first = self.rank * heads // self.size
+        return first, first + max(heads // self.size, 1)
+
+    def vocabulary(self, rows: int) -> tuple[int, int]:
+        """[first, last) of `rows` rounded up so that all parts are alike; rows behind the vocabulary's end are padding."""
+        each = -(-rows // self.size)
+        return self.rank * each, (self.rank + 1) * each

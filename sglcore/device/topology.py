@@ -1,0 +1,110 @@
+"""Ranks that hold one model together, as plain data: who they are, which groups they form, which widths fit, and by what a
+device's ranks speak to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglcore.device.errors import ConfigError
+
+GROUPS = ("world", "tp", "attn_tp", "attn_dp", "ep", "pp")
+"""The groups of a topology: all ranks; those of one copy of the layers; those that share a request's heads; the same place in
+different shards of requests; those that share experts; the stages of a pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """By what a device's ranks exchange tensors: the name of the back end in torch.distributed, that of the back end for host
+    tensors, and whether captured graphs may hold its collectives."""
+
+    backend: str
+    host_backend: str = "gloo"
+    in_graphs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Widths of the axes, outer to inner: pipeline stages, shards of requests, attention ranks. `tp` ranks hold the layers of one
+    stage together; `dp` shards of requests and `ep` parts of the experts divide them."""
+
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for widths that do not divide."""
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ConfigError(f"{name} is {value}", wanted="1 or more")
+        for name, value in (("dp", self.dp), ("ep", self.ep)):
+            if self.tp % value:
+                raise ConfigError(f"{name} is {value} and tp is {self.tp}", wanted=f"one of {widths_text(self.tp)}")
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.pp * self.tp
+
+    @property
+    def attn_tp(self) -> int:
+        """Ranks that share the heads of a request."""
+        return self.tp // self.dp
+
+    def rank_of(self, *, pp: int = 0, dp: int = 0, tr: int = 0) -> int:
+        """The rank at a place of the axes; `tr` counts within a shard of requests. Raises ValueError outside of them."""
+        for name, value, width in (("pp", pp, self.pp), ("dp", dp, self.dp), ("tr", tr, self.attn_tp)):
+            if not 0 <= value < width:
+                raise ValueError(f"{name} is {value}; wanted 0 to {width - 1}")
+        return (pp * self.dp + dp) * self.attn_tp + tr
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every group of that name, ascending; each rank is in exactly one. Raises ValueError for another name."""
+        if name not in GROUPS:
+            raise ValueError(f"{name!r} is no group; wanted one of {', '.join(GROUPS)}")
+        every = range(self.world)
+        if name == "attn_dp":
+            key = [rank // self.tp * self.attn_tp + rank % self.attn_tp for rank in every]
+        elif name == "pp":
+            key = [rank % self.tp for rank in every]
+        else:
+            width = {"world": self.world, "tp": self.tp, "attn_tp": self.attn_tp, "ep": self.ep}[name]
+            key = [rank // width for rank in every]
+        return tuple(tuple(rank for rank in every if key[rank] == each) for each in dict.fromkeys(key))
+
+    def group_of(self, name: str, rank: int) -> tuple[int, ...]:
+        """The ranks of the group of that name in which a rank is."""
+        return next(group for group in self.groups(name) if rank in group)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one rank stands, as its process is told: `rank` of the topology, `local` among the `neighbours` ranks of its
+    machine, and `meeting`, where all ranks find each other: a URL that torch.distributed takes."""
+
+    rank: int
+    topology: Topology
+    meeting: str
+    local: int
+    neighbours: int
+
+    def as_plain(self) -> dict[str, Any]:
+        """Plain values, for a process of its own."""
+        return asdict(self)
+
+    @staticmethod
+    def from_plain(values: Mapping[str, Any]) -> Place:
+        """What `as_plain` gave."""
+        return Place(**{**values, "topology": Topology(**values["topology"])})
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending."""
+    return tuple(each for each in range(1, number + 1) if number % each == 0)
+
+
+def widths_text(number: int) -> str:
+    """The widths that divide a number, for a person."""
+    return ", ".join(map(str, divisors(number)))

@@ -1,0 +1,1 @@
+"""Several processes behind one worker: each has a part of the model."""

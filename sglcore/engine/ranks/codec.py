@@ -1,0 +1,133 @@
+"""Steps and their results as bytes: generated from the declarations of the records, so that a new field travels by itself.
+
+A frame's body is a head, msgpack of the record's values in the order of their declaration, and behind it the bytes of its
+arrays, which are read where they lie. A value of a kind that nobody thought about is an error here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglcore.device.batch import CaptureHiddenMode, ForwardMode, OneShot, ScheduleBatch
+from sglcore.device.swap_counts import SwapCounts
+from sglcore.device.worker import BatchResult, TokenLogprobs
+from sglcore.sampling.batch import SamplingBatch
+
+RECORDS = (ScheduleBatch, SamplingBatch, BatchResult, TokenLogprobs, SwapCounts)
+"""What may cross. The place of a record is its name on the wire."""
+DTYPES = tuple(np.dtype(name) for name in ("int32", "bool", "float32", "int64", "float64", "uint8"))
+"""The element types of arrays, by their place."""
+ALIGN = 8
+"""Arrays begin at multiples of so many bytes."""
+
+_CODES: Mapping[np.dtype, int] = MappingProxyType({dtype: code for code, dtype in enumerate(DTYPES)})
+_TAGS: Mapping[type, int] = MappingProxyType({record: tag for tag, record in enumerate(RECORDS)})
+_PLAIN = frozenset({int, str, bool, float, type(None)})
+_ONE_SHOT: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {
+        "capture_hidden_mode": lambda: OneShot(CaptureHiddenMode.NONE),
+        "seq_lens_cpu_cache": lambda: OneShot(None),
+        "return_hidden_states_before_norm": lambda: OneShot(False),
+    }
+)
+"""Values meant for one forward, of which none may be set: nobody would take them on the other side."""
+
+
+def encode(record: Any) -> bytes:
+    """One of RECORDS. Raises TypeError for a value of another kind, and ValueError for a one-shot value that is set."""
+    arrays: list[np.ndarray] = []
+    head = msgspec.msgpack.encode(_plain(record, arrays))
+    parts = [len(head).to_bytes(8, "little"), head, bytes(-len(head) % ALIGN)]
+    for array in arrays:
+        parts += [array.tobytes(), bytes(-array.nbytes % ALIGN)]
+    return b"".join(parts)
+
+
+def decode(body: bytearray) -> Any:
+    """What was encoded; arrays are views of `body`, which belongs to them."""
+    size = int.from_bytes(body[:8], "little")
+    values = msgspec.msgpack.decode(memoryview(body)[8 : 8 + size])
+    return _Reader(body, 8 + size + -size % ALIGN).record(values)
+
+
+def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
+    """A value as msgpack has it: an array is [code, *shape], a record is {tag: values}, a mapping of records [-1, keys, values]."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is np.ndarray:
+        arrays.append(value)
+        return [_CODES[value.dtype], *value.shape]
+    if kind in _TAGS:
+        return {_TAGS[kind]: [_plain(each, arrays) for each in _reader(kind)(value)]}
+    if kind is OneShot:
+        if value.is_set:
+            raise ValueError("a one-shot value is set, and it would be lost between processes")
+        return None
+    if kind is ForwardMode:
+        return int(value)
+    if isinstance(value, Mapping):
+        return [-1, list(value), [_plain(each, arrays) for each in value.values()]]
+    raise TypeError(f"found a value of the type {kind.__name__}; wanted a number, text, an array or a record")
+
+
+class _Reader:
+    """Takes the arrays of a body one after the other."""
+
+    def __init__(self, body: bytearray, place: int) -> None:
+        self._body, self._place = body, place
+
+    def record(self, values: dict[int, list[Any]]) -> Any:
+        ((tag, found),) = values.items()
+        kind = RECORDS[tag]
+        return kind(*[make(self.value(each)) for make, each in zip(_makers(kind), found, strict=True)])
+
+    def value(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is list:
+            return self._mapping(value) if value[0] == -1 else self._array(value)
+        return self.record(value) if kind is dict else value
+
+    def _array(self, value: list[int]) -> np.ndarray:
+        dtype, shape = DTYPES[value[0]], value[1:]
+        count = 1
+        for size in shape:
+            count *= size
+        found = np.frombuffer(self._body, dtype, count, self._place).reshape(shape)
+        self._place += found.nbytes + -found.nbytes % ALIGN
+        return found
+
+    def _mapping(self, value: list[Any]) -> dict[int, Any]:
+        return {key: self.value(each) for key, each in zip(value[1], value[2], strict=True)}
+
+
+@cache
+def _reader(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads all declared fields, in order."""
+    return attrgetter(*(item.name for item in fields(kind)))
+
+
+@cache
+def _makers(kind: type) -> tuple[Callable[[Any], Any], ...]:
+    """What makes each field's value of what msgpack has of it."""
+    return tuple(_maker(item.name, str(item.type)) for item in fields(kind))
+
+
+def _maker(name: str, declared: str) -> Callable[[Any], Any]:
+    if declared == "ForwardMode":
+        return ForwardMode
+    if declared.startswith("OneShot"):
+        return lambda _: _ONE_SHOT[name]()
+    return _same
+
+
+def _same(value: Any) -> Any:
+    return value

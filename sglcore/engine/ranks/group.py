@@ -1,0 +1,147 @@
+"""A group of ranks as one worker: the scheduler cannot tell it from a single device.
+
+Every rank receives the same encoded batch; rank 0 returns the results. The leader, which is this process, never touches a
+device. What ends one rank ends them all: every open step then raises WorkerLost, at once, and only a new start helps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.errors import SglcoreError, WorkerLost
+from sglcore.device.worker import BatchResult, Limits, Ticket
+from sglcore.engine.ranks.codec import decode, encode
+from sglcore.engine.ranks.watch import Watch
+from sglcore.engine.ranks.wire import Channel, Gone, Kind
+
+
+class RankGroup:
+    """A ModelWorker of several processes. Not thread-safe: one scheduler owns it."""
+
+    def __init__(self, watch: Watch, steps: Sequence[Channel], limits: Limits) -> None:
+        """`steps` are the ranks' channels, by rank, and `limits` those of every rank."""
+        self.limits = replace(limits, runs_ahead=True)
+        self._watch, self._steps = watch, tuple(steps)
+        self._sent: int | None = None
+        self._failure: SglcoreError | None = None
+        self._has_failed, self._is_closing = threading.Event(), threading.Event()
+        self._watcher = threading.Thread(target=self._run, name="ranks", daemon=True)
+        self._watcher.start()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The numbers of the ranks' processes."""
+        return tuple(member.process.pid for member in self._watch.members)
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        """Send a step to every rank; does not wait for it. Raises WorkerLost."""
+        self.check()
+        is_known = batch.composition == self._sent and batch.forward_mode is not ForwardMode.EMBED
+        if is_known:
+            batch.sampling = None  # the ranks keep that of a composition while it lasts
+        elif batch.forward_mode is not ForwardMode.EMBED:
+            self._sent = batch.composition
+        self._tell(Kind.STEP, encode(batch))
+        return Ticket(batch.step, self)
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        """Wait for a step's results; once per ticket, in order. Those of tickets that were dropped are passed over. Raises
+        WorkerLost."""
+        if ticket.payload is not self:
+            raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
+        ticket.payload = None
+        while True:
+            self.check()
+            self._tell(Kind.COLLECT)
+            result = self._result()
+            if result.step == ticket.step:
+                return result
+
+    def check(self) -> None:
+        """Raise WorkerLost if no further step can run. Does not wait."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Let every rank free its device and end; kill what does not. Waits. Idempotent."""
+        if self._is_closing.is_set():
+            return
+        self._is_closing.set()
+        if self._failure is None:
+            self._drain()
+        end_all(self._watch, self._steps)
+        self._watcher.join(self._watch.patience.closing)
+        self._watch.close()
+
+    def _drain(self) -> None:
+        """Ask all first, then wait for each: they leave together."""
+        told: list[Channel] = []
+        for channel in self._steps:
+            try:
+                channel.send(Kind.CLOSE)
+            except Gone:
+                continue
+            told.append(channel)
+        for channel in told:
+            channel.wait_at_most(self._watch.patience.closing)
+            try:
+                while channel.receive().kind is not Kind.CLOSED:
+                    pass
+            except (Gone, TimeoutError):
+                continue
+        for member in self._watch.members:
+            _wait(member.process, self._watch.patience.closing)
+
+    def _tell(self, kind: Kind, body: bytes = b"") -> None:
+        frame = self._steps[0].packed(kind, body)
+        try:
+            for channel in self._steps:
+                channel.send_packed(frame)
+        except Gone as error:
+            raise self._lost(error) from None
+
+    def _result(self) -> BatchResult:
+        try:
+            frame = self._steps[0].receive()
+        except Gone as error:
+            raise self._lost(error) from None
+        return decode(frame.body)
+
+    def _lost(self, error: Gone) -> SglcoreError:
+        """What ended the ranks; the watcher knows it a moment later than a broken channel tells."""
+        patience = self._watch.patience
+        self._has_failed.wait(patience.settle * 2 + patience.round)
+        return self._failure or WorkerLost(str(error))
+
+    def _run(self) -> None:
+        """Watch until the ranks close or fail. On a failure whoever waits for a result is told before processes are ended."""
+        while not self._is_closing.is_set():
+            failure = self._watch.go_round()
+            if failure is not None and not self._is_closing.is_set():
+                self._failure = failure if isinstance(failure, WorkerLost) else WorkerLost(str(failure))
+                self._has_failed.set()
+                end_all(self._watch, self._steps)
+                return
+
+
+def end_all(watch: Watch, steps: Sequence[Channel]) -> None:
+    """Hang up, kill what still runs, and wait until it has ended: nothing of an epoch outlives it."""
+    for channel in steps:
+        channel.hang_up()
+    for member in watch.members:
+        if member.process.poll() is None:
+            member.process.kill()
+    for member in watch.members:
+        member.control.hang_up()
+        _wait(member.process, watch.patience.closing)
+
+
+def _wait(process: Any, seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except Exception:  # whatever says that it lives: it is killed next
+        process.kill()

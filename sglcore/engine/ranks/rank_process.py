@@ -1,0 +1,160 @@
+"""The process of one rank: steps from the leader in, and from rank 0 their results out. It knows no scheduler.
+
+Started as `python -m sglcore.engine.ranks.rank_process`, with a RankSpec as one line of JSON on its standard input. When the
+leader is gone its channels close, and the process ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from sglcore.device.choice import ChosenDevice, check_same
+from sglcore.device.config import EngineConfig, config_of_plain
+from sglcore.device.errors import SglcoreError
+from sglcore.device.ledger import DecisionLedger
+from sglcore.device.topology import Place
+from sglcore.device.worker import ModelWorker, Ticket
+from sglcore.engine.ranks.codec import decode, encode
+from sglcore.engine.ranks.spec import RankSpec
+from sglcore.engine.ranks.wire import Channel, Gone, Kind, connect
+from sglcore.engine.start import bring_up, choose, model_folder
+
+LEADER_GONE = 3
+"""The exit code of a process whose leader ended without a word."""
+FAILED = 1
+"""The exit code of a rank that has said why it ends."""
+PROGRESS_EVERY = 0.1
+"""Seconds between two words about the same phase."""
+
+
+def main() -> int:
+    """Run one rank until its leader closes it; the exit code says why it ended."""
+    with open(0, "rb", closefd=False) as given:
+        spec = msgspec.json.decode(given.readline(), type=RankSpec)
+    return run(spec)
+
+
+def run(spec: RankSpec) -> int:
+    """The same of a spec. A rank that fails says why and ends at once, whatever its threads do: the others wait for it."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)  # the leader is told, drains, and then closes its ranks
+    place = Place.from_plain(spec.place)
+    logging.basicConfig(level=logging.INFO, format=f"%(levelname)s rank {place.rank}: %(message)s")
+    if place.neighbours == place.topology.world and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it takes whatever the host's name resolves to
+    try:
+        steps, control = _channel(spec, place, "steps"), Control(_channel(spec, place, "control"), spec.beat)
+    except (OSError, Gone):
+        return LEADER_GONE
+    try:
+        serve(spec, place, steps, control)
+    except Gone:
+        os._exit(LEADER_GONE)
+    except BaseException as error:
+        control.fail(error)
+        os._exit(FAILED)
+    return 0
+
+
+def _channel(spec: RankSpec, place: Place, use: str) -> Channel:
+    channel = Channel(connect(spec.address), spec.epoch)
+    channel.send(Kind.HELLO, msgspec.msgpack.encode([spec.secret, place.rank, use, os.getpid()]))
+    return channel
+
+
+class Control:
+    """The channel on which a rank says how it is, from a thread of its own: whatever the forward does, beats go out."""
+
+    def __init__(self, channel: Channel, beat: float) -> None:
+        """`beat` in seconds."""
+        self.phase, self.step = "starting", -1
+        self._channel, self._beat = channel, beat
+        self._lock = threading.Lock()
+        self._told, self._next = "", 0.0
+        threading.Thread(target=self._run, name="beats", daemon=True).start()
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """How far a start is; not too often."""
+        self.phase, now = phase, time.monotonic()
+        if phase != self._told or done == total or now >= self._next:
+            self._told, self._next = phase, now + PROGRESS_EVERY
+            self.say(Kind.PROGRESS, [phase, done, total])
+
+    def fail(self, error: BaseException) -> None:
+        """The last word: what happened, whether it only follows from another rank's end, and how the leader exits."""
+        follows = any(type(each).__name__ == "CollectiveError" for each in (error, error.__cause__, error.__context__))
+        if isinstance(error, SglcoreError):
+            text, code = str(error), error.exit_code
+        else:
+            logging.error("%s", "".join(traceback.format_exception(error)))
+            text, code = f"{type(error).__name__}: {error}", 1
+        self.say(Kind.FAILED, [text, follows, code, self.phase])
+
+    def say(self, kind: Kind, values: Any) -> None:
+        """Send one word; a leader that is gone does not hear it."""
+        try:
+            with self._lock:
+                self._channel.send(kind, msgspec.msgpack.encode(values))
+        except Gone:
+            os._exit(LEADER_GONE)
+
+    def _run(self) -> None:
+        while True:
+            readable, _, _ = select.select([self._channel], [], [], self._beat)
+            if readable:  # the leader says nothing here, so this is its end
+                os._exit(LEADER_GONE)
+            self.say(Kind.BEAT, [self.step, self.phase])
+
+
+def serve(spec: RankSpec, place: Place, steps: Channel, control: Control) -> None:
+    """Bring this rank up, say so, and run what comes. Raises what a step raises, and Gone."""
+    config = config_of_plain(spec.config)
+    worker, ready = start_rank(config, ChosenDevice.decode(spec.chosen), place, control)
+    control.say(Kind.READY, ready)
+    control.phase = "waiting"
+    out: deque[Ticket] = deque()
+    while True:
+        frame = steps.receive()
+        if frame.kind is Kind.STEP:
+            batch = decode(frame.body)
+            control.step, control.phase = batch.step, "a step"
+            out.append(worker.submit(batch))
+        elif frame.kind is Kind.COLLECT:
+            result = worker.collect(out.popleft())
+            if place.rank == 0:
+                steps.send(Kind.RESULT, encode(result))
+            control.phase = "waiting"
+        elif frame.kind is Kind.CLOSE:
+            control.phase = "closing"
+            worker.close()
+            steps.send(Kind.CLOSED)
+            return
+
+
+def start_rank(
+    config: EngineConfig, chosen: ChosenDevice, place: Place, control: Control
+) -> tuple[ModelWorker, dict[str, Any]]:
+    """The worker of this rank, and what the leader is told of it. Waits for the other ranks."""
+    folder = model_folder(config)
+    choice = choose(config, DecisionLedger())
+    check_same(choice.chosen, chosen)
+    ledger = DecisionLedger(strict=config.strict)
+    built, seconds = bring_up(config, folder, choice, ledger, control.progress, place)
+    worker: ModelWorker = built["worker"]
+    return worker, {"limits": asdict(worker.limits), "ledger": ledger.as_json(), "seconds": seconds}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""How ranks start: what does not combine is refused, then their processes come up together, each with its part of the model."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.gguf import is_gguf
+from sglcore.checkpoint.shards import check_divisible
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.selection import Choice
+from sglcore.device.topology import Place, Topology
+from sglcore.device.worker import Limits
+from sglcore.engine.ranks.group import RankGroup, end_all
+from sglcore.engine.ranks.spec import RankProcess, Spawn, limits_text, spawn_local, spec_of
+from sglcore.engine.ranks.watch import Member, Patience, Watch
+from sglcore.engine.ranks.wire import Channel, Gone, listen
+
+Progress = Callable[[str, int, int], None]
+HELLO_SECONDS = 5.0
+"""How long whoever connects may take to say who it is."""
+LOOK_EVERY = 0.05
+"""Seconds between two looks at processes that have not connected yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """How the processes of ranks are started, and how patient their leader is."""
+
+    spawn: Spawn = spawn_local
+    patience: Patience = Patience()
+
+
+def check_ranks(config: EngineConfig, folder: Path, choice: Choice) -> None:
+    """Raise ConfigError, before any process starts, for what does not go with several ranks, or with so many."""
+    package, width = choice.package, config.tp
+    if package.communication is None:
+        raise ConfigError(
+            f"tp is {width}, and device {package.name!r} declares nothing by which several of it exchange tensors",
+            remedy="--tp 1, or another device",
+        )
+    devices = len(choice.report.devices)
+    if not package.is_host and devices and choice.chosen.index + width > devices:
+        raise ConfigError(
+            f"tp is {width}, and {devices} devices of {package.name!r} are there, from number {choice.chosen.index} on"
+            f" {devices - choice.chosen.index}",
+            remedy=f"--tp {max(devices - choice.chosen.index, 1)}, or --device {package.name}:0",
+        )
+    refused = {
+        "speculative": config.speculative not in (None, "off", "auto"),
+        "draft_model": config.draft_model is not None,
+        "hisparse": config.hisparse not in (None, "off"),
+        "quantize": config.quantize != "auto",
+        "model_impl": config.model_impl == "transformers",
+        "kv_cache_dtype": config.kv_cache_dtype != "auto",
+    }
+    for name, is_asked in refused.items():
+        if is_asked:
+            asked = f"{name} is {getattr(config, name)!r}"
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"tp is {width} and {asked}, which do not go together yet", remedy=f"leave {flag} or --tp out"
+            )
+    if config.graph not in ("auto", "off") and not package.communication.in_graphs:
+        raise ConfigError(
+            f"tp is {width} and graph is {config.graph!r}: no graph holds collectives of {package.communication.backend}",
+            remedy="--graph off",
+        )
+    if not is_gguf(folder) and config.model_impl != "transformers":
+        check_divisible(read_config(folder, task=config.task), width)
+
+
+def start_ranks(
+    config: EngineConfig,
+    folder: Path,
+    choice: Choice,
+    ledger: DecisionLedger,
+    progress: Progress,
+    options: RankOptions | None = None,
+) -> tuple[RankGroup, Mapping[str, float]]:
+    """All ranks, once each is ready; and the seconds of rank 0's steps. What rank 0 decided goes to the ledger. Waits. Raises
+    ConfigError for what can not run, and WorkerLost where a rank ends on the way; then no process is left."""
+    check_ranks(config, folder, choice)
+    options = options or RankOptions()
+    patience, communication = options.patience, choice.package.communication
+    assert communication is not None
+    topology = Topology(tp=config.tp)
+    how = f"{topology.world} processes, each with its part of every layer, over {communication.backend}"
+    ledger.record(Row("ranks", str(config.tp), f"{config.tp} of tensors", how, "--tp 1"))
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglcore-ranks-", dir=_folder())))
+        listener, address = listen(home)
+        stack.callback(listener.close)
+        epoch, secret = secrets.randbits(32), secrets.token_hex(16)
+        told: dict[str, Any] = {"address": address, "epoch": epoch, "secret": secret, "beat": patience.silence / 5}
+        places = [
+            Place(rank, topology, f"file://{home / 'meeting'}", rank, topology.world) for rank in range(topology.world)
+        ]
+        processes: list[RankProcess] = []
+        try:
+            for place in places:
+                spec = spec_of(config, choice.chosen, place, is_host=choice.package.is_host, **told)
+                processes.append(options.spawn(spec))
+            found = _gather(listener, processes, epoch, secret, patience)
+        except BaseException:
+            for process in processes:
+                process.kill()
+            raise
+        steps = [found[rank, "steps"] for rank in range(topology.world)]
+        now = time.monotonic()
+        members = [Member(rank, processes[rank], found[rank, "control"], now) for rank in range(topology.world)]
+        watch = Watch(members, patience, progress)
+        try:
+            limits = _come_up(watch)
+        except BaseException:
+            end_all(watch, steps)
+            watch.close()
+            raise
+    first = members[0].ready
+    assert first is not None
+    ledger.record(*(Row(**row) for row in first["ledger"]))
+    return RankGroup(watch, steps, limits), first["seconds"]
+
+
+def _folder() -> str | None:
+    """Where what ranks of one machine share lies in memory, if there is such a place."""
+    memory = "/dev/shm"
+    return memory if os.path.isdir(memory) and os.access(memory, os.W_OK) else None
+
+
+def _gather(
+    listener: socket.socket, processes: list[RankProcess], epoch: int, secret: str, patience: Patience
+) -> dict[tuple[int, str], Channel]:
+    """The two channels of every rank, once all have connected. Raises WorkerLost where one ends before."""
+    found: dict[tuple[int, str], Channel] = {}
+    end = time.monotonic() + patience.starting
+    while len(found) < 2 * len(processes):
+        readable, _, _ = select.select([listener], [], [], LOOK_EVERY)
+        if readable:
+            _greet(listener, epoch, secret, found)
+            continue
+        for rank, process in enumerate(processes):
+            if (code := process.poll()) is not None:
+                raise WorkerLost(f"rank {rank} (process {process.pid}) ended with exit code {code} before it came up")
+        if time.monotonic() > end:
+            missing = sorted({rank for rank in range(len(processes)) if (rank, "control") not in found})
+            raise WorkerLost(f"ranks {missing} have not come up in {patience.starting:.0f} s")
+    return found
+
+
+def _greet(listener: socket.socket, epoch: int, secret: str, found: dict[tuple[int, str], Channel]) -> None:
+    """Take in who connects, if it knows the secret."""
+    stream, _ = listener.accept()
+    channel = Channel(stream, epoch)
+    channel.wait_at_most(HELLO_SECONDS)
+    try:
+        known, rank, use, _ = msgspec.msgpack.decode(channel.receive().body)
+    except (Gone, TimeoutError, ValueError, TypeError, msgspec.DecodeError):
+        channel.close()
+        return
+    if not secrets.compare_digest(str(known), secret):
+        channel.close()
+        return
+    channel.wait_at_most(None)
+    found[rank, use] = channel
+
+
+def _come_up(watch: Watch) -> Limits:
+    """The limits of every rank, once all are ready; what one raises on the way is raised. Waits for all at once."""
+    while not watch.is_ready:
+        failure = watch.go_round()
+        if failure is not None:
+            raise failure
+    limits = [Limits(**_ready(member)["limits"]) for member in watch.members]
+    for rank, other in enumerate(limits):
+        if other != limits[0]:
+            raise WorkerLost(
+                f"rank 0 has {limits_text(limits[0])}, and rank {rank} has {limits_text(other)}; wanted the same"
+            )
+    return limits[0]
+
+
+def _ready(member: Member) -> dict[str, Any]:
+    assert member.ready is not None
+    return member.ready

@@ -1,0 +1,147 @@
+"""Who watches the ranks: they have said that they are there, beat, and have not ended; else what happened, and to whom first.
+
+Two detectors: the end of a channel (a rank died, within milliseconds) and silence (a rank is stopped, or cut off).
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
+from sglcore.engine.ranks.spec import RankProcess
+from sglcore.engine.ranks.wire import Channel, Frame, Gone, Kind
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds. `silence` without a beat of a running rank, `starting` the same of one that comes up, is an end. `settle`: what
+    failed by a consequence waits so long for its cause. `round`: how often clocks are looked at."""
+
+    silence: float = 5.0
+    starting: float = 60.0
+    settle: float = 0.3
+    round: float = 0.1
+    closing: float = 10.0
+
+
+@dataclass(slots=True)
+class Member:
+    """What is known of one rank."""
+
+    rank: int
+    process: RankProcess
+    control: Channel
+    heard: float
+    phase: str = "starting"
+    step: int = -1
+    ready: dict[str, Any] | None = None
+    report: tuple[str, bool, int, str] | None = None
+    """Its last word: the text, whether it follows from another's end, the exit code it wants, its phase."""
+    is_gone: bool = False
+
+
+@dataclass(slots=True)
+class Watch:
+    """All ranks of one epoch. Not thread-safe: one thread at a time goes round."""
+
+    members: Sequence[Member]
+    patience: Patience
+    progress: Progress
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+
+    def __post_init__(self) -> None:
+        for member in self.members:
+            member.control.wait_at_most(self.patience.round * 10)
+            self.selector.register(member.control, selectors.EVENT_READ, member)
+
+    @property
+    def is_ready(self) -> bool:
+        """Every rank has come up."""
+        return all(member.ready is not None for member in self.members)
+
+    def go_round(self) -> SglcoreError | None:
+        """Take in what ranks say; waits for it, a round at most. The error that ended them all, once there is one."""
+        for key, _ in self.selector.select(self.patience.round):
+            self._hear(key.data)
+        now = time.monotonic()
+        limit = self.patience.silence if self.is_ready else self.patience.starting
+        silent = [member for member in self.members if not member.is_gone and now - member.heard > limit]
+        if silent:
+            member = silent[0]
+            return WorkerLost(
+                f"rank {member.rank} (process {member.process.pid}) has said nothing for {now - member.heard:.1f} s,"
+                f" last in {member.phase}"
+            )
+        return self._cause() if any(member.is_gone or member.report for member in self.members) else None
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.selector.close()
+
+    def _hear(self, member: Member) -> None:
+        try:
+            frame = member.control.receive()
+        except (Gone, TimeoutError):
+            member.is_gone = True
+            self.selector.unregister(member.control)
+            return
+        member.heard = time.monotonic()
+        self._take(member, frame)
+
+    def _take(self, member: Member, frame: Frame) -> None:
+        values = msgspec.msgpack.decode(frame.body)
+        if frame.kind is Kind.BEAT:
+            member.step, member.phase = values
+        elif frame.kind is Kind.PROGRESS:
+            member.phase = values[0]
+            if member.rank == 0:
+                self.progress(*values)
+        elif frame.kind is Kind.READY:
+            member.ready, member.phase = values, "its steps"
+        elif frame.kind is Kind.FAILED:
+            member.report = tuple(values)
+
+    def _cause(self) -> SglcoreError:
+        """The first failing rank's own word, or how it ended; not what followed from it in others."""
+        end = time.monotonic() + self.patience.settle
+        while (cause := self._first()) is None and time.monotonic() < end:
+            for key, _ in self.selector.select(self.patience.settle / 10):
+                self._hear(key.data)
+        return cause or self._told(next(member for member in self.members if member.report or member.is_gone))
+
+    def _first(self) -> SglcoreError | None:
+        """A rank that ended by itself, rather than by another's end; None: so far there are only consequences."""
+        for member in self.members:
+            if member.report is not None and not member.report[1]:
+                return self._told(member)
+            if member.is_gone and member.report is None:
+                return self._told(member)
+        return None
+
+    def _told(self, member: Member) -> SglcoreError:
+        if member.report is None:
+            where = member.phase if member.step < 0 else f"{member.phase}, its last step {member.step}"
+            return WorkerLost(f"rank {member.rank} (process {member.process.pid}) {_end(member.process)} in {where}")
+        text, _, code, phase = member.report
+        if code == ConfigError.exit_code:
+            return ConfigError(text)
+        return WorkerLost(f"rank {member.rank} failed in {phase}: {text}")
+
+
+def _end(process: RankProcess) -> str:
+    """How a process ended whose channel has closed, which it may do a moment earlier."""
+    end = time.monotonic() + 0.2
+    while (code := process.poll()) is None and time.monotonic() < end:
+        time.sleep(0.002)
+    if code is None:
+        return "has closed its channel"
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -1,0 +1,144 @@
+"""Frames on a stream socket: the same within a machine and between machines. A peer that is gone is the end of the stream.
+
+A frame has the epoch of the ranks that it belongs to; one of another epoch is counted and dropped.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from sglcore.device.errors import SglcoreError
+
+MAGIC = 0x5347
+_HEAD = struct.Struct("<HHIQ")
+LONGEST = 1 << 32
+"""Bytes of a frame at most: more is a damaged stream."""
+
+
+class Kind(IntEnum):
+    """What a frame says. To a rank: STEP (a batch), COLLECT, CLOSE. From one: HELLO, PROGRESS, READY, BEAT, FAILED, RESULT, CLOSED."""
+
+    HELLO = 1
+    STEP = 2
+    COLLECT = 3
+    CLOSE = 4
+    PROGRESS = 5
+    READY = 6
+    BEAT = 7
+    FAILED = 8
+    RESULT = 9
+    CLOSED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message."""
+
+    kind: Kind
+    body: bytearray
+
+
+class Gone(SglcoreError):
+    """The other end of a channel has closed it, most often by ending."""
+
+    exit_code = 1
+
+
+class Channel:
+    """One end of a stream. One thread may send while another receives."""
+
+    def __init__(self, stream: socket.socket, epoch: int) -> None:
+        """`epoch` of the ranks, below 2**32. The stream belongs to the channel."""
+        self.dropped = 0
+        self._stream, self._epoch = stream, epoch
+        if stream.family in (socket.AF_INET, socket.AF_INET6):
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fileno(self) -> int:
+        """Its number for a selector; -1 once it is closed."""
+        return self._stream.fileno()
+
+    def send(self, kind: Kind, body: bytes | bytearray = b"") -> None:
+        """Send a frame; waits where the other end reads too slowly. Raises Gone."""
+        self.send_packed(self.packed(kind, body))
+
+    def packed(self, kind: Kind, body: bytes | bytearray = b"") -> bytes:
+        """A frame's bytes, for several channels of one epoch."""
+        return _HEAD.pack(MAGIC, kind, self._epoch, len(body)) + body
+
+    def send_packed(self, frame: bytes) -> None:
+        """Send what `packed` gave."""
+        try:
+            self._stream.sendall(frame)
+        except OSError as error:
+            raise Gone(f"the other end of a channel is gone: {error}") from None
+
+    def receive(self) -> Frame:
+        """The next frame of this epoch; waits for it. Raises Gone at the end of the stream, and for one that is damaged."""
+        while True:
+            magic, kind, epoch, size = _HEAD.unpack(self._exactly(_HEAD.size))
+            if magic != MAGIC or size > LONGEST:
+                raise Gone("what came on a channel is no frame")
+            body = self._exactly(size)
+            if epoch == self._epoch:
+                return Frame(Kind(kind), body)
+            self.dropped += 1
+
+    def wait_at_most(self, seconds: float | None) -> None:
+        """How long a `receive` waits before it raises TimeoutError; None: for ever."""
+        self._stream.settimeout(seconds)
+
+    def hang_up(self) -> None:
+        """End the stream for both sides; who waits in `receive`, in whatever thread, is told. Idempotent."""
+        with suppress(OSError):
+            self._stream.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.hang_up()
+        self._stream.close()
+
+    def _exactly(self, size: int) -> bytearray:
+        body = bytearray(size)
+        rest = memoryview(body)
+        while rest:
+            try:
+                got = self._stream.recv_into(rest)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise Gone(f"a channel broke: {error}") from None
+            if not got:
+                raise Gone("the other end of a channel has closed it")
+            rest = rest[got:]
+        return body
+
+
+def listen(folder: Path | None, host: str = "") -> tuple[socket.socket, str]:
+    """A socket on which ranks find their leader, and its address: a file in `folder`, or without one TCP on this machine's
+    `host`."""
+    if folder is not None:
+        stream = socket.socket(socket.AF_UNIX)
+        stream.bind(str(folder / "ranks"))
+        address = f"unix:{folder / 'ranks'}"
+    else:
+        stream = socket.create_server((host, 0))
+        address = f"tcp:{host}:{stream.getsockname()[1]}"
+    stream.listen(256)
+    return stream, address
+
+
+def connect(address: str) -> socket.socket:
+    """A stream to the leader at what `listen` gave. Raises OSError."""
+    kind, _, where = address.partition(":")
+    if kind == "unix":
+        stream = socket.socket(socket.AF_UNIX)
+        stream.connect(where)
+        return stream
+    host, _, port = where.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=None)

@@ -1,0 +1,37 @@
+"""Linear layers of which each rank has a part, and the sum over ranks that ends a block of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from sglcore.layers.linear import Linear
+from sglcore.layers.scope import Scope
+from sglcore.runtime.parallel.group import Group
+
+
+class Summed:
+    """A layer whose output on each rank is a part of a sum: what it gives is the sum."""
+
+    __slots__ = ("_group", "_inner")
+
+    def __init__(self, inner: Callable[[Tensor], Tensor], group: Group) -> None:
+        """`inner` gives a tensor of its own, which nobody else reads."""
+        self._inner, self._group = inner, group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out], on every rank."""
+        return self._group.all_reduce(self._inner(x))
+
+
+def bias_once(build: Scope, linear: Linear, group: Group) -> None:
+    """The bias of a layer that ends in a sum counts on rank 0 alone; all ranks read it, so that a file is read alike."""
+    bias = linear.bias
+    if bias is None or not group.rank:
+        return
+
+    def clear() -> None:
+        bias.zero_()
+
+    build.weights.derived.append(clear)

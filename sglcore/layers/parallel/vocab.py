@@ -1,0 +1,52 @@
+"""The embedding and the output layer with the rows of the vocabulary divided among ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglcore.layers.linear import Embedding, Head
+from sglcore.layers.parallel.cut import Range
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.parallel.group import Group
+
+
+class SharedEmbedding:
+    """A row for each id: from the rank that has it, and zeros from the others, summed."""
+
+    __slots__ = ("_first", "_group", "_rows", "own")
+
+    def __init__(self, own: Embedding, part: Range, group: Group) -> None:
+        """`own` has the rows of this part."""
+        self.own = own
+        self._first, self._rows = part[0], part[1] - part[0]
+        self._group = group
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """int [T] to [T, size]."""
+        places = ids - self._first
+        elsewhere = (places < 0) | (places >= self._rows)
+        rows = self.own(places.masked_fill_(elsewhere, 0))
+        return self._group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        """As that of `Embedding`."""
+        if batch.input_embeds is not None:
+            return batch.input_embeds.clone()
+        return self(batch.input_ids)
+
+
+class SharedHead:
+    """Hidden states to logits: each rank's columns side by side, without those that only fill up the last part."""
+
+    __slots__ = ("_group", "_own", "_vocab_size")
+
+    def __init__(self, own: Head, vocab_size: int, group: Group) -> None:
+        """`own` has the rows of this part."""
+        self._own, self._vocab_size, self._group = own, vocab_size, group
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[N, H] to float32 [N, vocab], on every rank."""
+        parts = self._group.all_gather(self._own(hidden).contiguous())
+        whole = torch.cat(tuple(parts), dim=-1)
+        return whole[:, : self._vocab_size].contiguous()

@@ -1,0 +1,32 @@
+"""What one rank decides for all: ranks that each drew a token would differ sooner or later, and wait for each other for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.parallel.group import Group
+from sglcore.sampling.sampler import Sampler, SamplingState
+from sglcore.sampling.state import SampledTokens
+
+
+class SampledByOne(Sampler):
+    """A sampler whose tokens are those that rank 0 of the group draws. On the other ranks nothing is drawn, no logits are read and
+    no log-probabilities come: nobody asks them."""
+
+    def __init__(self, *sizes: Any, group: Group, **own: Any) -> None:
+        """The others are those of `Sampler`."""
+        super().__init__(*sizes, **own)
+        self._group = group
+
+    def sample(self, logits: Tensor, state: SamplingState) -> SampledTokens[Tensor]:
+        """As `Sampler.sample`, on every rank alike."""
+        if self._group.rank == 0:
+            found = super().sample(logits, state)
+            self._group.broadcast(found.token_ids)
+            return found
+        ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        self._group.broadcast(ids)
+        return SampledTokens(ids, torch.zeros(len(logits), dtype=torch.bool, device=logits.device))

@@ -1,0 +1,145 @@
+"""Collectives of a group of ranks, over torch.distributed with the device's own back end.
+
+Every rank of a group calls the same operations in the same order. A group of one rank is no object: who has none calls nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sglcore.device.topology import Communication, Place
+
+TIMEOUT = timedelta(seconds=30)
+"""How long a collective may wait for the other ranks. A rank that died is seen far sooner, by who watches the processes."""
+MEETING = timedelta(seconds=120)
+"""How long ranks may take to find each other."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed, most often because another rank has ended: a consequence, not a cause."""
+
+
+class Group:
+    """By the names that every torch from 2.11 on has: those that take one tensor for all parts change theirs.
+
+    Ranks 0..size - 1; this process is `rank`. Sums are made in place. Whether a call waits is the back end's affair: a
+    tensor on a stream is ordered with it."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, size: int, host: dist.ProcessGroup, *, checks: bool = False
+    ) -> None:
+        """`host` has the same ranks, for tensors in host memory. `checks`: before each collective the ranks compare what they
+        are about to do, and disagreement is an error that names both; slow."""
+        self.rank, self.size = rank, size
+        self._group, self._host = group, host
+        self._checks, self._count = checks, 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in `x`, which must be contiguous."""
+        self._check("all_reduce", x)
+        self._run(lambda: dist.all_reduce(x, group=self._group))
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[size, *shape of x]: everybody's, by rank. `x` must be contiguous."""
+        self._check("all_gather", x)
+        out = x.new_empty((self.size, *x.shape))
+        self._run(lambda: dist.all_gather(list(out.unbind(0)), x, group=self._group))
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Of the sum of everybody's [size * N, ...], this rank's N rows."""
+        self._check("reduce_scatter", x)
+        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        self._run(lambda: dist.reduce_scatter(out, list(x.chunk(self.size)), group=self._group))
+        return out
+
+    def all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+        """Rows [sum of received, ...]: from each rank, in order, those that it sent here. `sent` are this rank's rows for each,
+        in order; both None: equally many."""
+        self._check("all_to_all", x, by_shape=sent is None)
+        rows = x.shape[0] if received is None else sum(received)
+        out = x.new_empty((rows, *x.shape[1:]))
+        self._run(lambda: dist.all_to_all_single(out, x, received, sent, group=self._group))
+        return out
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """`x` as the rank `source` of this group has it, in `x`."""
+        self._check("broadcast", x)
+        self._run(lambda: dist.broadcast(x, group=self._group, group_src=source))
+        return x
+
+    def least(self, value: int) -> int:
+        """The smallest of everybody's numbers; waits for all."""
+        found = torch.tensor(value, dtype=torch.int64)
+        self._run(lambda: dist.all_reduce(found, dist.ReduceOp.MIN, group=self._host))
+        return int(found)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._run(lambda: dist.barrier(group=self._host))
+
+    def close(self) -> None:
+        """Leave. Others that still wait for this rank fail. Idempotent."""
+        if dist.is_initialized():
+            with suppress(RuntimeError, ValueError):
+                dist.destroy_process_group()
+
+    def _run(self, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError(f"a collective among {self.size} ranks failed: {error}") from error
+
+    def _check(self, operation: str, x: Tensor, by_shape: bool = True) -> None:
+        """With `checks`, raise CollectiveError unless all ranks are at the same operation of a tensor of the same kind."""
+        if not self._checks:
+            return
+        self._count += 1
+        shape = tuple(x.shape) if by_shape else tuple(x.shape[1:])
+        mine = f"{self._count}: {operation} of {x.dtype} {list(shape)}"
+        if not x.is_contiguous():
+            raise CollectiveError(f"{mine} is not contiguous")
+        word = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:7])
+        if self.least(word) != -self.least(-word):
+            raise CollectiveError(f"rank {self.rank} is at {mine}, and another rank is not")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups of this rank. `tp`: those that hold the layers together and share each request's heads; one of them, rank 0 of
+    it, decides what is drawn."""
+
+    tp: Group
+    place: Place
+    communication: Communication
+
+    def close(self) -> None:
+        """Leave them all. Idempotent."""
+        self.tp.close()
+
+
+def join(
+    place: Place, communication: Communication, *, checks: bool = False, make: Callable[..., Group] = Group
+) -> Group:
+    """Meet all ranks of the topology; waits for them, MEETING at most. The limits of time of what follows are set here. `make`
+    is a device's own kind of group."""
+    world = place.topology.world
+    dist.init_process_group(
+        communication.backend, init_method=place.meeting, rank=place.rank, world_size=world, timeout=MEETING
+    )
+    own = dist.new_group(timeout=TIMEOUT)
+    is_host = communication.backend == communication.host_backend
+    host = own if is_host else dist.new_group(backend=communication.host_backend, timeout=TIMEOUT)
+    assert isinstance(own, dist.ProcessGroup) and isinstance(host, dist.ProcessGroup)
+    found = make(own, place.rank, world, host, checks=checks)
+    found.barrier()
+    return found

@@ -1,0 +1,134 @@
+"""What a rank does in tests of a group's operations, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglcore.device.topology import Communication, Place, Topology
+from sglcore.runtime.parallel.group import Group, join
+from sglcore_cpu.shared_sums import SharedSums, sums_for
+from tests.parallel.forked import forking
+
+Body = Callable[[Group], Any]
+
+
+def on_ranks(size: int, folder: Path, body: Body, *, shared: bool = False, checks: bool = False) -> list[Any]:
+    """What `body` gives on each rank, by rank; an error as its text. `shared`: small tensors go through shared memory."""
+    context = forking()
+    pipes = [context.Pipe() for _ in range(size)]
+    processes = []
+    for rank, (_, theirs) in enumerate(pipes):
+        place = Place(rank, Topology(size), f"file://{folder / 'meeting'}", rank, size)
+        processes.append(context.Process(target=_be, args=(place, body, shared, checks, theirs)))
+        processes[-1].start()
+        theirs.close()
+    try:
+        return [torch.load(BytesIO(ours.recv_bytes())) for ours, _ in pipes]
+    finally:
+        for process in processes:
+            process.join(60)
+            process.kill()
+
+
+def _be(place: Place, body: Body, shared: bool, checks: bool, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    make = sums_for(place) if shared else Group
+    assert make is not None
+    group = join(place, Communication("gloo"), checks=checks, make=make)
+    try:
+        found = body(group)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    told = BytesIO()  # whole: a tensor's own way needs its process while it is read
+    torch.save(found, told)
+    pipe.send_bytes(told.getvalue())
+    group.close()
+
+
+def made(rank: int, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What a rank brings: the same in every process."""
+    found = np.random.default_rng([seed, rank]).normal(size=shape) * 10
+    return torch.from_numpy(found).to(dtype)
+
+
+CASES = (
+    ((3,), torch.float32),
+    ((0, 4), torch.float32),
+    ((5, 48), torch.bfloat16),
+    ((7, 2, 3), torch.float64),
+    ((1, 300_000), torch.float32),
+    ((9,), torch.int32),
+)
+
+
+def every_operation(group: Group) -> list[list[torch.Tensor]]:
+    """Results of all operations on all cases."""
+    found = []
+    for seed, (shape, dtype) in enumerate(CASES):
+        mine = made(group.rank, seed, shape, dtype)
+        results = [
+            group.all_reduce(mine.clone()),
+            group.all_gather(mine),
+            group.broadcast(mine.clone(), group.size - 1),
+        ]
+        if shape[0]:
+            tall = made(group.rank, seed + 50, (group.size * 2, 3), dtype)
+            results += [group.reduce_scatter(tall), group.all_to_all(tall)]
+        found.append([each.clone() for each in results])
+    rows = torch.full((group.rank + 1, 2), float(group.rank))
+    found.append([group.all_to_all(rows, [group.rank + 1] + [0] * (group.size - 1), _received(group))])
+    found.append([torch.tensor([group.least(10 - group.rank)])])
+    return found
+
+
+def _received(group: Group) -> list[int]:
+    return [rank + 1 for rank in range(group.size)] if group.rank == 0 else [0] * group.size
+
+
+def many_in_a_row(group: Group) -> list[list[float]]:
+    """Sums and broadcasts of changing sizes, one rank late in each, where a place that is used again too soon shows."""
+    rng, found = np.random.default_rng(3), []
+    for turn in range(300):
+        size, late = int(rng.integers(1, 40)), int(rng.integers(group.size))
+        if late == group.rank and turn % 3 == 0:
+            time.sleep(0.0003)
+        x = torch.full((size,), float(turn * (group.rank + 1)))
+        found.append(group.all_reduce(x).tolist() if turn % 2 else group.broadcast(x, late).tolist())
+    return found
+
+
+def without_waiting(group: Group) -> list[list[float]]:
+    """The same by a group that reads at once."""
+    SharedSums._wait_for = lambda self, place: None
+    return many_in_a_row(group)
+
+
+def with_one_place(group: Group) -> list[list[float]]:
+    """The same by a group that writes to the same place each time."""
+    assert isinstance(group, SharedSums)
+    group._places = [group._places[0], group._places[0]]
+    return many_in_a_row(group)
+
+
+def wrong_shape(group: Group) -> None:
+    """Rank 1 brings a number less."""
+    group.all_reduce(torch.zeros(4 - group.rank))
+
+
+def wrong_operation(group: Group) -> None:
+    """Rank 1 gathers what the others sum."""
+    (group.all_gather if group.rank else group.all_reduce)(torch.zeros(4))
+
+
+def with_holes(group: Group) -> None:
+    """A tensor whose rows are not one after the other."""
+    group.all_reduce(torch.zeros(4, 4)[:, :2])

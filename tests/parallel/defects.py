@@ -1,0 +1,194 @@
+"""What is planted in the process of a rank, for laws that must catch it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import signal
+from typing import Any
+
+import torch
+
+from sglcore.checkpoint.shards import Shard
+from sglcore.device import bring_up
+from sglcore.layers.parallel import build, vocab
+from sglcore.runtime import tp_worker
+from sglcore.runtime.parallel import decided, group
+from sglcore.sampling.sampler import Sampler
+from sglcore_cpu import shared_sums
+
+
+def nothing(rank: int) -> None:
+    """Sound."""
+
+
+def in_double(rank: int) -> None:
+    """No defect: the device computes in float64 too, so that an order of sums can not hide one."""
+    from sglcore_cpu import facts as module
+
+    own = module.facts
+
+    def facts(index: int = 0) -> Any:
+        return dataclasses.replace(own(index), dtypes=("float64", "float32"), preferred_dtype=None)
+
+    module.facts = facts
+
+
+def shifted_vocabulary(rank: int) -> None:
+    """A rank looks ids up one row too far."""
+    own = vocab.SharedEmbedding.__init__
+
+    def init(self: Any, embedding: Any, part: tuple[int, int], ranks: Any) -> None:
+        own(self, embedding, (part[0] + 1, part[1] + 1), ranks)
+
+    vocab.SharedEmbedding.__init__ = init
+
+
+def heads_in_turn(rank: int) -> None:
+    """Heads of keys are dealt out in turn, not in runs."""
+    in_runs = Shard.kv_heads
+
+    def kv_heads(self: Shard, heads: int) -> tuple[int, int]:
+        first, last = in_runs(self, heads)
+        first = self.rank % heads if last - first == 1 else first
+        return first, first + max(heads // self.size, 1)
+
+    Shard.kv_heads = kv_heads
+
+
+def bias_on_every_rank(rank: int) -> None:
+    """A bias behind a sum is added as often as there are ranks."""
+    build.bias_once = lambda scope, linear, ranks: None
+
+
+def padding_columns(rank: int) -> None:
+    """Columns behind the vocabulary's end stay among the logits, and what is in them is large."""
+
+    def call(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        whole = torch.cat(tuple(self._group.all_gather(self._own(hidden).contiguous())), dim=-1)
+        whole[:, self._vocab_size :] = 100.0
+        return whole
+
+    vocab.SharedHead.__call__ = call
+
+
+def noisy_draws(rank: int) -> None:
+    """Every rank draws for itself, from logits that differ in the last bits, as those of other chips would."""
+
+    def sample(self: Any, logits: torch.Tensor, state: Any) -> Any:
+        generator = torch.Generator().manual_seed(rank)
+        noise = torch.randn(logits.shape, generator=generator) * (0.5 if rank else 0.0)
+        return Sampler.sample(self, logits + noise, state)
+
+    decided.SampledByOne.sample = sample
+
+
+def noisy_logits(rank: int) -> None:
+    """No defect: ranks whose logits differ, of which one decides."""
+    own = vocab.SharedHead.__call__
+
+    def call(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        logits = own(self, hidden)
+        return logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(rank)) * (
+            0.5 if rank else 0.0
+        )
+
+    vocab.SharedHead.__call__ = call
+
+
+def own_memory(rank: int) -> None:
+    """Each rank sizes its pools by what it has itself."""
+    less_memory(rank)
+    group.Group.least = lambda self, value: value
+
+
+def less_memory(rank: int) -> None:
+    """No defect: there is little memory, and rank 1 has less of it."""
+    from sglcore_cpu import bring_up as module
+
+    own = module.available_memory
+
+    def available() -> tuple[int, str]:
+        return (1 << 20 if rank else 2 << 20), own()[1]
+
+    module.available_memory = available
+    module.room = lambda config, model_path: 0
+
+
+def another_order(rank: int) -> None:
+    """Rank 1 gathers where the others sum."""
+    if rank:
+        for kind in (group.Group, shared_sums.SharedSums):
+            kind.all_reduce = lambda self, x: self.all_gather(x)[0]
+
+
+def _in_step(name: str, rank: int, act: Any) -> None:
+    """Do something where a step of rank 1's bring-up begins."""
+    own = bring_up.Step.call
+
+    def call(self: Any, known: Any) -> Any:
+        if rank == 1 and self.provides == name:
+            act()
+        return own(self, known)
+
+    bring_up.Step.call = call
+
+
+def dies_in(name: str, rank: int) -> None:
+    """Rank 1 is killed where a step of its bring-up begins."""
+    _in_step(name, rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _no_memory() -> None:
+    raise MemoryError("no room for weights")
+
+
+def has_no_memory(rank: int) -> None:
+    """Rank 1 runs out of memory while it loads."""
+    _in_step("model", rank, _no_memory)
+
+
+def raises_in_a_step(rank: int) -> None:
+    """Rank 1 raises in its fifth step."""
+    _in_fifth_step(rank, _raise)
+
+
+def leaves_in_a_step(rank: int) -> None:
+    """Rank 1 ends without a word in its fifth step, as if all were well."""
+    _in_fifth_step(rank, lambda: os._exit(0))
+
+
+def _raise() -> None:
+    raise ValueError("the fifth step is too much")
+
+
+def _in_fifth_step(rank: int, act: Any) -> None:
+    own, count = tp_worker.TpModelWorker.submit, itertools.count(1)
+
+    def submit(self: Any, batch: Any) -> Any:
+        if rank == 1 and next(count) == 5:
+            act()
+        return own(self, batch)
+
+    tp_worker.TpModelWorker.submit = submit
+
+
+def simulated(kind: str, rank: int) -> None:
+    """No defect: a simulated accelerator, two of them, as the leader's process has."""
+    import sglcore_sim
+
+    os.environ["TRITON_INTERPRET"] = "1"
+    sglcore_sim.install(kind, devices=2, memory=1 << 30)
+
+
+def unordered(kind: str, rank: int) -> None:
+    """Sums run on a stream that does not wait for what they sum."""
+    simulated(kind, rank)
+    own = group.Group.all_reduce
+
+    def all_reduce(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.Stream(x.device):
+            return own(self, x)
+
+    group.Group.all_reduce = all_reduce

@@ -1,0 +1,71 @@
+"""An engine of the laws whose worker is a group of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sglcore.device.config import EngineConfig, resolve_config
+from sglcore.engine.ranks.start import RankOptions
+from sglcore.engine.ranks.watch import Patience
+from sglcore.engine.start import start
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.scheduler import Scheduler
+from tests.laws.engine import TokenEngine, Watched, environ, random_prompts
+from tests.parallel.forked import Defect, Forking
+
+
+def configured(folder: Path, **settings: Any) -> EngineConfig:
+    """Small, in float32, on the lane's device."""
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "threads": 1,
+        "max_requests": 6,
+        "page_size": 4,
+        "kv_cache_memory": 8 << 20,
+        "max_batch_tokens": 128,
+        "tp": 2,
+        "device": os.environ["LANE_DEVICE"],
+    }
+    return resolve_config({**defaults, **settings, "model": str(folder)}, environ())
+
+
+class RankedEngine(TokenEngine):
+    """Scheduler and ranks over a checkpoint, without text; ends its ranks as a context manager."""
+
+    def __init__(
+        self,
+        folder: Path,
+        defect: Defect | None = None,
+        patience: Patience = Patience(silence=60.0),
+        method: str = "forkserver",
+        **settings: Any,
+    ) -> None:
+        config = configured(folder, **settings)
+        self.forking = Forking(defect, method=method)
+        self.started = start(config, ranks=RankOptions(self.forking, patience))
+        self.worker: Any = self.started.worker
+        self.scheduler = Scheduler(self.worker.limits, prefix_cache=config.prefix_cache)
+        self.watched = Watched(self.worker)
+        self.paths = self.watched.paths
+        self.loop = Loop(self.scheduler, self.watched, overlap=config.overlap is not False)
+        self._count = 0
+
+    def __enter__(self) -> RankedEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.worker.close()
+
+
+def lead_and_die(folder: Path, pipe: Any) -> None:
+    """Be a leader that is killed while its ranks run; `pipe` is told their numbers."""
+    engine = RankedEngine(folder, method="fork")
+    engine.run(random_prompts(1, (5,)), 2)
+    pipe.send(engine.worker.pids)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,136 @@
+"""Steps and results cross between processes as they are, whichever of their fields are there."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglcore.device.batch import CaptureHiddenMode, ForwardMode, OneShot, ScheduleBatch
+from sglcore.device.swap_counts import SwapCounts
+from sglcore.device.worker import BatchResult, TokenLogprobs
+from sglcore.engine.ranks.codec import decode, encode
+from sglcore.engine.ranks.wire import Channel, Gone, Kind
+from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.params import SamplingParams
+
+DTYPES = (("float32", np.float32), ("bool_", np.bool_))
+
+
+def array(rng: np.random.Generator, declared: str) -> np.ndarray:
+    dtype = next((dtype for word, dtype in DTYPES if word in declared), np.int32)
+    shape = tuple(rng.integers(0, 4, size=rng.integers(1, 3)))
+    return rng.integers(-(2**20), 2**20, size=shape).astype(dtype)
+
+
+def value(rng: np.random.Generator, name: str, declared: str) -> Any:
+    """One of the declared kind; None as often as not where that may be."""
+    if "| None" in declared and rng.integers(2) and not declared.startswith("OneShot"):
+        return None
+    if declared.startswith("OneShot"):
+        return OneShot(
+            {"capture_hidden_mode": CaptureHiddenMode.NONE, "return_hidden_states_before_norm": False}.get(name)
+        )
+    if "SamplingBatch" in declared or "HostSampling" in declared:
+        params = SamplingParams(temperature=0.7, top_k=3, logit_bias={5: 1.5}, min_tokens=2)
+        return SamplingBatch.from_params([(params, 7, 0, 4, (2,)), (SamplingParams(temperature=0.0), 2**64 - 1)])
+    if declared.startswith("Mapping[int, TokenLogprobs]"):
+        return {int(row): filled(rng, TokenLogprobs) for row in rng.integers(0, 99, size=rng.integers(0, 3))}
+    for word, make in (
+        ("ForwardMode", lambda: ForwardMode(int(rng.integers(0, 5)))),
+        ("TokenLogprobs", lambda: filled(rng, TokenLogprobs)),
+        ("SwapCounts", lambda: filled(rng, SwapCounts)),
+        ("NDArray", lambda: array(rng, declared)),
+        ("Ints", lambda: array(rng, declared)),
+        ("int", lambda: int(rng.integers(-(2**31), 2**31))),
+        ("str", lambda: "eager"),
+    ):
+        if declared.startswith(word):
+            return make()
+    raise AssertionError(f"{name} is declared as {declared}, of which this test makes none")
+
+
+def filled(rng: np.random.Generator, kind: type) -> Any:
+    return kind(*[value(rng, item.name, str(item.type)) for item in dataclasses.fields(kind)])
+
+
+def check_same(found: Any, wanted: Any) -> None:
+    assert type(found) is type(wanted)
+    if isinstance(wanted, np.ndarray):
+        assert found.dtype == wanted.dtype and found.shape == wanted.shape
+        np.testing.assert_array_equal(found, wanted)
+    elif dataclasses.is_dataclass(wanted):
+        for item in dataclasses.fields(wanted):
+            check_same(getattr(found, item.name), getattr(wanted, item.name))
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            check_same(found[key], wanted[key])
+    elif isinstance(wanted, OneShot):
+        assert not found.is_set and found.take() == wanted.take()
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize("kind", [ScheduleBatch, BatchResult])
+def test_every_declared_field_crosses_there_or_not(kind: type) -> None:
+    for seed in range(200):
+        record = filled(np.random.default_rng(seed), kind)
+        check_same(decode(bytearray(encode(record))), record)
+
+
+def test_what_arrives_may_be_written_to_and_lies_as_torch_wants_it() -> None:
+    found = decode(bytearray(encode(filled(np.random.default_rng(1), ScheduleBatch))))
+    assert found.slots.flags.writeable and found.slots.flags.aligned
+
+
+def test_a_one_shot_value_that_is_set_is_refused_rather_than_lost() -> None:
+    batch = filled(np.random.default_rng(2), ScheduleBatch)
+    batch.capture_hidden_mode.put(CaptureHiddenMode.FULL)
+    with pytest.raises(ValueError, match="one-shot"):
+        encode(batch)
+
+
+def test_a_value_of_a_kind_that_nobody_thought_of_is_refused() -> None:
+    batch = filled(np.random.default_rng(3), ScheduleBatch)
+    batch.slots = {1, 2}  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError, match="set"):
+        encode(batch)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair()
+
+
+def test_frames_arrive_whole_and_in_order_however_large() -> None:
+    left, right = pair()
+    sender, receiver = Channel(left, 7), Channel(right, 7)
+    bodies = [b"", b"x", bytes(5_000_000), b"last"]
+    thread = threading.Thread(target=lambda: [sender.send(Kind.STEP, body) for body in bodies])
+    thread.start()
+    assert [bytes(receiver.receive().body) for _ in bodies] == bodies
+    thread.join()
+
+
+def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
+    left, right = pair()
+    Channel(left, 1).send(Kind.STEP, b"old")
+    Channel(left, 2).send(Kind.STEP, b"new")
+    receiver = Channel(right, 2)
+    assert bytes(receiver.receive().body) == b"new"
+    assert receiver.dropped == 1
+
+
+def test_the_end_of_a_peer_and_noise_are_told_at_once() -> None:
+    left, right = pair()
+    left.close()
+    with pytest.raises(Gone, match="closed"):
+        Channel(right, 1).receive()
+    left, right = pair()
+    left.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n")
+    with pytest.raises(Gone, match="no frame"):
+        Channel(right, 1).receive()

@@ -1,0 +1,67 @@
+"""A group's operations give what they say, by the back end and through shared memory, and ranks that disagree are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.parallel import collectives
+from tests.parallel.collectives import CASES, Body, every_operation, made, many_in_a_row, on_ranks
+
+
+@pytest.mark.parametrize(("size", "shared"), [(2, False), (3, False), (2, True), (3, True)])
+def test_every_operation_gives_what_it_says_on_every_rank(size: int, shared: bool, tmp_path: Path) -> None:
+    found = on_ranks(size, tmp_path, every_operation, shared=shared)
+    for seed, (shape, dtype) in enumerate(CASES):
+        brought = [made(rank, seed, shape, dtype) for rank in range(size)]
+        tall = [made(rank, seed + 50, (size * 2, 3), dtype) for rank in range(size)]
+        total = torch.stack([each.double() for each in brought]).sum(0)
+        bound = {"atol": 0.5 if dtype is torch.bfloat16 else 1e-4, "rtol": 0.0}
+        for rank in range(size):
+            summed, gathered, said, *others = found[rank][seed]
+            torch.testing.assert_close(summed.double(), total, **bound)
+            assert torch.equal(summed, found[0][seed][0]), "ranks have different sums"
+            assert torch.equal(gathered, torch.stack(brought))
+            assert torch.equal(said, brought[-1])
+            if others:
+                rows = torch.stack([each.double() for each in tall]).sum(0)[rank * 2 : rank * 2 + 2]
+                torch.testing.assert_close(others[0].double(), rows, **bound)
+                assert torch.equal(others[1], torch.cat([each[rank * 2 : rank * 2 + 2] for each in tall]))
+    ragged, least = [rank[-2][0] for rank in found], [int(rank[-1][0]) for rank in found]
+    assert ragged[0][:, 0].tolist() == [float(rank) for rank in range(size) for _ in range(rank + 1)]
+    assert all(not len(rows) for rows in ragged[1:])
+    assert least == [10 - size + 1] * size
+
+
+def wanted_in_a_row(size: int) -> list[list[float]]:
+    rng, found = np.random.default_rng(3), []
+    for turn in range(300):
+        count, late = int(rng.integers(1, 40)), int(rng.integers(size))
+        one = turn * (size * (size + 1) // 2 if turn % 2 else late + 1)
+        found.append([float(one)] * count)
+    return found
+
+
+def test_a_late_rank_is_waited_for_each_time(tmp_path: Path) -> None:
+    assert on_ranks(3, tmp_path, many_in_a_row, shared=True) == [wanted_in_a_row(3)] * 3
+
+
+@pytest.mark.parametrize("defect", [collectives.without_waiting, collectives.with_one_place])
+def test_a_group_that_reads_too_soon_or_writes_too_soon_is_caught(defect: Body, tmp_path: Path) -> None:
+    assert on_ranks(3, tmp_path, defect, shared=True) != [wanted_in_a_row(3)] * 3
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (collectives.wrong_shape, "1: all_reduce of torch.float32 [4], and another rank is not"),
+        (collectives.wrong_operation, "1: all_reduce of torch.float32 [4], and another rank is not"),
+        (collectives.with_holes, "is not contiguous"),
+    ],
+)
+def test_with_checks_ranks_that_disagree_are_told_rather_than_mixed_up(body: Body, said: str, tmp_path: Path) -> None:
+    found = on_ranks(2, tmp_path, body, checks=True)
+    assert said in found[0] and "CollectiveError" in found[1]

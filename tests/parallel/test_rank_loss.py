@@ -1,0 +1,183 @@
+"""Whatever ends a rank, whoever waits for it is told what happened, soon, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.engine.meter import Meter
+from sglcore.engine.ranks.watch import Patience
+from sglcore.engine.tokens import TokenEngine as Tokens
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.replicas.engine_service import EngineService
+from tests.checkpoints import llama, save
+from tests.laws.engine import random_prompts
+from tests.parallel import defects
+from tests.parallel.engine import RankedEngine, lead_and_die
+from tests.parallel.forked import Forking, forking
+
+DEAF = Patience(silence=3600.0, starting=3600.0)
+"""Of who would wait an hour for a silent rank: deaths are seen by what they do, or a test does not end."""
+QUICK = Patience(silence=3.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(llama(max_position_embeddings=128), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def started(folder: Path) -> Iterator[Callable[..., RankedEngine]]:
+    engines: list[RankedEngine] = []
+
+    def start(
+        defect: Callable[[int], None] = defects.nothing, patience: Patience = DEAF, **settings: Any
+    ) -> RankedEngine:
+        engines.append(RankedEngine(folder, defect, patience, **settings))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.worker.close()
+        check_none_is_left(engine.forking)
+
+
+def check_none_is_left(forking: Forking) -> None:
+    """Every process that was started has ended, and was waited for."""
+    for process in forking.processes:
+        process.wait(10)
+        assert process.poll() is not None
+
+
+def run_to_its_end(engine: RankedEngine) -> str:
+    """Run requests until a step raises; what it raised."""
+    with pytest.raises(WorkerLost) as caught:
+        engine.run(random_prompts(1, (5, 9)), 100)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_every_open_request_at_once(victim: int, started: Callable[..., RankedEngine]) -> None:
+    engine = started()
+    prompts = random_prompts(1, (5, 9))
+    engine.run(prompts, 2)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    requests = [engine._request(prompt, params) for prompt in prompts]
+    for request in requests:
+        engine.scheduler.add(request)
+    for _ in range(4):
+        engine.loop.step()
+    os.kill(engine.worker.pids[victim], signal.SIGKILL)
+    with pytest.raises(WorkerLost, match=rf"rank {victim} \(process \d+\) ended by SIGKILL"):
+        while engine.loop.has_work:
+            engine.loop.step()
+    engine.loop.drain()
+    assert [request.finish_reason for request in requests] == ["error", "error"]
+    assert all("rank" in (request.error or "") for request in requests)
+    with pytest.raises(WorkerLost, match="SIGKILL"):
+        engine.worker.check()
+
+
+def test_an_exception_on_one_rank_is_told_and_not_what_follows_from_it(
+    started: Callable[..., RankedEngine],
+) -> None:
+    said = run_to_its_end(started(defects.raises_in_a_step))
+    assert "rank 1 failed in a step: ValueError: the fifth step is too much" in said
+
+
+def test_a_rank_that_leaves_without_a_word_is_lost_too(started: Callable[..., RankedEngine]) -> None:
+    said = run_to_its_end(started(defects.leaves_in_a_step))
+    assert "rank 1" in said and "exit code 0" in said
+
+
+def test_a_rank_that_stops_is_lost_when_it_has_been_silent_for_long(started: Callable[..., RankedEngine]) -> None:
+    engine = started(patience=QUICK)
+    engine.run(random_prompts(1, (5,)), 2)
+    os.kill(engine.worker.pids[1], signal.SIGSTOP)
+    said = run_to_its_end(engine)
+    assert "rank 1" in said and "has said nothing for 3." in said
+
+
+def test_a_death_while_nothing_runs_is_noticed_before_the_next_request(started: Callable[..., RankedEngine]) -> None:
+    engine = started()
+    os.kill(engine.worker.pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="SIGKILL"):
+        while True:
+            engine.worker.check()
+            time.sleep(0.01)
+
+
+def test_an_engine_process_ends_with_the_cause_when_a_rank_dies_while_it_idles(
+    started: Callable[..., RankedEngine],
+) -> None:
+    """Then the server, which has its own policy of starting engines again, tells every client."""
+    engine = started()
+
+    class Nobody:
+        def send(self, reply: Any) -> None: ...
+
+        def receive(self, timeout_ms: int) -> list[Any]:
+            time.sleep(min(timeout_ms, 10) / 1000)
+            return []
+
+    channel: Any = Nobody()
+    meter = Meter(engine.worker)
+    service = EngineService(Tokens(meter, frozenset({2})), meter, channel, engine.started.check)
+    os.kill(engine.worker.pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="rank 0 .* ended by SIGKILL"):
+        service.run()
+
+
+@pytest.mark.parametrize("step", ["world", "model", "worker"])
+def test_a_death_while_ranks_come_up_ends_the_others(step: str, folder: Path) -> None:
+    with pytest.raises(WorkerLost, match=r"rank 1 \(process \d+\) ended by SIGKILL"):
+        RankedEngine(folder, partial(defects.dies_in, step), DEAF)
+
+
+def test_a_rank_without_memory_for_its_weights_says_so(folder: Path) -> None:
+    with pytest.raises(WorkerLost, match="rank 1 failed in .*: MemoryError: no room for weights"):
+        RankedEngine(folder, defects.has_no_memory, DEAF)
+
+
+def test_ranks_that_were_closed_have_ended_by_themselves(started: Callable[..., RankedEngine]) -> None:
+    engine = started()
+    engine.run(random_prompts(1, (5,)), 2)
+    engine.worker.close()
+    assert [process.poll() for process in engine.forking.processes] == [0, 0]
+    engine.worker.close()
+
+
+def test_what_a_person_can_mend_is_told_as_such(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len is 4096"):
+        RankedEngine(folder, max_model_len=4096)
+
+
+def test_ranks_end_when_their_leader_is_killed(folder: Path) -> None:
+    context = forking()
+    ours, theirs = context.Pipe()
+    leader = context.Process(target=lead_and_die, args=(folder, theirs))
+    leader.start()
+    theirs.close()
+    pids = ours.recv()
+    leader.join(60)
+    assert leader.exitcode == -signal.SIGKILL
+    end = time.monotonic() + 300
+    while any(_lives(pid) for pid in pids):
+        assert time.monotonic() < end, "ranks outlive their leader"
+        time.sleep(0.02)
+
+
+def _lives(pid: int) -> bool:
+    """A process that has ended and was not waited for lives no more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,45 @@
+"""Ranks on simulated accelerators, one each: the device's own back end, streams, and a fault where an order is missing."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci.lanes import Lane
+from sglcore.device.errors import ConfigError, WorkerLost
+from tests.checkpoints import llama, save
+from tests.laws.engine import check_logprobs, random_prompts
+from tests.parallel import defects
+from tests.parallel.engine import RankedEngine
+
+pytestmark = pytest.mark.needs("device", "simulator", "streams")
+PLAIN: dict[str, Any] = {"graph": "off", "kernels": "reference", "attention_backend": "gathered", "threads": None}
+
+
+@pytest.fixture
+def oracle() -> Any:
+    return llama(max_position_embeddings=128)
+
+
+def test_two_devices_hold_one_model(lane: Lane, oracle: Any, tmp_path: Path) -> None:
+    """Steps are planned ahead, in streams of the ranks' own."""
+    kind = partial(defects.simulated, lane.simulator)
+    with RankedEngine(save(oracle, tmp_path), kind, **PLAIN) as engine:
+        check_logprobs(engine.run(random_prompts(5, (1, 5, 17)), 6, stagger=2), oracle)
+        rows = {row.topic: row for row in engine.started.ledger.rows}
+        assert engine.started.choice.package.communication is not None
+        assert engine.started.choice.package.communication.backend in rows["ranks"].reason
+
+
+def test_a_sum_on_a_stream_that_does_not_wait_is_a_race(lane: Lane, oracle: Any, tmp_path: Path) -> None:
+    kind = partial(defects.unordered, lane.simulator)
+    with RankedEngine(save(oracle, tmp_path), kind, **PLAIN) as engine, pytest.raises(WorkerLost, match="race"):
+        engine.run(random_prompts(5, (5,)), 4)
+
+
+def test_more_ranks_than_devices_are_refused(oracle: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tp is 4, and 2 devices"):
+        RankedEngine(save(oracle, tmp_path), tp=4, **PLAIN)
