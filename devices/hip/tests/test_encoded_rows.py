@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from sglcore.runtime.kernels.row_codec import E4M3FN
 from sglcore.runtime.memory.rows import FP8
 from sglcore_hip.capability import read_capability
-from tests.checkpoints import save
+from tests.checkpoints import Oracle, save
 from tests.deepseek_v4 import deepseek_v4
+from tests.latent import deepseek_v32
 from tests.laws.engine import TokenEngine, random_prompts
 
 CLOSE = 2e-3
@@ -20,11 +22,16 @@ CLOSE = 2e-3
 
 
 @pytest.mark.needs("simulator")
-def test_a_model_s_rows_are_kept_in_the_gpu_s_floats_and_say_the_same(tmp_path: Path) -> None:
-    folder = save(deepseek_v4(num_experts_per_tok=8, index_topk=64), tmp_path / "v4")
+@pytest.mark.parametrize(
+    ("make", "changes", "backend"), [(deepseek_v4, {}, "compressed"), (deepseek_v32, {"n_group": 1}, "latent")]
+)
+def test_a_model_s_rows_are_kept_in_the_gpu_s_floats_and_say_the_same(
+    make: Callable[..., Oracle], changes: dict[str, Any], backend: str, tmp_path: Path
+) -> None:
+    folder = save(make(num_experts_per_tok=8, index_topk=64, **changes), tmp_path / "model")
     found, forms = [], []
     for kernels in ("reference", "triton"):
-        given = {"attention_backend": "compressed", "page_size": 16, "max_model_len": 64, "graph": "off"}
+        given = {"attention_backend": backend, "page_size": 16, "max_model_len": 64, "graph": "off"}
         engine = TokenEngine(folder, kernels=kernels, kv_cache_dtype=FP8, poison=True, **given)
         pool: Any = engine.worker.runner.attn_backend.token_to_kv_pool
         forms.append({kept.codec.float8 for layer in pool.layers for kept in layer.values() if kept.codec})
