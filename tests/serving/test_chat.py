@@ -205,6 +205,18 @@ def test_without_parallel_calls_the_first_one_stands_alone() -> None:
     assert calls == {True: ["time", "weather"], False: ["time"]}
 
 
+def test_ids_of_tokens_whose_text_is_held_back_stand_with_the_next_text() -> None:
+    says = [[], [], [Delta("content", "<tool box")], []]
+    pieces = [TextDelta("r", 0, str(place), (place,), "stop" if place == 3 else None) for place in range(4)]
+    runs = Runs([cast(Any, StubGeneration(pieces))], AsyncExitStack())
+    run = ChatRun(runs, ChatRequest(messages=[], params=SamplingParams()), [ScriptedParser(says)])
+
+    async def ids() -> list[tuple[int, ...]]:
+        return [event.token_ids async for event in run]
+
+    assert asyncio.run(ids()) == [(0, 1, 2), (3,)]
+
+
 def test_a_conversation_with_calls_and_their_results_can_go_on(tool_server: Server) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
     messages = [
