@@ -207,7 +207,7 @@ def processor_runner(
 ) -> ModelRunner:
     """The standard runner. A step is recorded only where native kernels compute all of it."""
     if facts.graph_kind(config.graph) == "native":
-        reason = reason_against_recording(kernels, attention) or reason_of_ranks(groups)
+        reason = reason_against_recording(kernels, attention) or reason_of_ranks(groups, "native")
         if reason and config.graph != "auto":
             raise ConfigError(f"graph 'native' can not serve: {reason}", remedy="--graph auto or off")
         if reason:

@@ -30,14 +30,16 @@ class Topology:
 
 
 def share_of(whole: Topology, part: int, parts: int) -> Topology:
-    """What one of `parts` processes on the machine may use: physical cores in a row, node by node, and its part of the quota.
-    Where there are fewer cores than processes they share all of them."""
+    """What one of `parts` processes on the machine may use: physical cores in a row, node by node, or logical ones if those are too
+    few, and its part of the quota. Where there are fewer cores than processes they share all of them."""
     groups = [
         tuple(core for core in group if core in node)
         for node in whole.nodes
         for group in whole.siblings
         if any(core in node for core in group)
     ]
+    if len(groups) < parts:
+        groups = [(core,) for group in groups for core in group]
     quota = None if whole.quota is None else whole.quota / parts
     if len(groups) < parts:
         return replace(whole, quota=quota)

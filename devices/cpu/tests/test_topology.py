@@ -61,6 +61,11 @@ def test_processes_of_one_machine_have_cores_in_a_row_and_none_twice() -> None:
     assert share_of(whole, 2, 3).nodes == ((2, 3, 6, 7),)
 
 
+def test_processes_that_are_more_than_physical_cores_have_logical_ones() -> None:
+    whole = Topology(((0, 1),), ((0, 1),))
+    assert [share_of(whole, part, 2).nodes for part in range(2)] == [((0,),), ((1,),)]
+
+
 def test_more_processes_than_cores_share_them_all() -> None:
     whole = Topology(((0, 1),), ((0,), (1,)))
     assert share_of(whole, 2, 3) == whole

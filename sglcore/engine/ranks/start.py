@@ -75,11 +75,6 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice) -> None:
             raise ConfigError(
                 f"tp is {width} and {asked}, which do not go together yet", remedy=f"leave {flag} or --tp out"
             )
-    if config.graph not in ("auto", "off") and not package.communication.in_graphs:
-        raise ConfigError(
-            f"tp is {width} and graph is {config.graph!r}: no graph holds collectives of {package.communication.backend}",
-            remedy="--graph off",
-        )
     if not is_gguf(folder) and config.model_impl != "transformers":
         check_divisible(read_config(folder, task=config.task), width)
 

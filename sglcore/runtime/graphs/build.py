@@ -47,7 +47,7 @@ def make_backend(
         raise ConfigError(
             f"graph kind {kind!r} is not offered by device {package.name!r}", wanted=f"off or one of {offered}"
         )
-    reason = _reason_against(facts, attn_backend) or reason_of_ranks(groups)
+    reason = _reason_against(facts, attn_backend) or reason_of_ranks(groups, kind)
     if reason:
         row = Row("graph", config.graph, "eager", reason, "--graph off", downgrade=not is_automatic)
         ledger.record(row)
@@ -55,11 +55,11 @@ def make_backend(
     return resolve(package.graphs[kind], package.name)(facts, streams)
 
 
-def reason_of_ranks(groups: Groups | None) -> str:
-    """Why several ranks can not replay their steps; empty if they can, and on one."""
-    if groups is None or groups.communication.in_graphs:
+def reason_of_ranks(groups: Groups | None, kind: str) -> str:
+    """Why several ranks can not replay their steps as this kind of graph; empty if they can, and on one."""
+    if groups is None or groups.tp.goes_into(kind):
         return ""
-    return f"collectives of {groups.communication.backend} run between kernels, and no graph of this device holds them"
+    return f"sums of ranks over {groups.communication.backend} run between kernels, and no {kind} graph holds them"
 
 
 def _reason_against(facts: Facts, attn_backend: AttentionBackend) -> str:

@@ -34,13 +34,25 @@ class Group:
     tensor on a stream is ordered with it."""
 
     def __init__(
-        self, group: dist.ProcessGroup, rank: int, size: int, host: dist.ProcessGroup, *, checks: bool = False
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        size: int,
+        host: dist.ProcessGroup,
+        *,
+        checks: bool = False,
+        in_graphs: bool = False,
     ) -> None:
-        """`host` has the same ranks, for tensors in host memory. `checks`: before each collective the ranks compare what they
+        """`host` has the same ranks, for tensors in host memory. `in_graphs`: captured graphs may hold sums. `checks`: before each collective the ranks compare what they
         are about to do, and disagreement is an error that names both; slow."""
         self.rank, self.size = rank, size
         self._group, self._host = group, host
         self._checks, self._count = checks, 0
+        self._in_graphs = in_graphs
+
+    def goes_into(self, graph: str) -> bool:
+        """Whether a captured graph of this kind may hold sums of this group."""
+        return self._in_graphs
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in `x`, which must be contiguous."""
@@ -140,6 +152,6 @@ def join(
     is_host = communication.backend == communication.host_backend
     host = own if is_host else dist.new_group(backend=communication.host_backend, timeout=TIMEOUT)
     assert isinstance(own, dist.ProcessGroup) and isinstance(host, dist.ProcessGroup)
-    found = make(own, place.rank, world, host, checks=checks)
+    found = make(own, place.rank, world, host, checks=checks, in_graphs=communication.in_graphs)
     found.barrier()
     return found

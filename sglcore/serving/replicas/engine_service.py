@@ -70,9 +70,10 @@ class EngineService:
             busy = self._may_step
             for request in self._channel.receive(0 if busy else IDLE_MS):
                 self._take(request)
-            self._check()
             if self._may_step:
                 self._step()
+            else:
+                self._check()  # a step would say it itself
             if self._failures >= MOST_FAILURES:
                 self._channel.send(Failed(f"{self._failures} steps in a row failed on the device", 1))
                 return 1
