@@ -16,7 +16,7 @@ from sglcore.layers.parallel import build, vocab
 from sglcore.runtime import tp_worker
 from sglcore.runtime.parallel import decided, group
 from sglcore.sampling.sampler import Sampler
-from sglcore_cpu import recording, shared_sums
+from sglcore_cpu import shared_sums
 
 
 def nothing(rank: int) -> None:
@@ -95,11 +95,6 @@ def noisy_logits(rank: int) -> None:
         )
 
     vocab.SharedHead.__call__ = call
-
-
-def not_replayed(rank: int) -> None:
-    """Sums are left out of recorded steps."""
-    recording.Recording.host = lambda self, function, *arguments: None
 
 
 def own_memory(rank: int) -> None:

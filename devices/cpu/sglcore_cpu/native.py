@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,10 +37,6 @@ class Recorder(Protocol):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a result, whose address stays the step's own."""
-        ...
-
-    def host(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Keep a call of the host."""
         ...
 
 

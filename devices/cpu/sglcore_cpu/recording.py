@@ -184,11 +184,6 @@ class Recording:
         """Memory for a kernel's result, from the arena."""
         return self._arena.empty(shape, dtype)
 
-    def host(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Something that the host does at this point of every replay, on tensors that are there already. Not now."""
-        self._end_kernels()
-        self.parts.append(HostCall(function, arguments, {}, ()))
-
     def by_kernel(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:
         """The result of an operation that a kernel computes too; None where torch has to."""
         if self._engine is None:

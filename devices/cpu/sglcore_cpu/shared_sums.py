@@ -19,7 +19,6 @@ from torch import Tensor
 
 from sglcore.device.topology import Place
 from sglcore.runtime.parallel.group import Group
-from sglcore_cpu.native import recorder
 
 MOST = 1 << 20
 """Bytes of a tensor that goes this way; larger ones by the back end, which does not wait by spinning."""
@@ -51,19 +50,8 @@ class SharedSums(Group):
             for half in range(2)
         ]
 
-    def goes_into(self, graph: str) -> bool:
-        """Between the kernels of a recorded step."""
-        return graph == "native"
-
     def all_reduce(self, x: Tensor) -> Tensor:
-        """As that of `Group`. While a step is recorded it is kept, and not done."""
-        recording = recorder.get()
-        if recording is None:
-            return self._sum(x)
-        recording.host(self._sum, x)
-        return x
-
-    def _sum(self, x: Tensor) -> Tensor:
+        """As that of `Group`."""
         if x.nbytes > MOST:
             return super().all_reduce(x)
         self._check("all_reduce", x)

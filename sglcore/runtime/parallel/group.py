@@ -43,8 +43,8 @@ class Group:
         checks: bool = False,
         in_graphs: bool = False,
     ) -> None:
-        """`host` has the same ranks, for tensors in host memory. `in_graphs`: captured graphs may hold sums. `checks`: before each collective the ranks compare what they
-        are about to do, and disagreement is an error that names both; slow."""
+        """`host` has the same ranks, for tensors in host memory. `in_graphs`: captured graphs may hold sums. `checks`: before each
+        collective the ranks compare what they are about to do, and disagreement is an error that names both; slow."""
         self.rank, self.size = rank, size
         self._group, self._host = group, host
         self._checks, self._count = checks, 0
