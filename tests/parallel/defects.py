@@ -42,7 +42,8 @@ def shifted_vocabulary(rank: int) -> None:
     def init(self: Any, embedding: Any, part: tuple[int, int], ranks: Any) -> None:
         own(self, embedding, (part[0] + 1, part[1] + 1), ranks)
 
-    vocab.SharedEmbedding.__init__ = init
+    changed: Any = vocab.SharedEmbedding
+    changed.__init__ = init
 
 
 def heads_in_turn(rank: int) -> None:
@@ -119,7 +120,8 @@ def less_memory(rank: int) -> None:
 def another_order(rank: int) -> None:
     """Rank 1 gathers where the others sum."""
     if rank:
-        for kind in (group.Group, shared_sums.SharedSums):
+        kinds: tuple[Any, ...] = (group.Group, shared_sums.SharedSums)
+        for kind in kinds:
             kind.all_reduce = lambda self, x: self.all_gather(x)[0]
 
 
