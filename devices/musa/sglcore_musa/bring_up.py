@@ -56,7 +56,7 @@ def device_memory(device: torch.device, model: object) -> MemoryBudget:
 
 
 BRING_UP: BringUp = (
-    STANDARD.insert(extension, before="world")
+    STANDARD.insert(extension, before="device")
     .insert(kernel_choices, after="kernels")
     .insert(device_memory, before="sizes")
 )

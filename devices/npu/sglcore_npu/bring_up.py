@@ -48,7 +48,7 @@ def kernel_choices(model: LoadedModel, ledger: DecisionLedger) -> tuple[Row, ...
 
 
 BRING_UP: BringUp = (
-    STANDARD.insert(extension, before="world")
+    STANDARD.insert(extension, before="device")
     .insert(kernel_choices, after="model")
     .insert(device_memory, before="sizes")
 )
