@@ -61,7 +61,7 @@ class Table:
     @property
     def _idle(self) -> list[str]:
         ran = {test for test, cells in self.tests.items() if any(cell.outcome in RAN for cell in cells.values())}
-        anywhere = {everyones(test) for test in ran}
+        anywhere = {everyones(test) for test in self.tests if test in ran or self._is_sampled(test)}
         idle = sorted(self.tests.keys() - ran)
         return [test for test in idle if not (self._has(test, "elsewhere") and everyones(test) in anywhere)]
 

@@ -108,9 +108,13 @@ def test_what_a_sample_leaves_is_counted_and_what_no_lane_took_in_turn_is_red(tm
     values = json.loads(paths[1].read_text())
     values["not_taken"] = {"t.py::sampled": "not drawn"}
     values["not_taken"] |= {"devices/two/t.py::b": ELSEWHERE, "devices/two/t.py::nobodys": ELSEWHERE}
+    values["not_taken"] |= {"devices/two/t.py::later": ELSEWHERE}
     paths[1].write_text(json.dumps(values))
+    values = json.loads(paths[0].read_text())
+    values["not_taken"] = {"devices/one/t.py::later": "not drawn on the lane whose turn it is"}
+    paths[0].write_text(json.dumps(values))
     table = read(paths, tmp_path)
-    assert table.never_ran == ("devices/two/t.py::nobodys",) and table.not_taken == 1
+    assert table.never_ran == ("devices/two/t.py::nobodys",) and table.not_taken == 2
     assert "| t.py::sampled | - | . |" in markdown(table)
 
 
