@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -220,9 +220,42 @@ def _settings(config: pytest.Config) -> dict[str, Any]:
     return {name: getattr(found, name) for name in given}
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist hands over what it ran, as plain values."""
+    handed = getattr(session.config, "workeroutput", None)  # foreign: pytest-xdist's attribute of a worker
+    if handed is not None:
+        handed["conformance"] = {
+            name: {
+                "asked": sorted(run.asked),
+                "outcomes": [asdict(outcome) for outcome in run.outcomes],
+                "problems": run.problems,
+                "was_named": run.was_named,
+            }
+            for name, run in session.config.stash[RUNS].items()
+        }
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes what a worker ran: a result holds the cases of all of them."""
+    handed = getattr(node, "workeroutput", {})  # foreign: pytest-xdist's attribute of a node
+    for name, values in handed.get("conformance", {}).items():
+        from sglcore.conformance.gaps import read_gaps
+        from sglcore.conformance.trial import Outcome
+
+        runs = node.config.stash[RUNS]
+        if name not in runs:
+            target = _target(name)
+            runs[name] = Run(target, read_gaps(target.folder), was_named=values["was_named"])
+        runs[name].asked.update(values["asked"])
+        runs[name].outcomes += [Outcome(**outcome) for outcome in values["outcomes"]]
+        runs[name].problems += [text for text in values["problems"] if text not in runs[name].problems]
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """A line for each device on which laws ran, and the result file."""
-    ran = [run for run in config.stash[RUNS].values() if run.outcomes]
+    is_worker = hasattr(config, "workerinput")  # foreign: pytest-xdist's attribute of a worker
+    ran = [] if is_worker else [run for run in config.stash[RUNS].values() if run.outcomes]
     if not ran:
         return
     from sglcore.conformance.catalogue import LAWS
