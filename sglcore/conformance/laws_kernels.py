@@ -202,7 +202,21 @@ def _compare(trial: Trial, case: KernelCase, found: tuple[Tensor, ...], wanted: 
         trial.note(error, dtype)
         bound = trial.tolerance(dtype)
         if not error <= bound:
-            raise LawBroken(f"{entry}, {case.text}: result {number} differs by {error:.3g}, {bound:g} is allowed")
+            what = f"{entry}, {case.text}: result {number} differs by {error:.3g}, {bound:g} is allowed"
+            raise LawBroken(f"{what}{_not_finite(host, other)}")
+
+
+def _not_finite(found: Tensor, wanted: Tensor) -> str:
+    """Where one of the two is no finite number and the other is."""
+    apart = [(found, wanted, "the device's"), (wanted, found, "the reference's")]
+    texts = []
+    for one, other, whose in apart:
+        places = (other.isfinite() & ~one.isfinite()).nonzero().tolist()
+        if places:
+            texts.append(
+                f"; {whose} is {one[tuple(places[0])].item()} at {places[0]} and {len(places) - 1} places more"
+            )
+    return "".join(texts)
 
 
 def _computed_in(args: Sequence[Any], result: Tensor) -> str:

@@ -87,7 +87,9 @@ class EngineConfig:
         "auto", "A graph kind of the device: full, breakable, piecewise, native, compiled, off or auto."
     )
     graph_buckets: tuple[int, ...] = setting(
-        (1, 2, 4, 8, 16, 32, 64), "Batch sizes of decode graphs; may be given several times."
+        (),
+        "Batch sizes of decode graphs; may be given several times. Left out, powers of two up to max_requests, and that: at most"
+        " 256 of them where graphs are captured from a stream, 64 elsewhere.",
     )
     graph_token_buckets: tuple[int, ...] = setting((), "Token counts of prefill graphs; may be given several times.")
     overlap: bool | None = setting(None, "Plan a step while the one before is still running.")

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs the library triton")
 from triton.runtime.interpreter import InterpretedFunction
 
 from sglcore.runtime.kernels.triton import LaunchConfig, Tuning, experts
-from sglcore.runtime.kernels.triton.tuning import MOE_TILES, read_launch
+from sglcore.runtime.kernels.triton.tuning import MOE_TILES, read_launches
 from tools.kernel_cases import cases
 
 OTHERS = MappingProxyType(
@@ -87,7 +87,8 @@ def test_experts_that_a_compiler_sees_as_one_operation_are_launched_alike(
 
 def test_a_launch_is_read_back_from_its_text() -> None:
     launch = LaunchConfig(64, 3, lanes=16, options={"grf_mode": "large", "waves_per_eu": 2, "fast": True})
-    assert read_launch(launch.text) == launch and hash(launch) == hash(read_launch(launch.text))
+    (read,) = read_launches(f"[{launch.text}]")
+    assert read == launch and hash(read) == hash(launch) and "\n" not in launch.text
 
 
 def test_what_the_fields_decide_is_no_option() -> None:

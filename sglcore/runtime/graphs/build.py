@@ -14,7 +14,7 @@ from sglcore.device.package import DevicePackage, resolve
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.graphs.backend import GraphBackend, PromptBackend
-from sglcore.runtime.graphs.limits import Buckets, limit_row, within
+from sglcore.runtime.graphs.limits import MOST_CAPTURED, MOST_RECORDED, Buckets, batch_sizes, limit_row, within
 from sglcore.runtime.graphs.prompts import PromptForward, token_buckets
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.streams import Streams
@@ -90,7 +90,9 @@ def _within_limit(
 ) -> tuple[tuple[int, ...], PromptForward | None]:
     """Decode sizes, and prompts with their sizes, that the device can hold. A prompt is a piece between every layer that
     attends or has states."""
-    rows = (size * width for size in config.graph_buckets for width in widths)
+    most = runner.decode_registry.max_bs // max(widths)
+    sizes = config.graph_buckets or batch_sizes(min(most, MOST_CAPTURED if facts.has_streams else MOST_RECORDED))
+    rows = (size * width for size in sizes for width in widths)
     decode = tuple(size for size in rows if 0 < size <= runner.decode_registry.max_bs)
     states = runner.state_pool
     pieces = len(runner.model.attention_layers) + (0 if states is None else len(states.layers)) + 1

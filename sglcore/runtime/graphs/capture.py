@@ -74,7 +74,8 @@ class Recorder:
     @contextmanager
     def record(self) -> Iterator[Segment]:
         """Capture what the block does; raises CaptureError if it queued no work on the forward stream."""
-        if self._pool is None:
+        # A pool goes with its last graph: one whose first capture failed is not taken again.
+        if not self._segments:
             self._pool = self._capture.make_pool()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

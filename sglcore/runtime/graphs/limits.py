@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from sglcore.device.ledger import Row
 
 
+MOST_CAPTURED = 256
+"""Requests of the largest decode graph that is captured unasked. A capture queues a step and computes nothing."""
+MOST_RECORDED = 64
+"""The same where a step has to be computed to be recorded."""
+
+
 @dataclass(frozen=True, slots=True)
 class Buckets:
     """Sizes of decode batches, one captured piece each, and of prompts, of `pieces` each."""
@@ -20,6 +26,11 @@ class Buckets:
     def count(self) -> int:
         """Captured pieces of all sizes together."""
         return len(self.decode) + len(self.prompts) * self.pieces
+
+
+def batch_sizes(most: int) -> tuple[int, ...]:
+    """Powers of two below `most` requests, and that: a batch is padded to at most twice its size."""
+    return (*(1 << power for power in range((most - 1).bit_length())), most)
 
 
 def within(asked: Buckets, most: int | None) -> Buckets:

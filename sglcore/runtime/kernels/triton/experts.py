@@ -22,7 +22,7 @@ from sglcore.runtime.kernels.reference import mxfp4_moe as reference_mxfp4_moe
 from sglcore.runtime.kernels.triton.activation import silu_times
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, wide_dot
 from sglcore.runtime.kernels.triton.rounding import narrow, rounded
-from sglcore.runtime.kernels.triton.tuning import MoeTile, Tuning, power_of_two, read_launch, tiles
+from sglcore.runtime.kernels.triton.tuning import MoeTile, Tuning, power_of_two, read_launches, tiles
 
 SCANNED = 1024
 """Choices that one iteration of the sort looks at."""
@@ -303,7 +303,8 @@ def _moe(
     tile = next(tile for tile in tuning.moe if average <= tile.most_rows)
     if torch.compiler.is_compiling():
         sizes = [tile.rows, tile.columns, tile.depth_bytes, tuning.lanes, tuning.elements]
-        launches = f"{tile.config.text}\n{tuning.moe_sort.text}\n{tuning.moe_sum.text}"
+        # On one line: a compiler quotes it in a comment of the code that it writes.
+        launches = f"[{tile.config.text}, {tuning.moe_sort.text}, {tuning.moe_sum.text}]"
         return torch.ops.sglcore.triton_moe(hidden, weights, ids, w13, w2, sizes, launches)
     return moe_in_tiles(hidden, weights, ids, w13, w2, clamp, tile, tuning, most)
 
@@ -312,9 +313,9 @@ def _moe(
 def moe_op(
     hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, sizes: list[int], launches: str
 ) -> Tensor:
-    """`moe` as one operation; `sizes` and `launches`, one a line, are what it needs of the tuning."""
+    """`moe` as one operation; `sizes` and `launches`, a list in JSON, are what it needs of the tuning."""
     rows, columns, depth_bytes, lanes, elements = sizes
-    products, sort, total = map(read_launch, launches.splitlines())
+    products, sort, total = read_launches(launches)
     tuning = Tuning(lanes=lanes, elements=elements, moe_sort=sort, moe_sum=total)
     tile = MoeTile(0, rows, columns, depth_bytes, products)
     return moe_in_tiles(hidden, weights, ids, w13, w2, None, tile, tuning)

@@ -20,7 +20,7 @@ class LaunchConfig:
     warps have, where those are not the device's (None).
 
     `options` go to the launch as they are: what only this vendor's compiler knows (`waves_per_eu`, `maxnreg`, `grf_mode`).
-    Raises ValueError for those that the other fields decide. `text` is all of it, which `read_launch` reads.
+    Raises ValueError for those that the other fields decide. `text` is all of it, which `read_launches` reads.
     """
 
     threads: int = 128
@@ -38,9 +38,9 @@ class LaunchConfig:
         object.__setattr__(self, "text", json.dumps(values))
 
 
-def read_launch(text: str) -> LaunchConfig:
-    """The launch whose `text` this is."""
-    return LaunchConfig(**json.loads(text))
+def read_launches(text: str) -> tuple[LaunchConfig, ...]:
+    """The launches whose `text` are the items of this list in JSON."""
+    return tuple(LaunchConfig(**values) for values in json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
