@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -30,6 +31,11 @@ class Streams:
             return self.forward
         return nullcontext() if self.index is None else torch.accelerator.device_index(self.index)
 
+    def close(self) -> None:
+        """The forward stream is left to the next engine of this process. What was queued on it must have run."""
+        if self.forward is not None:
+            _spare(self.forward.device).append(self.forward)
+
 
 def entered(stream: torch.Stream) -> AbstractContextManager[object]:
     """A context in which `stream` is current. One that already is stays so: torch before 2.12 refuses to enter a stream twice."""
@@ -42,4 +48,12 @@ def make_streams(facts: Facts) -> Streams:
     device = torch.device(facts.tensor_device)
     if not facts.has_streams:
         return Streams(index=device.index)
-    return Streams(torch.accelerator.current_stream(device), torch.Stream(device))
+    spare = _spare(device)
+    return Streams(torch.accelerator.current_stream(device), spare.pop() if spare else torch.Stream(device))
+
+
+@cache
+def _spare(device: torch.device) -> list[torch.Stream]:
+    """Forward streams that no engine of this process uses. Libraries keep a workspace for every stream that they were ever called
+    on, of up to 32 MiB and as long as the process lives: an engine that is opened again must not add to them."""
+    return []

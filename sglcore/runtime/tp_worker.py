@@ -146,6 +146,7 @@ class TpModelWorker:
                 if stream is not None:
                     stream.synchronize()
             self.runner.close()
+            self._streams.close()
             del self.runner, self._sampling, self._pooler
 
 

@@ -10,6 +10,7 @@ from sglcore.device.discovery import discover
 from sglcore.device.facts import Facts
 from sglcore.device.package import resolve
 from sglcore.runtime.memory.accelerator import DEFAULT_SHARE, device_memory
+from sglcore.runtime.streams import make_streams
 
 SIZE = 96 << 20
 
@@ -35,3 +36,14 @@ def test_weights_are_taken_and_what_is_freed_is_free_again(facts: Facts) -> None
 def test_the_evidence_names_the_device_and_a_share_is_left_for_everything_else(facts: Facts) -> None:
     budget = device_memory(facts, None)
     assert facts.tensor_device in budget.evidence and budget.default_share == DEFAULT_SHARE < 1
+
+
+@pytest.mark.needs("streams")
+def test_an_engine_that_is_opened_again_takes_the_stream_of_the_one_that_was_closed(facts: Facts) -> None:
+    first, second = make_streams(facts), make_streams(facts)
+    assert first.forward != second.forward
+    first.close()
+    third = make_streams(facts)
+    assert third.forward == first.forward
+    second.close()
+    third.close()
