@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from sglcore.device.ledger import Row
 
-
 MOST_CAPTURED = 256
 """Requests of the largest decode graph that is captured unasked. A capture queues a step and computes nothing."""
 MOST_RECORDED = 64
