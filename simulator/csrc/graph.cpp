@@ -50,6 +50,7 @@ void Graph::begin(std::pair<uint64_t, uint64_t> pool) {
   for (auto& [id, other] : s.captures)
     if (other->device == device)
       violate("wrong_capture", "a capture begins at " + name_of(site) + " while " + actor_name(other->origin) + " is already being captured.");
+  TORCH_CHECK(!s.pools_ended.count(pool), "the last graph of this pool is gone, and the pool with it: a capture needs a new one");
   auto capture = std::make_unique<Capture>();
   capture->id = id_ = ++s.captures_made;
   capture->device = device_ = device;
@@ -171,7 +172,7 @@ void Graph::reset() {
   summary_.clear();
   ready_ = false;
   if (!pool_) return;
-  --pool_->graphs;
+  if (!--pool_->graphs) state().pools_ended.insert(pool_id_);
   drop_pool(pool_);
   pool_ = nullptr;
 }

@@ -241,6 +241,7 @@ struct State {
   std::vector<Pending> pending;
   std::optional<Violation> late;  // found where nothing may be thrown: the next operation or wait does
   std::map<std::pair<uint64_t, uint64_t>, std::unique_ptr<Pool>> pools;
+  std::set<std::pair<uint64_t, uint64_t>> pools_ended;  // whose last graph is gone: no other may be captured into them
   std::map<uint64_t, std::unique_ptr<Capture>> captures;
   std::map<uint64_t, bool> replayed;  // graph id: has it run
   std::map<std::string, int64_t> counters;

@@ -412,3 +412,18 @@ def test_memory_of_a_pool_comes_back_with_its_last_graph(sim, dev, side, make_gr
     graph.reset()
     torch.accelerator.empty_cache()
     assert torch.accelerator.memory_reserved() == before
+
+
+def test_a_pool_goes_with_its_last_graph(sim, dev, side, make_graph):
+    x, _ = ready(dev)
+    failed, next_one, last = make_graph(), make_graph(), make_graph()
+
+    def broken() -> None:
+        raise ValueError("in the capture")
+
+    with pytest.raises(ValueError, match="in the capture"):
+        failed.capture(broken, side)
+    with pytest.raises(RuntimeError, match="a capture needs a new one"):
+        next_one.capture(lambda: x + 1, side, failed.pool())
+    last.capture(lambda: x + 1, side)
+    last.replay()
