@@ -124,3 +124,4 @@ class OutputProcessor:
         completion.finish_reason = "stop" if stopped else output.finish_reason
         completion.stop_cause = text.stopped_by if stopped else output.stop_cause
         completion.error = "" if stopped else output.error
+        completion.refused = output.refused and not stopped

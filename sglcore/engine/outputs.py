@@ -9,7 +9,8 @@ from sglcore.schedule.output import FinishReason, TokenLogprob
 
 @dataclass(slots=True)
 class Completion:
-    """One sample of a prompt. `seed` reproduces it together with `index`; `stop_cause` is the stop token or string. Of its tokens,
+    """One sample of a prompt. `seed` reproduces it together with `index`; `stop_cause` is the stop token or string; `refused`: it
+    could not go on, by the fault of whoever asked. Of its tokens,
     `verified_steps` steps brought one each and, beside it, those of `proposed_tokens` that were right: `accepted_tokens`."""
 
     index: int
@@ -20,6 +21,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_cause: int | str | None = None
     error: str = ""
+    refused: bool = False
     verified_steps: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0

@@ -149,6 +149,11 @@ def why_bad(request: Request, step: int) -> str:
     return f"the logits of step {step} were not finite; check the weights and the dtype"
 
 
+def has_no_way(request: Request) -> bool:
+    """The rules of a request leave no token: that is nobody else's fault, nor ours."""
+    return request.matcher is not None and bool(request.matcher.error)
+
+
 def why_refused(request: Request, token: int) -> str:
     """Why a token that the device drew is not taken."""
     assert request.matcher is not None

@@ -24,6 +24,7 @@ from sglcore.schedule.results import (
     check_result,
     cut_logprobs,
     follows,
+    has_no_way,
     take_drafts,
     take_prompt_logprobs,
     up_to_end,
@@ -291,7 +292,8 @@ class Scheduler:
         outputs = []
         for request, token in zip(requests, tokens, strict=True):
             if request.matcher is not None and not follows(request, token):
-                outputs.append(self._end(request, "error", error=why_refused(request, token)))
+                why, refused = why_refused(request, token), has_no_way(request)
+                outputs.append(self._end(request, "error", error=why, refused=refused))
                 continue
             request.output_ids.append(token)
             output = request.output([token])
@@ -329,7 +331,8 @@ class Scheduler:
                 continue
             if bad[row]:
                 self._invalid_rows += 1
-                outputs.append(self._end(request, "error", error=why_bad(request, record.step)))
+                why, refused = why_bad(request, record.step), has_no_way(request)
+                outputs.append(self._end(request, "error", error=why, refused=refused))
                 continue
             if row >= decodes:
                 self._take_chunk(request, record.spans[row - decodes], row, result)
@@ -363,7 +366,8 @@ class Scheduler:
             request.logprobs += [cut_logprobs(found, place, place + 1, wanted) for place in range(len(kept))]
             output.logprobs = token_logprobs(kept, found, wanted)
         if refused is not None:
-            return self._end(request, "error", error=why_refused(request, refused), output=output)
+            why, has_none = why_refused(request, refused), has_no_way(request)
+            return self._end(request, "error", error=why, output=output, refused=has_none)
         if kept and kept[-1] in request.stop_ids:
             return self._end(request, "stop", kept[-1], output=output)
         if len(kept) == room:
@@ -383,8 +387,10 @@ class Scheduler:
         cause: int | str | None = None,
         error: str = "",
         output: EngineOutput | None = None,
+        *,
+        refused: bool = False,
     ) -> EngineOutput:
-        """The last output of a request that ends: `output`, or one without tokens."""
+        """The last output of a request that ends: `output`, or one without tokens. `refused`: by its own rules."""
         request.finish_reason, request.stop_cause, request.error = reason, cause, error
         del self._requests[request.rid]
         if request.state is State.WAITING:
@@ -397,4 +403,5 @@ class Scheduler:
         request.matcher = request.change = request.awaited = None
         output = output or request.output([])
         output.finish_reason, output.stop_cause, output.error = reason, cause, error
+        output.refused = refused
         return output

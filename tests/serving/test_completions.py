@@ -180,6 +180,22 @@ def test_words_that_may_not_come_do_not_and_ids_that_alone_may_do(server: Server
     assert refused["param"] == "guided_choice" and "allowed_token_ids" in refused["message"]
 
 
+def test_rules_that_contradict_each_other_in_mid_text_are_the_callers_fault_and_end_only_their_sample(
+    server: Server,
+) -> None:
+    first = server.post("/tokenize", {"content": "fox"})["tokens"]
+    assert len(first) == 2, "one that is begun before it may not go on"
+    dead = {**GREEDY, "guided_choice": ["fox"], "bad_words": ["fox"]}
+    refused = server.refusal(PATH, dead)
+    assert "leave no token that may come" in refused["message"] and refused["type"] == "invalid_request_error"
+    told = next(event for event in server.events(PATH, dead) if "error" in event)
+    assert '"invalid_request_error"' in told and "leave no token" in told
+    likely = {"n": 8, "temperature": 2.0, "seed": 1, "logit_bias": {str(first[0]): 5}}
+    some = {**GREEDY, "prompt": "Once there was a", "guided_choice": ["fox", "dog"], "bad_words": ["fox"], **likely}
+    ends = {(choice["text"], choice["finish_reason"]) for choice in server.post(PATH, some)["choices"]}
+    assert ends == {("dog", "stop"), ("f", "error")}
+
+
 def test_a_priority_is_known_and_changes_no_text(server: Server) -> None:
     answer = server.send(PATH, {**GREEDY, "priority": -3})
     assert "x-sglcore-warnings" not in answer.headers

@@ -71,7 +71,7 @@ class Generation:
             self._tell_progress(output.cached_tokens, output.processed)
             self._woken.set()
             return
-        if output.refused:
+        if output.refused and not any(sample.token_ids for sample in self.output.outputs):
             self.fail(InvalidRequest(output.error))
             return
         delta = self._processor.take(output)

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.replicas.errors import Failure, Unanswered, blame, ended_badly
+from sglcore.serving.replicas.errors import Failure, InvalidRequest, Unanswered, blame, ended_badly, failure
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.generation import Generation
 
@@ -87,7 +87,9 @@ def check_answered(outputs: Sequence[RequestOutput]) -> None:
 
 def failure_of(sample: Completion) -> Failure | None:
     """Why a sample that has ended failed; None if it did not."""
-    return ended_badly(sample.finish_reason, sample.error) if sample.finish_reason in ("error", "abort") else None
+    if sample.finish_reason not in ("error", "abort"):
+        return None
+    return failure(InvalidRequest(sample.error)) if sample.refused else ended_badly(sample.finish_reason, sample.error)
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Item], None]:
