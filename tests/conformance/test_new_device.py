@@ -47,6 +47,13 @@ def test_a_run_that_leaves_cases_out_is_incomplete_and_names_them(site: Site) ->
     assert (result["verdict"], result["not_run"]) == ("incomplete", ["order_checks"])
 
 
+def test_processes_side_by_side_make_one_result(site: Site) -> None:
+    ran = site.sglcore("conform", "acme", "--level", "C0", "--json", "--", "-n", "2")
+    result = json.loads(ran.stdout)
+    assert result["verdict"] == "passed", ran.stdout + ran.stderr
+    assert len(result["laws"]) == len(laws_up_to("C0")) == len({law["law"] for law in result["laws"]})
+
+
 def test_its_own_test_file_runs_the_kit_and_skips_what_needs_the_device(site: Site) -> None:
     words = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-k", "gaps or order_checks or tiny")
     ran = site.run(*words, str(site.path / "acme" / "tests"))
