@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,7 +130,8 @@ def prefill(llm: LLM, seed: int) -> float:
 
 def peer_speeds(folder: Path, device: str, batches: Sequence[int]) -> dict[str, float]:
     """Decode tokens a second of transformers at each batch size, and prompt tokens a second."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = model.to(device)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     found = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -118,8 +118,7 @@ def _check_call(
     watched: AbstractContextManager[None],
 ) -> None:
     wanted_args = [arg.clone() if isinstance(arg, Tensor) else _built(arg, "cpu") for arg in args]
-    # Torch's own loops: oneDNN of torch 2.11 spreads what is no number over the other rows of a tile.
-    with torch.backends.mkldnn.flags(enabled=False):
+    with _without_onednn():
         wanted = _call(table.complete(), entry, wanted_args)
     guarded = {place: Guarded(arg, device, -3) for place, arg in enumerate(args) if isinstance(arg, Tensor)}
     given = [guarded[place].tensor if place in guarded else _built(arg, device) for place, arg in enumerate(args)]
@@ -136,6 +135,16 @@ def _check_call(
         for result, arguments in ((found, given), (wanted, wanted_args))
     )
     _compare(trial, case, found, wanted)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Torch's own loops on the host: oneDNN of torch 2.11 spreads a row that is no number over the others of its tile."""
+    before, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
 
 
 def _built(arg: Any, device: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,14 +118,20 @@ def kernels(
         return table
     table = resolve(package.kernels[name], package.name)()
     origins = {entry: origin.rpartition(":")[0] for entry, origin in table.replaced.items()}
-    modules = ", ".join(sorted(set(origins.values())))
-    reason = (
-        f"{modules}, for {', '.join(origins)}; the reference elsewhere" if origins else "every entry is the reference"
-    )
-    reason = "; ".join((reason, *table.refused))
+    reason = "; ".join((_whose(origins), *table.refused))
     others = " or ".join(other for other in (*package.kernels, "reference") if other != name)
     ledger.record(Row("kernels", config.kernels, name if origins else "reference", reason, f"--kernels {others}"))
     return table
+
+
+def _whose(origins: Mapping[str, str]) -> str:
+    """Whose the entries are, by the modules of those that are not the reference's; more than a line of them by their packages."""
+    if not origins:
+        return "every entry is the reference"
+    modules, entries = sorted(set(origins.values())), ", ".join(origins)
+    if len(entries) > 80:
+        modules, entries = sorted({module.rpartition(".")[0] for module in modules}), f"{len(origins)} entries"
+    return f"{', '.join(modules)}, for {entries}; the reference elsewhere"
 
 
 def model(

@@ -216,3 +216,26 @@ def test_a_table_that_does_not_read_the_form_it_names_is_caught() -> None:
     held_against_its_reference(KernelTable(index_logits=one_form), "index_logits")
     with pytest.raises(LawBroken, match="index_logits"):
         held_against_its_reference(KernelTable(index_logits=one_form).storing(E4M3FNUZ), "index_logits")
+
+
+def many() -> KernelTable:
+    """A table with more entries than a line has room for."""
+    names = (
+        "gelu",
+        "silu_and_mul",
+        "rms_norm",
+        "add_rms_norm",
+        "rotary",
+        "store_kv",
+        "moe",
+        "clamped_moe",
+        "limited_moe",
+    )
+    return KernelTable().replace(**dict.fromkeys(names, fast_gelu))
+
+
+def test_a_table_of_many_entries_is_one_line_of_the_ledger() -> None:
+    package: Any = SimpleNamespace(name="here", kernels={"own": f"{__name__}:many"}, kernels_for=lambda *_: "own")
+    ledger = DecisionLedger(strict=True)
+    kernels_step(EngineConfig(), package, ledger, torch.device("cpu"))
+    assert ledger.rows[-1].reason == "tests.kernels, for 9 entries; the reference elsewhere"
