@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 
 from ci.environments import prepare, python_of
-from ci.lanes import ROOT, Lane
+from ci.lanes import HOST, ROOT, Lane
 
 RECORDS = ROOT / "build" / "lanes"
 TAIL = 4000
@@ -99,10 +99,14 @@ def environ(around: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_all(lanes: Sequence[Lane], workers: int, words: Sequence[str] = (), taken: Sequence[str] = ()) -> list[Ran]:
-    """Run lanes here, as many side by side as there may be processes; waits."""
-    beside = max(1, min(workers, len(lanes)))
+    """Run lanes here, as many side by side as there may be processes; the host's, which has most tests, after the others and
+    in all processes. Waits."""
+    last = [lane for lane in lanes if HOST in lane.capabilities]
+    others = [lane for lane in lanes if lane not in last]
+    beside = max(1, min(workers, len(others)))
     with ThreadPoolExecutor(beside) as threads:
-        return list(threads.map(lambda lane: run(lane, workers, words, taken, beside > 1), lanes))
+        found = list(threads.map(lambda lane: run(lane, workers, words, taken, beside > 1), others))
+    return [*found, *(run(lane, workers, words, taken) for lane in last)]
 
 
 def run(lane: Lane, workers: int, words: Sequence[str] = (), taken: Sequence[str] = (), is_beside: bool = False) -> Ran:

@@ -15,7 +15,7 @@ import pytest
 
 from ci.lanes import ROOT, Lane, lanes
 from ci.pytest_lanes import LaneRun
-from ci.run import Failure, classify, command, environ, report, run
+from ci.run import Failure, classify, command, environ, report, run, run_all
 from ci.selection import ELSEWHERE, Selection
 from ci.table import markdown, read, summary
 
@@ -51,6 +51,21 @@ def test_a_lane_is_run_by_its_interpreter_with_its_name_its_simulator_and_its_re
 def test_what_processes_import_is_compiled_once_though_the_environment_forbids_it() -> None:
     found = environ({"PATH": "/bin", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "4"})
     assert found.keys() == {"PATH", "OMP_NUM_THREADS", "PYTEST_ADDOPTS"} and found["OMP_NUM_THREADS"] == "4"
+
+
+def test_the_hosts_lane_runs_last_and_in_all_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[tuple[str, int]] = []
+
+    def told(lane: Lane, workers: int, *rest: object) -> tuple[str, ...]:
+        ran.append((lane.name, workers))
+        return (sys.executable, "-c", "")
+
+    monkeypatch.setattr("ci.run.RECORDS", tmp_path)
+    monkeypatch.setattr("ci.run.prepare", lambda lane: None)
+    monkeypatch.setattr("ci.run.command", told)
+    here = [lane for lane in lanes() if not lane.needs_hardware]
+    assert [each.lane for each in run_all(here, 2)] == [*here[1:], here[0]]
+    assert len(ran) == len(here) and ran[-1] == (here[0].name, 2) and {workers for _, workers in ran[:-1]} == {1}
 
 
 def test_what_failed_is_named_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
