@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sglcore.device.topology import Place
 from sglcore.runtime.parallel.group import Group
+from sglcore_cpu.native import recorder
 
 MOST = 1 << 20
 """Bytes of a tensor that goes this way; larger ones by the back end, which does not wait by spinning."""
@@ -27,6 +28,8 @@ LINE = 64
 SPINS, YIELDS = 100, 2000
 """Looks at a word before the core is offered to others, and then before it is left to them for a while."""
 NAP = 50e-6
+NATIVE = "native"
+"""The kind of graph that is a recorded step."""
 FILE = "file://"
 ORDERED = frozenset({"x86_64", "AMD64"})
 """Processors on which what is written first is seen first. On others a word could arrive before what it announces."""
@@ -50,8 +53,14 @@ class SharedSums(Group):
             for half in range(2)
         ]
 
+    def goes_into(self, graph: str) -> bool:
+        """A recorded step holds what goes round as calls between its kernels."""
+        return graph == NATIVE or super().goes_into(graph)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """As that of `Group`."""
+        if is_recorded(self.all_reduce, x):
+            return x
         if x.nbytes > MOST:
             return super().all_reduce(x)
         self._check("all_reduce", x)
@@ -65,13 +74,22 @@ class SharedSums(Group):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """As that of `Group`."""
+        out = torch.empty((self.size, *x.shape), dtype=x.dtype)
+        if not is_recorded(self._gather, x, out):
+            self._gather(x, out)
+        return out
+
+    def _gather(self, x: Tensor, out: Tensor) -> None:
         if x.nbytes > MOST:
-            return super().all_gather(x)
+            out.copy_(super().all_gather(x))
+            return
         self._check("all_gather", x)
-        return torch.stack(self._exchanged(x.view(-1))).view(self.size, *x.shape)
+        torch.stack(self._exchanged(x.view(-1)), out=out.view(self.size, -1))
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """As that of `Group`."""
+        if is_recorded(self.broadcast, x, source):
+            return x
         if x.nbytes > MOST:
             return super().broadcast(x, source)
         self._check("broadcast", x)
@@ -101,6 +119,14 @@ class SharedSums(Group):
                 time.sleep(NAP)
             elif looks > SPINS:
                 os.sched_yield()
+
+
+def is_recorded(function: Callable[..., object], *arguments: object) -> bool:
+    """Whether a step is being recorded, which then has the call."""
+    recording = recorder.get()
+    if recording is not None:
+        recording.host(function, *arguments)
+    return recording is not None
 
 
 def sums_for(place: Place) -> Callable[..., Group] | None:
