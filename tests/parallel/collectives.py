@@ -14,6 +14,7 @@ import torch
 
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.runtime.parallel.group import Group, join
+from sglcore_cpu.choice import load_library
 from sglcore_cpu.shared_sums import SharedSums, sums_for
 from tests.parallel.forked import forking
 
@@ -41,7 +42,7 @@ def on_ranks(size: int, folder: Path, body: Body, *, shared: bool = False, check
 def _be(place: Place, body: Body, shared: bool, checks: bool, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    make = sums_for(place) if shared else Group
+    make = sums_for(place, load_library()) if shared else Group
     assert make is not None
     group = join(place, Communication("gloo"), checks=checks, make=make)
     try:
