@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ import torch
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.runtime.parallel.group import Group, join
 from sglcore_cpu.choice import load_library
+from sglcore_cpu.native import Meeting
+from sglcore_cpu.native_graphs import NativeGraphs
 from sglcore_cpu.shared_sums import SharedSums, sums_for
 from tests.parallel.forked import forking
 
@@ -107,16 +110,53 @@ def many_in_a_row(group: Group) -> list[list[float]]:
     return found
 
 
-def without_waiting(group: Group) -> list[list[float]]:
-    """The same by a group that reads at once."""
-    SharedSums._wait_for = lambda self, place: None
-    return many_in_a_row(group)
+def recorded(group: Group) -> list[list[torch.Tensor]]:
+    """Every operation that a recorded step may hold, by one that is recorded and one that is not, on changing buffers."""
+    x = torch.zeros(3, 5)
+
+    def step() -> torch.Tensor:
+        parts = group.all_gather(group.all_reduce(x + 1.0))
+        said = group.broadcast(parts.sum(0) * (group.rank + 1), group.size - 1)
+        return torch.cat((parts.view(-1), said.view(-1)))
+
+    found = []
+    with torch.inference_mode():
+        captured = NativeGraphs().capture(step)
+        for seed in range(3):
+            x.copy_(made(group.rank, seed, (3, 5), torch.float32))
+            found.append([captured.replay(None).clone(), step()])
+    return found
 
 
-def with_one_place(group: Group) -> list[list[float]]:
-    """The same by a group that writes to the same place each time."""
+class Careless(Meeting):
+    """Meets in Python: waits for nobody if `waits` is False, and has one place only if `places` is 1."""
+
+    waits, places = True, 2
+
+    def exchange(self, x: int, size: int) -> int:
+        address, rank, ranks, _ = self._own
+        words = (ctypes.c_uint32 * (ranks * self.LINE // 4)).from_address(address)
+        turn = words[rank * self.LINE // 4] + 1
+        half = turn % self.places
+        ctypes.memmove(address + self.place(rank, half), x, size)
+        words[rank * self.LINE // 4] = turn
+        while self.waits and any(words[other * self.LINE // 4] < turn for other in range(ranks)):
+            time.sleep(0)
+        return half
+
+    def sum(self, x: int, count: int, element: int) -> None:
+        """Of float32."""
+        address, _, ranks, _ = self._own
+        half, size = self.exchange(x, 4 * count), 4 * count
+        parts = [ctypes.string_at(address + self.place(rank, half), size) for rank in range(ranks)]
+        total = np.sum([np.frombuffer(part, np.float32) for part in parts], 0, np.float32)
+        ctypes.memmove(x, total.ctypes.data, size)
+
+
+def carelessly(group: Group, **care: Any) -> list[list[float]]:
+    """Many in a row by a group that meets so."""
     assert isinstance(group, SharedSums)
-    group._places = [group._places[0], group._places[0]]
+    group._meeting.__class__ = type("Careless", (Careless,), care)
     return many_in_a_row(group)
 
 

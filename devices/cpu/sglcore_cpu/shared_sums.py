@@ -59,7 +59,7 @@ class SharedSums(Group):
         if element is None:
             torch.sum(torch.stack(self._exchanged(x)), 0, out=x.view(-1))
         else:
-            self._meeting.sum(x.data_ptr(), x.numel(), element)
+            self._meeting.sum(x.view(-1).data_ptr(), x.numel(), element)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class SharedSums(Group):
 
     def _exchanged(self, x: Tensor) -> list[Tensor]:
         """Everybody's, by rank, flat, readable until the call after the next. Waits for all."""
-        half = self._meeting.exchange(x.data_ptr(), x.nbytes)
+        half = self._meeting.exchange(x.view(-1).data_ptr(), x.nbytes)
         return [place[: x.nbytes].view(x.dtype) for place in self._places[half]]
 
 
