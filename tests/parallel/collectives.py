@@ -15,8 +15,8 @@ import torch
 
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.runtime.parallel.group import Group, join
-from sglcore_cpu.choice import load_library
-from sglcore_cpu.native import Meeting
+from sglcore_cpu.choice import engine_of_one
+from sglcore_cpu.meeting import LINE, Meeting
 from sglcore_cpu.native_graphs import NativeGraphs
 from sglcore_cpu.shared_sums import SharedSums, sums_for
 from tests.parallel.forked import forking
@@ -45,7 +45,7 @@ def on_ranks(size: int, folder: Path, body: Body, *, shared: bool = False, check
 def _be(place: Place, body: Body, shared: bool, checks: bool, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    make = sums_for(place, load_library()) if shared else Group
+    make = sums_for(place, engine_of_one()) if shared else Group
     assert make is not None
     group = join(place, Communication("gloo"), checks=checks, make=make)
     try:
@@ -133,24 +133,23 @@ class Careless(Meeting):
 
     waits, places = True, 2
 
-    def exchange(self, x: int, size: int) -> int:
-        address, rank, ranks, _ = self._own
-        words = (ctypes.c_uint32 * (ranks * self.LINE // 4)).from_address(address)
-        turn = words[rank * self.LINE // 4] + 1
+    def exchange(self, x: torch.Tensor) -> int:
+        address = self._own["memory"]
+        words = (ctypes.c_uint32 * (self.ranks * LINE // 4)).from_address(address)
+        turn = words[self.rank * LINE // 4] + 1
         half = turn % self.places
-        ctypes.memmove(address + self.place(rank, half), x, size)
-        words[rank * self.LINE // 4] = turn
-        while self.waits and any(words[other * self.LINE // 4] < turn for other in range(ranks)):
+        ctypes.memmove(address + self.place(self.rank, half), x.data_ptr(), x.nbytes)
+        words[self.rank * LINE // 4] = turn
+        while self.waits and any(words[other * LINE // 4] < turn for other in range(self.ranks)):
             time.sleep(0)
         return half
 
-    def sum(self, x: int, count: int, element: int) -> None:
+    def sum(self, x: torch.Tensor) -> None:
         """Of float32."""
-        address, _, ranks, _ = self._own
-        half, size = self.exchange(x, 4 * count), 4 * count
-        parts = [ctypes.string_at(address + self.place(rank, half), size) for rank in range(ranks)]
-        total = np.sum([np.frombuffer(part, np.float32) for part in parts], 0, np.float32)
-        ctypes.memmove(x, total.ctypes.data, size)
+        half = self.exchange(x)
+        places = (self._own["memory"] + self.place(rank, half) for rank in range(self.ranks))
+        parts = [np.frombuffer(ctypes.string_at(place, x.nbytes), np.float32) for place in places]
+        x.view(-1).copy_(torch.from_numpy(np.sum(parts, 0, np.float32)))
 
 
 def carelessly(group: Group, **care: Any) -> list[list[float]]:

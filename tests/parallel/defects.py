@@ -199,12 +199,8 @@ def unordered(kind: str, rank: int) -> None:
 
 def sums_not_recorded(rank: int) -> None:
     """A recorded step has no sums."""
-    own = shared_sums.is_recorded
-
-    def is_recorded(function: Any, *arguments: Any) -> bool:
-        return recorder.get() is not None or own(function, *arguments)
-
-    shared_sums.is_recorded = is_recorded
+    own = shared_sums.SharedSums.all_reduce
+    shared_sums.SharedSums.all_reduce = lambda self, x: own(self, x) if recorder.get() is None else x
 
 
 def sums_too_soon(rank: int) -> None:
@@ -214,3 +210,4 @@ def sums_too_soon(rank: int) -> None:
         self.parts.append(recording.HostCall(function, arguments, {}, ()))
 
     recording.Recording.host = host
+    recording.Recording.kernel = lambda self, name: None

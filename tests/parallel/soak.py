@@ -70,7 +70,6 @@ def held(engine: RankedEngine) -> dict[str, Any]:
         "shared mappings": [_shared(pid) for pid in pids],
         "threads": [len(os.listdir(f"/proc/{pid}/task")) for pid in pids],
         "dropped frames": [channel.dropped for channel in engine.worker._steps],
-        "shared folders": len(list(Path("/dev/shm").glob("sglcore-ranks-*"))),
     }
 
 

@@ -27,12 +27,12 @@ from sglcore.runtime.speculative.choice import Speculation
 from sglcore.runtime.streams import Streams
 from sglcore.step.sizing import MemoryBudget, MemorySizes
 from sglcore_cpu.arena import huge_zeros
-from sglcore_cpu.choice import NAMES, NATIVE, TORCH, choose_kernels, load_library
+from sglcore_cpu.choice import NAMES, NATIVE, TORCH, choose_kernels, engine_of_one
 from sglcore_cpu.extension import extension_row, find_extension
 from sglcore_cpu.kernels import torch_kernels
 from sglcore_cpu.kv_pool import INT8_POOL
 from sglcore_cpu.memory import available_memory, total_memory, weight_bytes
-from sglcore_cpu.native import Library, NativeUnavailable
+from sglcore_cpu.native import Engine, NativeUnavailable
 from sglcore_cpu.placement import Placement, bind_process, interleave, plan_placement
 from sglcore_cpu.recording import NotCapturable
 from sglcore_cpu.rows import kernel_rows, pages_row
@@ -65,13 +65,13 @@ def processor_world(
 
 
 def sums_of_ranks(
-    place: Place, backend: str, load: Callable[[], Library] = load_library
+    place: Place, backend: str, make_engine: Callable[[], Engine] = engine_of_one
 ) -> tuple[Callable[..., Group] | None, str, str]:
     """How the group of a rank is made (None: as every device's), what that is, and why."""
     from sglcore_cpu.shared_sums import MOST, sums_for
 
     try:
-        make = sums_for(place, load())
+        make = sums_for(place, make_engine())
     except NativeUnavailable as error:
         return None, backend, str(error)
     if make is None:

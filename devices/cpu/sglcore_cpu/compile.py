@@ -21,7 +21,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "native"
 LIBRARY = "libsglcore_cpu.so"
-PLAIN = ("api.cpp", "pool.cpp", "processor.cpp", "ranks.cpp")
+PLAIN = ("api.cpp", "pool.cpp", "processor.cpp")
 """What is compiled once; every folder of sources is a topic, compiled for each instruction set."""
 
 COMMON = (

@@ -39,6 +39,10 @@ class Recorder(Protocol):
         """Memory for a result, whose address stays the step's own."""
         ...
 
+    def kernel(self, name: str) -> BoundKernel | None:
+        """One of the engine whose kernels the step calls; None before it has called one."""
+        ...
+
     def host(self, function: Callable[..., object], *arguments: object) -> None:
         """Keep a call of Python that is no operation of torch, at its place among the others; its result is dropped."""
         ...
@@ -93,42 +97,6 @@ class Library:
         if not handle:
             raise NativeUnavailable(f"{threads} threads can not be made; ask for fewer with --threads")
         return Engine(self._c, handle, instruction_set, threads)
-
-    def meeting(self, address: int, rank: int, ranks: int, most: int) -> Meeting:
-        """That of `ranks` processes in memory of `Meeting.size` bytes at this address."""
-        return Meeting(self._c, address, rank, ranks, most)
-
-
-class Meeting:
-    """Where ranks that share memory, zeros at first, meet; all make the same calls in the same order. Who waits, which every call
-    does, lets other threads of Python run, and for longer sleeps in the system."""
-
-    LINE = 64
-    """Bytes between what different ranks write, and before the first place."""
-
-    def __init__(self, c: ctypes.CDLL, address: int, rank: int, ranks: int, most: int) -> None:
-        """`most` bytes fit a place, a multiple of LINE."""
-        self._exchange, self._sum = c.sgl_ranks_exchange, c.sgl_ranks_sum
-        self._own = address, rank, ranks, most
-
-    @classmethod
-    def size(cls, ranks: int, most: int) -> int:
-        """Bytes of the memory: a word for each rank, and two places."""
-        return ranks * (cls.LINE + 2 * most)
-
-    def place(self, rank: int, half: int) -> int:
-        """Where in the memory a rank's place begins."""
-        _, _, ranks, most = self._own
-        return ranks * self.LINE + (rank * 2 + half) * most
-
-    def exchange(self, x: int, size: int) -> int:
-        """Bring the bytes at an address, `most` of them at most. Which place of each rank has what it brought, until the call
-        after the next."""
-        return int(self._exchange(*self._own, x, size))
-
-    def sum(self, x: int, count: int, element: int) -> None:
-        """In the `count` elements at an address, of a type as `TYPES` numbers it: the sum over all ranks, the same on each."""
-        self._sum(*self._own, x, count, element)
 
 
 class Engine:
@@ -253,7 +221,7 @@ def check(outcome: int) -> None:
 
 def declare(c: ctypes.CDLL) -> None:
     """The C functions' types. Raises AttributeError for one that is missing."""
-    pointer, integer, word, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_char_p
+    pointer, integer, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
     types = {
         "sgl_source_digest": (text,),
         "sgl_processor_level": (integer,),
@@ -272,8 +240,6 @@ def declare(c: ctypes.CDLL) -> None:
         "sgl_program_add": (None, pointer, integer, text),
         "sgl_program_size": (integer, pointer),
         "sgl_program_run": (integer, pointer, integer, integer),
-        "sgl_ranks_exchange": (integer, pointer, word, word, word, pointer, word),
-        "sgl_ranks_sum": (None, pointer, word, word, word, pointer, word, word),
     }
     for name, (result, *arguments) in types.items():
         function = getattr(c, name)

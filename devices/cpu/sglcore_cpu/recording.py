@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglcore_cpu.elementwise import elementwise
-from sglcore_cpu.native import TYPES, Engine, Program, recorder
+from sglcore_cpu.native import TYPES, BoundKernel, Engine, Program, recorder
 from sglcore_cpu.operations import Operations
 
 ALIGNMENT = 64
@@ -183,6 +183,10 @@ class Recording:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a kernel's result, from the arena."""
         return self._arena.empty(shape, dtype)
+
+    def kernel(self, name: str) -> BoundKernel | None:
+        """As the protocol says."""
+        return None if self._engine is None else self._engine.kernel(name).bind()
 
     def host(self, function: Callable[..., object], *arguments: object) -> None:
         """A call of Python; it is not made now. The memory of tensors among its arguments serves nothing else of the step."""

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from sglcore.device.topology import Place
 from sglcore.runtime.parallel.group import Group
-from sglcore_cpu.native import TYPES, Library, Meeting, recorder
+from sglcore_cpu.meeting import Meeting, memory_size
+from sglcore_cpu.native import TYPES, Engine, recorder
 
 MOST = 1 << 20
 """Bytes that go this way at once. Larger sums go in pieces, and what else is larger by the back end."""
@@ -30,12 +31,13 @@ FILE = "file://"
 class SharedSums(Group):
     """A group whose sums, and small gathers and broadcasts, go through shared memory; recorded steps hold them."""
 
-    def __init__(self, *parts: Any, memory: mmap.mmap, library: Library, **checks: Any) -> None:
-        """`memory` of `Meeting.size(ranks, MOST)` bytes, zeros, the same one for every rank; the others are those of `Group`."""
+    def __init__(self, *parts: Any, memory: mmap.mmap, engine: Engine, **checks: Any) -> None:
+        """`memory` of `memory_size(ranks, MOST)` bytes, zeros, the same one for every rank; `engine` belongs to the group. The others
+        are those of `Group`."""
         super().__init__(*parts, **checks)
         self._memory = memory
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._meeting = meeting = library.meeting(address, self.rank, self.size, MOST)
+        self._meeting = meeting = Meeting(engine, address, self.rank, self.size, MOST)
         self._places = [
             [
                 torch.frombuffer(memory, dtype=torch.uint8, count=MOST, offset=meeting.place(rank, half))
@@ -45,21 +47,24 @@ class SharedSums(Group):
         ]
 
     def goes_into(self, graph: str) -> bool:
-        """A recorded step holds what goes round as calls between its kernels."""
+        """A recorded step holds sums as kernels, and what else goes round as calls between them."""
         return graph == NATIVE or super().goes_into(graph)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """As that of `Group`."""
-        if is_recorded(self.all_reduce, x):
+        is_native = x.dtype in TYPES
+        recording = recorder.get()
+        if recording is not None:
+            if self._checks or not (is_native and self._meeting.record_sum(recording, x)):
+                recording.host(self.all_reduce, x)
             return x
-        element = TYPES.get(x.dtype)
-        if element is None and x.nbytes > MOST:
+        if not is_native and x.nbytes > MOST:
             return super().all_reduce(x)
         self._check("all_reduce", x)
-        if element is None:
-            torch.sum(torch.stack(self._exchanged(x)), 0, out=x.view(-1))
+        if is_native:
+            self._meeting.sum(x)
         else:
-            self._meeting.sum(x.view(-1).data_ptr(), x.numel(), element)
+            torch.sum(torch.stack(self._exchanged(x)), 0, out=x.view(-1))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -90,7 +95,7 @@ class SharedSums(Group):
 
     def _exchanged(self, x: Tensor) -> list[Tensor]:
         """Everybody's, by rank, flat, readable until the call after the next. Waits for all."""
-        half = self._meeting.exchange(x.view(-1).data_ptr(), x.nbytes)
+        half = self._meeting.exchange(x)
         return [place[: x.nbytes].view(x.dtype) for place in self._places[half]]
 
 
@@ -102,14 +107,14 @@ def is_recorded(function: Callable[..., object], *arguments: object) -> bool:
     return recording is not None
 
 
-def sums_for(place: Place, library: Library) -> Callable[..., Group] | None:
-    """How a group at this place is made; None where its ranks share no memory."""
+def sums_for(place: Place, engine: Engine) -> Callable[..., Group] | None:
+    """How a group at this place is made, with an engine of its own; None where its ranks share no memory."""
     if place.neighbours != place.topology.world or not place.meeting.startswith(FILE):
         return None
 
     def make(*parts: Any, **checks: Any) -> Group:
         path = Path(place.meeting.removeprefix(FILE)).with_name("sums")  # in a folder that their leader removes
-        return SharedSums(*parts, memory=_opened(path, place.topology.world), library=library, **checks)
+        return SharedSums(*parts, memory=_opened(path, place.topology.world), engine=engine, **checks)
 
     return make
 
@@ -117,7 +122,7 @@ def sums_for(place: Place, library: Library) -> Callable[..., Group] | None:
 def _opened(path: Path, ranks: int) -> mmap.mmap:
     number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.ftruncate(number, Meeting.size(ranks, MOST))
-        return mmap.mmap(number, Meeting.size(ranks, MOST))
+        os.ftruncate(number, memory_size(ranks, MOST))
+        return mmap.mmap(number, memory_size(ranks, MOST))
     finally:
         os.close(number)

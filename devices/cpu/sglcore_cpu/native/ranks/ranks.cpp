@@ -9,7 +9,12 @@
 #include "kernels.h"
 #include "waiting.h"
 
-namespace sgl {
+#define SGL_EXCHANGE_RANKS_ARGS(P, I, D) P(memory) I(rank) I(ranks) I(most) P(x) I(bytes)
+#define SGL_SUM_RANKS_ARGS(P, I, D) P(memory) I(rank) I(ranks) I(most) P(x) I(count) I(type)
+SGL_ARGS(ExchangeRanksArgs, SGL_EXCHANGE_RANKS_ARGS)
+SGL_ARGS(SumRanksArgs, SGL_SUM_RANKS_ARGS)
+
+namespace sgl::SGL_ISA {
 
 namespace {
 
@@ -67,7 +72,7 @@ void assign(uint16_t* out, float x) {
     *out = static_cast<uint16_t>(x != x ? 0x7FC0u : (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// In float32 and in the order of the ranks, so that each has the same sum to the bit.
+// In float32 and in the order of the ranks, so that each has the same sum to the bit, by whichever instructions.
 template <class T>
 void add_up(const Meeting& meeting, uint32_t round, T* x, int64_t count) {
     constexpr int64_t kBlock = 256;
@@ -94,27 +99,26 @@ void sum(const Meeting& meeting, T* x, int64_t count) {
     }
 }
 
+// Brings bytes <= most. The round is in this rank's word.
+void exchange_ranks(const ExchangeRanksArgs& args, Pool&) {
+    Meeting{static_cast<char*>(args.memory), args.rank, args.ranks, args.most}.exchange(args.x, args.bytes);
+}
+
+// The sum over all ranks of `count` elements of `type`, kF32 or kBF16, in x.
+void sum_ranks(const SumRanksArgs& args, Pool&) {
+    Meeting meeting{static_cast<char*>(args.memory), args.rank, args.ranks, args.most};
+    if (args.type == kBF16) return sum(meeting, static_cast<uint16_t*>(args.x), args.count);
+    sum(meeting, static_cast<float*>(args.x), args.count);
+}
+
+const Kernel kernels[] = {
+    SGL_KERNEL("exchange_ranks", exchange_ranks, ExchangeRanksArgs),
+    SGL_KERNEL("sum_ranks", sum_ranks, SumRanksArgs),
+};
+
 }  // namespace
 
-}  // namespace sgl
+extern const KernelList ranks_kernels;
+const KernelList ranks_kernels = {kernels, sizeof(kernels) / sizeof(kernels[0])};
 
-#pragma GCC visibility push(default)
-extern "C" {
-
-// Which of the two places of each rank has what it brought, bytes <= most. Waits for all ranks.
-int sgl_ranks_exchange(void* memory, int64_t rank, int64_t ranks, int64_t most, const void* x, int64_t bytes) {
-    sgl::Meeting meeting{static_cast<char*>(memory), rank, ranks, most};
-    return static_cast<int>(meeting.exchange(x, bytes) % 2);
-}
-
-// The sum over all ranks of `count` elements of `type`, kF32 or kBF16, in x. Waits for all ranks.
-void sgl_ranks_sum(void* memory, int64_t rank, int64_t ranks, int64_t most, void* x, int64_t count, int64_t type) {
-    sgl::Meeting meeting{static_cast<char*>(memory), rank, ranks, most};
-    if (type == sgl::kF32)
-        sgl::sum(meeting, static_cast<float*>(x), count);
-    else
-        sgl::sum(meeting, static_cast<uint16_t*>(x), count);
-}
-
-}  // extern "C"
-#pragma GCC visibility pop
+}  // namespace sgl::SGL_ISA
