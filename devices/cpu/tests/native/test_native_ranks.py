@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -28,14 +26,13 @@ def parts(dtype: torch.dtype, count: int, ranks: int) -> list[Tensor]:
     return [each.to(dtype) for each in found]
 
 
-def meetings(engine: Engine, library: Library | FarLibrary, ranks: int) -> list[Meeting]:
-    """One for each rank, with an engine of its own, as they are waited for at the same time."""
+def meetings(engine: Engine, library: Library | FarLibrary, ranks: int) -> tuple[Tensor, list[Meeting]]:
+    """The memory, and one for each rank with an engine of its own, for they wait for each other."""
     if isinstance(library, FarLibrary):
         pytest.skip("calls go to another process, which does not have this one's memory")
-    memory = mmap.mmap(-1, memory_size(ranks, MOST))
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    memory = torch.zeros(memory_size(ranks, MOST), dtype=torch.uint8)
     engines = [library.engine(engine.instruction_set, 1) for _ in range(ranks)]
-    return [Meeting(each, address, rank, ranks, MOST) for rank, each in enumerate(engines)]
+    return memory, [Meeting(each, memory.data_ptr(), rank, ranks, MOST) for rank, each in enumerate(engines)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -43,7 +40,7 @@ def meetings(engine: Engine, library: Library | FarLibrary, ranks: int) -> list[
 def test_a_sum_is_that_of_float32_in_the_order_of_ranks(
     engine: Engine, library: Library | FarLibrary, dtype: torch.dtype, ranks: int
 ) -> None:
-    met = meetings(engine, library, ranks)
+    _memory, met = meetings(engine, library, ranks)
     with ThreadPoolExecutor(ranks) as threads:
         for count in COUNTS:
             brought = parts(dtype, count, ranks)
@@ -57,12 +54,12 @@ def test_a_sum_is_that_of_float32_in_the_order_of_ranks(
 
 
 def test_everybody_has_what_everybody_brought(engine: Engine, library: Library | FarLibrary) -> None:
-    met = meetings(engine, library, 3)
+    memory, met = meetings(engine, library, 3)
     with ThreadPoolExecutor(3) as threads:
         for turn in range(4):
             brought = [torch.full((5 + turn,), float(rank + turn)) for rank in range(3)]
             halves = list(threads.map(lambda pair: pair[0].exchange(pair[1]), zip(met, brought, strict=True)))
             assert halves == [(turn + 1) % 2] * 3
             for rank, part in enumerate(brought):
-                place = met[0]._own["memory"] + met[0].place(rank, halves[0])
-                assert ctypes.string_at(place, part.nbytes) == part.numpy().tobytes()
+                place = met[0].place(rank, halves[0])
+                assert torch.equal(memory[place : place + part.nbytes].view(torch.float32), part)
