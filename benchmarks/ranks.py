@@ -231,7 +231,7 @@ async def death_at_clients(pid: int) -> tuple[float, float, list[str]]:
 
 
 def deaths(kills: int) -> dict[str, Any]:
-    """Of the embedded model's ranks in their leader, and in a server that restarts."""
+    """Seen by the leader of a made model's ranks, and by clients of a server that restarts with the embedded one."""
     with tempfile.TemporaryDirectory() as name:
         make_model(Path(name), "llama", SIZES)
         in_leader = [death_in_the_leader(Path(name)) for _ in range(kills)]
@@ -273,6 +273,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=25)
     arguments.add_argument("--kills", type=int, default=5)
     arguments.add_argument("--soak", type=int, default=0)
+    arguments.add_argument("--note", default="", help="how it was run, such as with what priority")
     arguments.add_argument("--parts", nargs="*", default=("batches", "decode", "deaths", "soak"))
     chosen = arguments.parse_args()
     os.environ.setdefault("LANE_DEVICE", "cpu")
@@ -282,7 +283,7 @@ def main() -> None:
         "deaths": lambda: deaths(chosen.kills),
         "soak": lambda: soaked(chosen.soak) if chosen.soak else None,
     }
-    content: dict[str, Any] = {"machine": machine(), "load_before": os.getloadavg()}
+    content: dict[str, Any] = {"machine": machine(), "note": chosen.note, "load_before": os.getloadavg()}
     for name in chosen.parts:
         content[name] = parts[name]()
         print(name, json.dumps(content[name], indent=1))
