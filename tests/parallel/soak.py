@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -58,6 +59,7 @@ def _run_dry(engine: RankedEngine) -> None:
 def held(engine: RankedEngine) -> dict[str, Any]:
     """What is held now that nothing runs: requests and pages of the scheduler, and of each process its open files, mappings
     that others share, threads and children."""
+    gc.collect()  # of other engines, which have ended
     engine.scheduler.audit()
     engine.scheduler.flush_prefix_cache()
     stats = engine.scheduler.stats()

@@ -154,6 +154,8 @@ def test_ranks_that_were_closed_have_ended_by_themselves(started: Callable[..., 
     engine.run(random_prompts(1, (5,)), 2)
     engine.worker.close()
     assert [process.poll() for process in engine.forking.processes] == [0, 0]
+    channels = (*engine.worker._steps, *(member.control for member in engine.worker._watch.members))
+    assert [channel.fileno() for channel in channels] == [-1] * 4
     engine.worker.close()
 
 
