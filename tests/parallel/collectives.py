@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +15,9 @@ import torch
 
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.runtime.parallel.group import Group, join
+from sglcore_cpu.choice import engine_of_one
+from sglcore_cpu.meeting import LINE, Meeting
+from sglcore_cpu.native_graphs import NativeGraphs
 from sglcore_cpu.shared_sums import SharedSums, sums_for
 from tests.parallel.forked import forking
 
@@ -41,7 +45,7 @@ def on_ranks(size: int, folder: Path, body: Body, *, shared: bool = False, check
 def _be(place: Place, body: Body, shared: bool, checks: bool, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    make = sums_for(place) if shared else Group
+    make = sums_for(place, engine_of_one()) if shared else Group
     assert make is not None
     group = join(place, Communication("gloo"), checks=checks, make=make)
     try:
@@ -106,16 +110,52 @@ def many_in_a_row(group: Group) -> list[list[float]]:
     return found
 
 
-def without_waiting(group: Group) -> list[list[float]]:
-    """The same by a group that reads at once."""
-    SharedSums._wait_for = lambda self, place: None
-    return many_in_a_row(group)
+def recorded(group: Group) -> list[list[torch.Tensor]]:
+    """Every operation that a recorded step may hold, by one that is recorded and one that is not, on changing buffers."""
+    x = torch.zeros(3, 5)
+
+    def step() -> torch.Tensor:
+        parts = group.all_gather(group.all_reduce(x + 1.0))
+        said = group.broadcast(parts.sum(0) * (group.rank + 1), group.size - 1)
+        return torch.cat((parts.view(-1), said.view(-1)))
+
+    found = []
+    with torch.inference_mode():
+        captured = NativeGraphs().capture(step)
+        for seed in range(3):
+            x.copy_(made(group.rank, seed, (3, 5), torch.float32))
+            found.append([captured.replay(None).clone(), step()])
+    return found
 
 
-def with_one_place(group: Group) -> list[list[float]]:
-    """The same by a group that writes to the same place each time."""
+class Careless(Meeting):
+    """Meets in Python: waits for nobody if `waits` is False, and has one place only if `places` is 1."""
+
+    waits, places = True, 2
+
+    def exchange(self, x: torch.Tensor) -> int:
+        address = self._own["memory"]
+        words = (ctypes.c_uint32 * (self.ranks * LINE // 4)).from_address(address)
+        turn = words[self.rank * LINE // 4] + 1
+        half = turn % self.places
+        ctypes.memmove(address + self.place(self.rank, half), x.data_ptr(), x.nbytes)
+        words[self.rank * LINE // 4] = turn
+        while self.waits and any(words[other * LINE // 4] < turn for other in range(self.ranks)):
+            time.sleep(0)
+        return half
+
+    def sum(self, x: torch.Tensor) -> None:
+        """Of float32."""
+        half = self.exchange(x)
+        places = (self._own["memory"] + self.place(rank, half) for rank in range(self.ranks))
+        parts = [np.frombuffer(ctypes.string_at(place, x.nbytes), np.float32) for place in places]
+        x.view(-1).copy_(torch.from_numpy(np.sum(parts, 0, np.float32)))
+
+
+def carelessly(group: Group, **care: Any) -> list[list[float]]:
+    """Many in a row by a group that meets so."""
     assert isinstance(group, SharedSums)
-    group._places = [group._places[0], group._places[0]]
+    group._meeting.__class__ = type("Careless", (Careless,), care)
     return many_in_a_row(group)
 
 

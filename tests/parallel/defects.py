@@ -16,7 +16,8 @@ from sglcore.layers.parallel import build, vocab
 from sglcore.runtime import tp_worker
 from sglcore.runtime.parallel import decided, group
 from sglcore.sampling.sampler import Sampler
-from sglcore_cpu import shared_sums
+from sglcore_cpu import recording, shared_sums
+from sglcore_cpu.native import recorder
 
 
 def nothing(rank: int) -> None:
@@ -194,3 +195,19 @@ def unordered(kind: str, rank: int) -> None:
             return own(self, x)
 
     group.Group.all_reduce = all_reduce
+
+
+def sums_not_recorded(rank: int) -> None:
+    """A recorded step has no sums."""
+    own = shared_sums.SharedSums.all_reduce
+    shared_sums.SharedSums.all_reduce = lambda self, x: own(self, x) if recorder.get() is None else x
+
+
+def sums_too_soon(rank: int) -> None:
+    """A recorded sum runs before the kernels that make what it sums."""
+
+    def host(self: Any, function: Any, *arguments: Any) -> None:
+        self.parts.append(recording.HostCall(function, arguments, {}, ()))
+
+    recording.Recording.host = host
+    recording.Recording.kernel = lambda self, name: None

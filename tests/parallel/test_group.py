@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,9 +51,19 @@ def test_a_late_rank_is_waited_for_each_time(tmp_path: Path) -> None:
     assert on_ranks(3, tmp_path, many_in_a_row, shared=True) == [wanted_in_a_row(3)] * 3
 
 
-@pytest.mark.parametrize("defect", [collectives.without_waiting, collectives.with_one_place])
-def test_a_group_that_reads_too_soon_or_writes_too_soon_is_caught(defect: Body, tmp_path: Path) -> None:
-    assert on_ranks(3, tmp_path, defect, shared=True) != [wanted_in_a_row(3)] * 3
+@pytest.mark.parametrize(("care", "is_right"), [({}, True), ({"waits": False}, False), ({"places": 1}, False)])
+def test_a_group_that_reads_too_soon_or_writes_too_soon_is_caught(
+    care: dict[str, Any], is_right: bool, tmp_path: Path
+) -> None:
+    found = on_ranks(3, tmp_path, partial(collectives.carelessly, **care), shared=True)
+    assert (found == [wanted_in_a_row(3)] * 3) is is_right
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_recorded_step_holds_what_goes_round(size: int, tmp_path: Path) -> None:
+    for rank in on_ranks(size, tmp_path, collectives.recorded, shared=True):
+        for replayed, eager in rank:
+            assert torch.equal(replayed, eager) and replayed.any()
 
 
 @pytest.mark.parametrize(
@@ -65,3 +77,8 @@ def test_a_group_that_reads_too_soon_or_writes_too_soon_is_caught(defect: Body, 
 def test_with_checks_ranks_that_disagree_are_told_rather_than_mixed_up(body: Body, said: str, tmp_path: Path) -> None:
     found = on_ranks(2, tmp_path, body, checks=True)
     assert said in found[0] and "CollectiveError" in found[1]
+
+
+def test_a_tensor_with_holes_is_refused_by_shared_memory_too(tmp_path: Path) -> None:
+    found = on_ranks(2, tmp_path, collectives.with_holes, shared=True)
+    assert all("view size is not compatible" in each for each in found)

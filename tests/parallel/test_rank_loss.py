@@ -76,9 +76,11 @@ def test_a_killed_rank_ends_every_open_request_at_once(victim: int, started: Cal
     for _ in range(4):
         engine.loop.step()
     os.kill(engine.worker.pids[victim], signal.SIGKILL)
+    killed = time.monotonic()
     with pytest.raises(WorkerLost, match=rf"rank {victim} \(process \d+\) ended by SIGKILL"):
         while engine.loop.has_work:
             engine.loop.step()
+    assert time.monotonic() - killed < 5.0  # a fiftieth of a second where nothing else runs
     engine.loop.drain()
     assert [request.finish_reason for request in requests] == ["error", "error"]
     assert all("rank" in (request.error or "") for request in requests)
@@ -152,6 +154,8 @@ def test_ranks_that_were_closed_have_ended_by_themselves(started: Callable[..., 
     engine.run(random_prompts(1, (5,)), 2)
     engine.worker.close()
     assert [process.poll() for process in engine.forking.processes] == [0, 0]
+    channels = (*engine.worker._steps, *(member.control for member in engine.worker._watch.members))
+    assert [channel.fileno() for channel in channels] == [-1] * 4
     engine.worker.close()
 
 

@@ -7,50 +7,146 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import openai
 import pytest
 
 from tests.laws.engine import environ
 
-ASKED = [{"role": "user", "content": "What is 2 + 3?"}]
+ASKED: Any = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
-def test_a_server_of_two_ranks_answers_and_says_what_ended_it(tmp_path: Path) -> None:
-    words = ("serve", "--tp", "2", "--port", "0", "--threads", "1", "--graph", "off")
-    command = [sys.executable, "-m", "sglcore.cli", *words]
-    given = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env={**given, **environ()}, text=True)
-    try:
-        assert server.stdout is not None
-        url = next(line for line in server.stdout if line.startswith("serving ")).split(" at ")[1].strip()
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        answer = client.chat.completions.create(model="sglcore-demo", messages=ASKED, temperature=0, max_tokens=20)  # pyright: ignore[reportArgumentType]
-        assert answer.choices[0].message.content == "2 + 3 = 5."
-        info = json.load(urllib.request.urlopen(f"{url}/server_info"))
-        assert "2 processes, each with its part of every layer" in json.dumps(info)
-        with pytest.raises(openai.APIError, match="rank [01] .* ended by SIGKILL"):
-            for count, _ in enumerate(
-                client.completions.create(model="sglcore-demo", prompt="Once", max_tokens=900, stream=True)
-            ):
-                if count == 3:
-                    os.kill(rank_of(server.pid), signal.SIGKILL)
-        assert server.wait(60) != 0
-    finally:
-        server.kill()
-        server.wait()
+@dataclass(frozen=True)
+class Server:
+    """A server that is ready."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def answer(self) -> str | None:
+        asked = self.client.chat.completions.create(model="sglcore-demo", messages=ASKED, temperature=0, max_tokens=20)
+        return asked.choices[0].message.content
+
+    def kill_rank(self) -> None:
+        """The last one of those that run below it."""
+        os.kill(ranks_of(self.process.pid)[-1], signal.SIGKILL)
 
 
-def rank_of(leader: int) -> int:
-    """A process of a rank below a server's."""
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts a server of two ranks, with more flags; each is ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*flags: str) -> Server:
+        words = ("serve", "--tp", "2", "--port", "0", "--threads", "1", "--graph", "off", *flags)
+        command = [sys.executable, "-m", "sglcore.cli", *words]
+        given = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, env={**given, **environ()}, text=True
+            )
+        started.append(process)
+        assert process.stdout is not None
+        return Server(
+            process, next(line for line in process.stdout if line.startswith("serving ")).split(" at ")[1].strip()
+        )
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def ranks_of(leader: int) -> list[int]:
+    """The processes of ranks below a server's."""
     found = [leader]
     for pid in found:
         folder = Path(f"/proc/{pid}/task")
         for task in folder.iterdir():
             found += map(int, (task / "children").read_text().split())
-    ranks = [pid for pid in found if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(ranks) == 2
-    return ranks[1]
+    return [pid for pid in found if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_server_of_two_ranks_answers_and_says_what_ended_it(serve: Callable[..., Server]) -> None:
+    server = serve()
+    assert server.answer() == "2 + 3 = 5."
+    info = json.load(urllib.request.urlopen(f"{server.url}/server_info"))
+    assert "2 processes, each with its part of every layer" in json.dumps(info)
+    assert len(ranks_of(server.process.pid)) == 2
+    with pytest.raises(openai.APIError, match="rank [01] .* ended by SIGKILL"):
+        read_and_kill(server)
+    assert server.process.wait(60) != 0
+
+
+def read_and_kill(server: Server) -> None:
+    """Read a stream and kill a rank after a few of its events."""
+    for count, _ in enumerate(
+        server.client.completions.create(model="sglcore-demo", prompt="Once", max_tokens=900, stream=True)
+    ):
+        if count == 3:
+            server.kill_rank()
+
+
+def test_a_server_that_restarts_answers_the_next_request(serve: Callable[..., Server]) -> None:
+    server = serve("--restart")
+    assert server.answer() == "2 + 3 = 5."
+    before = ranks_of(server.process.pid)
+    with pytest.raises(openai.APIError, match="rank [01] .* ended by SIGKILL"):
+        read_and_kill(server)
+    assert server.answer() == "2 + 3 = 5.", "a request waits for the ranks that come up"
+    after = ranks_of(server.process.pid)
+    assert len(after) == 2 and not set(before) & set(after)
+    assert server.process.poll() is None
+
+
+def test_every_open_request_is_told_soon_what_ended_it(serve: Callable[..., Server]) -> None:
+    """Streams that have begun and answers that nobody has seen a part of."""
+    server, ended = serve(), []
+
+    def ask(stream: bool) -> None:
+        try:
+            for _ in server.client.completions.create(
+                model="sglcore-demo", prompt="Once", max_tokens=900, stream=stream, extra_body={"ignore_eos": True}
+            ):
+                pass
+        except openai.APIError as error:
+            ended.append((time.monotonic(), str(error)))
+
+    threads = [Thread(target=ask, args=(stream,)) for stream in (True, False) * 3]
+    for thread in threads:
+        thread.start()
+    wait_until_they_run(server, len(threads))
+    killed = time.monotonic()
+    server.kill_rank()
+    for thread in threads:
+        thread.join(60)
+    assert len(ended) == len(threads), "one was answered to its end, or cut"
+    assert all("ended by SIGKILL" in said for _, said in ended)
+    assert max(at for at, _ in ended) - killed < 10.0  # a tenth of a second where nothing else runs
+
+
+def wait_until_they_run(server: Server, count: int) -> None:
+    end = time.monotonic() + 60
+    while json.load(urllib.request.urlopen(f"{server.url}/server_info/stats"))["running"] < count:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_replicas_of_two_ranks_each_serve_and_one_goes_on_without_the_other(serve: Callable[..., Server]) -> None:
+    server = serve("--replicas", "2")
+    assert len(ranks_of(server.process.pid)) == 4
+    assert server.answer() == "2 + 3 = 5."
+    server.kill_rank()
+    assert server.answer() == "2 + 3 = 5."
+    assert server.process.poll() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,11 +27,12 @@ from sglcore.runtime.speculative.choice import Speculation
 from sglcore.runtime.streams import Streams
 from sglcore.step.sizing import MemoryBudget, MemorySizes
 from sglcore_cpu.arena import huge_zeros
-from sglcore_cpu.choice import NAMES, NATIVE, TORCH, choose_kernels
+from sglcore_cpu.choice import NAMES, NATIVE, TORCH, choose_kernels, engine_of_one
 from sglcore_cpu.extension import extension_row, find_extension
 from sglcore_cpu.kernels import torch_kernels
 from sglcore_cpu.kv_pool import INT8_POOL
 from sglcore_cpu.memory import available_memory, total_memory, weight_bytes
+from sglcore_cpu.native import Engine, NativeUnavailable
 from sglcore_cpu.placement import Placement, bind_process, interleave, plan_placement
 from sglcore_cpu.recording import NotCapturable
 from sglcore_cpu.rows import kernel_rows, pages_row
@@ -56,13 +58,25 @@ def processor_world(
     if place is None or package.communication is None:
         return None
     from sglcore.runtime.parallel.group import Group, join
+
+    make, what, reason = sums_of_ranks(place, package.communication.backend)
+    ledger.record(Row("sums of ranks", "auto", what, reason, "--tp 1"))
+    return join(place, package.communication, checks=config.poison, make=make or Group)
+
+
+def sums_of_ranks(
+    place: Place, backend: str, make_engine: Callable[[], Engine] = engine_of_one
+) -> tuple[Callable[..., Group] | None, str, str]:
+    """How the group of a rank is made (None: as every device's), what that is, and why."""
     from sglcore_cpu.shared_sums import MOST, sums_for
 
-    make, backend = sums_for(place), package.communication.backend
-    if make is not None:
-        what = f"shared memory up to {MOST >> 20} MiB, else {backend}"
-        ledger.record(Row("sums of ranks", "auto", what, "all ranks are on this machine", "--tp 1"))
-    return join(place, package.communication, checks=config.poison, make=make or Group)
+    try:
+        make = sums_for(place, make_engine())
+    except NativeUnavailable as error:
+        return None, backend, str(error)
+    if make is None:
+        return None, backend, "ranks on several machines share no memory"
+    return make, f"shared memory, and what is no sum of more than {MOST >> 20} MiB by {backend}", "all ranks are here"
 
 
 def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger, place: Place | None = None) -> Placement:

@@ -12,7 +12,7 @@ from sglcore.device.ledger import Row
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cpu.compile import ARM, X86
 from sglcore_cpu.kernels import torch_kernels
-from sglcore_cpu.native import Library, NativeUnavailable
+from sglcore_cpu.native import Engine, Library, NativeUnavailable
 from sglcore_cpu.table import native_table
 
 NATIVE = "native"
@@ -25,6 +25,12 @@ NAMES = tuple(one.name for one in (*X86, *ARM))
 def load_library() -> Library:
     """The library beside this package. It never changes while a process runs."""
     return Library()
+
+
+def engine_of_one(load: Callable[[], Library] = load_library) -> Engine:
+    """The kernels of the highest instruction set that the processor announces, for one thread. Raises NativeUnavailable."""
+    library = load()
+    return library.engine(_instruction_set("auto", library), 1)
 
 
 def choose_kernels(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,14 @@ class Recorder(Protocol):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a result, whose address stays the step's own."""
+        ...
+
+    def kernel(self, name: str) -> BoundKernel | None:
+        """One of the engine whose kernels the step calls; None before it has called one."""
+        ...
+
+    def host(self, function: Callable[..., object], *arguments: object) -> None:
+        """Keep a call of Python that is no operation of torch, at its place among the others; its result is dropped."""
         ...
 
 

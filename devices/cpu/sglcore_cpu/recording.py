@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglcore_cpu.elementwise import elementwise
-from sglcore_cpu.native import TYPES, Engine, Program, recorder
+from sglcore_cpu.native import TYPES, BoundKernel, Engine, Program, recorder
 from sglcore_cpu.operations import Operations
 
 ALIGNMENT = 64
@@ -32,7 +32,7 @@ class NotCapturable(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class HostCall:
-    """What torch computed between two kernels: at replay it is computed again, into the same `results`."""
+    """What torch or Python did between two kernels: at replay it is done again, into the same `results`."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -40,7 +40,7 @@ class HostCall:
     results: tuple[Tensor, ...]
 
     def run(self) -> None:
-        """Compute it again."""
+        """Do it again."""
         again = self.function(*self.arguments, **self.named)
         for kept, fresh in zip(self.results, _tensors(again), strict=True) if self.results else ():
             kept.copy_(fresh)
@@ -183,6 +183,15 @@ class Recording:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a kernel's result, from the arena."""
         return self._arena.empty(shape, dtype)
+
+    def kernel(self, name: str) -> BoundKernel | None:
+        """As the protocol says."""
+        return None if self._engine is None else self._engine.kernel(name).bind()
+
+    def host(self, function: Callable[..., object], *arguments: object) -> None:
+        """A call of Python; it is not made now. The memory of tensors among its arguments serves nothing else of the step."""
+        self._end_kernels()
+        self.parts.append(HostCall(function, arguments, {}, ()))
 
     def by_kernel(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:
         """The result of an operation that a kernel computes too; None where torch has to."""

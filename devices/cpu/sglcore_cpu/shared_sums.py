@@ -1,15 +1,14 @@
 """Sums and tokens of ranks on one machine, through memory that they share: what is small goes round in microseconds.
 
 Every rank writes its part, says so, waits for the others' word, and adds all parts in the order of the ranks, so that each has the
-same sum to the bit. There are two places to write to, in turn: who writes to one again has heard that everybody has read it.
+same sum to the bit. The waiting is native: who waits for long sleeps, and is woken, so that a core that others want is theirs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
-import platform
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,112 +18,111 @@ from torch import Tensor
 
 from sglcore.device.topology import Place
 from sglcore.runtime.parallel.group import Group
+from sglcore_cpu.meeting import Meeting, memory_size
+from sglcore_cpu.native import TYPES, Engine, recorder
 
 MOST = 1 << 20
-"""Bytes of a tensor that goes this way; larger ones by the back end, which does not wait by spinning."""
-LINE = 64
-"""Bytes between two words that different ranks write."""
-SPINS, YIELDS = 100, 2000
-"""Looks at a word before the core is offered to others, and then before it is left to them for a while."""
-NAP = 50e-6
+"""Bytes that go this way at once. Larger sums go in pieces, and what else is larger by the back end."""
+NATIVE = "native"
+"""The kind of graph that is a recorded step."""
 FILE = "file://"
-ORDERED = frozenset({"x86_64", "AMD64"})
-"""Processors on which what is written first is seen first. On others a word could arrive before what it announces."""
 
 
 class SharedSums(Group):
-    """A group whose small sums and broadcasts go through shared memory."""
+    """A group whose sums, and small gathers and broadcasts, go through shared memory; recorded steps hold them."""
 
-    def __init__(self, *parts: Any, memory: mmap.mmap, **checks: Any) -> None:
-        """`memory` of `memory_size` bytes, zeros, the same one for every rank; the others are those of `Group`."""
+    def __init__(self, *parts: Any, memory: mmap.mmap, engine: Engine, **checks: Any) -> None:
+        """`memory` of `memory_size(ranks, MOST)` bytes, zeros, the same one for every rank; `engine` belongs to the group. The others
+        are those of `Group`."""
         super().__init__(*parts, **checks)
-        self._words = memoryview(memory).cast("q")
-        self._step = LINE // 8
-        self._round = 0
-        start, both = self.size * LINE, 2 * MOST
+        self._memory = memory
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._meeting = meeting = Meeting(engine, address, self.rank, self.size, MOST)
         self._places = [
             [
-                torch.frombuffer(memory, dtype=torch.uint8, count=MOST, offset=start + rank * both + half * MOST)
+                torch.frombuffer(memory, dtype=torch.uint8, count=MOST, offset=meeting.place(rank, half))
                 for rank in range(self.size)
             ]
             for half in range(2)
         ]
 
+    def goes_into(self, graph: str) -> bool:
+        """A recorded step holds sums as kernels, and what else goes round as calls between them."""
+        return graph == NATIVE or super().goes_into(graph)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """As that of `Group`."""
-        if x.nbytes > MOST:
+        is_native = x.dtype in TYPES
+        recording = recorder.get()
+        if recording is not None:
+            if self._checks or not (is_native and self._meeting.record_sum(recording, x)):
+                recording.host(self.all_reduce, x)
+            return x
+        if not is_native and x.nbytes > MOST:
             return super().all_reduce(x)
         self._check("all_reduce", x)
-        flat = x.view(-1)
-        if self.size == 2:
-            first, second = self._exchanged(flat)
-            torch.add(first, second, out=flat)
+        if is_native:
+            self._meeting.sum(x)
         else:
-            torch.sum(torch.stack(self._exchanged(flat)), 0, out=flat)
+            torch.sum(torch.stack(self._exchanged(x)), 0, out=x.view(-1))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """As that of `Group`."""
-        if x.nbytes > MOST:
-            return super().all_gather(x)
-        self._check("all_gather", x)
-        return torch.stack(self._exchanged(x.view(-1))).view(self.size, *x.shape)
+        out = torch.empty((self.size, *x.shape), dtype=x.dtype)
+        if not is_recorded(self._gather, x, out):
+            self._gather(x, out)
+        return out
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """As that of `Group`."""
+        if is_recorded(self.broadcast, x, source):
+            return x
         if x.nbytes > MOST:
             return super().broadcast(x, source)
         self._check("broadcast", x)
-        flat = x.view(-1)
-        found = self._exchanged(flat)
+        found = self._exchanged(x)
         if self.rank != source:
-            flat.copy_(found[source])
+            x.view(-1).copy_(found[source])
         return x
 
-    def _exchanged(self, flat: Tensor) -> list[Tensor]:
-        """Everybody's, by rank, readable until the call after the next. Waits for all."""
-        self._round += 1
-        size, dtype = flat.nbytes, flat.dtype
-        parts = [place[:size].view(dtype) for place in self._places[self._round % 2]]
-        parts[self.rank].copy_(flat)
-        self._words[self.rank * self._step] = self._round
-        for rank in range(self.size):
-            self._wait_for(rank * self._step)
-        return parts
+    def _gather(self, x: Tensor, out: Tensor) -> None:
+        if x.nbytes > MOST:
+            out.copy_(super().all_gather(x))
+            return
+        self._check("all_gather", x)
+        torch.stack(self._exchanged(x), out=out.view(self.size, -1))
 
-    def _wait_for(self, place: int) -> None:
-        """Until a rank is in this round. Whoever watches the ranks ends them all where one of them does not come."""
-        words, wanted, looks = self._words, self._round, 0
-        while words[place] < wanted:
-            looks += 1
-            if looks > YIELDS:
-                time.sleep(NAP)
-            elif looks > SPINS:
-                os.sched_yield()
+    def _exchanged(self, x: Tensor) -> list[Tensor]:
+        """Everybody's, by rank, flat, readable until the call after the next. Waits for all."""
+        half = self._meeting.exchange(x)
+        return [place[: x.nbytes].view(x.dtype) for place in self._places[half]]
 
 
-def sums_for(place: Place) -> Callable[..., Group] | None:
-    """How a group at this place is made; None where ranks share no memory, or a word is no sign that what it announces is there."""
-    shares = place.neighbours == place.topology.world and place.meeting.startswith(FILE)
-    if not shares or platform.machine() not in ORDERED or os.name != "posix":
+def is_recorded(function: Callable[..., object], *arguments: object) -> bool:
+    """Whether a step is being recorded, which then has the call."""
+    recording = recorder.get()
+    if recording is not None:
+        recording.host(function, *arguments)
+    return recording is not None
+
+
+def sums_for(place: Place, engine: Engine) -> Callable[..., Group] | None:
+    """How a group at this place is made, with an engine of its own; None where its ranks share no memory."""
+    if place.neighbours != place.topology.world or not place.meeting.startswith(FILE):
         return None
 
     def make(*parts: Any, **checks: Any) -> Group:
         path = Path(place.meeting.removeprefix(FILE)).with_name("sums")  # in a folder that their leader removes
-        return SharedSums(*parts, memory=_opened(path, place.topology.world), **checks)
+        return SharedSums(*parts, memory=_opened(path, place.topology.world), engine=engine, **checks)
 
     return make
-
-
-def memory_size(ranks: int) -> int:
-    """Bytes: a word for each rank, and two places."""
-    return ranks * (LINE + 2 * MOST)
 
 
 def _opened(path: Path, ranks: int) -> mmap.mmap:
     number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.ftruncate(number, memory_size(ranks))
-        return mmap.mmap(number, memory_size(ranks))
+        os.ftruncate(number, memory_size(ranks, MOST))
+        return mmap.mmap(number, memory_size(ranks, MOST))
     finally:
         os.close(number)

@@ -67,7 +67,8 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
         arrays.append(value)
         return [_CODES[value.dtype], *value.shape]
     if kind in _TAGS:
-        return {_TAGS[kind]: [_plain(each, arrays) for each in _reader(kind)(value)]}
+        values = [each if type(each) in _PLAIN else _plain(each, arrays) for each in _reader(kind)(value)]
+        return {_TAGS[kind]: values}
     if kind is OneShot:
         if value.is_set:
             raise ValueError("a one-shot value is set, and it would be lost between processes")
@@ -88,7 +89,13 @@ class _Reader:
     def record(self, values: dict[int, list[Any]]) -> Any:
         ((tag, found),) = values.items()
         kind = RECORDS[tag]
-        return kind(*[make(self.value(each)) for make, each in zip(_makers(kind), found, strict=True)])
+        count, makers = _makers(kind)
+        if len(found) != count:
+            raise ValueError(f"found {len(found)} values of {kind.__name__}; wanted {count}")
+        made = [each if type(each) in _PLAIN else self.value(each) for each in found]
+        for place, make in makers:
+            made[place] = make(made[place])
+        return kind(*made)
 
     def value(self, value: Any) -> Any:
         kind = type(value)
@@ -97,11 +104,7 @@ class _Reader:
         return self.record(value) if kind is dict else value
 
     def _array(self, value: list[int]) -> np.ndarray:
-        dtype, shape = DTYPES[value[0]], value[1:]
-        count = 1
-        for size in shape:
-            count *= size
-        found = np.frombuffer(self._body, dtype, count, self._place).reshape(shape)
+        found = np.ndarray(value[1:], DTYPES[value[0]], self._body, self._place)
         self._place += found.nbytes + -found.nbytes % ALIGN
         return found
 
@@ -116,18 +119,16 @@ def _reader(kind: type) -> Callable[[Any], tuple[Any, ...]]:
 
 
 @cache
-def _makers(kind: type) -> tuple[Callable[[Any], Any], ...]:
-    """What makes each field's value of what msgpack has of it."""
-    return tuple(_maker(item.name, str(item.type)) for item in fields(kind))
+def _makers(kind: type) -> tuple[int, tuple[tuple[int, Callable[[Any], Any]], ...]]:
+    """How many fields there are, and by its place what makes a field's value of what msgpack has of it, where that is another."""
+    named = fields(kind)
+    found = [(place, _maker(item.name, str(item.type))) for place, item in enumerate(named)]
+    return len(named), tuple((place, make) for place, make in found if make is not None)
 
 
-def _maker(name: str, declared: str) -> Callable[[Any], Any]:
+def _maker(name: str, declared: str) -> Callable[[Any], Any] | None:
     if declared == "ForwardMode":
         return ForwardMode
     if declared.startswith("OneShot"):
         return lambda _: _ONE_SHOT[name]()
-    return _same
-
-
-def _same(value: Any) -> Any:
-    return value
+    return None

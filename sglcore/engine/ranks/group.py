@@ -75,7 +75,7 @@ class RankGroup:
             self._drain()
         end_all(self._watch, self._steps)
         self._watcher.join(self._watch.patience.closing)
-        self._watch.close()
+        close_all(self._watch, self._steps)
 
     def _drain(self) -> None:
         """Ask all first, then wait for each: they leave together."""
@@ -138,6 +138,13 @@ def end_all(watch: Watch, steps: Sequence[Channel]) -> None:
     for member in watch.members:
         member.control.hang_up()
         _wait(member.process, watch.patience.closing)
+
+
+def close_all(watch: Watch, steps: Sequence[Channel]) -> None:
+    """Give back what channels of ranks that have ended hold, once no other thread waits on one. Idempotent."""
+    watch.close()
+    for channel in (*steps, *(member.control for member in watch.members)):
+        channel.close()
 
 
 def _wait(process: Any, seconds: float) -> None:

@@ -25,7 +25,7 @@ from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.selection import Choice
 from sglcore.device.topology import Place, Topology
 from sglcore.device.worker import Limits
-from sglcore.engine.ranks.group import RankGroup, end_all
+from sglcore.engine.ranks.group import RankGroup, close_all, end_all
 from sglcore.engine.ranks.spec import RankProcess, Spawn, limits_text, spawn_local, spec_of
 from sglcore.engine.ranks.watch import Member, Patience, Watch
 from sglcore.engine.ranks.wire import Channel, Gone, listen
@@ -123,7 +123,7 @@ def start_ranks(
             limits = _come_up(watch)
         except BaseException:
             end_all(watch, steps)
-            watch.close()
+            close_all(watch, steps)
             raise
     first = members[0].ready
     assert first is not None

@@ -1,66 +1,21 @@
 #include "pool.h"
 
-#include <chrono>
 #include <cstdlib>
 #include <new>
 
 #ifdef __linux__
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <climits>
 #endif
+
+#include "waiting.h"
 
 namespace sgl {
 
 namespace {
 
 constexpr int kMostCores = 8192;
-constexpr int kPauses = 32;
-constexpr std::chrono::microseconds kSpin{60};  // longer than the gap between two kernels of a step
-
 uint64_t packed(uint32_t generation, uint32_t chunk) { return (static_cast<uint64_t>(generation) << 32) | chunk; }
-
-void pause_core() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("isb" ::: "memory");
-#endif
-}
-
-// Whether `done` comes true within kSpin. By the clock, so that who lost its core meanwhile does not go on spinning.
-template <class Done>
-bool spin_until(Done done) {
-    if (done()) return true;
-    auto end = std::chrono::steady_clock::now() + kSpin;
-    do {
-        for (int i = 0; i < kPauses; ++i) {
-            pause_core();
-            if (done()) return true;
-        }
-    } while (std::chrono::steady_clock::now() < end);
-    return false;
-}
-
-void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
-#ifdef __linux__
-    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-#else
-    if (word.load() == value) std::this_thread::sleep_for(std::chrono::microseconds(100));
-#endif
-}
-
-void wake_all(std::atomic<uint32_t>& word) {
-#ifdef __linux__
-    syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-#else
-    (void)word;
-#endif
-}
 
 void run_on(const std::vector<int>& cores) {
 #ifdef __linux__
@@ -111,7 +66,7 @@ Pool::~Pool() {
 void Pool::close() {
     closing_.store(true);
     generation_.fetch_add(1);
-    wake_all(generation_);
+    wake_all<Among::kThreads>(generation_);
     for (auto& worker : workers_) worker.join();
 }
 
@@ -133,7 +88,7 @@ void Pool::start(Job job) {
     job_ = job;
     open(generation);
     generation_.store(generation);
-    if (sleeping_.load() != 0) wake_all(generation_);
+    if (sleeping_.load() != 0) wake_all<Among::kThreads>(generation_);
     work(generation, 0);
     wait_until_done();
     if (failed_.load(std::memory_order_relaxed)) {
@@ -189,7 +144,7 @@ void Pool::work(uint32_t generation, int thread) {
     }
     if (finished && left_.fetch_sub(finished) == finished && thread != 0) {
         done_.fetch_add(1);
-        if (waiting_.load() != 0) wake_all(done_);
+        if (waiting_.load() != 0) wake_all<Among::kThreads>(done_);
     }
 }
 
@@ -197,7 +152,7 @@ void Pool::wait_until_done() {
     while (!spin_until([this] { return left_.load(std::memory_order_acquire) == 0; })) {
         uint32_t done = done_.load();
         waiting_.store(1);
-        if (left_.load() != 0) sleep_while(done_, done);
+        if (left_.load() != 0) sleep_while<Among::kThreads>(done_, done);
         waiting_.store(0);
     }
 }
@@ -213,7 +168,7 @@ void Pool::serve(int thread) {
         });
         if (!is_called) {
             sleeping_.fetch_add(1);
-            sleep_while(generation_, seen);
+            sleep_while<Among::kThreads>(generation_, seen);
             sleeping_.fetch_sub(1);
             continue;
         }
