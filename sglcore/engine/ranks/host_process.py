@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.server_config import is_loopback
 from sglcore.engine.ranks.agreement import shared_facts
-from sglcore.engine.ranks.hosts import EPOCH, NodeFacts, Order, spec_at
+from sglcore.engine.ranks.hosts import EPOCH, HostSpec, NodeFacts, Order, spec_at
 from sglcore.engine.ranks.launch import Placement
 from sglcore.engine.ranks.rank_process import LEADER_GONE
 from sglcore.engine.ranks.spec import RankProcess, Spawn, spawn_local
@@ -286,13 +286,6 @@ def _signals(stopping: Stopping) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class HostSpec(msgspec.Struct, frozen=True):
-    """What a process is told that is started as a node by the leader's own doing: plain values."""
-
-    config: dict[str, Any]
-    placement: dict[str, Any]
-
-
 def main() -> int:
     """Be a node, with a HostSpec as one line of JSON on the standard input; when that closes, this process ends."""
     with open(0, "rb", closefd=False) as given:
@@ -307,11 +300,6 @@ def main() -> int:
     except SglcoreError as error:
         log.error("%s", error)
         return error.exit_code
-
-
-def host_spec(config: EngineConfig, placement: Placement) -> bytes:
-    """One line for `main`."""
-    return msgspec.json.encode(HostSpec(plain_config(config), asdict(placement))) + b"\n"
 
 
 def _follow_parent(stopping: Stopping) -> None:

@@ -12,13 +12,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
 
+from sglcore.device.config import EngineConfig, plain_config
 from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
 from sglcore.engine.ranks.agreement import differences
+from sglcore.engine.ranks.launch import Placement
 from sglcore.engine.ranks.spec import HOST_GONE, RankSpec
 from sglcore.engine.ranks.wire import Channel, Frame, Gone, Kind
 
@@ -56,6 +58,18 @@ class Order(msgspec.Struct, frozen=True):
     beat: float
     silence: float
     interface_variables: tuple[str, ...]
+
+
+class HostSpec(msgspec.Struct, frozen=True):
+    """What a process is told that is started as a node by the leader's own doing: plain values."""
+
+    config: dict[str, Any]
+    placement: dict[str, Any]
+
+
+def host_spec(config: EngineConfig, placement: Placement) -> bytes:
+    """One line for `main`."""
+    return msgspec.json.encode(HostSpec(plain_config(config), asdict(placement))) + b"\n"
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from sglcore.device.selection import Choice
 from sglcore.device.server_config import is_loopback
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.engine.ranks.agreement import shared_facts
-from sglcore.engine.ranks.hosts import Gathering, Joined, NodeFacts, Order, RemoteHost
+from sglcore.engine.ranks.hosts import Gathering, Joined, NodeFacts, Order, RemoteHost, host_spec
 from sglcore.engine.ranks.interface import interface_of
-from sglcore.engine.ranks.launch import Placement
+from sglcore.engine.ranks.launch import Placement, host_and_port
+from sglcore.engine.ranks.launch_ray import RayHosts
 from sglcore.engine.ranks.spec import RankProcess, Spawn, spec_of
 from sglcore.engine.ranks.wire import Channel, listen, tcp_address
 
@@ -39,6 +40,7 @@ class Team:
     starts: list[Callable[[], dict[int, RankProcess]]]
     row: Row
     hosts: list[RemoteHost] = field(default_factory=list)
+    cluster: RayHosts | None = None
 
     def host_of(self, rank: int) -> str:
         """The address of the host of a rank; empty: this one."""
@@ -53,6 +55,8 @@ class Team:
         """Other hosts end, and what they hold. Idempotent."""
         for host in self.hosts:
             host.close()
+        if self.cluster is not None:
+            self.cluster.close()
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,55 @@ class Maker:
     def across(self, stack: ExitStack, folder: Path, progress: Callable[[str, int, int], None]) -> Team:
         """The same number of ranks on each node, once all have joined. Waits. Raises ConfigError for nodes that do not fit each
         other, and WorkerLost where some do not come."""
-        listener, host, port = self._listen()
-        stack.callback(listener.close)
-        shared = shared_facts(self.config, folder, self.choice)
-        gathering = Gathering(listener, self.placement.nodes, shared, progress, self._check_devices)
-        joined = gathering.wait(self.config.join_timeout, f"{host}:{port}")
+        cluster = self._cluster() if self.placement.cluster else None
+        with ExitStack() as undone:
+            if cluster is not None:
+                undone.callback(cluster.close)
+            listener, host, port = self._listen("" if cluster is None else cluster.address)
+            stack.callback(listener.close)
+            joined = self._join(listener, f"{host}:{port}", folder, progress, cluster)
+            for each in joined:
+                undone.callback(each.channel.close)
+            team = self._team(listener, port, joined)
+            undone.pop_all()
+        team.cluster = cluster
+        return team
+
+    def _cluster(self) -> RayHosts:
+        """That of which this host is a part. Each host gives a core and a device for each of its ranks."""
+        each = float(self.topology.world // self.placement.nodes)
+        device = self.communication.cluster_resource
+        return RayHosts(
+            self.placement.cluster, self.placement.nodes, {"CPU": each} | ({device: each} if device else {})
+        )
+
+    def _join(
+        self,
+        listener: socket.socket,
+        where: str,
+        folder: Path,
+        progress: Callable[[str, int, int], None],
+        cluster: RayHosts | None,
+    ) -> list[Joined]:
+        """The other nodes, once they are there."""
+        shared, seconds = shared_facts(self.config, folder, self.choice), self.config.join_timeout
+
+        def look(phase: str, done: int, total: int) -> None:
+            progress(phase, done, total)
+            if cluster is not None:
+                cluster.check()
+
+        if cluster is not None:
+            cluster.begin([self._told_by_cluster(node, where) for node in range(1, self.placement.nodes)], seconds)
+        return Gathering(listener, self.placement.nodes, shared, look, self._check_devices).wait(seconds, where)
+
+    def _told_by_cluster(self, node: int, where: str) -> bytes:
+        """What a node is told that Ray starts: this one's configuration, and any device of the same name."""
+        config = replace(self.config, device=self.choice.package.name)
+        return host_spec(config, replace(self.placement, node=node, leader=host_and_port(where)))
+
+    def _team(self, listener: socket.socket, port: int, joined: list[Joined]) -> Team:
+        """All ranks, once every node has joined."""
         silence = self.told["beat"] * SILENCES
         hosts = [RemoteHost(each, self.told["beat"], silence) for each in joined]
         address = advertised(joined)
@@ -95,8 +143,9 @@ class Maker:
         ]
         for each, remote in zip(joined, hosts, strict=True):
             places = self._places(each.facts.node, each.facts.local, each.facts.neighbours, "")
+            plain = [place.as_plain() for place in places]
             order = Order(
-                [place.as_plain() for place in places],
+                plain,
                 address,
                 port,
                 meeting,
@@ -144,10 +193,10 @@ class Maker:
                 remedy="fewer ranks (--tp), or more nodes",
             )
 
-    def _listen(self) -> tuple[socket.socket, str, int]:
+    def _listen(self, own: str) -> tuple[socket.socket, str, int]:
         """Where nodes find this one: at the address that is given, if it is one of this machine by which others can reach it, else at
-        all of them. Raises ConfigError."""
-        host, port = self.placement.leader
+        all of them; or at the address `own`, on a free port. Raises ConfigError."""
+        host, port = (own, 0) if own else self.placement.leader
         try:
             listener, address = listen(None, _bindable(host), port)
         except OSError as error:
@@ -156,7 +205,7 @@ class Maker:
                 wanted="an address of this machine and a free port",
                 remedy="--leader HOST:PORT with another port, on every host",
             ) from None
-        return listener, host, int(address.rpartition(":")[2])
+        return listener, f"[{host}]" if ":" in host else host, int(address.rpartition(":")[2])
 
 
 def advertised(joined: list[Joined]) -> str:
