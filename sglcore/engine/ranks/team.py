@@ -198,7 +198,7 @@ class Maker:
         all of them; or at the address `own`, on a free port. Raises ConfigError."""
         host, port = (own, 0) if own else self.placement.leader
         try:
-            listener, address = listen(None, _bindable(host), port)
+            listener, address = listen(None, bindable(host), port)
         except OSError as error:
             raise ConfigError(
                 f"the leader can not listen at {host}, port {port}: {error.strerror or error}",
@@ -219,7 +219,7 @@ def _begin(remote: RemoteHost, order: Order) -> dict[int, RankProcess]:
     return dict(remote.ranks)
 
 
-def _bindable(host: str) -> str:
+def bindable(host: str) -> str:
     """What to listen at for a host's name: itself where it is an address, or one name of this machine that others can use."""
     found = {str(each[4][0]) for each in _resolve(host)}
     if len(found) != 1:

@@ -149,5 +149,5 @@ def _end(process: RankProcess) -> str:
     if code is None:
         return "has closed its channel"
     if code == HOST_GONE:
-        return "is gone with its host"
+        return "is gone with its host, which has ended or can not be heard any more,"
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
