@@ -50,6 +50,9 @@ class TwoHosts:
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", interface)
             _ip("-n", name, "link", "set", interface, "up")
+            _ip(
+                "-n", name, "route", "add", "default", "dev", interface
+            )  # who looks for its own address asks for a way out
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -28,7 +28,7 @@ HELLO_SECONDS = 5.0
 """How long a frame may take that has begun to come."""
 ANSWER_SECONDS = 2.0
 """How long a node may take to say that its ranks have ended; it ends them by itself where it hears nothing."""
-LOOK_EVERY = 0.2
+LOOK_EVERY = 0.1
 EPOCH = 0
 """That of the channels of nodes, on which the epoch of the ranks is told."""
 
@@ -161,7 +161,7 @@ class RemoteHost:
                 spoke = time.monotonic()
                 self._say(Kind.BEAT)
             try:
-                readable, _, _ = select.select([self._channel], [], [], self._beat)
+                readable, _, _ = select.select([self._channel], [], [], min(self._beat, LOOK_EVERY))
                 if readable:
                     self._take(self._channel.receive())
                     heard = time.monotonic()
