@@ -77,6 +77,8 @@ class Node:
         try:
             config, chosen = self._introduce(channel)
             order = self._order(channel)
+            if order is None:
+                return LEADER_GONE
             leader, own = channel.addresses
             if is_loopback(own):  # the leader's own machine: others know it by this address
                 leader = own = order.address
@@ -115,14 +117,20 @@ class Node:
             raise
         return config, (choice.chosen, package.is_host)
 
-    def _order(self, channel: Channel) -> Order:
-        """What the leader says once all nodes are there."""
+    def _order(self, channel: Channel) -> Order | None:
+        """What the leader says once all nodes are there; None: it ended before."""
         channel.wait_at_most(self.join_timeout)
         host, port = self.placement.leader
         try:
             frame = channel.receive()
-        except (Gone, TimeoutError) as error:
-            raise WorkerLost(f"the leader at {host}:{port} ended before all nodes were there: {error}") from None
+        except Gone:
+            log.error("the leader at %s, port %d ended before all nodes were there", host, port)
+            return None
+        except TimeoutError:
+            raise WorkerLost(
+                f"the leader at {host}, port {port} has not found all nodes in {self.join_timeout:.0f} s",
+                remedy="look at what it and the other nodes print, or raise --join-timeout",
+            ) from None
         if frame.kind is Kind.FAILED:
             raise ConfigError(f"the leader at {host}:{port} refuses: {frame.body.decode(errors='replace')}")
         return msgspec.msgpack.decode(frame.body, type=Order)

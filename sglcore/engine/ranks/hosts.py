@@ -236,9 +236,14 @@ class Gathering:
     def _accept(self) -> None:
         stream, _ = self.listener.accept()
         channel = Channel(stream, EPOCH)
+        try:
+            addresses = channel.addresses
+        except OSError:  # it has left again
+            channel.close()
+            return
         channel.wait_at_most(HELLO_SECONDS)
         self._waiting.append(channel)
-        self._selector.register(channel, selectors.EVENT_READ, (channel, *channel.addresses))
+        self._selector.register(channel, selectors.EVENT_READ, (channel, *addresses))
 
     def _hear(self, channel: Channel, address: str, reached: str) -> None:
         """The first word of who has connected; whoever is no node is let go."""
