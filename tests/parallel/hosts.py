@@ -32,6 +32,7 @@ class OtherNode(threading.Thread):
         *,
         node: int = 1,
         nodes: int = 2,
+        local: int = 0,
         timeout: float = 60.0,
         defect: Defect = defects.nothing,
         prepare: Callable[[Any], Any] = lambda given: given,
@@ -42,7 +43,7 @@ class OtherNode(threading.Thread):
         self.code: int | None = None
         self.error: SglcoreError | None = None
         config = configured(folder, nodes=nodes, **settings)
-        placement = Placement("hand", "--node-rank is given", nodes, node, ("127.0.0.1", port))
+        placement = Placement("hand", "--node-rank is given", nodes, node, ("127.0.0.1", port), local, local + 1)
         self.node = Node(placement, lambda: prepare((config, folder)), timeout, self.forking)
         self.start()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,10 @@ from typing import Any
 
 NETWORK = 0x40000000
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+NAMES = ("host-of-leader", "other-host")
+"""Of the hosts. On its own host a name means loopback, as many systems are set up."""
+FILES = Path("/etc/netns")
+"""Where `ip netns exec` finds files of a namespace that hide those in /etc."""
 
 
 def missing() -> str:
@@ -42,8 +47,10 @@ class TwoHosts:
         self.processes: list[subprocess.Popen[Any]] = []
 
     def __enter__(self) -> TwoHosts:
-        for name in self.names:
+        for host, name in enumerate(self.names):
             _ip("netns", "add", name)
+            (FILES / name).mkdir(parents=True, exist_ok=True)
+            (FILES / name / "hosts").write_text(_names_on(host))
         _ip("link", "add", self.interfaces[0], "type", "veth", "peer", "name", self.interfaces[1])
         for name, interface, address in zip(self.names, self.interfaces, ADDRESSES, strict=True):
             _ip("link", "set", interface, "netns", name)
@@ -63,6 +70,7 @@ class TwoHosts:
             os.kill(pid, 9)
         for name in self.names:
             _ip("netns", "del", name)
+            shutil.rmtree(FILES / name)
 
     def start(self, host: int, words: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[Any]:
         """A process on a host, whose output goes to a file. It sees no settings of the one that starts it."""
@@ -104,6 +112,12 @@ class TwoHosts:
         if error is not None:
             raise error
         return value
+
+
+def _names_on(host: int) -> str:
+    """What names mean on a host, that of the machine included."""
+    own = f"127.0.0.1 localhost\n127.0.1.1 {NAMES[host]} {socket.gethostname()}\n"
+    return f"{own}{ADDRESSES[1 - host]} {NAMES[1 - host]}\n"
 
 
 def _ip(*words: str) -> None:

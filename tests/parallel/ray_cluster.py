@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.parallel.namespaces import ADDRESSES, TwoHosts
+from tests.parallel.served import until
 
 PORT = 6379
 START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
@@ -38,11 +37,3 @@ def begin(hosts: TwoHosts, logs: Path, **variables: str) -> None:
 def wait_for(log: Path, word: str) -> None:
     """Until a log has a word."""
     until(lambda: word in log.read_text())
-
-
-def until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for it, so long at most."""
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.1)

@@ -28,6 +28,14 @@ def settings_environ() -> dict[str, str]:
     return {**environ(), "SGLCORE_DEVICE": os.environ["LANE_DEVICE"], "PYTHONUNBUFFERED": "1"}
 
 
+def until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for it, so long at most."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 def url_in(log: Path, process: subprocess.Popen[Any]) -> str:
     """The address of a server, once it says that it serves."""
     end = time.monotonic() + PATIENCE

@@ -25,6 +25,7 @@ from tests.parallel.served import (
     ledger_of,
     settings_environ,
     stream_until_error,
+    until,
     url_in,
 )
 
@@ -105,7 +106,7 @@ def test_two_hosts_of_a_cluster_answer_like_one_and_end_when_their_link_is_cut(h
     assert f"on {ADDRESSES[1]}" in said and "rank 1" in said and seconds < SILENCE + 1.0
     assert server.wait(120) != 0
     assert len(ranks) == 2, "the node and its rank"
-    ray_cluster.until(lambda: not any(map(_is_rank, hosts.pids(1))))
+    until(lambda: not any(map(_is_rank, hosts.pids(1))))
 
 
 def _is_rank(pid: int) -> bool:

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from sglcore.engine.ranks.rank_process import HOST_INTERFACE
 from tests.parallel.hosts import free_port
-from tests.parallel.namespaces import ADDRESSES, TwoHosts, missing
+from tests.parallel.namespaces import ADDRESSES, NAMES, TwoHosts, missing
 from tests.parallel.served import (
     ANSWER,
     SERVE,
@@ -25,6 +25,7 @@ from tests.parallel.served import (
     ledger_of,
     settings_environ,
     stream_until_error,
+    until,
     url_in,
 )
 
@@ -47,7 +48,7 @@ def torchrun(node: int) -> tuple[str, ...]:
 
 
 def by_hand(node: int) -> tuple[str, ...]:
-    return (*SERVE, "--nnodes", "2", "--node-rank", str(node), "--dist-init-addr", f"{ADDRESSES[0]}:29611")
+    return (*SERVE, "--nnodes", "2", "--node-rank", str(node), "--dist-init-addr", f"{NAMES[0]}:29611")
 
 
 def worker_set(node: int) -> dict[str, str]:
@@ -76,6 +77,7 @@ def test_torchrun_of_one_machine_starts_a_server_of_two_processes(tmp_path: Path
 
 STARTS = {
     "torchrun": (torchrun, lambda node: {}, "torchrun"),
+    "hand": (by_hand, lambda node: {}, "hand"),
     "a LeaderWorkerSet": (lambda node: SERVE, worker_set, "a LeaderWorkerSet"),
 }
 
@@ -92,17 +94,37 @@ def test_two_hosts_answer_like_one_and_end_when_their_link_is_cut(start: str, ho
     row = hosts.on(0, partial(ledger_of, url))["placement"]
     assert row["effective"] == f"2 nodes by {launcher}"
     assert f"node 0 is {ADDRESSES[0]}, {hosts.interfaces[0]}" in row["reason"]
-    check_cut(hosts, url, started)
-
-
-def check_cut(hosts: TwoHosts, url: str, started: list[subprocess.Popen[Any]]) -> None:
-    """In the middle of a stream; then nothing is left on either host."""
     said, seconds = hosts.on(0, partial(stream_until_error, url, hosts.cut))
     assert f"on {ADDRESSES[1]}" in said and "rank 1" in said
     assert seconds < SILENCE + 1.0
     for process in started:
         assert process.wait(MANY) != 0
     assert hosts.pids(0) == hosts.pids(1) == []
+
+
+def test_a_link_that_is_cut_while_ranks_come_up_ends_the_start(hosts: TwoHosts, tmp_path: Path) -> None:
+    logs = [tmp_path / f"log{node}" for node in (0, 1)]
+    started = [hosts.start(node, by_hand(node), logs[node], **settings_environ()) for node in (0, 1)]
+    until(lambda: bool(ranks_on(hosts, 1)))
+    hosts.cut()
+    assert [process.wait(MANY) > 0 for process in started] == [True, True]
+    assert "rank 1" in logs[0].read_text() and "is gone with its host" in logs[0].read_text()
+    assert hosts.pids(0) == hosts.pids(1) == []
+
+
+def test_an_interface_that_others_can_not_reach_ends_the_start(hosts: TwoHosts, tmp_path: Path) -> None:
+    """It is what the back end would take of itself where a host's name means loopback; here a person has set it."""
+    logs = [tmp_path / f"log{node}" for node in (0, 1)]
+    given = {**settings_environ(), HOST_INTERFACE: "lo"}
+    started = [hosts.start(node, by_hand(node), logs[node], **given) for node in (0, 1)]
+    assert [process.wait(MANY) > 0 for process in started] == [True, True]
+    said = logs[0].read_text()
+    assert "failed in" in said and "remote=[127.0." in said
+
+
+def ranks_on(hosts: TwoHosts, host: int) -> list[int]:
+    """The processes of ranks there."""
+    return [pid for pid in hosts.pids(host) if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_a_host_that_is_killed_is_noticed_at_once_and_followed_again_with_restart(
@@ -135,9 +157,8 @@ def test_a_host_follows_the_leader_of_a_new_start(hosts: TwoHosts, tmp_path: Pat
     url = url_in(logs[0], started[0])
 
     def die() -> None:
-        ranks = [pid for pid in hosts.pids(0) if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        assert len(ranks) == 1
-        os.kill(ranks[0], signal.SIGKILL)
+        (rank,) = ranks_on(hosts, 0)
+        os.kill(rank, signal.SIGKILL)
 
     said, seconds = hosts.on(0, partial(stream_until_error, url, die))
     assert "rank 0" in said and "SIGKILL" in said and seconds < 1.0

@@ -27,7 +27,7 @@ from sglcore.engine.ranks.group import RankGroup, end_all
 from sglcore.engine.ranks.launch import ALONE, Placement, find_placement
 from sglcore.engine.ranks.spec import RankProcess, Spawn, limits_text, spawn_local
 from sglcore.engine.ranks.team import SILENCES, Maker
-from sglcore.engine.ranks.watch import Member, Patience, Watch
+from sglcore.engine.ranks.watch import Member, Patience, Watch, ended
 from sglcore.engine.ranks.wire import Channel, Gone
 
 Progress = Callable[[str, int, int], None]
@@ -152,7 +152,7 @@ def _gather(
             continue
         for rank, process in processes.items():
             if (code := process.poll()) is not None:
-                raise WorkerLost(f"rank {rank} (process {process.pid}) ended with exit code {code} before it came up")
+                raise WorkerLost(f"rank {rank} (process {process.pid}) {ended(code)} before it came up")
         if time.monotonic() > end:
             missing = sorted({rank for rank in processes if (rank, "control") not in found})
             raise WorkerLost(f"ranks {missing} have not come up in {patience.starting:.0f} s")

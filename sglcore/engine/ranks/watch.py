@@ -146,8 +146,11 @@ def _end(process: RankProcess) -> str:
     end = time.monotonic() + 0.2
     while (code := process.poll()) is None and time.monotonic() < end:
         time.sleep(0.002)
-    if code is None:
-        return "has closed its channel"
+    return "has closed its channel" if code is None else ended(code)
+
+
+def ended(code: int) -> str:
+    """What an exit code says."""
     if code == HOST_GONE:
         return "is gone with its host, which has ended or can not be heard any more,"
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
