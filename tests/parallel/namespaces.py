@@ -114,6 +114,14 @@ class TwoHosts:
         return value
 
 
+def command_of(pid: int) -> bytes:
+    """The command line of a process; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def _names_on(host: int) -> str:
     """What names mean on a host, that of the machine included."""
     own = f"127.0.0.1 localhost\n127.0.1.1 {NAMES[host]} {socket.gethostname()}\n"

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from sglcore.device.config import EngineConfig, resolve_config
+from sglcore.cli.serve import _placed as placed_server
+from sglcore.device.config import EngineConfig, resolve_config, resolve_server_config
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.engine.ranks import host_process, team
@@ -102,6 +103,26 @@ def test_what_is_incomplete_or_contradicts_itself_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         placed(environ, **settings)
+
+
+def test_with_nodes_ray_places_them_and_not_replicas() -> None:
+    config, server = resolve_config({"tp": 4, "nodes": 2}, {}), resolve_server_config({"ray": "head:1"}, {})
+    placement, config, server = placed_server(config, server)
+    assert placement.cluster == "head:1" and config.leader == "ray:head:1" and server.ray is None
+    alone = resolve_server_config({"ray": "auto", "replicas": 2}, {})
+    assert placed_server(resolve_config({}, {}), alone)[2].ray == "auto"
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ({"replicas": 2}, "held by 2 nodes, and --replicas is given; leave --replicas out"),
+        ({"ray_resources": ("CPU=4",), "ray": "auto"}, "--ray-resources is given"),
+    ],
+)
+def test_what_is_for_replicas_is_refused_with_nodes(server: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        placed_server(resolve_config({"tp": 4, "nodes": 2, "leader": "ray"}, {}), resolve_server_config(server, {}))
 
 
 def test_a_leader_that_can_not_be_reached_is_named_with_its_port_and_the_seconds() -> None:

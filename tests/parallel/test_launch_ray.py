@@ -16,7 +16,7 @@ from tests.laws.engine import TokenEngine, random_prompts
 from tests.parallel import ray_cluster
 from tests.parallel.engine import RankedEngine
 from tests.parallel.fake_ray import FakeRay
-from tests.parallel.namespaces import ADDRESSES, TwoHosts, missing
+from tests.parallel.namespaces import ADDRESSES, TwoHosts, command_of, missing
 from tests.parallel.served import (
     ANSWER,
     SERVE,
@@ -110,7 +110,4 @@ def test_two_hosts_of_a_cluster_answer_like_one_and_end_when_their_link_is_cut(h
 
 
 def _is_rank(pid: int) -> bool:
-    try:
-        return b"engine.ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    return b"engine.ranks" in command_of(pid)

@@ -14,7 +14,7 @@ import pytest
 
 from sglcore.engine.ranks.rank_process import HOST_INTERFACE
 from tests.parallel.hosts import free_port
-from tests.parallel.namespaces import ADDRESSES, NAMES, TwoHosts, missing
+from tests.parallel.namespaces import ADDRESSES, NAMES, TwoHosts, command_of, missing
 from tests.parallel.served import (
     ANSWER,
     SERVE,
@@ -124,10 +124,10 @@ def test_an_interface_that_others_can_not_reach_ends_the_start(hosts: TwoHosts, 
 
 def ranks_on(hosts: TwoHosts, host: int) -> list[int]:
     """The processes of ranks there."""
-    return [pid for pid in hosts.pids(host) if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in hosts.pids(host) if b"rank_process" in command_of(pid)]
 
 
-def test_a_host_that_is_killed_is_noticed_at_once_and_followed_again_with_restart(
+def test_a_node_that_is_killed_is_noticed_at_once_and_followed_again_with_restart(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
     logs = [tmp_path / f"log{node}" for node in (0, 1, 2)]
@@ -136,13 +136,11 @@ def test_a_host_that_is_killed_is_noticed_at_once_and_followed_again_with_restar
     url = url_in(logs[0], leader)
     assert hosts.on(0, partial(answer_of, url)) == ANSWER
 
-    def die() -> None:
-        for pid in hosts.pids(1):
-            os.kill(pid, signal.SIGKILL)
-
-    said, seconds = hosts.on(0, partial(stream_until_error, url, die))
+    assert len(ranks_on(hosts, 1)) == 1
+    said, seconds = hosts.on(0, partial(stream_until_error, url, other.kill))
     assert "rank 1" in said and seconds < 1.0
     other.wait(MANY)
+    until(lambda: not hosts.pids(1))  # its rank ends by itself
     again = hosts.start(1, words[1], logs[2], **settings_environ())
     hosts.on(0, partial(answered_again, url))
     leader.send_signal(signal.SIGTERM)

@@ -155,7 +155,8 @@ class Maker:
             )
             starts.append(partial(_begin, remote, order))
         met = f"node 0 is {address}, {interface_of(address) or 'of no interface that is known'}"
-        return Team(listener, starts, self.placement.row(f"nodes {self.placement.nodes}", met), hosts)
+        asked = f"nodes {self.config.nodes}" if self.config.nodes > 1 else "auto"
+        return Team(listener, starts, self.placement.row(asked, met), hosts)
 
     def _places(self, node: int, local: int, neighbours: int, meeting: str) -> list[Place]:
         each = self.topology.world // self.placement.nodes
