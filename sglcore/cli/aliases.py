@@ -11,6 +11,8 @@ from sglcore.device.errors import ConfigError
 FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "tp": ("--tensor-parallel-size", "--tp-size", "-tp"),
+        "nodes": ("--nnodes",),
+        "leader": ("--dist-init-addr",),
         "model": ("--model-path", "-m", "--hf-repo", "-hf"),
         "hf_token": ("-hft",),
         "max_model_len": ("--context-length", "--ctx-size", "-c"),
@@ -72,7 +74,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("--split-mode", "-sm"), _DEVICES),
         **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "-pp", "--tensor-split", "-ts"), _DEVICES),
         **dict.fromkeys(("--n-gpu-layers", "--gpu-layers", "-ngl"), _DEVICES),
-        **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "--ray places replicas on several machines"),
+        **dict.fromkeys(
+            ("--master-addr", "--master-port", "--headless"), "--leader HOST:PORT names host 0 on every host"
+        ),
         "--quantization": _QUANTIZED,
         **dict.fromkeys(("--enable-lora", "--lora-modules", "--lora-paths", "--lora"), _LORA),
         **dict.fromkeys(("--tokenizer", "--tokenizer-path"), _IN_FOLDER),

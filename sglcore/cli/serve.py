@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 
 if TYPE_CHECKING:
+    from sglcore.engine.ranks.launch import Placement
     from sglcore.serving.chat.frontend import ChatFrontend
 
 TEXT_ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /metrics"
@@ -23,6 +25,8 @@ VECTOR_ENDPOINTS = "/v1/embeddings /v1/score /v1/rerank /tokenize /metrics"
 LABEL_ENDPOINTS = "/classify /v1/score /v1/rerank /tokenize /metrics"
 """Those of a model that generates text, of one that embeds, and of one with a head for labels."""
 POLL_SECONDS = 0.05
+LAST_WORDS = 10.0
+"""Seconds that a node goes on after the time in which its leader drains, if both are told to stop."""
 
 
 def serve(
@@ -42,7 +46,53 @@ def serve(
         raise ConfigError(f"two models are named: {model!r} and {model_path!r}", remedy="name one")
     config = resolve_config({"model": model or model_path, **engine_settings(given)})
     server = resolve_server_config(split_settings(given, ServerConfig))
+    placement, config, server = _placed(config, server)
+    if placement.node:
+        raise typer.Exit(_follow(placement, config, server, quiet=quiet))
     raise typer.Exit(_run(_fetched(config, quiet=quiet), server, quiet=quiet))
+
+
+def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, EngineConfig, ServerConfig]:
+    """Which node of those that hold the model this one is. Where they are several, --ray places them and not replicas. Raises
+    ConfigError for what does not go with several."""
+    from sglcore.engine.ranks.launch import find_placement
+
+    if config.nodes > 1 and server.ray is not None:
+        config, server = replace(config, leader=config.leader or f"ray:{server.ray}"), replace(server, ray=None)
+    placement = find_placement(config)
+    if placement.nodes == 1:
+        return placement, config, server
+    if server.replicas > 1 or server.ray_resources:
+        name = "replicas" if server.replicas > 1 else "ray-resources"
+        raise ConfigError(
+            f"the model is held by {placement.nodes} nodes, and --{name} is given",
+            remedy=f"leave --{name} out; a server for each copy of the model",
+        )
+    if server.restart and placement.restarter:
+        raise ConfigError(
+            f"--restart is given, and {placement.restarter} starts all nodes again", remedy="leave --restart out"
+        )
+    return placement, config, server
+
+
+def _follow(placement: Placement, config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
+    """Hold ranks for the server of node 0, and serve nothing."""
+    import logging
+
+    from sglcore.engine.ranks.host_process import Node, Stopping, follow
+    from sglcore.engine.start import model_folder
+
+    logging.basicConfig(level=server.log_level.upper(), format=f"%(levelname)s node {placement.node}: %(message)s")
+
+    def prepare() -> tuple[EngineConfig, Path]:
+        own = _fetched(config, quiet=quiet)
+        return own, model_folder(own)
+
+    node = Node(placement, prepare, config.join_timeout, stopping=Stopping(finish=server.drain_timeout + LAST_WORDS))
+    if not quiet:
+        host, port = placement.leader
+        print(f"node {placement.node} of {placement.nodes}, for the leader at {host}:{port}", flush=True)
+    return follow(node, restart=server.restart)
 
 
 def _fetched(config: EngineConfig, *, quiet: bool) -> EngineConfig:

@@ -47,6 +47,18 @@ class EngineConfig:
     tp: int = setting(
         1, "Devices that hold one model together, each a part of every layer; each has a process of its own.", least=1
     )
+    nodes: int = setting(
+        1,
+        "Hosts that hold one model together, each with tp / nodes of its devices; this command runs on each.",
+        least=1,
+    )
+    node_rank: int | None = setting(None, "Which of the hosts this one is; 0 has the server.", least=0)
+    leader: str | None = setting(
+        None,
+        "Where host 0 listens for the others, HOST:PORT, by an address that they reach; ray, or ray:ADDRESS of a cluster: Ray starts"
+        " the others.",
+    )
+    join_timeout: float = setting(300.0, "Seconds that hosts wait for each other before they give up.", least=1)
     model_impl: str = setting(
         "auto",
         "native (a file of sglcore), transformers (transformers' own class), or auto: native where there is a file.",

@@ -71,7 +71,9 @@ class ServerConfig:
     restart: bool = setting(False, "Start an engine process again that died.")
     replicas: int = setting(1, "Engine processes behind this endpoint.", least=1)
     replica_env: tuple[str, ...] = setting((), "A variable for each replica, NAME={index}; may be given several times.")
-    ray: str | None = setting(None, "Place the replicas by Ray: the address of a cluster, auto, or local.")
+    ray: str | None = setting(
+        None, "Place the replicas, or the nodes of one model, by Ray: the address of a cluster, auto, or local."
+    )
     ray_resources: tuple[str, ...] = setting(
         (), "What each replica needs of its machine, NAME=AMOUNT; may be given several times."
     )

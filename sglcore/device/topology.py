@@ -17,11 +17,14 @@ different shards of requests; those that share experts; the stages of a pipeline
 @dataclass(frozen=True, slots=True)
 class Communication:
     """By what a device's ranks exchange tensors: the name of the back end in torch.distributed, that of the back end for host
-    tensors, and whether captured graphs may hold its collectives."""
+    tensors, and whether captured graphs may hold its collectives. `interface_variable`: the variable by which the back end is
+    told its network interface; `cluster_resource`: what a cluster's scheduler counts one device as."""
 
     backend: str
     host_backend: str = "gloo"
     in_graphs: bool = False
+    interface_variable: str = ""
+    cluster_resource: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from tests.checkpoints import llama, save
 from tests.laws.engine import check_logprobs, random_prompts
 from tests.parallel import defects
 from tests.parallel.engine import RankedEngine
+from tests.parallel.hosts import OtherNode, free_port
 
 pytestmark = pytest.mark.needs("device", "simulator", "streams")
 PLAIN: dict[str, Any] = {"graph": "off", "kernels": "reference", "attention_backend": "gathered", "threads": None}
@@ -32,6 +33,26 @@ def test_two_devices_hold_one_model(lane: Lane, oracle: Any, tmp_path: Path) -> 
         rows = {row.topic: row for row in engine.started.ledger.rows}
         assert engine.started.choice.package.communication is not None
         assert engine.started.choice.package.communication.backend in rows["ranks"].reason
+
+
+def test_two_devices_of_two_hosts_hold_one_model(lane: Lane, oracle: Any, tmp_path: Path) -> None:
+    """Each host has the device that its ranks begin with."""
+    kind = partial(defects.simulated, lane.simulator)
+    port, folder = free_port(), save(oracle, tmp_path)
+    other = OtherNode(folder, port, defect=kind, **PLAIN)
+    with RankedEngine(folder, kind, nodes=2, node_rank=0, leader=f"127.0.0.1:{port}", **PLAIN) as engine:
+        check_logprobs(engine.run(random_prompts(5, (1, 5, 17)), 6, stagger=2), oracle)
+    assert other.ended() == 0
+
+
+def test_a_host_without_so_many_devices_is_refused(oracle: Any, tmp_path: Path) -> None:
+    """Two are there, and the second of two nodes of one machine would need the third and the fourth."""
+    port, folder = free_port(), save(oracle, tmp_path)
+    other = OtherNode(folder, port, tp=4, local=1, **PLAIN)
+    with pytest.raises(ConfigError, match=r"node 1 \(host 127\.0\.0\.1\) needs .* up to number 3, and has 2"):
+        RankedEngine(folder, tp=4, nodes=2, node_rank=0, leader=f"127.0.0.1:{port}", **PLAIN)
+    other.join(60)
+    assert isinstance(other.error, ConfigError)
 
 
 def test_a_sum_on_a_stream_that_does_not_wait_is_a_race(lane: Lane, oracle: Any, tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ package = DevicePackage(
     },
     kernels={"triton": "sglcore_cuda.kernels:kernels"},
     bring_up="sglcore_cuda.bring_up:BRING_UP",
-    communication=Communication("nccl", in_graphs=True),
+    communication=Communication(
+        "nccl", in_graphs=True, interface_variable="NCCL_SOCKET_IFNAME", cluster_resource="GPU"
+    ),
     pci=frozenset({PciClaim(0x10DE, ACCELERATOR_CLASSES | {DISPLAY_CLASS})}),
 )
 """What `sglcore devices` and the core read."""

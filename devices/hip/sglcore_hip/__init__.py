@@ -24,7 +24,9 @@ package = DevicePackage(
     },
     kernels={"triton": "sglcore_hip.kernels:kernels"},
     bring_up="sglcore_hip.bring_up:BRING_UP",
-    communication=Communication("nccl", in_graphs=True),
+    communication=Communication(
+        "nccl", in_graphs=True, interface_variable="NCCL_SOCKET_IFNAME", cluster_resource="GPU"
+    ),
     pci=frozenset({PciClaim(0x1002)}),
 )
 """What `sglcore devices` and the core read."""

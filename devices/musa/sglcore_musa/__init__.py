@@ -24,7 +24,7 @@ package = DevicePackage(
     },
     kernels={"triton": "sglcore_musa.kernels:kernels"},
     bring_up="sglcore_musa.bring_up:BRING_UP",
-    communication=Communication("mccl"),
+    communication=Communication("mccl", interface_variable="MCCL_SOCKET_IFNAME"),
     pci=frozenset({PciClaim(0x1ED5, ACCELERATOR_CLASSES | {DISPLAY_CLASS})}),
 )
 """What `sglcore devices` and the core read."""

@@ -23,7 +23,7 @@ package = DevicePackage(
     },
     kernels={"torch_npu": "sglcore_npu.kernels:kernels"},
     bring_up="sglcore_npu.bring_up:BRING_UP",
-    communication=Communication("hccl"),
+    communication=Communication("hccl", interface_variable="HCCL_SOCKET_IFNAME", cluster_resource="NPU"),
     pci=frozenset({PciClaim(0x19E5)}),
 )
 """What `sglcore devices` and the core read."""

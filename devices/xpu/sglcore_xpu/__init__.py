@@ -26,7 +26,7 @@ package = DevicePackage(
     },
     kernels={"triton": "sglcore_xpu.kernels:kernels"},
     bring_up="sglcore_xpu.bring_up:BRING_UP",
-    communication=Communication("xccl"),
+    communication=Communication("xccl", cluster_resource="GPU"),
     pci=frozenset({PciClaim(0x8086, frozenset({0x0300, 0x0302, 0x0380}), GRAPHICS)}),
 )
 """What `sglcore devices` and the core read. The vendor's processing accelerators (class 1200) are no GPUs."""

@@ -7,7 +7,7 @@ device. What ends one rank ends them all: every open step then raises WorkerLost
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +22,12 @@ from sglcore.engine.ranks.wire import Channel, Gone, Kind
 class RankGroup:
     """A ModelWorker of several processes. Not thread-safe: one scheduler owns it."""
 
-    def __init__(self, watch: Watch, steps: Sequence[Channel], limits: Limits) -> None:
-        """`steps` are the ranks' channels, by rank, and `limits` those of every rank."""
+    def __init__(
+        self, watch: Watch, steps: Sequence[Channel], limits: Limits, at_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """`steps` are the ranks' channels, by rank, and `limits` those of every rank. `at_end` is called once all have ended."""
         self.limits = replace(limits, runs_ahead=True)
-        self._watch, self._steps = watch, tuple(steps)
+        self._watch, self._steps, self._at_end = watch, tuple(steps), at_end
         self._sent: int | None = None
         self._failure: SglcoreError | None = None
         self._has_failed, self._is_closing = threading.Event(), threading.Event()
@@ -76,6 +78,7 @@ class RankGroup:
         end_all(self._watch, self._steps)
         self._watcher.join(self._watch.patience.closing)
         close_all(self._watch, self._steps)
+        self._at_end()
 
     def _drain(self) -> None:
         """Ask all first, then wait for each: they leave together."""

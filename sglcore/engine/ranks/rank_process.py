@@ -27,6 +27,8 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.device.topology import Place
 from sglcore.device.worker import ModelWorker, Ticket
 from sglcore.engine.ranks.codec import decode, encode
+from sglcore.engine.ranks.interface import interface_of
+from sglcore.engine.ranks.launch import TORCHRUN
 from sglcore.engine.ranks.spec import RankSpec
 from sglcore.engine.ranks.wire import Channel, Gone, Kind, connect
 from sglcore.engine.start import bring_up, choose, model_folder
@@ -35,6 +37,8 @@ LEADER_GONE = 3
 """The exit code of a process whose leader ended without a word."""
 FAILED = 1
 """The exit code of a rank that has said why it ends."""
+HOST_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""By which the back end for host tensors is told its interface."""
 PROGRESS_EVERY = 0.1
 """Seconds between two words about the same phase."""
 
@@ -52,8 +56,7 @@ def run(spec: RankSpec) -> int:
         signal.signal(name, signal.SIG_IGN)  # the leader is told, drains, and then closes its ranks
     place = Place.from_plain(spec.place)
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s rank {place.rank}: %(message)s")
-    if place.neighbours == place.topology.world and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it takes whatever the host's name resolves to
+    tell_interface(spec, place)
     try:
         steps, control = _channel(spec, place, "steps"), Control(_channel(spec, place, "control"), spec.beat)
     except (OSError, Gone):
@@ -66,6 +69,20 @@ def run(spec: RankSpec) -> int:
         control.fail(error)
         os._exit(FAILED)
     return 0
+
+
+def tell_interface(spec: RankSpec, place: Place) -> None:
+    """Have the libraries of collectives take the interface by which hosts reach each other, else they take whatever the host's name
+    resolves to; what a person has set stays. A launcher's variables go: ranks are told their places."""
+    for name in [name for name in os.environ if name in TORCHRUN or name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+    is_one_host = not spec.own_address and place.neighbours == place.topology.world
+    name = "lo" if is_one_host and sys.platform == "linux" else None
+    if spec.own_address:
+        name = interface_of(spec.own_address)
+    if name is not None:
+        for variable in (HOST_INTERFACE, *spec.interface_variables):
+            os.environ.setdefault(variable, name)
 
 
 def _channel(spec: RankSpec, place: Place, use: str) -> Channel:
@@ -83,6 +100,7 @@ class Control:
         self._channel, self._beat = channel, beat
         self._lock = threading.Lock()
         self._told, self._next = "", 0.0
+        self._parent = os.getppid()
         threading.Thread(target=self._run, name="beats", daemon=True).start()
 
     def progress(self, phase: str, done: int, total: int) -> None:
@@ -113,7 +131,9 @@ class Control:
     def _run(self) -> None:
         while True:
             readable, _, _ = select.select([self._channel], [], [], self._beat)
-            if readable:  # the leader says nothing here, so this is its end
+            if (
+                readable or os.getppid() != self._parent
+            ):  # the leader says nothing here, so this is its end, or the host's
                 os._exit(LEADER_GONE)
             self.say(Kind.BEAT, [self.step, self.phase])
 

@@ -18,7 +18,8 @@ from sglcore.device.topology import Place
 
 class RankSpec(msgspec.Struct, frozen=True):
     """One line of JSON on a process's standard input. `config` and `place` are plain values, `chosen` is the device of this
-    rank; the leader listens at `address` for who knows `secret`, and hears of the rank every `beat` seconds."""
+    rank; the leader listens at `address` for who knows `secret`, and hears of the rank every `beat` seconds. `own_address` is that
+    of this machine as other hosts reach it, if there are any; `interface_variables` are told its network interface."""
 
     config: dict[str, Any]
     chosen: str
@@ -27,6 +28,12 @@ class RankSpec(msgspec.Struct, frozen=True):
     epoch: int
     secret: str
     beat: float = 1.0
+    own_address: str = ""
+    interface_variables: tuple[str, ...] = ()
+
+
+HOST_GONE = 256
+"""The exit code of a rank whose host can not be heard any more. No process has it."""
 
 
 class RankProcess(Protocol):

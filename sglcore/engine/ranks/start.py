@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import select
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -23,12 +21,14 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.selection import Choice
-from sglcore.device.topology import Place, Topology
+from sglcore.device.topology import Topology
 from sglcore.device.worker import Limits
 from sglcore.engine.ranks.group import RankGroup, close_all, end_all
-from sglcore.engine.ranks.spec import RankProcess, Spawn, limits_text, spawn_local, spec_of
-from sglcore.engine.ranks.watch import Member, Patience, Watch
-from sglcore.engine.ranks.wire import Channel, Gone, listen
+from sglcore.engine.ranks.launch import ALONE, Placement, find_placement
+from sglcore.engine.ranks.spec import RankProcess, Spawn, limits_text, spawn_local
+from sglcore.engine.ranks.team import SILENCES, Maker
+from sglcore.engine.ranks.watch import Member, Patience, Watch, ended
+from sglcore.engine.ranks.wire import Channel, Gone
 
 Progress = Callable[[str, int, int], None]
 HELLO_SECONDS = 5.0
@@ -45,7 +45,7 @@ class RankOptions:
     patience: Patience = Patience()
 
 
-def check_ranks(config: EngineConfig, folder: Path, choice: Choice) -> None:
+def check_ranks(config: EngineConfig, folder: Path, choice: Choice, placement: Placement = ALONE) -> None:
     """Raise ConfigError, before any process starts, for what does not go with several ranks, or with so many."""
     package, width = choice.package, config.tp
     if package.communication is None:
@@ -53,12 +53,12 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice) -> None:
             f"tp is {width}, and device {package.name!r} declares nothing by which several of it exchange tensors",
             remedy="--tp 1, or another device",
         )
-    devices = len(choice.report.devices)
-    if not package.is_host and devices and choice.chosen.index + width > devices:
+    devices, here = len(choice.report.devices), width // placement.nodes * placement.neighbours
+    if not package.is_host and devices and choice.chosen.index + here > devices:
         raise ConfigError(
             f"tp is {width}, and {devices} devices of {package.name!r} are there, from number {choice.chosen.index} on"
-            f" {devices - choice.chosen.index}",
-            remedy=f"--tp {max(devices - choice.chosen.index, 1)}, or --device {package.name}:0",
+            f" {devices - choice.chosen.index}" + (f", of {here} for this host" if placement.nodes > 1 else ""),
+            remedy=f"--tp {max(devices - choice.chosen.index, 1)}, --device {package.name}:0, or more hosts (--nodes)",
         )
     refused = {
         "speculative": config.speculative not in (None, "off", "auto"),
@@ -89,56 +89,58 @@ def start_ranks(
 ) -> tuple[RankGroup, Mapping[str, float]]:
     """All ranks, once each is ready; and the seconds of rank 0's steps. What rank 0 decided goes to the ledger. Waits. Raises
     ConfigError for what can not run, and WorkerLost where a rank ends on the way; then no process is left."""
-    check_ranks(config, folder, choice)
+    placement = find_placement(config)
+    check_ranks(config, folder, choice, placement)
+    if placement.node:
+        raise ConfigError(
+            f"this is node {placement.node} by {placement.launcher}, which takes no requests",
+            remedy="start it as `sglcore serve`, as the others",
+        )
     options = options or RankOptions()
     patience, communication = options.patience, choice.package.communication
     assert communication is not None
     topology = Topology(tp=config.tp)
     how = f"{topology.world} processes, each with its part of every layer, over {communication.backend}"
     ledger.record(Row("ranks", str(config.tp), f"{config.tp} of tensors", how, "--tp 1"))
+    epoch, secret = secrets.randbits(32), secrets.token_hex(16)
+    told: dict[str, Any] = {"epoch": epoch, "secret": secret, "beat": patience.silence / SILENCES}
+    maker = Maker(config, choice, communication, topology, options.spawn, told, placement)
     with ExitStack() as stack:
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglcore-ranks-", dir=_folder())))
-        listener, address = listen(home)
-        stack.callback(listener.close)
-        epoch, secret = secrets.randbits(32), secrets.token_hex(16)
-        told: dict[str, Any] = {"address": address, "epoch": epoch, "secret": secret, "beat": patience.silence / 5}
-        places = [
-            Place(rank, topology, f"file://{home / 'meeting'}", rank, topology.world) for rank in range(topology.world)
-        ]
-        processes: list[RankProcess] = []
+        team = maker.here(stack) if placement.nodes == 1 else maker.across(stack, folder, progress)
+        ledger.record(team.row)
+        processes: dict[int, RankProcess] = {}
         try:
-            for place in places:
-                spec = spec_of(config, choice.chosen, place, is_host=choice.package.is_host, **told)
-                processes.append(options.spawn(spec))
-            found = _gather(listener, processes, epoch, secret, patience)
+            for begin in team.starts:
+                processes |= begin()
+            found = _gather(team.listener, processes, epoch, secret, patience)
+            team.tie(found)
         except BaseException:
-            for process in processes:
+            for process in processes.values():
                 process.kill()
+            team.close()
             raise
         steps = [found[rank, "steps"] for rank in range(topology.world)]
         now = time.monotonic()
-        members = [Member(rank, processes[rank], found[rank, "control"], now) for rank in range(topology.world)]
+        members = [
+            Member(rank, processes[rank], found[rank, "control"], now, host=team.host_of(rank))
+            for rank in range(topology.world)
+        ]
         watch = Watch(members, patience, progress)
         try:
             limits = _come_up(watch)
         except BaseException:
             end_all(watch, steps)
             close_all(watch, steps)
+            team.close()
             raise
     first = members[0].ready
     assert first is not None
     ledger.record(*(Row(**row) for row in first["ledger"]))
-    return RankGroup(watch, steps, limits), first["seconds"]
-
-
-def _folder() -> str | None:
-    """Where what ranks of one machine share lies in memory, if there is such a place."""
-    memory = "/dev/shm"
-    return memory if os.path.isdir(memory) and os.access(memory, os.W_OK) else None
+    return RankGroup(watch, steps, limits, team.close), first["seconds"]
 
 
 def _gather(
-    listener: socket.socket, processes: list[RankProcess], epoch: int, secret: str, patience: Patience
+    listener: socket.socket, processes: Mapping[int, RankProcess], epoch: int, secret: str, patience: Patience
 ) -> dict[tuple[int, str], Channel]:
     """The two channels of every rank, once all have connected. Raises WorkerLost where one ends before."""
     found: dict[tuple[int, str], Channel] = {}
@@ -148,11 +150,11 @@ def _gather(
         if readable:
             _greet(listener, epoch, secret, found)
             continue
-        for rank, process in enumerate(processes):
+        for rank, process in processes.items():
             if (code := process.poll()) is not None:
-                raise WorkerLost(f"rank {rank} (process {process.pid}) ended with exit code {code} before it came up")
+                raise WorkerLost(f"rank {rank} (process {process.pid}) {ended(code)} before it came up")
         if time.monotonic() > end:
-            missing = sorted({rank for rank in range(len(processes)) if (rank, "control") not in found})
+            missing = sorted({rank for rank in processes if (rank, "control") not in found})
             raise WorkerLost(f"ranks {missing} have not come up in {patience.starting:.0f} s")
     return found
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
-from sglcore.engine.ranks.spec import RankProcess
+from sglcore.engine.ranks.spec import HOST_GONE, RankProcess
 from sglcore.engine.ranks.wire import Channel, Frame, Gone, Kind
 
 Progress = Callable[[str, int, int], None]
@@ -47,6 +47,13 @@ class Member:
     report: tuple[str, bool, int, str] | None = None
     """Its last word: the text, whether it follows from another's end, the exit code it wants, its phase."""
     is_gone: bool = False
+    host: str = ""
+    """The host of its process, if that is another one."""
+
+    @property
+    def name(self) -> str:
+        """What a person knows it by."""
+        return f"rank {self.rank} (process {self.process.pid}{self.host and f' on {self.host}'})"
 
 
 @dataclass(slots=True)
@@ -77,10 +84,7 @@ class Watch:
         silent = [member for member in self.members if not member.is_gone and now - member.heard > limit]
         if silent:
             member = silent[0]
-            return WorkerLost(
-                f"rank {member.rank} (process {member.process.pid}) has said nothing for {now - member.heard:.1f} s,"
-                f" last in {member.phase}"
-            )
+            return WorkerLost(f"{member.name} has said nothing for {now - member.heard:.1f} s, last in {member.phase}")
         return self._cause() if any(member.is_gone or member.report for member in self.members) else None
 
     def close(self) -> None:
@@ -130,7 +134,7 @@ class Watch:
     def _told(self, member: Member) -> SglcoreError:
         if member.report is None:
             where = member.phase if member.step < 0 else f"{member.phase}, its last step {member.step}"
-            return WorkerLost(f"rank {member.rank} (process {member.process.pid}) {_end(member.process)} in {where}")
+            return WorkerLost(f"{member.name} {_end(member.process)} in {where}")
         text, _, code, phase = member.report
         if code == ConfigError.exit_code:
             return ConfigError(text)
@@ -142,6 +146,11 @@ def _end(process: RankProcess) -> str:
     end = time.monotonic() + 0.2
     while (code := process.poll()) is None and time.monotonic() < end:
         time.sleep(0.002)
-    if code is None:
-        return "has closed its channel"
+    return "has closed its channel" if code is None else ended(code)
+
+
+def ended(code: int) -> str:
+    """What an exit code says."""
+    if code == HOST_GONE:
+        return "is gone with its host, which has ended or can not be heard any more,"
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

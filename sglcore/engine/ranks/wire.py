@@ -21,7 +21,8 @@ LONGEST = 1 << 32
 
 
 class Kind(IntEnum):
-    """What a frame says. To a rank: STEP (a batch), COLLECT, CLOSE. From one: HELLO, PROGRESS, READY, BEAT, FAILED, RESULT, CLOSED."""
+    """What a frame says. To a rank: STEP (a batch), COLLECT, CLOSE. From one: HELLO, PROGRESS, READY, BEAT, FAILED, RESULT, CLOSED.
+    To another host: ORDER (the ranks to start), BEAT, CLOSE. From one: HELLO, FAILED, BEAT, STARTED, ENDED."""
 
     HELLO = 1
     STEP = 2
@@ -33,6 +34,9 @@ class Kind(IntEnum):
     FAILED = 8
     RESULT = 9
     CLOSED = 10
+    ORDER = 11
+    STARTED = 12
+    ENDED = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,11 @@ class Channel:
     def fileno(self) -> int:
         """Its number for a selector; -1 once it is closed."""
         return self._stream.fileno()
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """Of a TCP stream: the address of the other end, and that of this machine by which they speak. Raises OSError."""
+        return self._stream.getpeername()[0], self._stream.getsockname()[0]
 
     def send(self, kind: Kind, body: bytes | bytearray = b"") -> None:
         """Send a frame; waits where the other end reads too slowly. Raises Gone."""
@@ -119,26 +128,33 @@ class Channel:
         return body
 
 
-def listen(folder: Path | None, host: str = "") -> tuple[socket.socket, str]:
-    """A socket on which ranks find their leader, and its address: a file in `folder`, or without one TCP on this machine's
-    `host`."""
+def listen(folder: Path | None, host: str = "", port: int = 0) -> tuple[socket.socket, str]:
+    """A socket on which ranks find their leader, and its address: a file in `folder`, or without one TCP at an address `host` of
+    this machine, "" for all of them; port 0 is a free one. Raises OSError."""
     if folder is not None:
         stream = socket.socket(socket.AF_UNIX)
         stream.bind(str(folder / "ranks"))
         address = f"unix:{folder / 'ranks'}"
     else:
-        stream = socket.create_server((host, 0))
-        address = f"tcp:{host}:{stream.getsockname()[1]}"
+        stream = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        address = tcp_address(host, stream.getsockname()[1])
     stream.listen(256)
     return stream, address
 
 
-def connect(address: str) -> socket.socket:
-    """A stream to the leader at what `listen` gave. Raises OSError."""
+def tcp_address(host: str, port: int) -> str:
+    """How `connect` is told of a TCP socket."""
+    return f"tcp:{host}:{port}"
+
+
+def connect(address: str, timeout: float | None = None) -> socket.socket:
+    """A stream to the leader at what `listen` gave; waits, for TCP `timeout` seconds at most. Raises OSError."""
     kind, _, where = address.partition(":")
     if kind == "unix":
         stream = socket.socket(socket.AF_UNIX)
         stream.connect(where)
         return stream
     host, _, port = where.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=None)
+    stream = socket.create_connection((host, int(port)), timeout=timeout)
+    stream.settimeout(None)
+    return stream

@@ -22,7 +22,7 @@ import msgspec
 from sglcore.device.choice import ChosenDevice, adopt
 from sglcore.device.config import EngineConfig, config_of_plain
 from sglcore.device.discovery import discover
-from sglcore.device.errors import SglcoreError
+from sglcore.device.errors import SglcoreError, WorkerLost
 from sglcore.engine.grammar import Grammars, open_grammars
 from sglcore.engine.meter import Meter
 from sglcore.engine.start import Started, start
@@ -59,6 +59,9 @@ def main() -> int:
     except SglcoreError as error:
         channel.send(Failed(str(error), error.exit_code))
         code = error.exit_code
+        if isinstance(error, WorkerLost):
+            channel.close()
+            os._exit(code)  # requests wait for this end, and what other hosts hold can not be asked for now
     except Exception as error:
         logging.error("%s", traceback.format_exc())
         channel.send(Failed(f"{type(error).__name__}: {error}", 1))

@@ -10,57 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import msgspec
 
 from sglcore.device.errors import ConfigError
+from sglcore.engine.ranks.launch_ray import ChildActor, check_installed, connect, last_line, ray_module
 from sglcore.serving.replicas.ipc import EngineSpec
 
 PENDING_SECONDS = 15.0
 """After so long without a place in the cluster, the log says what is waited for."""
-OBJECT_STORE_BYTES = 128 << 20
-"""Of a cluster that is begun here: nothing large goes through Ray."""
-HEAD_SECONDS = 5.0
-"""A cluster's head that has not answered by then is not there."""
+ENGINE = "sglcore.serving.replicas.engine_process"
 LOST = 1
 """The exit code of an engine of whose end nothing is known."""
 
 log = logging.getLogger("sglcore.serving")
-
-
-class EngineHost:
-    """The actor: one engine as a child of its process. The child ends when the actor does, because its input closes."""
-
-    def __init__(self, spec: bytes, variables: Mapping[str, str]) -> None:
-        """`spec` is one line of JSON."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "sglcore.serving.replicas.engine_process"],
-            stdin=subprocess.PIPE,
-            env={**os.environ, **variables},
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(spec + b"\n")
-        self._process.stdin.flush()
-
-    def place(self) -> tuple[str, int]:
-        """The machine's address and the engine's process number."""
-        ray = _ray()
-
-        return ray.util.get_node_ip_address(), self._process.pid
-
-    def wait(self) -> int:
-        """The engine's exit code; waits until it has ended. Negative: the signal that ended it."""
-        return self._process.wait()
 
 
 class RayProcess:
@@ -92,13 +57,13 @@ class RayProcess:
     def kill(self) -> None:
         """End its actor, and so itself, at once."""
         if not self._killed.is_set():
-            ray = _ray()
+            ray = ray_module()
 
             self._killed.set()
             ray.kill(self._actor)
 
     async def _follow(self) -> int:
-        ray = _ray()
+        ray = ray_module()
 
         try:
             place = asyncio.ensure_future(_result(self._actor.place.remote()))
@@ -133,12 +98,7 @@ class RayLauncher:
                 wanted="auto, local, or the host and port of a cluster's head",
                 remedy="start the server on a machine of the cluster (`ray start --address=HOST:PORT` makes this one so)",
             )
-        if find_spec("ray") is None:
-            raise ConfigError(
-                "the setting ray is given, and Ray is not installed",
-                wanted="the package ray, of one version on all machines",
-                remedy="pip install ray",
-            )
+        check_installed()
         self._address, self._replicas = address, replicas
         self._resources = {"CPU": 1.0, **resources}
         self._connected = asyncio.Lock()
@@ -146,18 +106,18 @@ class RayLauncher:
 
     async def frontend_host(self) -> str:
         """The address of this machine in the cluster. Waits for the cluster; raises ConfigError if there is none."""
-        ray = _ray()
+        ray = ray_module()
 
         await self._connect()
         return ray.util.get_node_ip_address()
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> RayProcess:
         """Request an actor; waits neither for its place nor for its model."""
-        ray = _ray()
+        ray = ray_module()
 
         await self._connect()
         others = {name: amount for name, amount in self._resources.items() if name not in ("CPU", "GPU", "memory")}
-        host = ray.remote(EngineHost).options(
+        host = ray.remote(ChildActor).options(
             num_cpus=self._resources["CPU"],
             num_gpus=self._resources.get("GPU", 0.0),
             memory=self._resources.get("memory"),
@@ -166,11 +126,12 @@ class RayLauncher:
             max_restarts=0,
             max_concurrency=2,
         )
-        return RayProcess(host.remote(msgspec.json.encode(spec), dict(variables)), spec.replica, self._resources)
+        line = msgspec.json.encode(spec) + b"\n"
+        return RayProcess(host.remote(ENGINE, line, dict(variables)), spec.replica, self._resources)
 
     async def close(self) -> None:
         """Disconnect from the cluster, and end one that `local` began."""
-        ray = _ray()
+        ray = ray_module()
 
         if self._is_connected and self._is_ours:
             await asyncio.to_thread(ray.shutdown)
@@ -182,58 +143,6 @@ class RayLauncher:
                 room = math.ceil(self._replicas * self._resources["CPU"])
                 self._is_ours = await asyncio.to_thread(connect, self._address, room)
                 self._is_connected = True
-
-
-def connect(address: str, room: int) -> bool:
-    """Join a cluster, or begin one with `room` CPUs at least; waits. False: this process was in one already. Raises
-    ConfigError.
-
-    Not called on the main thread, where Ray would take SIGTERM for itself.
-    """
-    assert threading.current_thread() is not threading.main_thread()
-    ray = _ray()
-
-    if ray.is_initialized():
-        return False
-    try:
-        _try_head(address)
-        if address == "local":
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            ray.init(
-                "local",
-                num_cpus=max(room, os.cpu_count() or 1),
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-            )
-        else:
-            ray.init(address, logging_level=logging.ERROR)
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError(
-            f"no Ray cluster can be joined at {address!r}: {reason}",
-            wanted="a cluster of which this machine is part",
-            remedy="run `ray start --head` here, or give local",
-        ) from error
-    return True
-
-
-def _try_head(address: str) -> None:
-    """Raise OSError if nobody listens at a head's host and port: Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if port.isdecimal():
-        with socket.create_connection((host.strip("[]"), int(port)), HEAD_SECONDS):
-            pass
-
-
-def last_line(text: str) -> str:
-    """Where errors that came over a wire have what went wrong."""
-    return text.strip().rpartition("\n")[2].strip()
-
-
-def _ray() -> Any:
-    """Imported when it is used: nobody else needs it."""
-    return import_module("ray")
 
 
 async def _result(reference: Any) -> Any:

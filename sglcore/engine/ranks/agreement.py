@@ -1,0 +1,59 @@
+"""What all hosts of one model must have in common, and what differs: said before anything is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import sglcore
+from sglcore.device.config import EngineConfig, plain_config
+from sglcore.device.selection import Choice
+
+OWN = frozenset(
+    {"model", "hf_token", "device", "node_rank", "leader", "join_timeout", "threads", "system_root", "sources"}
+)
+"""Settings that hosts may have each their own: where the files lie, which of its devices, who it is."""
+LIBRARIES = ("torch", "numpy")
+"""Whose versions must be the same as well, where they are installed."""
+BLOCK = 64 << 10
+"""Bytes of each file of a checkpoint that are compared, from its beginning, besides its size."""
+
+
+def shared_facts(config: EngineConfig, folder: Path, choice: Choice) -> dict[str, Any]:
+    """What this host has, by topic, as plain values. Reads a little of each file of the checkpoint."""
+    chosen = choice.chosen
+    settings = {f"--{name.replace('_', '-')}": value for name, value in plain_config(config).items() if name not in OWN}
+    return {
+        "sglcore": sglcore.__version__,
+        "the device": f"{chosen.name} ({chosen.distribution} {chosen.version})",
+        **{name: _version(name) for name in LIBRARIES},
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()},
+        "the files of the model": files_digest(folder),
+    }
+
+
+def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Each thing that is not the same, with both values; nothing if all is."""
+    names = dict.fromkeys((*own, *other))
+    return [f"{name} is {own.get(name)} and {other.get(name)}" for name in names if own.get(name) != other.get(name)]
+
+
+def files_digest(folder: Path) -> str:
+    """Twelve digits for the names, sizes and beginnings of a checkpoint's files."""
+    found = hashlib.sha256()
+    for file in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
+        if file.is_file():
+            found.update(f"{file.name} {file.stat().st_size}\n".encode())
+            with file.open("rb") as stream:
+                found.update(stream.read(BLOCK))
+    return found.hexdigest()[:12]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"

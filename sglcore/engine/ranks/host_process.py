@@ -1,0 +1,320 @@
+"""A node that is not the first: it finds the leader, starts the ranks that it is told of, and ends with them.
+
+It serves nothing and loads nothing itself. Where the leader is gone, or silent, its ranks end: a model that lacks a part is none.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglcore.device.choice import ChosenDevice
+from sglcore.device.config import EngineConfig, config_of_plain, plain_config
+from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
+from sglcore.device.ledger import DecisionLedger
+from sglcore.device.server_config import is_loopback
+from sglcore.engine.ranks.agreement import shared_facts
+from sglcore.engine.ranks.hosts import EPOCH, HostSpec, NodeFacts, Order, spec_at
+from sglcore.engine.ranks.launch import Placement
+from sglcore.engine.ranks.rank_process import LEADER_GONE
+from sglcore.engine.ranks.spec import RankProcess, Spawn, spawn_local
+from sglcore.engine.ranks.wire import Channel, Frame, Gone, Kind, connect, tcp_address
+from sglcore.engine.start import choose, fetched, no_progress
+
+TRY_EVERY = 0.5
+"""Seconds between two tries to reach a leader that is not there yet."""
+ONE_TRY = 5.0
+"""Seconds of a try at most."""
+LOOK_EVERY = 0.05
+"""Seconds between two looks at the processes of ranks."""
+FAILED = 1
+"""The exit code of a node of which a rank has failed."""
+FINISH = 40.0
+"""Seconds that a node goes on which was told to end, if nothing else is said."""
+
+log = logging.getLogger("sglcore.ranks")
+Prepare = Callable[[], tuple[EngineConfig, Path]]
+
+
+@dataclass(slots=True)
+class Stopping:
+    """Whether a node was told to end, and whether it holds ranks, so that it goes on until its leader has drained, which was told
+    as well, or for `finish` seconds."""
+
+    is_asked: bool = False
+    is_holding: bool = False
+    finish: float = FINISH
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """How a node does its part: `prepare` gives its configuration and the files of the model, which may take long."""
+
+    placement: Placement
+    prepare: Prepare
+    join_timeout: float
+    spawn: Spawn = spawn_local
+    stopping: Stopping = field(default_factory=Stopping)
+
+    def follow(self) -> int:
+        """Join the leader and hold ranks until they end. The exit code: 0 if the leader has closed them. Waits. Raises WorkerLost
+        where there is no leader, and ConfigError for what keeps this node from being one of its."""
+        host, port = self.placement.leader
+        channel = Channel(reach(host, port, self.join_timeout), EPOCH)
+        try:
+            config, chosen = self._introduce(channel)
+            order = self._order(channel)
+            if order is None:
+                return LEADER_GONE
+            leader, own = channel.addresses
+            if is_loopback(own):  # the leader's own machine: others know it by this address
+                leader = own = order.address
+            ranks: dict[int, RankProcess] = {}
+            self.stopping.is_holding = True
+            try:
+                for each in order.ranks:
+                    spec = self._spec(order, each, leader, own, config, chosen)
+                    ranks[each["rank"]] = self.spawn(spec)
+                return Following(channel, ranks, order, self.stopping).run()
+            finally:
+                end_ranks(ranks)
+                self.stopping.is_holding = False
+        finally:
+            channel.close()
+
+    def _introduce(self, channel: Channel) -> tuple[EngineConfig, tuple[ChosenDevice, bool]]:
+        """Say what this node has. What keeps it from taking part is said there, too."""
+        try:
+            config, folder = self.prepare()
+            choice = choose(config, DecisionLedger())
+            at, package = self.placement, choice.package
+            devices = 0 if package.is_host else len(choice.report.devices)
+            facts = NodeFacts(
+                at.node,
+                choice.chosen.encode(),
+                devices,
+                at.local,
+                at.neighbours,
+                shared_facts(config, folder, choice),
+            )
+            channel.send(Kind.HELLO, msgspec.msgpack.encode(facts))
+        except SglcoreError as error:
+            if not isinstance(error, Gone):
+                channel.send(Kind.FAILED, str(error).encode())
+            raise
+        return config, (choice.chosen, package.is_host)
+
+    def _order(self, channel: Channel) -> Order | None:
+        """What the leader says once all nodes are there; None: it ended before."""
+        channel.wait_at_most(self.join_timeout)
+        host, port = self.placement.leader
+        try:
+            frame = channel.receive()
+        except Gone:
+            log.error("the leader at %s, port %d ended before all nodes were there", host, port)
+            return None
+        except TimeoutError:
+            raise WorkerLost(
+                f"the leader at {host}, port {port} has not found all nodes in {self.join_timeout:.0f} s",
+                remedy="look at what it and the other nodes print, or raise --join-timeout",
+            ) from None
+        if frame.kind is Kind.FAILED:
+            raise ConfigError(f"the leader at {host}:{port} refuses: {frame.body.decode(errors='replace')}")
+        return msgspec.msgpack.decode(frame.body, type=Order)
+
+    def _spec(
+        self,
+        order: Order,
+        place: dict[str, Any],
+        leader: str,
+        own: str,
+        config: EngineConfig,
+        device: tuple[ChosenDevice, bool],
+    ) -> Any:
+        chosen, is_host = device
+        chosen = chosen if is_host else replace(chosen, index=chosen.index + place["local"])
+        name = chosen.name if is_host else f"{chosen.name}:{chosen.index}"
+        return spec_at(order, place, leader, own, plain_config(replace(config, device=name)), chosen.encode())
+
+
+class Following:
+    """Ranks of this node, and the channel to their leader. One thread."""
+
+    def __init__(self, channel: Channel, ranks: dict[int, RankProcess], order: Order, stopping: Stopping) -> None:
+        self._channel, self._ranks, self._order, self._stopping = channel, ranks, order, stopping
+        self._codes: dict[int, int] = {}
+        self._stops_at: float | None = None
+
+    def run(self) -> int:
+        """Until all ranks have ended; the exit code."""
+        for rank, process in self._ranks.items():
+            self._say(Kind.STARTED, [rank, process.pid])
+        heard = spoke = time.monotonic()
+        self._channel.wait_at_most(self._order.silence)
+        while not self._have_ended():
+            now = time.monotonic()
+            if now - spoke >= self._order.beat:
+                spoke = now
+                self._say(Kind.BEAT, None)
+            if now - heard >= self._order.silence:
+                log.error("the leader has said nothing for %.1f s: its ranks here end", now - heard)
+                return LEADER_GONE
+            if self._must_stop(now):
+                log.error("told to end: the ranks here end, and so does the model")
+                return FAILED
+            try:
+                frame = self._next()
+            except (Gone, TimeoutError):
+                return self._left_alone()
+            if frame is not None:
+                heard = time.monotonic()
+                if frame.kind is Kind.CLOSE:
+                    return self._close()
+        return self._outcome()
+
+    def _next(self) -> Frame | None:
+        readable, _, _ = select.select([self._channel], [], [], LOOK_EVERY)
+        return self._channel.receive() if readable else None
+
+    def _have_ended(self) -> bool:
+        """Tell the leader of each end that is new."""
+        for rank, process in self._ranks.items():
+            if rank not in self._codes and (code := process.poll()) is not None:
+                self._codes[rank] = code
+                self._say(Kind.ENDED, [rank, code])
+        return len(self._codes) == len(self._ranks)
+
+    def _must_stop(self, now: float) -> bool:
+        """Whoever is told to end goes on for a while: the leader was told as well, and its ranks are needed until it has drained."""
+        if not self._stopping.is_asked:
+            return False
+        if self._stops_at is None:
+            self._stops_at = now + self._stopping.finish
+        return now >= self._stops_at
+
+    def _close(self) -> int:
+        """The leader wants no more of them."""
+        end_ranks(self._ranks)
+        self._have_ended()
+        return self._outcome()
+
+    def _left_alone(self) -> int:
+        """The leader is gone. Its ranks may have been closed by it a moment before."""
+        end = time.monotonic() + self._order.beat
+        while not self._have_ended() and time.monotonic() < end:
+            time.sleep(LOOK_EVERY)
+        if self._have_ended() and not any(self._codes.values()):
+            return 0
+        log.error("the leader is gone: its ranks here end")
+        return LEADER_GONE
+
+    def _outcome(self) -> int:
+        return FAILED if any(self._codes.values()) else 0
+
+    def _say(self, kind: Kind, values: Any) -> None:
+        try:
+            self._channel.send(kind, msgspec.msgpack.encode(values))
+        except Gone:
+            pass  # the next look at the channel tells
+
+
+def end_ranks(ranks: dict[int, RankProcess]) -> None:
+    """Kill what still runs, and wait until it has ended."""
+    for process in ranks.values():
+        if process.poll() is None:
+            process.kill()
+    for process in ranks.values():
+        process.wait(10.0)
+
+
+def reach(host: str, port: int, seconds: float) -> socket.socket:
+    """A stream to the leader; tries until it is there. Raises WorkerLost after so many seconds."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return connect(tcp_address(host, port), min(ONE_TRY, max(end - time.monotonic(), 0.1)))
+        except OSError as error:
+            if time.monotonic() + TRY_EVERY < end:
+                time.sleep(TRY_EVERY)
+                continue
+            raise WorkerLost(
+                f"no leader could be reached at {host}, port {port} in {seconds:.0f} s: {error}{_resolved(host)}",
+                wanted="node 0 of the same model, listening there",
+                remedy="start it, correct the address that is given for it, or raise --join-timeout",
+            ) from None
+
+
+def _resolved(host: str) -> str:
+    """What a name means here: one that means this machine itself is the most common mistake."""
+    try:
+        found = sorted({str(each[4][0]) for each in socket.getaddrinfo(host, None)})
+    except OSError:
+        return ""
+    return "" if found == [host] else f"; {host} is {', '.join(found)} here"
+
+
+def follow(node: Node, *, restart: bool = False) -> int:
+    """`Node.follow`, told to end by SIGTERM and SIGINT; with `restart`, again and again until the leader has closed it. A leader
+    that is not there any more is waited for as long as the first one."""
+    with _signals(node.stopping):
+        while True:
+            code = node.follow()
+            if code == 0 or not restart or node.stopping.is_asked:
+                return code
+            log.warning("waiting for the leader to start again")
+
+
+@contextmanager
+def _signals(stopping: Stopping) -> Iterator[None]:
+    """The first asks to end; a second ends at once, and so does one while nothing is held."""
+
+    def told(number: int, frame: object) -> None:
+        if stopping.is_asked or not stopping.is_holding:
+            raise KeyboardInterrupt
+        stopping.is_asked = True
+
+    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main() -> int:
+    """Be a node, with a HostSpec as one line of JSON on the standard input; when that closes, this process ends."""
+    with open(0, "rb", closefd=False) as given:
+        spec = msgspec.json.decode(given.readline(), type=HostSpec)
+    logging.basicConfig(level=logging.INFO, format=f"%(levelname)s node {spec.placement['node']}: %(message)s")
+    config = config_of_plain(spec.config)
+    placement = Placement(**{**spec.placement, "leader": tuple(spec.placement["leader"])})
+    node = Node(placement, lambda: fetched(config, no_progress), config.join_timeout)
+    threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
+    try:
+        return node.follow()
+    except SglcoreError as error:
+        log.error("%s", error)
+        return error.exit_code
+
+
+def _follow_parent(stopping: Stopping) -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(LEADER_GONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

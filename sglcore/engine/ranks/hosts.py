@@ -1,0 +1,319 @@
+"""The leader's side of ranks on several hosts: it waits for the other nodes, compares what they have with its own, tells each which
+ranks to start, and knows at once, or after some silence, that one is gone.
+
+A node speaks on one channel. The ranks that it starts speak to the leader on their own, as those of this machine do.
+"""
+
+from __future__ import annotations
+
+import select
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+
+from sglcore.device.config import EngineConfig, plain_config
+from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
+from sglcore.engine.ranks.agreement import differences
+from sglcore.engine.ranks.launch import Placement
+from sglcore.engine.ranks.spec import HOST_GONE, RankSpec
+from sglcore.engine.ranks.wire import Channel, Frame, Gone, Kind
+
+HELLO_SECONDS = 5.0
+"""How long a frame may take that has begun to come."""
+ANSWER_SECONDS = 2.0
+"""How long a node may take to say that its ranks have ended; it ends them by itself where it hears nothing."""
+LOOK_EVERY = 0.1
+EPOCH = 0
+"""That of the channels of nodes, on which the epoch of the ranks is told."""
+
+
+class NodeFacts(msgspec.Struct, frozen=True):
+    """What a node says of itself: its number, the device it has chosen and how many it has, which of the nodes of its machine it
+    is, and what all must have in common."""
+
+    node: int
+    chosen: str
+    devices: int
+    local: int
+    neighbours: int
+    shared: dict[str, Any]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a node is told: the places of its ranks; the leader's address, as most reach it, where it listens for ranks and where
+    they find each other; and the seconds after which a silent leader is gone. Configuration and device are the node's own."""
+
+    ranks: list[dict[str, Any]]
+    address: str
+    port: int
+    meeting_port: int
+    epoch: int
+    secret: str
+    beat: float
+    silence: float
+    interface_variables: tuple[str, ...]
+
+
+class HostSpec(msgspec.Struct, frozen=True):
+    """What a process is told that is started as a node by the leader's own doing: plain values."""
+
+    config: dict[str, Any]
+    placement: dict[str, Any]
+
+
+def host_spec(config: EngineConfig, placement: Placement) -> bytes:
+    """One line for `main`."""
+    return msgspec.json.encode(HostSpec(plain_config(config), asdict(placement))) + b"\n"
+
+
+@dataclass(slots=True)
+class Joined:
+    """A node that has joined: its channel, its address, and the leader's as this node has reached it."""
+
+    facts: NodeFacts
+    channel: Channel
+    address: str
+    reached: str
+
+
+@dataclass(slots=True)
+class Remote:
+    """The process of a rank on another host, as its supervisor sees it."""
+
+    host: RemoteHost
+    pid: int = 0
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, as far as its host has said."""
+        return self.code
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the word of its end; shorter where its host was told to end it and says nothing. Raises TimeoutError."""
+        return self.host.wait_for(self, timeout)
+
+    def kill(self) -> None:
+        """Have its host end all its ranks. Idempotent."""
+        self.host.end()
+
+
+class RemoteHost:
+    """One node, and the thread that listens to it."""
+
+    def __init__(self, joined: Joined, beat: float, silence: float) -> None:
+        """`beat`, `silence`: seconds between two words, and after which it is gone."""
+        self.address = joined.address
+        self.ranks: dict[int, Remote] = {}
+        self._channel, self._beat, self._silence = joined.channel, beat, silence
+        self._changed, self._told_to_end = threading.Condition(), 0.0
+        self._of_ranks: list[Channel] = []
+        self._is_gone = False
+
+    def begin(self, order: Order) -> None:
+        """Have it start its ranks; does not wait for them. Raises Gone."""
+        self.ranks = {each["rank"]: Remote(self) for each in order.ranks}
+        self._channel.send(Kind.ORDER, msgspec.msgpack.encode(order))
+        threading.Thread(target=self._run, name=f"host {self.address}", daemon=True).start()
+
+    def hang_up_with(self, channels: Sequence[Channel]) -> None:
+        """The channels of its ranks, which end with it."""
+        with self._changed:
+            self._of_ranks = list(channels)
+            is_gone = self._is_gone
+        if is_gone:
+            self._lose()
+
+    def end(self) -> None:
+        """Tell it to end its ranks; does not wait. Idempotent."""
+        with self._changed:
+            if self._told_to_end:
+                return
+            self._told_to_end = time.monotonic()
+        self._say(Kind.CLOSE)
+
+    def wait_for(self, rank: Remote, timeout: float) -> int:
+        """The exit code of one of its ranks. Raises TimeoutError."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            while rank.code is None:
+                limit = min(end, self._told_to_end + ANSWER_SECONDS) if self._told_to_end else end
+                if (rest := limit - time.monotonic()) <= 0:
+                    raise TimeoutError
+                self._changed.wait(min(rest, LOOK_EVERY))
+            return rank.code
+
+    def close(self) -> None:
+        """Speak no more with it: it ends. Idempotent."""
+        self.end()
+        self._channel.hang_up()
+
+    def _run(self) -> None:
+        heard, spoke = time.monotonic(), 0.0
+        self._channel.wait_at_most(HELLO_SECONDS)
+        while time.monotonic() - heard < self._silence:
+            if time.monotonic() - spoke >= self._beat:
+                spoke = time.monotonic()
+                self._say(Kind.BEAT)
+            try:
+                readable, _, _ = select.select([self._channel], [], [], min(self._beat, LOOK_EVERY))
+                if readable:
+                    self._take(self._channel.receive())
+                    heard = time.monotonic()
+            except (Gone, TimeoutError, OSError, ValueError):  # closed here, or there
+                break
+        self._lose()
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind not in (Kind.STARTED, Kind.ENDED):
+            return
+        rank, value = msgspec.msgpack.decode(frame.body)
+        with self._changed:
+            if frame.kind is Kind.STARTED:
+                self.ranks[rank].pid = value
+            else:
+                self.ranks[rank].code = value
+            self._changed.notify_all()
+
+    def _lose(self) -> None:
+        """Whoever waits for its ranks hears that they are gone."""
+        with self._changed:
+            self._is_gone = True
+            for rank in self.ranks.values():
+                rank.code = HOST_GONE if rank.code is None else rank.code
+            self._changed.notify_all()
+            channels = list(self._of_ranks)
+        for channel in channels:
+            channel.hang_up()
+
+    def _say(self, kind: Kind) -> None:
+        try:
+            self._channel.send(kind)
+        except Gone:
+            self._channel.hang_up()
+
+
+@dataclass
+class Gathering:
+    """Nodes 1..nodes - 1 on their way to a leader. One that does not fit ends the start, there and here."""
+
+    listener: socket.socket
+    nodes: int
+    shared: Mapping[str, Any]
+    progress: Callable[[str, int, int], None]
+    check: Callable[[NodeFacts, str], None]
+    """Raises ConfigError for a node, by its address, that has too little."""
+    found: dict[int, Joined] = field(default_factory=dict)
+    _waiting: list[Channel] = field(default_factory=list)
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+
+    def wait(self, seconds: float, where: str) -> list[Joined]:
+        """All of them, by number, once all are there. Raises ConfigError for one that does not fit, and WorkerLost where some are
+        missing after so many seconds."""
+        self._selector.register(self.listener, selectors.EVENT_READ)
+        end = time.monotonic() + seconds
+        try:
+            while len(self.found) < self.nodes - 1:
+                self.progress("waiting for other hosts", len(self.found) + 1, self.nodes)
+                for key, _ in self._selector.select(LOOK_EVERY):
+                    self._accept() if key.data is None else self._hear(*key.data)
+                if time.monotonic() > end:
+                    raise self._missing(seconds, where)
+        except SglcoreError as error:
+            self._refuse(error)
+            raise
+        finally:
+            self._selector.close()
+            for channel in self._waiting:
+                channel.close()
+        return [self.found[node] for node in sorted(self.found)]
+
+    def _accept(self) -> None:
+        stream, _ = self.listener.accept()
+        channel = Channel(stream, EPOCH)
+        try:
+            addresses = channel.addresses
+        except OSError:  # it has left again
+            channel.close()
+            return
+        channel.wait_at_most(HELLO_SECONDS)
+        self._waiting.append(channel)
+        self._selector.register(channel, selectors.EVENT_READ, (channel, *addresses))
+
+    def _hear(self, channel: Channel, address: str, reached: str) -> None:
+        """The first word of who has connected; whoever is no node is let go."""
+        self._selector.unregister(channel)
+        self._waiting.remove(channel)
+        try:
+            frame = channel.receive()
+            if frame.kind is Kind.FAILED:
+                channel.close()
+                raise ConfigError(f"host {address}: {frame.body.decode(errors='replace')}")
+            facts = msgspec.msgpack.decode(frame.body, type=NodeFacts)
+        except (Gone, TimeoutError, ValueError, msgspec.DecodeError):
+            channel.close()
+            return
+        joined = Joined(facts, channel, address, reached)
+        try:
+            self._check(joined)
+        except ConfigError:
+            self.found[-1] = joined  # it is told, too
+            raise
+        self.found[facts.node] = joined
+
+    def _check(self, joined: Joined) -> None:
+        node, address = joined.facts.node, joined.address
+        if not 0 < node < self.nodes:
+            raise ConfigError(
+                f"host {address} says that it is node {node} of {self.nodes}", remedy="correct --node-rank"
+            )
+        if (other := self.found.get(node)) is not None:
+            raise ConfigError(
+                f"hosts {other.address} and {address} both say that they are node {node}", remedy="correct --node-rank"
+            )
+        if unlike := differences(self.shared, joined.facts.shared):
+            raise ConfigError(
+                f"node 0 and node {node} (host {address}) differ: {'; '.join(unlike)}",
+                wanted="the same on both",
+                remedy="start every host with the same arguments, versions and files",
+            )
+        self.check(joined.facts, address)
+
+    def _missing(self, seconds: float, where: str) -> WorkerLost:
+        missing = [node for node in range(1, self.nodes) if node not in self.found]
+        return WorkerLost(
+            f"of {self.nodes} nodes {', '.join(map(str, missing))} did not join at {where} in {seconds:.0f} s",
+            wanted="the same command on every host, and a way from each to this address and port",
+            remedy="look at what it prints there, or raise --join-timeout",
+        )
+
+    def _refuse(self, error: SglcoreError) -> None:
+        for joined in self.found.values():
+            try:
+                joined.channel.send(Kind.FAILED, str(error).encode())
+            except Gone:
+                pass
+            joined.channel.close()
+
+
+def spec_at(
+    order: Order, place: Mapping[str, Any], leader: str, own: str, config: dict[str, Any], chosen: str
+) -> RankSpec:
+    """What a rank of a node is told. `leader` and `own`: the addresses of the leader, as this node reaches it, and of the node."""
+    host = f"[{leader}]" if ":" in leader else leader
+    return RankSpec(
+        config=config,
+        chosen=chosen,
+        place={**place, "meeting": f"tcp://{host}:{order.meeting_port}"},
+        address=f"tcp:{leader}:{order.port}",
+        epoch=order.epoch,
+        secret=order.secret,
+        beat=order.beat,
+        own_address=own,
+        interface_variables=order.interface_variables,
+    )

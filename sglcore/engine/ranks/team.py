@@ -1,0 +1,262 @@
+"""Who starts the process of each rank, and where they find each other: on this machine, or on several hosts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sglcore.device.choice import ChosenDevice
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import Row
+from sglcore.device.selection import Choice
+from sglcore.device.server_config import is_loopback
+from sglcore.device.topology import Communication, Place, Topology
+from sglcore.engine.ranks.agreement import shared_facts
+from sglcore.engine.ranks.hosts import Gathering, Joined, NodeFacts, Order, RemoteHost, host_spec
+from sglcore.engine.ranks.interface import interface_of
+from sglcore.engine.ranks.launch import Placement, host_and_port
+from sglcore.engine.ranks.launch_ray import RayHosts
+from sglcore.engine.ranks.spec import RankProcess, Spawn, spec_of
+from sglcore.engine.ranks.wire import Channel, listen, tcp_address
+
+SILENCES = 5
+"""Beats that are missed before something is gone."""
+
+
+@dataclass
+class Team:
+    """How the ranks of one start come to be. `starts` begins the processes of each node's ranks, by rank, and does not wait;
+    `hosts` are the others."""
+
+    listener: socket.socket
+    starts: list[Callable[[], dict[int, RankProcess]]]
+    row: Row
+    hosts: list[RemoteHost] = field(default_factory=list)
+    cluster: RayHosts | None = None
+
+    def host_of(self, rank: int) -> str:
+        """The address of the host of a rank; empty: this one."""
+        return next((host.address for host in self.hosts if rank in host.ranks), "")
+
+    def tie(self, found: Mapping[tuple[int, str], Channel]) -> None:
+        """Channels of ranks end with the host of each."""
+        for host in self.hosts:
+            host.hang_up_with([channel for (rank, _), channel in found.items() if rank in host.ranks])
+
+    def close(self) -> None:
+        """Other hosts end, and what they hold. Idempotent."""
+        for host in self.hosts:
+            host.close()
+        if self.cluster is not None:
+            self.cluster.close()
+
+
+@dataclass(frozen=True)
+class Maker:
+    """What every rank of a start is told, and by whom; `told` are `epoch`, `secret` and `beat`."""
+
+    config: EngineConfig
+    choice: Choice
+    communication: Communication
+    topology: Topology
+    spawn: Spawn
+    told: Mapping[str, Any]
+    placement: Placement
+
+    def here(self, stack: ExitStack) -> Team:
+        """All ranks on this machine, which share what lies in a folder as long as the stack is open."""
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglcore-ranks-", dir=_folder())))
+        listener, address = listen(home)
+        stack.callback(listener.close)
+        world = self.topology.world
+        places = [Place(rank, self.topology, f"file://{home / 'meeting'}", rank, world) for rank in range(world)]
+        return Team(listener, [partial(self._start, places, address=address)], self.placement.row("auto"))
+
+    def across(self, stack: ExitStack, folder: Path, progress: Callable[[str, int, int], None]) -> Team:
+        """The same number of ranks on each node, once all have joined. Waits. Raises ConfigError for nodes that do not fit each
+        other, and WorkerLost where some do not come."""
+        cluster = self._cluster() if self.placement.cluster else None
+        with ExitStack() as undone:
+            if cluster is not None:
+                undone.callback(cluster.close)
+            listener, host, port = self._listen("" if cluster is None else cluster.address)
+            stack.callback(listener.close)
+            joined = self._join(listener, f"{host}:{port}", folder, progress, cluster)
+            for each in joined:
+                undone.callback(each.channel.close)
+            team = self._team(listener, port, joined)
+            undone.pop_all()
+        team.cluster = cluster
+        return team
+
+    def _cluster(self) -> RayHosts:
+        """That of which this host is a part. Each host gives a core and a device for each of its ranks."""
+        each = float(self.topology.world // self.placement.nodes)
+        device = self.communication.cluster_resource
+        return RayHosts(
+            self.placement.cluster, self.placement.nodes, {"CPU": each} | ({device: each} if device else {})
+        )
+
+    def _join(
+        self,
+        listener: socket.socket,
+        where: str,
+        folder: Path,
+        progress: Callable[[str, int, int], None],
+        cluster: RayHosts | None,
+    ) -> list[Joined]:
+        """The other nodes, once they are there."""
+        shared, seconds = shared_facts(self.config, folder, self.choice), self.config.join_timeout
+
+        def look(phase: str, done: int, total: int) -> None:
+            progress(phase, done, total)
+            if cluster is not None:
+                cluster.check()
+
+        if cluster is not None:
+            cluster.begin([self._told_by_cluster(node, where) for node in range(1, self.placement.nodes)], seconds)
+        return Gathering(listener, self.placement.nodes, shared, look, self._check_devices).wait(seconds, where)
+
+    def _told_by_cluster(self, node: int, where: str) -> bytes:
+        """What a node is told that Ray starts: this one's configuration, and any device of the same name."""
+        config = replace(self.config, device=self.choice.package.name)
+        return host_spec(config, replace(self.placement, node=node, leader=host_and_port(where)))
+
+    def _team(self, listener: socket.socket, port: int, joined: list[Joined]) -> Team:
+        """All ranks, once every node has joined."""
+        silence = self.told["beat"] * SILENCES
+        hosts = [RemoteHost(each, self.told["beat"], silence) for each in joined]
+        address = advertised(joined)
+        meeting = _free_port(address)
+        own = self._places(0, self.placement.local, self.placement.neighbours, _url(address, meeting))
+        network = {"own_address": address, "interface_variables": self._variables()}
+        starts: list[Callable[[], dict[int, RankProcess]]] = [
+            partial(self._start, own, address=tcp_address(address, port), **network)
+        ]
+        for each, remote in zip(joined, hosts, strict=True):
+            places = self._places(each.facts.node, each.facts.local, each.facts.neighbours, "")
+            plain = [place.as_plain() for place in places]
+            order = Order(
+                plain,
+                address,
+                port,
+                meeting,
+                **self.told,
+                silence=silence,
+                interface_variables=self._variables(),
+            )
+            starts.append(partial(_begin, remote, order))
+        met = f"node 0 is {address}, {interface_of(address) or 'of no interface that is known'}"
+        asked = f"nodes {self.config.nodes}" if self.config.nodes > 1 else "auto"
+        return Team(listener, starts, self.placement.row(asked, met), hosts)
+
+    def _places(self, node: int, local: int, neighbours: int, meeting: str) -> list[Place]:
+        each = self.topology.world // self.placement.nodes
+        return [
+            Place(node * each + place, self.topology, meeting, local * each + place, neighbours * each)
+            for place in range(each)
+        ]
+
+    def _start(self, places: list[Place], **told: Any) -> dict[int, RankProcess]:
+        chosen, is_host = self.choice.chosen, self.choice.package.is_host
+        found: dict[int, RankProcess] = {}
+        try:
+            for place in places:
+                found[place.rank] = self.spawn(
+                    spec_of(self.config, chosen, place, is_host=is_host, **self.told, **told)
+                )
+        except BaseException:
+            for process in found.values():
+                process.kill()
+            raise
+        return found
+
+    def _variables(self) -> tuple[str, ...]:
+        own = self.communication.interface_variable
+        return (own,) if own else ()
+
+    def _check_devices(self, facts: NodeFacts, address: str) -> None:
+        """Raise ConfigError for a node that has not as many devices as its ranks need."""
+        each = self.topology.world // self.placement.nodes
+        chosen = ChosenDevice.decode(facts.chosen)
+        last = chosen.index + facts.local * each + each
+        if not self.choice.package.is_host and facts.devices and last > facts.devices:
+            raise ConfigError(
+                f"node {facts.node} (host {address}) needs {chosen.name} up to number {last - 1}, and has {facts.devices}",
+                remedy="fewer ranks (--tp), or more nodes",
+            )
+
+    def _listen(self, own: str) -> tuple[socket.socket, str, int]:
+        """Where nodes find this one: at the address that is given, if it is one of this machine by which others can reach it, else at
+        all of them; or at the address `own`, on a free port. Raises ConfigError."""
+        host, port = (own, 0) if own else self.placement.leader
+        try:
+            listener, address = listen(None, bindable(host), port)
+        except OSError as error:
+            raise ConfigError(
+                f"the leader can not listen at {host}, port {port}: {error.strerror or error}",
+                wanted="an address of this machine and a free port",
+                remedy="--leader HOST:PORT with another port, on every host",
+            ) from None
+        return listener, f"[{host}]" if ":" in host else host, int(address.rpartition(":")[2])
+
+
+def advertised(joined: list[Joined]) -> str:
+    """The leader's address for everybody: one by which a node has reached it, from another machine if there is one."""
+    reached = [each.reached for each in joined]
+    return next((each for each in reached if not is_loopback(each)), reached[0])
+
+
+def _begin(remote: RemoteHost, order: Order) -> dict[int, RankProcess]:
+    remote.begin(order)
+    return dict(remote.ranks)
+
+
+def bindable(host: str) -> str:
+    """What to listen at for a host's name: itself where it is an address, or one name of this machine that others can use."""
+    found = {str(each[4][0]) for each in _resolve(host)}
+    if len(found) != 1:
+        return ""
+    address = found.pop()
+    if is_loopback(address) and not is_loopback(host):
+        return ""  # the name means another address elsewhere
+    return address if _is_own(address) else ""
+
+
+def _is_own(address: str) -> bool:
+    try:
+        with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
+            return True
+    except OSError:
+        return False
+
+
+def _resolve(host: str) -> list[Any]:
+    try:
+        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+
+
+def _free_port(address: str) -> int:
+    """One of this machine, for the ranks to meet; rank 0 takes it a moment later."""
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as found:
+        return found.getsockname()[1]
+
+
+def _url(address: str, port: int) -> str:
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def _folder() -> str | None:
+    """Where what ranks of one machine share lies in memory, if there is such a place."""
+    memory = "/dev/shm"
+    return memory if os.path.isdir(memory) and os.access(memory, os.W_OK) else None

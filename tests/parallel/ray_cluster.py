@@ -1,0 +1,39 @@
+"""A real cluster of Ray over two hosts that are namespaces."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.parallel.namespaces import ADDRESSES, TwoHosts
+from tests.parallel.served import until
+
+PORT = 6379
+START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
+HEAD = f"{ADDRESSES[0]}:{PORT}"
+
+
+def begin(hosts: TwoHosts, logs: Path, **variables: str) -> None:
+    """Start the head on host 0 and a worker on host 1, with two cores each."""
+    given = {"RAY_USAGE_STATS_ENABLED": "0", **variables}
+    common = ("--num-cpus", "2", "--object-store-memory", str(80 << 20))
+    head = (
+        *START,
+        "--head",
+        "--port",
+        str(PORT),
+        "--node-ip-address",
+        ADDRESSES[0],
+        "--include-dashboard=false",
+        *common,
+    )
+    hosts.start(0, head, logs / "ray0", **given)
+    wait_for(logs / "ray0", "Ray runtime started")
+    other = (*START, "--address", HEAD, "--node-ip-address", ADDRESSES[1], *common)
+    hosts.start(1, other, logs / "ray1", **given)
+    wait_for(logs / "ray1", "Ray runtime started")
+
+
+def wait_for(log: Path, word: str) -> None:
+    """Until a log has a word."""
+    until(lambda: word in log.read_text())

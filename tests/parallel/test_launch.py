@@ -1,0 +1,185 @@
+"""Which node a process is: from flags and from what launchers put into the environment."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from sglcore.cli.serve import _placed as placed_server
+from sglcore.device.config import EngineConfig, resolve_config, resolve_server_config
+from sglcore.device.errors import ConfigError, WorkerLost
+from sglcore.device.topology import Communication, Place, Topology
+from sglcore.engine.ranks import host_process, team
+from sglcore.engine.ranks.agreement import differences, files_digest
+from sglcore.engine.ranks.hosts import Joined
+from sglcore.engine.ranks.interface import interface_of
+from sglcore.engine.ranks.launch import LEADER_PORT, Placement, find_placement
+from sglcore.engine.ranks.rank_process import HOST_INTERFACE, tell_interface
+from sglcore.engine.ranks.spec import RankSpec
+
+TORCHRUN = MappingProxyType(
+    {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+)
+WORKER_SET = MappingProxyType(
+    {"LWS_LEADER_ADDRESS": "model-0.model.default", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
+)
+
+
+def placed(environ: Mapping[str, str] = MappingProxyType({}), **settings: Any) -> Placement:
+    return find_placement(resolve_config({"tp": 4, **settings}, {}), environ)
+
+
+def test_without_flags_and_variables_all_ranks_are_here() -> None:
+    found = placed()
+    assert (found.nodes, found.node, found.launcher) == (1, 0, "this machine")
+    assert found.row("auto").effective == "this machine"
+
+
+def test_flags_say_which_node_this_is() -> None:
+    found = placed(TORCHRUN, nodes=2, node_rank=1, leader="[fe80::1]:777")
+    assert (found.nodes, found.node, found.leader) == (2, 1, ("fe80::1", 777))
+    assert found.restarter == "", "--restart is ours"
+
+
+def test_torchrun_starts_a_node_for_each_of_its_processes() -> None:
+    found = placed(TORCHRUN)
+    assert (found.nodes, found.node, found.local, found.neighbours) == (4, 3, 1, 2)
+    assert found.leader == ("10.0.0.1", 29501), "its own store listens at MASTER_PORT"
+    assert "torchrun" in found.row("auto").effective and "RANK" in found.row("auto").reason
+    assert placed({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}).nodes == 1
+    assert placed(TORCHRUN, leader="10.0.0.9:80").leader == ("10.0.0.9", 80)
+
+
+def test_a_leader_worker_set_starts_a_node_in_each_pod() -> None:
+    found = placed(WORKER_SET)
+    assert (found.nodes, found.node, found.leader) == (2, 1, ("model-0.model.default", LEADER_PORT))
+    assert placed({**WORKER_SET, "LWS_GROUP_SIZE": "1"}).nodes == 1
+
+
+def test_ray_is_taken_where_it_is_asked_for_or_nothing_else_says_who_starts_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert placed(nodes=2, leader="ray:head:6379").cluster == "head:6379"
+    assert placed({"RAY_ADDRESS": "head:1"}, nodes=2, leader="ray").cluster == "head:1"
+    monkeypatch.setattr("sglcore.engine.ranks.launch.find_spec", lambda name: object())
+    found = placed(nodes=2)
+    assert (found.launcher, found.cluster) == ("Ray", "auto") and "Ray is installed" in found.reason
+    monkeypatch.setattr("sglcore.engine.ranks.launch.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="nothing says which of them this is.*--node-rank R --leader HOST:PORT.*ray"):
+        placed(nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("environ", "settings", "message"),
+    [
+        ({}, {"nodes": 2, "node_rank": 2, "leader": "a:1"}, "node_rank is 2, and nodes is 2; wanted 0 to 1"),
+        ({}, {"node_rank": 1}, "leader is not given"),
+        ({}, {"node_rank": 0, "leader": "a:1"}, "nodes is not given"),
+        ({}, {"leader": "a:1"}, "give --nodes and --node-rank"),
+        ({}, {"leader": "ray"}, "--nodes N says over how many hosts"),
+        ({}, {"nodes": 3, "node_rank": 0, "leader": "a:1"}, "tp is 4, and there are 3 nodes.*--tp 3"),
+        ({}, {"nodes": 2, "node_rank": 0, "leader": "a"}, "leader is 'a'; wanted HOST:PORT"),
+        ({}, {"nodes": 2, "node_rank": 0, "leader": "a:70000"}, "leader is 'a:70000'"),
+        (TORCHRUN, {"nodes": 2}, "nodes is 2, and torchrun has started 4; leave --nodes out"),
+        (TORCHRUN, {"tp": 1}, "tp is 1, and there are 4 nodes by torchrun.*--tp 4"),
+        ({**TORCHRUN, "WORLD_SIZE": "many"}, {}, "WORLD_SIZE is 'many'; wanted a number"),
+    ],
+)
+def test_what_is_incomplete_or_contradicts_itself_is_refused(
+    environ: Mapping[str, str], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        placed(environ, **settings)
+
+
+def test_with_nodes_ray_places_them_and_not_replicas() -> None:
+    config, server = resolve_config({"tp": 4, "nodes": 2}, {}), resolve_server_config({"ray": "head:1"}, {})
+    placement, config, server = placed_server(config, server)
+    assert placement.cluster == "head:1" and config.leader == "ray:head:1" and server.ray is None
+    alone = resolve_server_config({"ray": "auto", "replicas": 2}, {})
+    assert placed_server(resolve_config({}, {}), alone)[2].ray == "auto"
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ({"replicas": 2}, "held by 2 nodes, and --replicas is given; leave --replicas out"),
+        ({"ray_resources": ("CPU=4",), "ray": "auto"}, "--ray-resources is given"),
+    ],
+)
+def test_what_is_for_replicas_is_refused_with_nodes(server: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        placed_server(resolve_config({"tp": 4, "nodes": 2, "leader": "ray"}, {}), resolve_server_config(server, {}))
+
+
+def test_a_leader_that_can_not_be_reached_is_named_with_its_port_and_the_seconds() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(WorkerLost, match=rf"at 127.0.0.1, port {port} in 1 s.*--join-timeout"):
+            host_process.reach("127.0.0.1", port, 1.0)
+
+
+def test_a_name_that_means_this_machine_is_said() -> None:
+    with pytest.raises(WorkerLost, match=r"localhost is .*127\.0\.0\.1.* here"):
+        host_process.reach("localhost", 9, 0.6)
+
+
+def test_the_address_for_all_is_one_by_which_another_machine_has_reached_the_leader() -> None:
+    def joined(reached: str) -> Joined:
+        nothing: Any = None
+        return Joined(nothing, nothing, "", reached)
+
+    assert team.advertised([joined("127.0.0.1"), joined("10.0.0.1"), joined("10.0.1.1")]) == "10.0.0.1"
+    assert team.advertised([joined("127.0.0.1")]) == "127.0.0.1"
+
+
+def test_a_leader_listens_everywhere_where_its_name_means_loopback_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert team.bindable("127.0.0.1") == "127.0.0.1"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    assert team.bindable("host-a") == "", "elsewhere the name means another address"
+
+
+def spec_for(own_address: str, neighbours: int = 1) -> tuple[RankSpec, Place]:
+    place = Place(0, Topology(tp=2), "tcp://10.0.0.1:1", 0, neighbours)
+    variables = (Communication("x", interface_variable="X_IFNAME").interface_variable,)
+    spec = RankSpec({}, "", place.as_plain(), "", 0, "", own_address=own_address, interface_variables=variables)
+    return spec, place
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked of Linux")
+def test_libraries_are_told_the_interface_of_the_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (HOST_INTERFACE, "X_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    environ = host_process.os.environ
+    tell_interface(*spec_for("127.0.0.1"))
+    assert environ[HOST_INTERFACE] == environ["X_IFNAME"] == interface_of("127.0.0.1") == "lo"
+    assert "RANK" not in environ and "TORCHELASTIC_USE_AGENT_STORE" not in environ
+    monkeypatch.setenv("X_IFNAME", "mine")
+    tell_interface(*spec_for("127.0.0.1"))
+    assert environ["X_IFNAME"] == "mine", "what a person has set stays"
+    assert interface_of("203.0.113.7") is None
+
+
+def test_hosts_name_each_thing_in_which_they_differ(tmp_path: Path) -> None:
+    assert differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == ["b is 2 and 3", "c is None and 4"]
+    (tmp_path / "config.json").write_text("{}")
+    before = files_digest(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    assert files_digest(tmp_path) != before
+    assert EngineConfig().nodes == 1
