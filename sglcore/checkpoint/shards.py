@@ -20,11 +20,13 @@ MOST_WIDTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a width must divide: `name` of `size`, by the rule `fits(size, width)`."""
+    """What a width must divide: `name` of `size`, by the rule `fits(size, width)`. `axis` says among whom it is divided: the ranks of
+    a shard of requests ("attn_tp"), all ranks ("tp"), or all unless experts are dealt out whole ("expert")."""
 
     name: str
     size: int
     fits: Callable[[int, int], bool]
+    axis: str = "tp"
 
 
 def _divides(size: int, width: int) -> bool:
@@ -39,8 +41,8 @@ def _shares(size: int, width: int) -> bool:
 def constraints(config: ModelConfig) -> tuple[Constraint, ...]:
     """Those of attention, the feed-forward blocks and experts. The vocabulary has none: it is padded."""
     found = [
-        Constraint("attention heads", config.num_attention_heads, _divides),
-        Constraint("heads of keys and values", config.num_key_value_heads, _shares),
+        Constraint("attention heads", config.num_attention_heads, _divides, "attn_tp"),
+        Constraint("heads of keys and values", config.num_key_value_heads, _shares, "attn_tp"),
     ]
     moe = config.moe
     if moe is None or not all(moe.layers):
@@ -48,7 +50,8 @@ def constraints(config: ModelConfig) -> tuple[Constraint, ...]:
             Constraint("numbers between the two halves of a feed-forward block", config.intermediate_size, _divides)
         )
     if moe is not None:
-        found.append(Constraint("numbers between the two halves of an expert", moe.intermediate_size, _divides))
+        inside = "numbers between the two halves of an expert"
+        found.append(Constraint(inside, moe.intermediate_size, _divides, "expert"))
         if moe.shared_size:
             found.append(Constraint("numbers inside the shared expert", moe.shared_size, _divides))
     return tuple(found)
@@ -85,7 +88,6 @@ def check_divisible(config: ModelConfig, width: int, is_ours: bool = True) -> No
     for what, is_so in refused.items():
         if is_so:
             raise ConfigError(f"tp is {width}, and this model has {what}", remedy="--tp 1")
-    check_width(config, width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from sglcore.device.errors import ConfigError
 FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "tp": ("--tensor-parallel-size", "--tp-size", "-tp"),
+        "ep": ("--expert-parallel-size", "--ep-size", "-ep"),
         "model": ("--model-path", "-m", "--hf-repo", "-hf"),
         "hf_token": ("-hft",),
         "max_model_len": ("--context-length", "--ctx-size", "-c"),

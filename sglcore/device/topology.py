@@ -4,7 +4,8 @@ device's ranks speak to each other."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from sglcore.device.errors import ConfigError
@@ -17,11 +18,13 @@ different shards of requests; those that share experts; the stages of a pipeline
 @dataclass(frozen=True, slots=True)
 class Communication:
     """By what a device's ranks exchange tensors: the name of the back end in torch.distributed, that of the back end for host
-    tensors, and whether captured graphs may hold its collectives."""
+    tensors, and whether captured graphs may hold its collectives. `dispatchers` are what libraries of the device carry rows to
+    their experts with, the preferred one first: references to a `MakeDispatcher`, by name."""
 
     backend: str
     host_backend: str = "gloo"
     in_graphs: bool = False
+    dispatchers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)

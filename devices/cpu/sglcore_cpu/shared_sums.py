@@ -35,9 +35,10 @@ ORDERED = frozenset({"x86_64", "AMD64"})
 class SharedSums(Group):
     """A group whose small sums and broadcasts go through shared memory."""
 
-    def __init__(self, *parts: Any, memory: mmap.mmap, **checks: Any) -> None:
-        """`memory` of `memory_size` bytes, zeros, the same one for every rank; the others are those of `Group`."""
+    def __init__(self, *parts: Any, path: Path, **checks: Any) -> None:
+        """`path` is that of the memory, the same one for every rank; the others are those of `Group`."""
         super().__init__(*parts, **checks)
+        self._path, memory = path, _opened(path, self.size)
         self._words = memoryview(memory).cast("q")
         self._step = LINE // 8
         self._round = 0
@@ -81,6 +82,10 @@ class SharedSums(Group):
             flat.copy_(found[source])
         return x
 
+    def _smaller(self, name: str, *parts: Any) -> Group:
+        path = self._path.with_name(f"{self._path.name}-{name}")
+        return SharedSums(*parts, path=path, checks=self._checks, in_graphs=self._in_graphs)
+
     def _exchanged(self, flat: Tensor) -> list[Tensor]:
         """Everybody's, by rank, readable until the call after the next. Waits for all."""
         self._round += 1
@@ -111,7 +116,7 @@ def sums_for(place: Place) -> Callable[..., Group] | None:
 
     def make(*parts: Any, **checks: Any) -> Group:
         path = Path(place.meeting.removeprefix(FILE)).with_name("sums")  # in a folder that their leader removes
-        return SharedSums(*parts, memory=_opened(path, place.topology.world), **checks)
+        return SharedSums(*parts, path=path, **checks)
 
     return make
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from sglcore.checkpoint.axes import check_topology
 from sglcore.checkpoint.config import read_config
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.checkpoint.shards import check_divisible
@@ -76,7 +77,9 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice) -> None:
                 f"tp is {width} and {asked}, which do not go together yet", remedy=f"leave {flag} or --tp out"
             )
     if not is_gguf(folder) and config.model_impl != "transformers":
-        check_divisible(read_config(folder, task=config.task), width)
+        checkpoint = read_config(folder, task=config.task)
+        check_divisible(checkpoint, width)
+        check_topology(checkpoint, topology_of(config))
 
 
 def start_ranks(
@@ -93,9 +96,8 @@ def start_ranks(
     options = options or RankOptions()
     patience, communication = options.patience, choice.package.communication
     assert communication is not None
-    topology = Topology(tp=config.tp)
-    how = f"{topology.world} processes, each with its part of every layer, over {communication.backend}"
-    ledger.record(Row("ranks", str(config.tp), f"{config.tp} of tensors", how, "--tp 1"))
+    topology = topology_of(config)
+    ledger.record(*_rows(topology, communication.backend))
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglcore-ranks-", dir=_folder())))
         listener, address = listen(home)
@@ -129,6 +131,24 @@ def start_ranks(
     assert first is not None
     ledger.record(*(Row(**row) for row in first["ledger"]))
     return RankGroup(watch, steps, limits), first["seconds"]
+
+
+def topology_of(config: EngineConfig) -> Topology:
+    """That of a configuration. Raises ConfigError for widths that do not divide."""
+    return Topology(tp=config.tp, dp=config.dp, ep=config.ep)
+
+
+def _rows(topology: Topology, backend: str) -> list[Row]:
+    """What the ledger says of ranks."""
+    how = f"{topology.world} processes, each with its part of every layer, over {backend}"
+    rows = [Row("ranks", str(topology.tp), f"{topology.tp} of tensors", how, "--tp 1")]
+    if topology.dp > 1:
+        told = f"each request's cache is on {topology.attn_tp} of {topology.tp} ranks, and each step is agreed on"
+        rows.append(Row("shards of requests", str(topology.dp), str(topology.dp), told, "--dp 1"))
+    if topology.ep > 1:
+        told = f"each is whole on one of {topology.ep} ranks, and rows go there"
+        rows.append(Row("expert ranks", str(topology.ep), f"dealt out among {topology.ep}", told, "--ep 1"))
+    return rows
 
 
 def _folder() -> str | None:

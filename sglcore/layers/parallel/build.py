@@ -23,11 +23,13 @@ from sglcore.layers.build import Build
 from sglcore.layers.linear import Embedding, Head, Linear
 from sglcore.layers.mlp import GATE_AND_UP, GatedMlp
 from sglcore.layers.moe import GroupLimitedRouting, Routing, SigmoidRouting, SoftmaxRouting, SparseMoe
+from sglcore.layers.parallel.blocks import Block, ended
 from sglcore.layers.parallel.cut import Cut, Range, clipped
+from sglcore.layers.parallel.experts import dispatched
 from sglcore.layers.parallel.linear import Summed, bias_once
 from sglcore.layers.parallel.vocab import SharedEmbedding, SharedHead
 from sglcore.layers.scope import Scope
-from sglcore.runtime.parallel.group import Group
+from sglcore.runtime.parallel.group import AnyGroup, Groups
 
 REMEDY = "--tp 1"
 
@@ -37,7 +39,7 @@ class ShardedBuild(Scope):
     """The scope in which a layer is built, and the layers. `attended` are the scopes whose attention is built: the next
     linear layer of each takes the heads, and ends the block."""
 
-    group: Group | None = None
+    groups: Groups | None = None
     attended: set[str] = field(default_factory=set)
 
     norm = Build.norm
@@ -48,14 +50,24 @@ class ShardedBuild(Scope):
     activation = Build.activation
 
     @property
-    def _ranks(self) -> Group:
-        assert self.group is not None
-        return self.group
+    def _every(self) -> Groups:
+        assert self.groups is not None
+        return self.groups
+
+    @property
+    def _ranks(self) -> AnyGroup:
+        """Those that share the heads of a request, and its vocabulary."""
+        return self._every.attn_tp
 
     @property
     def shard(self) -> Shard:
-        """This rank's part of whatever is divided."""
+        """This rank's part of heads and of the vocabulary."""
         return Shard(self._ranks.rank, self._ranks.size)
+
+    @property
+    def inside(self) -> Shard:
+        """This rank's part of what is inside of feed-forward blocks and of experts."""
+        return Shard(self._every.tp.rank, self._every.tp.size)
 
     def cut(self, name: str, whole: int, *ranges: Range, dim: int = 0) -> None:
         """Of the tensor `prefix.name` of the checkpoint this rank has some ranges."""
@@ -128,17 +140,17 @@ class ShardedBuild(Scope):
             replace(self, config=local), layer_id, rotary, qk_norm=qk_norm, norm_offset=norm_offset, sinks=sinks
         )
 
-    def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Summed:
+    def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Block:
         """The gated feed-forward block, this rank's part of what is inside."""
-        scope, part = self.at(name), self.shard.part(size)
+        scope, part = self.at(name), self.inside.part(size)
         if fused:
             scope._cut_rows(fused, 2 * size, part, (part[0] + size, part[1] + size))
         for each in () if fused else GATE_AND_UP:
             scope._cut_rows(each, size, part)
         scope.cut("down_proj.weight", size, part, dim=1)
         own = GatedMlp(scope, part[1] - part[0], bias, fused)
-        bias_once(self, own.down_proj, self._ranks)
-        return Summed(own, self._ranks)
+        bias_once(self, own.down_proj, self._every.tp)
+        return ended(own, self._every)
 
     def experts(
         self,
@@ -148,11 +160,11 @@ class ShardedBuild(Scope):
         gate: str = "gate",
         parts: Sequence[str] = EXPERT_PARTS,
         is_sigmoid: bool = False,
-    ) -> Summed:
-        """The sparse feed-forward block: every expert on every rank, of each this rank's part of what is inside."""
+    ) -> Block:
+        """The sparse feed-forward block: some experts whole on each rank, or of every one this rank's part of what is inside."""
         return self._experts(name, moe, gate, parts, SigmoidRouting if is_sigmoid else SoftmaxRouting)
 
-    def group_limited_experts(self, name: str, moe: MoeConfig) -> Summed:
+    def group_limited_experts(self, name: str, moe: MoeConfig) -> Block:
         """The same with experts in groups."""
         return self._experts(name, moe, "gate", EXPERT_PARTS, GroupLimitedRouting)
 
@@ -163,9 +175,11 @@ class ShardedBuild(Scope):
         gate: str,
         parts: Sequence[str],
         routing: Callable[[Scope, str, MoeConfig], Routing],
-    ) -> Summed:
+    ) -> Block:
         scope, size = self.at(name), moe.intermediate_size
-        part = self.shard.part(size)
+        if self._every.has_experts_whole:
+            return dispatched(scope, moe, gate, parts, routing, self._every)
+        part = self.inside.part(size)
         both, down = (part, (part[0] + size, part[1] + size)), parts[-1]
         if len(parts) == 2:
             scope.cut(f"{parts[0]}.weight", 2 * size, *both, dim=1)
@@ -179,7 +193,7 @@ class ShardedBuild(Scope):
                     each.cut(f"{expert}.{row}.weight", size, part)
                 each.cut(f"{expert}.{down}.weight", size, part, dim=1)
         own = SparseMoe(scope, replace(moe, intermediate_size=part[1] - part[0]), gate, parts, routing)
-        return Summed(own, self._ranks)
+        return ended(own, self._every)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> SharedEmbedding:
         """A row for each id, of this rank's part of the vocabulary."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sglcore.layers.linear import Linear
 from sglcore.layers.scope import Scope
-from sglcore.runtime.parallel.group import Group
+from sglcore.runtime.parallel.group import AnyGroup
 
 
 class Summed:
@@ -16,7 +16,7 @@ class Summed:
 
     __slots__ = ("_group", "_inner")
 
-    def __init__(self, inner: Callable[[Tensor], Tensor], group: Group) -> None:
+    def __init__(self, inner: Callable[[Tensor], Tensor], group: AnyGroup) -> None:
         """`inner` gives a tensor of its own, which nobody else reads."""
         self._inner, self._group = inner, group
 
@@ -25,7 +25,7 @@ class Summed:
         return self._group.all_reduce(self._inner(x))
 
 
-def bias_once(build: Scope, linear: Linear, group: Group) -> None:
+def bias_once(build: Scope, linear: Linear, group: AnyGroup) -> None:
     """The bias of a layer that ends in a sum counts on rank 0 alone; all ranks read it, so that a file is read alike."""
     bias = linear.bias
     if bias is None or not group.rank:
