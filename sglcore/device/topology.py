@@ -93,6 +93,11 @@ class Place:
     local: int
     neighbours: int
 
+    @property
+    def decides(self) -> bool:
+        """Whether it draws the tokens of its shard of requests."""
+        return self.rank % self.topology.attn_tp == 0
+
     def as_plain(self) -> dict[str, Any]:
         """Plain values, for a process of its own."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""The process of one rank: steps from the leader in, and from rank 0 their results out. It knows no scheduler.
+"""The process of one rank: steps from the leader in, and from the first rank of a shard their results out. It knows no scheduler.
 
 Started as `python -m sglcore.engine.ranks.rank_process`, with a RankSpec as one line of JSON on its standard input. When the
 leader is gone its channels close, and the process ends.
@@ -133,7 +133,7 @@ def serve(spec: RankSpec, place: Place, steps: Channel, control: Control) -> Non
             out.append(worker.submit(batch))
         elif frame.kind is Kind.COLLECT:
             result = worker.collect(out.popleft())
-            if place.rank == 0:
+            if place.decides:
                 steps.send(Kind.RESULT, encode(result))
             control.phase = "waiting"
         elif frame.kind is Kind.CLOSE:

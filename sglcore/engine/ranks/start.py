@@ -130,7 +130,7 @@ def start_ranks(
     first = members[0].ready
     assert first is not None
     ledger.record(*(Row(**row) for row in first["ledger"]))
-    return RankGroup(watch, steps, limits), first["seconds"]
+    return RankGroup(watch, steps, limits, topology.dp), first["seconds"]
 
 
 def topology_of(config: EngineConfig) -> Topology:
