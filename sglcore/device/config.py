@@ -48,13 +48,18 @@ class EngineConfig:
         1, "Devices that hold one model together, each a part of every layer; each has a process of its own.", least=1
     )
     dp: int = setting(
-        1, "Shards of requests among those devices: each keeps its own requests' cache, and attends to them alone.", least=1
+        1,
+        "Shards of requests among those devices: each keeps its own requests' cache, and attends to them alone.",
+        least=1,
     )
     ep: int = setting(
-        1, "Devices among which experts are dealt out, each whole on one; 1: each device holds a part of every expert.", least=1
+        1,
+        "Devices among which experts are dealt out, each whole on one; 1: each device holds a part of every expert.",
+        least=1,
     )
     expert_dispatch: str = setting(
-        "auto", "What carries rows to their experts: ragged, fixed, one of the device's own, or auto: the device's, else ragged."
+        "auto",
+        "What carries rows to their experts: ragged, fixed, one of the device's own, or auto: the device's, else ragged.",
     )
     model_impl: str = setting(
         "auto",

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 
@@ -13,11 +13,16 @@ from itertools import accumulate
 class StepPlan:
     """`global_num_tokens` are the token rows of every shard of requests; an idle one has none. `is_padded`: where shards exchange
     rows each brings as many as the largest, else as many as it has. `bucket`: every shard replays the graph of so many rows
-    (None: nobody replays)."""
+    (None: nobody replays). `shard`: whose part of the step this is, which is all in which the plans of a step differ."""
 
     global_num_tokens: tuple[int, ...]
     is_padded: bool = False
     bucket: int | None = None
+    shard: int = 0
+
+    def of_shard(self, shard: int) -> StepPlan:
+        """The same for one of the shards."""
+        return replace(self, shard=shard)
 
     def copy_for_forward(self) -> StepPlan:
         """Itself: nobody changes it."""

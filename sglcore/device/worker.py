@@ -43,8 +43,7 @@ class Limits:
     embeddings of so many numbers a token (0: they may not); `takes_mrope`: with positions by three axes.
     `reads_history`: the worker remembers all tokens of a request, for embeddings of several at once; `keeps_history`: for
     proposals. `draft_tokens`: how many tokens it may propose for a row and verify in one step, so that each decode row brings
-    1 to `draft_tokens` + 1 of them. `shards`: requests are in so many shards, each of which has all that is said here to itself;
-    each step of one is submitted with those of all others, which agreed on it.
+    1 to `draft_tokens` + 1 of them.
     """
 
     max_model_len: int
@@ -75,7 +74,6 @@ class Limits:
     reads_history: bool = False
     keeps_history: bool = False
     draft_tokens: int = 0
-    shards: int = 1
 
     @property
     def capacity(self) -> int:

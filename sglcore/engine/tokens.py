@@ -45,14 +45,15 @@ class TokenEngine:
         *,
         overlap: bool = True,
         prefix_cache: bool = True,
+        shards: int = 1,
         open_grammars: Callable[[], Grammars | None] = lambda: None,
     ) -> None:
-        """`open_grammars` gives what compiles the grammars of requests, and is called when the first asks for one; None:
+        """`shards`: requests are in so many, each with the worker's limits to itself. `open_grammars` gives what compiles the grammars of requests, and is called when the first asks for one; None:
         such requests are refused."""
         self.worker = worker
         self.limits = worker.limits
         self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.limits.vocab_size)
-        self.scheduler, self.loop = make_loop(worker, overlap=overlap, prefix_cache=prefix_cache)
+        self.scheduler, self.loop = make_loop(worker, shards, overlap=overlap, prefix_cache=prefix_cache)
         self._groups: dict[str, SampleGroup] = {}
         self._watched: dict[str, SampleGroup] = {}
         self._compiling: dict[str, SampleGroup] = {}

@@ -139,7 +139,12 @@ def _sources(
     files = [stack.enter_context(closing(SafetensorsFile(file))) for file in checkpoint_files(path)]
     named = model.named({entry.name: entry.shape for file in files for entry in file.entries})
     weights.choose_stacks(named.values())
-    harmless = (*HARMLESS, *model.ignored, *weights.elsewhere, *((TIED_HEAD,) if config.tie_word_embeddings or config.is_encoder else ()))
+    harmless = (
+        *HARMLESS,
+        *model.ignored,
+        *weights.elsewhere,
+        *((TIED_HEAD,) if config.tie_word_embeddings or config.is_encoder else ()),
+    )
     found = find_sources(files, weights.targets, named, harmless, quantization, weights.cuts)
     return _reordered(found, weights)
 

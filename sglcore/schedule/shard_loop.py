@@ -75,17 +75,17 @@ class ShardLoop:
                 self._refuse_standstill()
                 return []
             plan = agree([vote_of(batch) for batch in batches])
-            return [self._send(shard, batch, plan) for shard, batch in enumerate(batches)]
+            return [self._send(plan.of_shard(shard), batch) for shard, batch in enumerate(batches)]
         except BaseException as error:
             self._abandon(error)
             raise
 
-    def _send(self, shard: int, batch: ScheduleBatch | None, plan: StepPlan) -> Sent:
-        scheduler = self.scheduler.each[shard]
+    def _send(self, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
+        scheduler = self.scheduler.each[plan.shard]
         if batch is None:
-            return Sent(scheduler, None, self.worker.submit(idle_batch(-next(self._idle_steps), shard, plan)))
+            return Sent(scheduler, None, self.worker.submit(idle_batch(-next(self._idle_steps), plan)))
         with overlap_forward_isolation(batch) as view:
-            view.shard, view.step_plan = shard, plan
+            view.step_plan = plan
             ticket = self.worker.submit(view)
         return Sent(scheduler, record_batch_in_overlap(scheduler.in_flight, view, ticket))
 
@@ -134,21 +134,22 @@ class ShardLoop:
         return unsent
 
 
-def idle_batch(step: int, shard: int, plan: StepPlan) -> ScheduleBatch:
+def idle_batch(step: int, plan: StepPlan) -> ScheduleBatch:
     """A step of no rows."""
     none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
     rows = {name: none.copy() for name in ("slots", "seq_lens", "prefix_lens", "input_ids", "page_counts", "new_pages")}
     offsets = {"token_offsets": start, "new_page_offsets": start.copy()}
     emits = np.zeros(0, np.bool_)
-    return ScheduleBatch(step, ForwardMode.IDLE, **rows, **offsets, emits=emits, shard=shard, step_plan=plan)
+    return ScheduleBatch(step, ForwardMode.IDLE, **rows, **offsets, emits=emits, step_plan=plan)
 
 
 def make_loop(
-    worker: ModelWorker, *, overlap: bool = True, prefix_cache: bool = True
+    worker: ModelWorker, shards: int = 1, *, overlap: bool = True, prefix_cache: bool = True
 ) -> tuple[Scheduler, Loop] | tuple[Shards, ShardLoop]:
-    """What schedules a worker's requests, and the loop over it: one scheduler, or one for each shard."""
-    if worker.limits.shards == 1:
+    """What schedules a worker's requests, and the loop over it: one scheduler, or one for each of `shards`, every one of which has
+    the worker's limits to itself."""
+    if shards == 1:
         scheduler = Scheduler(worker.limits, prefix_cache=prefix_cache)
         return scheduler, Loop(scheduler, worker, overlap=overlap)
-    shards = Shards(worker.limits, prefix_cache=prefix_cache)
-    return shards, ShardLoop(shards, worker, overlap=overlap)
+    schedulers = Shards(worker.limits, shards, prefix_cache=prefix_cache)
+    return schedulers, ShardLoop(schedulers, worker, overlap=overlap)

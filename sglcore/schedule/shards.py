@@ -32,10 +32,10 @@ def choose_shard(hits: Sequence[int], loads: Sequence[int], room: int) -> int:
 class Shards:
     """Schedulers side by side, by the names of one. Not thread-safe."""
 
-    def __init__(self, limits: Limits, *, prefix_cache: bool = True) -> None:
+    def __init__(self, limits: Limits, count: int, *, prefix_cache: bool = True) -> None:
         """`limits` are those of each."""
         self.limits = limits
-        self.each = tuple(Scheduler(limits, prefix_cache=prefix_cache) for _ in range(limits.shards))
+        self.each = tuple(Scheduler(limits, prefix_cache=prefix_cache) for _ in range(count))
         self._room = max(1, limits.max_requests // ROOM)
         self._placed: dict[str, tuple[Request, int]] = {}
         self._pruned_at = SLACK

@@ -50,7 +50,7 @@ class RankedEngine(TokenEngine):
         self.watched: Any = Watched(self.worker)
         self.paths = self.watched.paths
         made: Any = make_loop(
-            self.watched, overlap=config.overlap is not False, prefix_cache=config.prefix_cache
+            self.watched, config.dp, overlap=config.overlap is not False, prefix_cache=config.prefix_cache
         )
         self.scheduler, self.loop = made
         self._count = 0

@@ -33,7 +33,7 @@ class RankGroup:
 
     def __init__(self, watch: Watch, steps: Sequence[Channel], limits: Limits, shards: int = 1) -> None:
         """`steps` are the ranks' channels, by rank, and `limits` those of every rank."""
-        self.limits = replace(limits, runs_ahead=True, shards=shards)
+        self.limits = replace(limits, runs_ahead=True)
         self._watch, self._steps = watch, tuple(steps)
         each = len(self._steps) // shards
         self._shards = [_Shard(self._steps[first : first + each]) for first in range(0, len(self._steps), each)]
@@ -50,7 +50,7 @@ class RankGroup:
     def submit(self, batch: ScheduleBatch) -> Ticket:
         """Send a step to every rank of its shard; does not wait for it. Raises WorkerLost."""
         self.check()
-        shard = self._shards[batch.shard]
+        shard = self._shards[0 if batch.step_plan is None else batch.step_plan.shard]
         if batch.forward_mode not in (ForwardMode.EMBED, ForwardMode.IDLE):
             if batch.composition == shard.sent:
                 batch.sampling = None  # the ranks keep that of a composition while it lasts

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.runtime.parallel.dispatch import FixedDispatcher, MakeDispatcher, RaggedDispatcher
 
-TOLD = {
-    "ragged": "as many rows as there are, by all-to-all; the host waits for their counts",
-    "fixed": "a place for each row of each rank at every expert, so that no shape depends on the routing",
-}
+TOLD: Mapping[str, str] = MappingProxyType(
+    {
+        "ragged": "as many rows as there are, by all-to-all; the host waits for their counts",
+        "fixed": "a place for each row of each rank at every expert, so that no shape depends on the routing",
+    }
+)
+"""The references, and what they do."""
 
 
 def choose_dispatcher(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> MakeDispatcher:
