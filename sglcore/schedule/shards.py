@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from sglcore.device.worker import Limits
+from sglcore.schedule.batch_builder import Compose
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.scheduler import Scheduler
@@ -32,10 +33,12 @@ def choose_shard(hits: Sequence[int], loads: Sequence[int], room: int) -> int:
 class Shards:
     """Schedulers side by side, by the names of one. Not thread-safe."""
 
-    def __init__(self, limits: Limits, count: int, *, prefix_cache: bool = True) -> None:
-        """`limits` are those of each."""
+    def __init__(
+        self, limits: Limits, count: int, *, prefix_cache: bool = True, compose: Compose | None = None
+    ) -> None:
+        """`limits` are those of each; the others are those of `Scheduler`."""
         self.limits = limits
-        self.each = tuple(Scheduler(limits, prefix_cache=prefix_cache) for _ in range(count))
+        self.each = tuple(Scheduler(limits, prefix_cache=prefix_cache, compose=compose) for _ in range(count))
         self._room = max(1, limits.max_requests // ROOM)
         self._placed: dict[str, tuple[Request, int]] = {}
         self._pruned_at = SLACK
