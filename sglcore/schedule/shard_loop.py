@@ -10,7 +10,7 @@ import numpy as np
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.plan import StepPlan
-from sglcore.device.worker import ModelWorker, Ticket
+from sglcore.device.worker import Limits, ModelWorker, Ticket
 from sglcore.schedule.agree import agree, vote_of
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.output import EngineOutput
@@ -83,7 +83,7 @@ class ShardLoop:
     def _send(self, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
         scheduler = self.scheduler.each[plan.shard]
         if batch is None:
-            return Sent(scheduler, None, self.worker.submit(idle_batch(-next(self._idle_steps), plan)))
+            return Sent(scheduler, None, self.worker.submit(idle_batch(-next(self._idle_steps), plan, self.worker.limits)))
         with overlap_forward_isolation(batch) as view:
             view.step_plan = plan
             ticket = self.worker.submit(view)
@@ -134,11 +134,15 @@ class ShardLoop:
         return unsent
 
 
-def idle_batch(step: int, plan: StepPlan) -> ScheduleBatch:
-    """A step of no rows."""
+def idle_batch(step: int, plan: StepPlan, limits: Limits) -> ScheduleBatch:
+    """A step of no rows, for a worker with these limits."""
     none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
     rows = {name: none.copy() for name in ("slots", "seq_lens", "prefix_lens", "input_ids", "page_counts", "new_pages")}
     offsets = {"token_offsets": start, "new_page_offsets": start.copy()}
+    if limits.num_window_pages:
+        rows["window_starts"] = none.copy()
+    if limits.reads_history:
+        rows |= {"ngram_starts": none.copy(), "ngram_lens": none.copy()}
     emits = np.zeros(0, np.bool_)
     return ScheduleBatch(step, ForwardMode.IDLE, **rows, **offsets, emits=emits, step_plan=plan)
 

@@ -104,6 +104,33 @@ def own_memory(rank: int) -> None:
     group.Group.least = lambda self, value: value
 
 
+def wrong_shard(rank: int) -> None:
+    """A rank serves another shard's part of all rows."""
+    changed: Any = group.Groups
+    changed.shard = property(lambda self: (self.place.rank // self.attn_tp.size + 1) % self.place.topology.dp)
+
+
+def sums_of_all(rank: int) -> None:
+    """Heads of a shard's requests are summed over the ranks of all."""
+    changed: Any = build.ShardedBuild
+    changed._ranks = property(lambda self: Widened(self._every))
+
+
+class Widened:
+    """The ranks of a shard, whose sums are those of everybody."""
+
+    def __init__(self, groups: Any) -> None:
+        self._groups = groups
+        self.rank, self.size = groups.attn_tp.rank, groups.attn_tp.size
+        self.all_gather, self.broadcast = groups.attn_tp.all_gather, groups.attn_tp.broadcast
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As if there were one shard; rows of another width are filled up."""
+        rows = torch.zeros(64, *x.shape[1:], dtype=x.dtype)
+        rows[: len(x)] = x
+        return x.copy_(self._groups.tp.all_reduce(rows)[: len(x)])
+
+
 def less_memory(rank: int) -> None:
     """No defect: there is little memory, and rank 1 has less of it."""
     from sglcore_cpu import bring_up as module
