@@ -83,7 +83,9 @@ class ShardLoop:
     def _send(self, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
         scheduler = self.scheduler.each[plan.shard]
         if batch is None:
-            return Sent(scheduler, None, self.worker.submit(idle_batch(-next(self._idle_steps), plan, self.worker.limits)))
+            return Sent(
+                scheduler, None, self.worker.submit(idle_batch(-next(self._idle_steps), plan, self.worker.limits))
+            )
         with overlap_forward_isolation(batch) as view:
             view.step_plan = plan
             ticket = self.worker.submit(view)

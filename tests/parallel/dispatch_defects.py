@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglcore.layers.parallel.experts import DispatchedMoe
+from sglcore.layers.parallel.dispatched import DispatchedMoe
 from sglcore.runtime.parallel.dispatch import FixedDispatcher, RaggedDispatcher
 from sglcore.runtime.parallel.placement import Placement
 from sglcore.runtime.parallel.rows import RowMoves

@@ -14,7 +14,7 @@ import torch
 from sglcore.checkpoint.config import read_config
 from sglcore.device.plan import StepPlan
 from sglcore.device.topology import Communication, Place, Topology
-from sglcore.layers.parallel.experts import DispatchedMoe
+from sglcore.layers.parallel.dispatched import DispatchedMoe
 from sglcore.models.loader import load_model
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.kernels.table import KernelTable

@@ -25,7 +25,7 @@ from sglcore.layers.mlp import GATE_AND_UP, GatedMlp
 from sglcore.layers.moe import GroupLimitedRouting, Routing, SigmoidRouting, SoftmaxRouting, SparseMoe
 from sglcore.layers.parallel.blocks import Block, ended
 from sglcore.layers.parallel.cut import Cut, Range, clipped
-from sglcore.layers.parallel.experts import dispatched
+from sglcore.layers.parallel.dispatched import dispatched
 from sglcore.layers.parallel.linear import Summed, bias_once
 from sglcore.layers.parallel.vocab import SharedEmbedding, SharedHead
 from sglcore.layers.scope import Scope
