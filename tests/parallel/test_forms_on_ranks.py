@@ -29,7 +29,7 @@ FORMS: MappingProxyType[str, tuple[Make, dict[str, Any], int]] = MappingProxyTyp
         "deepseek-v3: queries of low rank": (latent.deepseek_v3, {}, 4),
         "deepseek-v3.2: an indexer": (latent.deepseek_v32, {}, 2),
         "glm-5: an indexer for several layers": (latent.glm_moe_dsa, {}, 4),
-        "deepseek-v4: blocks, streams, experts within a limit": (deepseek_v4.deepseek_v4, {}, 2),
+        "deepseek-v4: blocks, streams, experts within a limit": (deepseek_v4.deepseek_v4, {"page_size": 16}, 2),
         "qwen3-next: the delta rule, gates of attention": (checkpoints.qwen3_next, {}, 2),
         "qwen3.5: the delta rule, dense": (checkpoints.qwen35, {}, 2),
         "lfm2: short convolutions": (checkpoints.lfm2, {}, 2),
@@ -42,9 +42,9 @@ FORMS: MappingProxyType[str, tuple[Make, dict[str, Any], int]] = MappingProxyTyp
 
 @pytest.mark.parametrize("name", FORMS)
 def test_ranks_give_the_logprobs_of_transformers(name: str, tmp_path: Path) -> None:
-    make, changes, width = FORMS[name]
-    oracle = make(**changes)
+    make, settings, width = FORMS[name]
+    oracle = make()
     chunk = int(np.random.default_rng(SEED).integers(6, 12))
-    with RankedEngine(checkpoints.save(oracle, tmp_path), tp=width, max_batch_tokens=chunk) as engine:
+    with RankedEngine(checkpoints.save(oracle, tmp_path), tp=width, max_batch_tokens=chunk, **settings) as engine:
         prompts = random_prompts(SEED, (1, 5, 30, 17, 9))
         check_logprobs(engine.run(prompts, 8, score_prompts=True, stagger=2), oracle, 1e-4)
