@@ -61,10 +61,7 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice) -> None:
             remedy=f"--tp {max(devices - choice.chosen.index, 1)}, or --device {package.name}:0",
         )
     refused = {
-        "speculative": config.speculative not in (None, "off", "auto"),
-        "draft_model": config.draft_model is not None,
         "hisparse": config.hisparse not in (None, "off"),
-        "quantize": config.quantize != "auto",
         "model_impl": config.model_impl == "transformers",
         "kv_cache_dtype": config.kv_cache_dtype != "auto",
     }
