@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import signal
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -96,6 +97,49 @@ def noisy_logits(rank: int) -> None:
         )
 
     vocab.SharedHead.__call__ = call
+
+
+def _other_logits(rank: int) -> None:
+    """Rank 1 has logits of its own, far from the others'."""
+    own = vocab.SharedHead.__call__
+
+    def call(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        logits = own(self, hidden)
+        return logits.roll(1, -1) if rank else logits
+
+    vocab.SharedHead.__call__ = call
+
+
+def own_proposals(rank: int) -> None:
+    """Every rank makes proposals for itself."""
+    from sglcore.runtime.speculative import autoregressive
+
+    _other_logits(rank)
+    own = autoregressive.AutoregressiveDrafter.advance
+
+    def advance(self: Any, rows: Any) -> torch.Tensor:
+        def draw(logits: torch.Tensor, depth: int) -> torch.Tensor:
+            return logits.argmax(-1).to(torch.int32)
+
+        rows.draw = draw
+        return own(self, rows)
+
+    autoregressive.AutoregressiveDrafter.advance = advance
+
+
+def own_acceptance(rank: int) -> None:
+    """Every rank accepts for itself."""
+    _other_logits(rank)
+    group.TIMEOUT = timedelta(seconds=2)  # ranks that differ in the width of a step wait for each other
+    decided.SampledByOne.decided = lambda self, *found: found
+
+
+def own_history(rank: int) -> None:
+    """Rank 1 proposes what came before something else."""
+    from sglcore.runtime.speculative import ngram
+
+    own = ngram.propose
+    ngram.propose = lambda known, last, *sizes: (own(known, last, *sizes) + rank) % 97
 
 
 def own_memory(rank: int) -> None:

@@ -61,6 +61,11 @@ def of_another(folder: Path) -> dict[str, Any]:
     return {"draft_model": str(save(llama(seed=1), folder / "small")), "speculative": "standalone"}
 
 
+def by_rule(rule: str) -> Make:
+    """Of which acceptance is drawn, too."""
+    return lambda folder: {**of_eagle(folder), "speculative_verify": rule}
+
+
 KINDS: MappingProxyType[str, tuple[Make, int]] = MappingProxyType(
     {
         "ngram": (of_ngrams, 4),
@@ -70,6 +75,8 @@ KINDS: MappingProxyType[str, tuple[Make, int]] = MappingProxyType(
         "mtp, over latent rows": (of_latent, 2),
         "mtp, over streams": (of_streams, 2),
         "a model of its own": (of_another, 2),
+        "eagle, by rejection": (by_rule("rejection"), 2),
+        "eagle, by the block": (by_rule("block"), 2),
     }
 )
 Found = tuple[list[list[int]], dict[Any, int]]
@@ -79,8 +86,9 @@ def run(engine: TokenEngine) -> Found:
     """Texts, greedy and drawn, of prompts in chunks that come one after the other; and what came of their proposals."""
     prompts = random_prompts(5, (21, 6, 30))
     drawn = engine.run(prompts, 24, temperature=1.5, seed=11, stagger=2)
-    greedy = engine.run(prompts, 16)
-    return [each.tokens for each in (*drawn, *greedy)], dict(engine.scheduler.drafts)
+    greedy = engine.run(prompts, 12)
+    few = engine.run(prompts, 20, logit_bias={5: 30.0, 9: 30.0, 11: 30.0})  # texts that repeat themselves
+    return [each.tokens for each in (*drawn, *greedy, *few)], dict(engine.scheduler.drafts)
 
 
 def alone(folder: Path, **settings: Any) -> Found:
@@ -103,3 +111,57 @@ def test_texts_and_what_was_accepted_are_those_of_one_rank(kind: str, tmp_path: 
     texts, drafts = alone(tmp_path, **settings)
     assert on_ranks(tmp_path, width, **settings) == (texts, drafts)
     assert sum(accepted * count for (*_, accepted), count in drafts.items()) > 5
+
+
+@pytest.mark.parametrize(
+    ("defect", "make"),
+    [
+        (defects.own_proposals, of_eagle),
+        (defects.own_acceptance, by_rule("rejection")),
+        (defects.own_history, of_ngrams),
+    ],
+)
+def test_a_rank_that_decides_for_itself_is_caught(defect: Any, make: Make, tmp_path: Path) -> None:
+    settings = make(tmp_path)
+    wanted = alone(tmp_path, **settings)
+    with pytest.raises((AssertionError, WorkerLost)):
+        assert on_ranks(tmp_path, 2, defect, **settings) == wanted
+
+
+@pytest.mark.parametrize("speculative", ["off", "ngram"])
+def test_masks_penalties_and_biases_are_applied_by_the_rank_that_draws(speculative: str, tmp_path: Path) -> None:
+    save(llama(**TARGET), tmp_path)
+    prompts = random_prompts(7, (9, 14, 4))
+    given: dict[str, Any] = {
+        "grammars": (3, None, 8),
+        "temperature": 0.9,
+        "seed": 5,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.4,
+        "logit_bias": {5: 2.5, 9: -100.0},
+        "min_p": 0.02,
+        "stagger": 1,
+    }
+    with RankedEngine(tmp_path, speculative=speculative) as engine:
+        found = [each.tokens for each in engine.run(prompts, 20, **given)]
+    one = TokenEngine(tmp_path, speculative=speculative)
+    assert found == [each.tokens for each in one.run(prompts, 20, **given)]
+    plain = [each.tokens for each in one.run(prompts, 20, temperature=0.9, seed=5)]
+    assert all(mine != theirs for mine, theirs in zip(found, plain, strict=True))
+    one.worker.close()
+
+
+def test_a_draft_of_which_ranks_can_not_have_parts_is_refused_by_name(tmp_path: Path) -> None:
+    target = llama(**TARGET)
+    save(target, tmp_path)
+    eagle(target, tmp_path / "draft", num_attention_heads=3, num_key_value_heads=3, head_dim=16)
+    with pytest.raises(ConfigError, match="tp is 2, and this model has 3 attention heads"):
+        on_ranks(tmp_path, 2, speculative="eagle")
+
+
+def test_a_trial_of_proposals_is_left_out_and_said(tmp_path: Path) -> None:
+    settings = of_eagle(tmp_path) | {"speculative": "auto"}
+    with RankedEngine(tmp_path, **settings) as engine:
+        row = next(row for row in engine.started.ledger.rows if row.topic == "speculative")
+        assert row.effective == "off" and "do not try whether" in row.reason
+        assert engine.worker.limits.draft_tokens == 0
