@@ -80,7 +80,7 @@ def load_model(
     shared = config, kernels, weights, positions, index_dtype, refusals, kv_cache_dtype, drafts
     shared = *shared, asks_for_hisparse(hisparse)
     # Ranks have the kinds that they can divide, and refuse others when a model asks.
-    build: Any = Build(*shared, given=given) if groups is None else ShardedBuild(*shared, groups=groups)
+    build: Any = Build(*shared, given=given) if groups is None else ShardedBuild(*shared, groups=groups, given=given)
     model = model_type(build)
     _check_kept(config, model)
     check_swapped(hisparse, config.architecture, model.attention_layers)

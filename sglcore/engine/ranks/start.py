@@ -61,11 +61,9 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice) -> None:
             f" {devices - choice.chosen.index}",
             remedy=f"--tp {max(devices - choice.chosen.index, 1)}, or --device {package.name}:0",
         )
+    _check_shards(config)
     refused = {
-        "speculative": config.speculative not in (None, "off", "auto"),
-        "draft_model": config.draft_model is not None,
         "hisparse": config.hisparse not in (None, "off"),
-        "quantize": config.quantize != "auto",
         "model_impl": config.model_impl == "transformers",
         "kv_cache_dtype": config.kv_cache_dtype != "auto",
     }
@@ -80,6 +78,21 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice) -> None:
         checkpoint = read_config(folder, task=config.task)
         check_divisible(checkpoint, width)
         check_topology(checkpoint, topology_of(config))
+
+
+def _check_shards(config: EngineConfig) -> None:
+    """Raise ConfigError for what does not go with several shards of requests."""
+    refused = {
+        "speculative": config.speculative not in (None, "off", "auto"),
+        "draft_model": config.draft_model is not None,
+    }
+    for name, is_asked in refused.items():
+        if is_asked and config.dp > 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"dp is {config.dp} and {name} is {getattr(config, name)!r}, which do not go together yet",
+                remedy=f"leave {flag} or --dp out",
+            )
 
 
 def start_ranks(

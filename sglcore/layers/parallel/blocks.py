@@ -10,7 +10,7 @@ from sglcore.layers.parallel.linear import Summed
 from sglcore.runtime.parallel.group import Groups
 from sglcore.runtime.parallel.rows import Rows, moves_of_step
 
-Block = Callable[[Tensor], Tensor]
+Block = Callable[..., Tensor]
 
 
 class OfAllShards:
@@ -22,11 +22,11 @@ class OfAllShards:
         """`inner` gives a tensor of its own, which nobody else reads."""
         self._inner, self._groups = inner, groups
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] of this shard to [T, out], on each of its ranks."""
+    def __call__(self, x: Tensor, *more: Tensor) -> Tensor:
+        """[T, in] of this shard, and what else the block takes of each row, to [T, out], on each of its ranks."""
         moves = moves_of_step(self._groups)
-        every = moves.move(x, Rows.LOCAL, Rows.GLOBAL)
-        return moves.move(self._inner(every), Rows.GLOBAL, Rows.LOCAL, is_partial=True)
+        every = [moves.move(each, Rows.LOCAL, Rows.GLOBAL) for each in (x, *more)]
+        return moves.move(self._inner(*every), Rows.GLOBAL, Rows.LOCAL, is_partial=True)
 
 
 def ended(inner: Block, groups: Groups) -> Block:

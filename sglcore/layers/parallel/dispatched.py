@@ -94,7 +94,7 @@ def held_weights(build: Scope, moe: MoeConfig, parts: Sequence[str], held: Seque
     _cut(each, "gate_up_proj", moe.num_experts, ranges)
     _cut(each, "down_proj", moe.num_experts, ranges)
     names = "|".join(map(re.escape, parts))
-    build.weights.elsewhere.append(rf"{re.escape(each.prefix)}\d+\.({names})\.weight")
+    build.weights.elsewhere.append(rf"{re.escape(each.prefix)}\d+\.({names})\.\w+")
     gate_up = ((f"{first}.weight", size), (f"{second}.weight", size))
     w13 = each.expert_stacked("gate_up_proj", held, gate_up, hidden)
     return w13, each.expert_stacked("down_proj", held, ((f"{down}.weight", hidden),), size)

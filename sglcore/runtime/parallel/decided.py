@@ -30,3 +30,7 @@ class SampledByOne(Sampler):
         ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         self._group.broadcast(ids)
         return SampledTokens(ids, torch.zeros(len(logits), dtype=torch.bool, device=logits.device))
+
+    def decided(self, *found: Tensor) -> tuple[Tensor, ...]:
+        """As `Sampler.decided`: on every rank what rank 0 found."""
+        return self._group.broadcast(torch.stack(found)).unbind(0)
