@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from sglcore.checkpoint.config import read_config
-from sglcore.checkpoint.gguf import is_gguf
 from sglcore.checkpoint.shards import check_divisible
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, WorkerLost
@@ -60,20 +59,12 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice) -> None:
             f" {devices - choice.chosen.index}",
             remedy=f"--tp {max(devices - choice.chosen.index, 1)}, or --device {package.name}:0",
         )
-    refused = {
-        "hisparse": config.hisparse not in (None, "off"),
-        "model_impl": config.model_impl == "transformers",
-        "kv_cache_dtype": config.kv_cache_dtype != "auto",
-    }
-    for name, is_asked in refused.items():
-        if is_asked:
-            asked = f"{name} is {getattr(config, name)!r}"
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"tp is {width} and {asked}, which do not go together yet", remedy=f"leave {flag} or --tp out"
-            )
-    if not is_gguf(folder) and config.model_impl != "transformers":
-        check_divisible(read_config(folder, task=config.task), width)
+    if config.model_impl == "transformers":
+        raise ConfigError(
+            f"tp is {width} and model_impl is {config.model_impl!r}, which do not go together yet",
+            remedy="leave --model-impl or --tp out",
+        )
+    check_divisible(read_config(folder, task=config.task), width)
 
 
 def start_ranks(

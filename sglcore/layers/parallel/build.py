@@ -20,7 +20,6 @@ from sglcore.checkpoint.config import EXPERT_PARTS, ModelConfig, MoeConfig
 from sglcore.checkpoint.latent import LatentConfig
 from sglcore.checkpoint.quantization import has_mxfp4_experts
 from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
-from sglcore.checkpoint.rotary import halves_first, rotary_dim
 from sglcore.checkpoint.shards import Shard, legal_widths
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
@@ -94,7 +93,9 @@ class ShardedBuild(Scope):
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear | Summed:
         """x W^T + b: what `roles` says of its name; whole on every rank if that is nothing."""
         if name not in BY_INPUTS:
-            return self._outputs(((name, outputs),), inputs, bias, sections(self.config, self.prefix, ((name, outputs),)))
+            return self._outputs(
+                ((name, outputs),), inputs, bias, sections(self.config, self.prefix, ((name, outputs),))
+            )
         first, last = self.shard.part(inputs)
         self.cut(f"{name}.weight", inputs, (first, last), dim=1)
         own = self.own().linear(name, last - first, outputs, bias)
@@ -230,7 +231,9 @@ class ShardedBuild(Scope):
         size = self.config.hidden_size
         first, last = self.shard.part(size)
         self._cut_rows("conv", size, (first, last))
-        return self.own(replace(self.config, hidden_size=last - first)).short_conv(state_id, taps, projection, output, bias)
+        return self.own(replace(self.config, hidden_size=last - first)).short_conv(
+            state_id, taps, projection, output, bias
+        )
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Summed:
         """The gated feed-forward block, this rank's part of what is inside."""
