@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 
 from sglcore.checkpoint.config import ModelConfig
-from sglcore.checkpoint.gguf import is_gguf
+from sglcore.checkpoint.encoders import ENCODERS
 from sglcore.checkpoint.quantization import read_quantization
 from sglcore.device.errors import ConfigError
 
@@ -126,8 +126,7 @@ def check_divisible(config: ModelConfig, width: int, is_ours: bool = True) -> No
     its layers are built here, not by a library's own class."""
     refused = {
         "layers by transformers' own class, which are not divided": not is_ours,
-        "one GGUF file, whose blocks are not divided": is_gguf(config.path),
-        "no cells: it embeds whole prompts": config.is_encoder,
+        "tokens that see the later ones, whose attention is not divided": config.architecture in ENCODERS,
     }
     for what, is_so in refused.items():
         if is_so:

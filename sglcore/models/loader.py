@@ -25,7 +25,7 @@ from sglcore.models.packing import Packer
 from sglcore.models.registry import model_class
 from sglcore.models.reordered import ReorderedSource
 from sglcore.models.safetensors_file import SafetensorsFile
-from sglcore.models.sources import CountBytes, Source, find_sources
+from sglcore.models.sources import CountBytes, PartSource, Source, find_sources
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.hisparse.bring_up import asks_for_hisparse, check_swapped
 from sglcore.runtime.kernels.choice import Refusals, fitted
@@ -133,8 +133,14 @@ def _sources(
     """Where each weight is, in files that stay open as long as `stack`."""
     if is_gguf(path):
         weights.offsets.clear()  # the file's weights have them already
-        found = gguf_sources(stack.enter_context(FileIO(path)), path, config, weights.targets)
-        return _reordered(found, weights)
+        targets, cuts = weights.targets, {name: cut for name, cut in weights.cuts.items() if name in weights.targets}
+        shapes = {name: tuple(target.shape) for name, target in targets.items()}
+        shapes |= {name: cut.shape(targets[name]) for name, cut in cuts.items()}
+        found = gguf_sources(stack.enter_context(FileIO(path)), path, config, shapes)
+        parts = {
+            name: PartSource(found[name], cut, shapes[name], tuple(targets[name].shape)) for name, cut in cuts.items()
+        }
+        return _reordered({**found, **parts}, weights)
     quantization = read_quantization(config.raw)
     files = [stack.enter_context(closing(SafetensorsFile(file))) for file in checkpoint_files(path)]
     named = model.named({entry.name: entry.shape for file in files for entry in file.entries})

@@ -156,6 +156,39 @@ class QuantizedSource:
         return found if self.cut is None else CutWeight(found, self.cut, self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class PartSource:
+    """A `part`, by its shape, of what any source has, whose whole `shape` is read to the host."""
+
+    source: Source
+    cut: Cut
+    shape: tuple[int, ...]
+    part: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.source.num_bytes
+
+    @property
+    def form(self) -> str | None:
+        """How a person calls its quantisation."""
+        return self.source.form
+
+    def copy(self, target: Tensor, report: CountBytes) -> None:
+        """Fill a tensor of the part's shape."""
+        if self.form is not None:
+            fill(self.stored(report), target)
+            return
+        whole = torch.empty(self.shape, dtype=target.dtype, device="cpu")
+        self.source.copy(whole, report)
+        self.cut.copy(whole, target)
+
+    def stored(self, report: CountBytes) -> Stored:
+        """What is stored of it."""
+        return CutWeight(self.source.stored(report), self.cut, (self.part[0], self.part[1]))
+
+
 def find_sources(
     files: Sequence[SafetensorsFile],
     targets: Mapping[str, Tensor],

@@ -167,11 +167,11 @@ def scales_of_the_first(rank: int) -> None:
     reads_codes(rank)
     own = CutWeight._by_group
 
-    def by_group(self: Any, scales: torch.Tensor, group: int) -> torch.Tensor:
-        found = own(self, scales, group)
-        return scales[:, : found.shape[1]] if self.cut.dim else found
+    def of_the_first(self: Any, by_group: torch.Tensor, group: int) -> torch.Tensor:
+        found = own(self, by_group, group)
+        return by_group[:, : found.shape[1]] if self.cut.dim else found
 
-    CutWeight._by_group = by_group
+    CutWeight._by_group = of_the_first
 
 
 def first_heads(rank: int) -> None:
@@ -193,7 +193,8 @@ def one_run(rank: int) -> None:
 def own_norms(rank: int) -> None:
     """A norm is that of a rank's part."""
     norms.SharedNorm.__call__ = lambda self, x: reference.rms_norm(x, self.weight, self.eps)
-    norms.SharedGroupNorm.__call__ = lambda self, *given: reference_recurrent.gated_rms_norm(*given)
+    shared: Any = norms.SharedGroupNorm
+    shared.__call__ = lambda self, *given: reference_recurrent.gated_rms_norm(*given)
 
 
 def neighbours_in_halves(rank: int) -> None:

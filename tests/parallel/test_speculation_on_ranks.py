@@ -160,7 +160,7 @@ def test_a_draft_of_which_ranks_can_not_have_parts_is_refused_by_name(tmp_path: 
 
 
 def test_a_trial_of_proposals_is_left_out_and_said(tmp_path: Path) -> None:
-    settings = of_eagle(tmp_path) | {"speculative": "auto"}
+    settings: dict[str, Any] = of_eagle(tmp_path) | {"speculative": "auto"}
     with RankedEngine(tmp_path, **settings) as engine:
         row = next(row for row in engine.started.ledger.rows if row.topic == "speculative")
         assert row.effective == "off" and "do not try whether" in row.reason

@@ -18,7 +18,6 @@ import msgspec
 
 from sglcore.checkpoint.axes import check_topology
 from sglcore.checkpoint.config import read_config
-from sglcore.checkpoint.gguf import is_gguf
 from sglcore.checkpoint.shards import check_divisible
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, WorkerLost
@@ -62,22 +61,14 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice) -> None:
             remedy=f"--tp {max(devices - choice.chosen.index, 1)}, or --device {package.name}:0",
         )
     _check_shards(config)
-    refused = {
-        "hisparse": config.hisparse not in (None, "off"),
-        "model_impl": config.model_impl == "transformers",
-        "kv_cache_dtype": config.kv_cache_dtype != "auto",
-    }
-    for name, is_asked in refused.items():
-        if is_asked:
-            asked = f"{name} is {getattr(config, name)!r}"
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"tp is {width} and {asked}, which do not go together yet", remedy=f"leave {flag} or --tp out"
-            )
-    if not is_gguf(folder) and config.model_impl != "transformers":
-        checkpoint = read_config(folder, task=config.task)
-        check_divisible(checkpoint, width)
-        check_topology(checkpoint, topology_of(config))
+    if config.model_impl == "transformers":
+        raise ConfigError(
+            f"tp is {width} and model_impl is {config.model_impl!r}, which do not go together yet",
+            remedy="leave --model-impl or --tp out",
+        )
+    checkpoint = read_config(folder, task=config.task)
+    check_divisible(checkpoint, width)
+    check_topology(checkpoint, topology_of(config))
 
 
 def _check_shards(config: EngineConfig) -> None:
@@ -85,6 +76,7 @@ def _check_shards(config: EngineConfig) -> None:
     refused = {
         "speculative": config.speculative not in (None, "off", "auto"),
         "draft_model": config.draft_model is not None,
+        "hisparse": config.hisparse not in (None, "off"),
     }
     for name, is_asked in refused.items():
         if is_asked and config.dp > 1:
