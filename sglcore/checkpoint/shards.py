@@ -6,11 +6,13 @@ allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 
 from sglcore.checkpoint.config import ModelConfig
-from sglcore.checkpoint.gguf import is_gguf
+from sglcore.checkpoint.encoders import ENCODERS
 from sglcore.checkpoint.quantization import read_quantization
 from sglcore.device.errors import ConfigError
 
@@ -18,13 +20,19 @@ MOST_WIDTH = 64
 """Widths up to here are tried, to name those that fit."""
 
 
+Fits = Callable[[int, int], bool]
+"""`fits(size, width)`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a width must divide: `name` of `size`, by the rule `fits(size, width)`."""
+    """What a width must divide: `name` of `size`, by the rule `fits(size, width)`. `axis` says among whom it is divided: the ranks of
+    a shard of requests ("attn_tp"), all ranks ("tp"), or all unless experts are dealt out whole ("expert")."""
 
     name: str
     size: int
-    fits: Callable[[int, int], bool]
+    fits: Fits
+    axis: str = "tp"
 
 
 def _divides(size: int, width: int) -> bool:
@@ -37,10 +45,10 @@ def _shares(size: int, width: int) -> bool:
 
 
 def constraints(config: ModelConfig) -> tuple[Constraint, ...]:
-    """Those of attention, the feed-forward blocks and experts. The vocabulary has none: it is padded."""
+    """Those of attention, states, the feed-forward blocks and experts. The vocabulary has none: it is padded."""
     found = [
-        Constraint("attention heads", config.num_attention_heads, _divides),
-        Constraint("heads of keys and values", config.num_key_value_heads, _shares),
+        Constraint("attention heads", config.num_attention_heads, _divides, "attn_tp"),
+        Constraint("heads of keys and values", config.num_key_value_heads, _shares, "attn_tp"),
     ]
     moe = config.moe
     if moe is None or not all(moe.layers):
@@ -48,10 +56,50 @@ def constraints(config: ModelConfig) -> tuple[Constraint, ...]:
             Constraint("numbers between the two halves of a feed-forward block", config.intermediate_size, _divides)
         )
     if moe is not None:
-        found.append(Constraint("numbers between the two halves of an expert", moe.intermediate_size, _divides))
+        inside = "numbers between the two halves of an expert"
+        found.append(Constraint(inside, moe.intermediate_size, _divides, "expert"))
         if moe.shared_size:
             found.append(Constraint("numbers inside the shared expert", moe.shared_size, _divides))
-    return tuple(found)
+    return (*found, *_of_words(config), *_of_groups(config))
+
+
+_WORDS: Mapping[str, tuple[str, Fits]] = MappingProxyType(
+    {
+        "linear_num_key_heads": ("heads of keys with a state", _divides),
+        "linear_num_value_heads": ("heads of values with a state", _divides),
+        "mamba_n_heads": ("heads with a state", _divides),
+        "mamba_n_groups": ("groups of heads with a state", _shares),
+        "o_groups": ("groups of attention heads", _divides),
+        "shared_intermediate_size": ("numbers between the two halves of the shared block", _divides),
+    }
+)
+"""What a word of the configuration counts that is divided too."""
+
+
+def _of_words(config: ModelConfig) -> Iterator[Constraint]:
+    for word, (name, fits) in _WORDS.items():
+        if word in config.words:
+            axis = "tp" if word == "shared_intermediate_size" else "attn_tp"
+            yield Constraint(name, config.words[word], fits, axis)
+    if "conv_L_cache" in config.words:
+        yield Constraint("channels of convolutions", config.hidden_size, _divides, "attn_tp")
+
+
+def _of_groups(config: ModelConfig) -> Iterator[Constraint]:
+    """Of columns that share a scale, where codes may be kept: none may lie on two ranks."""
+    quantization = read_quantization(config.raw)
+    values = config.num_attention_heads * config.words.get("v_head_dim", config.head_dim)
+    inner = 0 if config.moe is not None and all(config.moe.layers) else config.intermediate_size
+    for module, size, axis in (("self_attn.o_proj", values, "attn_tp"), ("mlp.down_proj", inner, "tp")):
+        scheme = None if quantization is None else quantization.scheme(f"model.layers.0.{module}")
+        group = 0 if scheme is None or scheme.kind == "float8" else scheme.block[1] or 0
+        if group and size:
+            fits = partial(_keeps_groups, group)
+            yield Constraint(f"inputs of {module}, in groups of {group} with a scale,", size, fits, axis)
+
+
+def _keeps_groups(group: int, size: int, width: int) -> bool:
+    return size % width == 0 and size // width % group == 0
 
 
 def legal_widths(config: ModelConfig) -> tuple[int, ...]:
@@ -78,14 +126,11 @@ def check_divisible(config: ModelConfig, width: int, is_ours: bool = True) -> No
     its layers are built here, not by a library's own class."""
     refused = {
         "layers by transformers' own class, which are not divided": not is_ours,
-        "one GGUF file, whose blocks are not divided": is_gguf(config.path),
-        "quantised weights, whose groups are not divided": read_quantization(config.raw) is not None,
-        "no cells: it embeds whole prompts": config.is_encoder,
+        "tokens that see the later ones, whose attention is not divided": config.architecture in ENCODERS,
     }
     for what, is_so in refused.items():
         if is_so:
             raise ConfigError(f"tp is {width}, and this model has {what}", remedy="--tp 1")
-    check_width(config, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +141,14 @@ class Shard:
     size: int
 
     def part(self, count: int) -> tuple[int, int]:
-        """[first, last) of `count` things, which divide."""
-        each = count // self.size
+        """[first, last) of `count` things. Raises ConfigError if they do not divide: nothing may be left over."""
+        each, rest = divmod(count, self.size)
+        if rest:
+            raise ConfigError(
+                f"tp is {self.size}, and {count} of what a layer divides are no multiple of it",
+                wanted="a divisor",
+                remedy="--tp with one",
+            )
         return self.rank * each, (self.rank + 1) * each
 
     def kv_heads(self, heads: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "tp": ("--tensor-parallel-size", "--tp-size", "-tp"),
         "nodes": ("--nnodes",),
         "leader": ("--dist-init-addr",),
+        "ep": ("--expert-parallel-size", "--ep-size", "-ep"),
         "model": ("--model-path", "-m", "--hf-repo", "-hf"),
         "hf_token": ("-hft",),
         "max_model_len": ("--context-length", "--ctx-size", "-c"),

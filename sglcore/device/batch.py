@@ -15,6 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from sglcore.device.plan import StepPlan
+
 T = TypeVar("T")
 Ints = NDArray[np.int32]
 
@@ -131,6 +133,8 @@ class ScheduleBatch:
     `embed_rows` int32[N] and `prompt_embeds` float32[N, H]: tokens of the step whose embedding is given, ascending, and it.
     `mrope_positions` int32[3, T]: time, height and width of each token where some differ. `ngram_starts`,
     `ngram_lens` int32[B]: where each row's tokens are in its slot's history, of a worker that reads it, and how many.
+    `step_plan`: what the shards agreed on, of a worker whose requests are in several; each of them is submitted a batch in each step,
+    one that has nothing to run an IDLE batch of no rows.
     """
 
     step: int
@@ -169,6 +173,7 @@ class ScheduleBatch:
     ngram_starts: Ints | None = None
     ngram_lens: Ints | None = None
     cell_limits: Ints | None = None
+    step_plan: StepPlan | None = None
     capture_hidden_mode: OneShot[CaptureHiddenMode] = field(default_factory=_one_shot(CaptureHiddenMode.NONE))
     seq_lens_cpu_cache: OneShot[Ints | None] = field(default_factory=_one_shot(None))
     return_hidden_states_before_norm: OneShot[bool] = field(default_factory=_one_shot(False))

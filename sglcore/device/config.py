@@ -59,6 +59,20 @@ class EngineConfig:
         " the others.",
     )
     join_timeout: float = setting(300.0, "Seconds that hosts wait for each other before they give up.", least=1)
+    dp: int = setting(
+        1,
+        "Shards of requests among those devices: each keeps its own requests' cache, and attends to them alone.",
+        least=1,
+    )
+    ep: int = setting(
+        1,
+        "Devices among which experts are dealt out, each whole on one; 1: each device holds a part of every expert.",
+        least=1,
+    )
+    expert_dispatch: str = setting(
+        "auto",
+        "What carries rows to their experts: ragged, fixed, one of the device's own, or auto: the device's, else ragged.",
+    )
     model_impl: str = setting(
         "auto",
         "native (a file of sglcore), transformers (transformers' own class), or auto: native where there is a file.",

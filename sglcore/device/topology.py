@@ -4,7 +4,8 @@ device's ranks speak to each other."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from sglcore.device.errors import ConfigError
@@ -18,13 +19,15 @@ different shards of requests; those that share experts; the stages of a pipeline
 class Communication:
     """By what a device's ranks exchange tensors: the name of the back end in torch.distributed, that of the back end for host
     tensors, and whether captured graphs may hold its collectives. `interface_variable`: the variable by which the back end is
-    told its network interface; `cluster_resource`: what a cluster's scheduler counts one device as."""
+    told its network interface; `cluster_resource`: what a cluster's scheduler counts one device as. `dispatchers` are what
+    libraries of the device carry rows to their experts with, the preferred one first: references to a `MakeDispatcher`, by name."""
 
     backend: str
     host_backend: str = "gloo"
     in_graphs: bool = False
     interface_variable: str = ""
     cluster_resource: str = ""
+    dispatchers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,11 @@ class Place:
     meeting: str
     local: int
     neighbours: int
+
+    @property
+    def decides(self) -> bool:
+        """Whether it draws the tokens of its shard of requests."""
+        return self.rank % self.topology.attn_tp == 0
 
     def as_plain(self) -> dict[str, Any]:
         """Plain values, for a process of its own."""

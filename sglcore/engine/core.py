@@ -40,6 +40,7 @@ class Engine:
         *,
         overlap: bool = True,
         prefix_cache: bool = True,
+        shards: int = 1,
         grammar_backend: str = "auto",
         record: Callable[[Row], None] | None = None,
     ) -> None:
@@ -53,6 +54,7 @@ class Engine:
             eos_token_ids(model_path),
             overlap=overlap,
             prefix_cache=prefix_cache,
+            shards=shards,
             open_grammars=self._open_grammars,
         )
         self.scheduler, self.loop, self.eos_ids = self.tokens.scheduler, self.tokens.loop, self.tokens.eos_ids

@@ -40,6 +40,7 @@ class LLM:
                 self.started.model_path,
                 overlap=self.started.overlap,
                 prefix_cache=self.config.prefix_cache,
+                shards=self.config.dp,
                 grammar_backend=self.config.grammar_backend,
                 record=self.started.ledger.record,
             )

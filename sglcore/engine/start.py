@@ -131,7 +131,7 @@ def start(
     ledger.record(_model_row(config, folder))
     _, sampling = choose_sampling(config, folder)
     begin, check = time.perf_counter(), None
-    if config.tp > 1:
+    if max(config.tp, config.dp, config.ep) > 1:
         from sglcore.engine.ranks.start import start_ranks
 
         worker, seconds = start_ranks(config, folder, choice, ledger, progress, ranks)

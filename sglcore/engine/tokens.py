@@ -14,12 +14,11 @@ from sglcore.device.worker import ModelWorker
 from sglcore.engine.grammar import Compiling, Grammars
 from sglcore.sampling.grammar import GrammarError
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.loop import Loop
 from sglcore.schedule.output import EngineOutput, FinishReason
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.results import check_request
-from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.shard_loop import make_loop
 
 COMPILE_WAIT = 0.002
 """Seconds that a step waits for a compiler when there is nothing else to do."""
@@ -46,15 +45,15 @@ class TokenEngine:
         *,
         overlap: bool = True,
         prefix_cache: bool = True,
+        shards: int = 1,
         open_grammars: Callable[[], Grammars | None] = lambda: None,
     ) -> None:
-        """`open_grammars` gives what compiles the grammars of requests, and is called when the first asks for one; None:
+        """`shards`: requests are in so many, each with the worker's limits to itself. `open_grammars` gives what compiles the grammars of requests, and is called when the first asks for one; None:
         such requests are refused."""
         self.worker = worker
         self.limits = worker.limits
         self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.limits.vocab_size)
-        self.scheduler = Scheduler(self.limits, prefix_cache=prefix_cache)
-        self.loop = Loop(self.scheduler, worker, overlap=overlap)
+        self.scheduler, self.loop = make_loop(worker, shards, overlap=overlap, prefix_cache=prefix_cache)
         self._groups: dict[str, SampleGroup] = {}
         self._watched: dict[str, SampleGroup] = {}
         self._compiling: dict[str, SampleGroup] = {}

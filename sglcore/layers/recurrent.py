@@ -94,7 +94,7 @@ class Mamba2(StateLayer):
         given = build.rows(space.channels), build.rows(heads), *self.by_head, *self._limits, state
         self._scan = build.kernel(KernelTable.selective_scan, *given, build.indices(), None, None)
         inner = build.rows(space.inner)
-        self._norm = build.kernel(KernelTable.gated_rms_norm, inner, inner, self.norm, self._eps, True)
+        self.norm_rows = build.kernel(KernelTable.gated_rms_norm, inner, inner, self.norm, self._eps, True)
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
         """hidden [T, H] to [T, H]."""
@@ -103,7 +103,7 @@ class Mamba2(StateLayer):
         xbc = self.conv(xbc, states["conv"], rows)
         a_log, d, dt_bias = self.by_head
         mixed = self._scan(xbc, dt, a_log, d, dt_bias, *self._limits, states["recurrent"], *rows)
-        return self.output(self._norm(mixed, gate, self.norm, self._eps, True))
+        return self.output(self.norm_rows(mixed, gate, self.norm, self._eps, True))
 
 
 class ShortConv(StateLayer):

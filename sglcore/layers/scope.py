@@ -42,7 +42,8 @@ class Weights:
     `linears` are the layers whose weight is packed once it is loaded. `head` is the output layer, packed by rules of its
     own because its weight is the embedding's too if `is_head_tied`; None where there is none. `offsets` are numbers that are
     added to parameters once they are loaded, and `derived` is called when all is. `orders` has int64 [N] for targets whose row i is row order[i] of the checkpoint's.
-    `cuts` are the parts of checkpoint tensors that are all that a rank holds, by the names of their targets.
+    `cuts` are the parts of checkpoint tensors that are all that a rank holds, by the names of their targets, and `elsewhere` are
+    patterns of names of which other ranks hold some.
     `bounds` are parameters of whole numbers, with their names, and the number that each element is below; none is negative.
     `stacks` are parameters that some checkpoints have whole and others in parts, with the names of the parts.
     """
@@ -53,6 +54,7 @@ class Weights:
         "derived",
         "device",
         "dtype",
+        "elsewhere",
         "head",
         "is_head_tied",
         "linears",
@@ -71,6 +73,7 @@ class Weights:
         self.linears: list[Packable] = []
         self.bounds: list[tuple[str, Tensor, int]] = []
         self.cuts: dict[str, Cut] = {}
+        self.elsewhere: list[str] = []
         self.derived: list[Callable[[], None]] = []
         self.offsets: list[tuple[Tensor, float | Tensor]] = []
         self.orders: dict[str, Tensor] = {}
@@ -164,10 +167,13 @@ class Scope:
         self.weights.targets[self.prefix + name] = parameter.transpose(1, 2)
         return parameter
 
-    def expert_stacked(self, whole: str, experts: int, parts: Sequence[tuple[str, int]], *shape: int) -> Tensor:
+    def expert_stacked(
+        self, whole: str, experts: int | Sequence[int], parts: Sequence[tuple[str, int]], *shape: int
+    ) -> Tensor:
         """Declare one weight [experts, rows, *shape]: of each expert, `prefix.N.name` for each part, in order; or all of them, as
-        `prefix.whole`."""
-        each = [(f"{expert}.{name}", rows) for expert in range(experts) for name, rows in parts]
-        weight = self.stacked(each, *shape).unflatten(0, (experts, -1))
+        `prefix.whole`. `experts`: how many, or which."""
+        held = range(experts) if isinstance(experts, int) else experts
+        each = [(f"{expert}.{name}", rows) for expert in held for name, rows in parts]
+        weight = self.stacked(each, *shape).unflatten(0, (len(held), -1))
         self.weights.stacks[self.prefix + whole] = weight, tuple(self.prefix + name for name, _ in each)
         return weight

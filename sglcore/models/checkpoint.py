@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglcore.checkpoint.axes import check_topology
 from sglcore.checkpoint.config import check_context
 from sglcore.checkpoint.dtype import choose_dtype
 from sglcore.checkpoint.shards import check_divisible
@@ -21,7 +22,7 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.choice import most_drafts
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Group
+    from sglcore.runtime.parallel.group import Groups
 
 
 def load_checkpoint(
@@ -32,7 +33,7 @@ def load_checkpoint(
     kernels: KernelTable,
     ledger: DecisionLedger,
     progress: Callable[[str, int, int], None],
-    group: Group | None = None,
+    groups: Groups | None = None,
 ) -> Architecture:
     """The model of a checkpoint folder, as the configuration asks, on the device of `facts`, or this rank's part of it. How it
     runs, the dtype and the form of quantised weights go to the ledger. Raises ConfigError and what `load_model` raises; waits.
@@ -41,8 +42,9 @@ def load_checkpoint(
         config.model_impl, folder, ledger, task=config.task, trusts_code=config.trust_remote_code
     )
     check_context(config.max_model_len, model_config)
-    if group is not None:
-        check_divisible(model_config, group.size, is_ours=not architectures)
+    if groups is not None:
+        check_divisible(model_config, groups.tp.size, is_ours=not architectures)
+        check_topology(model_config, groups.place.topology)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts)
     ledger.record(dtype)
     return load_model(
@@ -61,5 +63,5 @@ def load_checkpoint(
         drafts=most_drafts(config),
         hisparse=config.hisparse,
         ledger=ledger,
-        group=group,
+        groups=groups,
     )

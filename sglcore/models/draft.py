@@ -10,10 +10,11 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglcore.checkpoint.axes import check_topology
 from sglcore.checkpoint.config import ModelConfig, config_of, read_config
 from sglcore.checkpoint.files import DRAFT_FOLDER, checkpoint_files, read_json
 from sglcore.checkpoint.gguf import is_gguf
@@ -29,6 +30,9 @@ from sglcore.models.mtp import layout_of, next_token_config
 from sglcore.models.safetensors_file import SafetensorsFile
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.choice import EAGLE, EAGLE3, MTP, STANDALONE
+
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.group import Groups
 
 DRAFTS: Mapping[str, str] = MappingProxyType(
     {
@@ -89,16 +93,21 @@ def load_draft(
     kernels: KernelTable,
     ledger: DecisionLedger,
     progress: Callable[[str, int, int], None],
+    groups: Groups | None = None,
 ) -> Draft:
-    """The draft for a target, in its dtype and for its positions, from a checkpoint folder, which may be the target's own;
+    """The draft for a target, or with `groups` this rank's part of it, in its dtype and for its positions, from a checkpoint folder, which may be the target's own;
     `kind` is one of EAGLE, EAGLE3, MTP and STANDALONE. What it is goes to the ledger. Raises ConfigError for one of another
     kind, and for one that does not fit the target, before weights are read; and what `load_checkpoint` raises. Waits.
     """
     if folder == target.config.path and kind != MTP:
         folder = folder / DRAFT_FOLDER
     if kind == STANDALONE:
-        return _standalone(config, folder, target, facts=facts, kernels=kernels, ledger=ledger, progress=progress)
+        shared = {"facts": facts, "kernels": kernels, "progress": progress, "groups": groups}
+        return _standalone(config, folder, target, ledger=ledger, **shared)
     draft, shapes = _draft_config(folder, kind, target), _shapes(folder)
+    if groups is not None:
+        topology = groups.place.topology
+        check_topology(draft, replace(topology, ep=1) if draft.moe is None else topology)
     given = {"model.embed_tokens": target.embed_ids, "lm_head": target.logits}
     if kind == EAGLE3:
         given = {name: layer for name, layer in given.items() if f"{name.removeprefix('model.')}.weight" not in shapes}
@@ -116,6 +125,7 @@ def load_draft(
         page_size=config.page_size,
         kv_cache_dtype=config.kv_cache_dtype,
         given=given,
+        groups=groups,
     )
     shared = " and ".join(["embedding", "output layer"][name == "lm_head"] for name in given) or "nothing"
     count = sum(each.numel() for each in model.weights.parameters)

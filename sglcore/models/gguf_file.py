@@ -82,8 +82,10 @@ def _halves(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(0, (heads, rows.shape[0] // heads // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def gguf_sources(file: FileIO, path: Path, config: ModelConfig, targets: Mapping[str, Tensor]) -> dict[str, Source]:
-    """The source of each target in an open file, in its order; raises `CheckpointError` for missing, unknown and
+def gguf_sources(
+    file: FileIO, path: Path, config: ModelConfig, targets: Mapping[str, tuple[int, ...]]
+) -> dict[str, Source]:
+    """The source of each target, of these shapes, in an open file, in its order; raises `CheckpointError` for missing, unknown and
     misshapen tensors."""
     found: dict[str, Source] = {}
     unknown: list[str] = []
@@ -125,11 +127,11 @@ def _paired_heads(header: GgufHeader, config: ModelConfig, name: str) -> int:
     return config.num_key_value_heads if ".k_proj." in name else 0
 
 
-def _checked(source: GgufSource, target: Tensor) -> GgufSource:
-    if source.shape != tuple(target.shape):
+def _checked(source: GgufSource, shape: tuple[int, ...]) -> GgufSource:
+    if source.shape != shape:
         raise CheckpointError(
             f"{source.tensor.name!r} in {source.path.name} has the shape {list(source.shape)}",
-            wanted=f"{list(target.shape)} as its metadata implies",
+            wanted=f"{list(shape)} as its metadata implies",
             remedy="download it again",
         )
     return source

@@ -25,7 +25,7 @@ from sglcore.models.packing import Packer
 from sglcore.models.registry import model_class
 from sglcore.models.reordered import ReorderedSource
 from sglcore.models.safetensors_file import SafetensorsFile
-from sglcore.models.sources import CountBytes, Source, find_sources
+from sglcore.models.sources import CountBytes, PartSource, Source, find_sources
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.hisparse.bring_up import asks_for_hisparse, check_swapped
 from sglcore.runtime.kernels.choice import Refusals, fitted
@@ -34,7 +34,7 @@ from sglcore.runtime.memory.geometry import fitting_page_size
 from sglcore.runtime.memory.rows import check_row_dtype
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Group
+    from sglcore.runtime.parallel.group import Groups
 
 TIED_HEAD = r"lm_head\.(weight|qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_shape|weight_zero_point)"
 """What a checkpoint with a tied head may have of it, and nobody reads."""
@@ -61,10 +61,10 @@ def load_model(
     hisparse: str | None = None,
     ledger: DecisionLedger | None = None,
     given: Mapping[str, Any] = EMPTY,
-    group: Group | None = None,
+    groups: Groups | None = None,
 ) -> Architecture:
     """Build the model on `device` in `dtype` and fill it from the checkpoint folder, or the GGUF file. `given` are layers of
-    another model that this one uses in the place of its own, by their names. With a `group` this rank's part of it is built.
+    another model that this one uses in the place of its own, by their names. With `groups` this rank's part of it is built.
 
     `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry;
     `quantize`, `page_size`, `kv_cache_dtype` and `hisparse` are EngineConfig's, `index_dtype` that of cells, `drafts` the tokens
@@ -80,7 +80,7 @@ def load_model(
     shared = config, kernels, weights, positions, index_dtype, refusals, kv_cache_dtype, drafts
     shared = *shared, asks_for_hisparse(hisparse)
     # Ranks have the kinds that they can divide, and refuse others when a model asks.
-    build: Any = Build(*shared, given=given) if group is None else ShardedBuild(*shared, group=group)
+    build: Any = Build(*shared, given=given) if groups is None else ShardedBuild(*shared, groups=groups, given=given)
     model = model_type(build)
     _check_kept(config, model)
     check_swapped(hisparse, config.architecture, model.attention_layers)
@@ -133,13 +133,24 @@ def _sources(
     """Where each weight is, in files that stay open as long as `stack`."""
     if is_gguf(path):
         weights.offsets.clear()  # the file's weights have them already
-        found = gguf_sources(stack.enter_context(FileIO(path)), path, config, weights.targets)
-        return _reordered(found, weights)
+        targets, cuts = weights.targets, {name: cut for name, cut in weights.cuts.items() if name in weights.targets}
+        shapes = {name: tuple(target.shape) for name, target in targets.items()}
+        shapes |= {name: cut.shape(targets[name]) for name, cut in cuts.items()}
+        found = gguf_sources(stack.enter_context(FileIO(path)), path, config, shapes)
+        parts = {
+            name: PartSource(found[name], cut, shapes[name], tuple(targets[name].shape)) for name, cut in cuts.items()
+        }
+        return _reordered({**found, **parts}, weights)
     quantization = read_quantization(config.raw)
     files = [stack.enter_context(closing(SafetensorsFile(file))) for file in checkpoint_files(path)]
     named = model.named({entry.name: entry.shape for file in files for entry in file.entries})
     weights.choose_stacks(named.values())
-    harmless = (*HARMLESS, *model.ignored, *((TIED_HEAD,) if config.tie_word_embeddings or config.is_encoder else ()))
+    harmless = (
+        *HARMLESS,
+        *model.ignored,
+        *weights.elsewhere,
+        *((TIED_HEAD,) if config.tie_word_embeddings or config.is_encoder else ()),
+    )
     found = find_sources(files, weights.targets, named, harmless, quantization, weights.cuts)
     return _reordered(found, weights)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
 from sglcore.checkpoint.safetensors_header import Entry
 from sglcore.device.errors import CheckpointError
+from sglcore.layers.parallel.cut import Cut
 from sglcore.models.quantized import Stored
 from sglcore.models.safetensors_file import SafetensorsFile
 from sglcore.runtime.kernels.mxfp4 import GROUP, dequantized
@@ -34,10 +35,12 @@ class Place(Protocol):
 @dataclass(frozen=True, slots=True)
 class Mxfp4Source:
     """The weight [experts, inputs, outputs] of all experts of a layer. `blocks` are uint8 [experts, outputs, inputs / 32, 16] of
-    two codes each, the lower four bits first; `scales` uint8 [experts, outputs, inputs / 32]."""
+    two codes each, the lower four bits first; `scales` uint8 [experts, outputs, inputs / 32]. A `cut`, of inputs or of outputs, is the
+    part that a rank holds."""
 
     blocks: Place
     scales: Place
+    cut: Cut | None = None
     form: str = "4-bit floats in groups of 32"
 
     @property
@@ -48,8 +51,13 @@ class Mxfp4Source:
     def copy(self, target: Tensor, report: Callable[[int], None]) -> None:
         """Dequantise, one expert at a time. Exact in bfloat16 and float32, and in float16 wherever it has the exponents."""
         blocks, scales = (place.file.read(place.entry) for place in (self.blocks, self.scales))
+        cut = None if self.cut is None else replace(self.cut, dim=self.cut.dim - 1)
         for expert, part in enumerate(target):
-            part.copy_(dequantized(blocks[expert], scales[expert]).T)
+            whole = dequantized(blocks[expert], scales[expert]).T
+            if cut is None:
+                part.copy_(whole)
+            else:
+                cut.copy(whole, part)
         report(self.num_bytes)
 
     def stored(self, report: Callable[[int], None]) -> Stored:
@@ -57,12 +65,14 @@ class Mxfp4Source:
         raise TypeError(f"{self.blocks.entry.name!r} is of all experts")
 
 
-def mxfp4_source(name: str, target: Tensor, places: Mapping[str, Place]) -> Mxfp4Source | None:
-    """The source of a weight that is stored in this form; None if it is not. Raises `CheckpointError` for other shapes, and
+def mxfp4_source(
+    name: str, shape: tuple[int, ...], places: Mapping[str, Place], cut: Cut | None = None
+) -> Mxfp4Source | None:
+    """The source of a weight of this whole shape that is stored in this form; None if it is not. Raises `CheckpointError` for other shapes, and
     where one of its two tensors is missing."""
     parts = [f"{name}_{part}" for part in PARTS]
     absent = [part for part in parts if part not in places]
-    if target.dim() != 3 or len(absent) == len(parts):
+    if len(shape) != 3 or len(absent) == len(parts):
         return None
     if absent:
         raise CheckpointError(
@@ -70,7 +80,7 @@ def mxfp4_source(name: str, target: Tensor, places: Mapping[str, Place]) -> Mxfp
             remedy="check config.json, or download it again",
         )
     blocks, scales = (places[part] for part in parts)
-    experts, inputs, outputs = target.shape
+    experts, inputs, outputs = shape
     groups = (experts, outputs, inputs // GROUP)
     for place, wanted in ((blocks, (*groups, GROUP // 2)), (scales, groups)):
         if place.entry.shape != wanted or place.entry.dtype != "U8" or inputs % GROUP:
@@ -79,4 +89,4 @@ def mxfp4_source(name: str, target: Tensor, places: Mapping[str, Place]) -> Mxfp
                 wanted=f"U8 {list(wanted)} as config.json implies",
                 remedy="check that config.json belongs to these weights",
             )
-    return Mxfp4Source(blocks, scales)
+    return Mxfp4Source(blocks, scales, cut)

@@ -22,9 +22,10 @@ class GatedAttention:
         size, heads, bias = config.head_dim, config.num_attention_heads, config.attention_bias
         queries, keys = heads * size, config.num_key_value_heads * size
         parts = (("q_proj", 2 * queries), ("k_proj", keys), ("v_proj", keys))
-        self.width = queries + 2 * keys
         self.qkv_proj = build.ordered(parts, config.hidden_size, [*_halves_apart(heads, size, keys)], bias)
         self.attention = build.attention(layer_id, rotary, qk_norm=True, norm_offset=1.0)
+        layer = self.attention.layer
+        self.width = (layer.num_heads + 2 * layer.num_kv_heads) * size
         self.sigmoid = build.activation("sigmoid")
         self.o_proj = build.linear("o_proj", queries, config.hidden_size, bias)
 

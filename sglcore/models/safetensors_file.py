@@ -93,7 +93,7 @@ class SafetensorsFile:
         if self._map is None:
             # Private: torch takes no buffer that it may not write.
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
-        dtype = DTYPES[entry.dtype]
+        dtype = READABLE[entry.dtype]
         count = entry.num_bytes // dtype.itemsize
         return torch.frombuffer(self._map, dtype=dtype, offset=entry.start, count=count).view(entry.shape)
 

@@ -19,6 +19,7 @@ from sglcore.checkpoint.quantization import Quantization
 from sglcore.checkpoint.safetensors_header import Entry
 from sglcore.device.errors import CheckpointError
 from sglcore.layers.parallel.cut import Cut
+from sglcore.models.cut_weight import CutWeight
 from sglcore.models.mxfp4 import PARTS, mxfp4_source
 from sglcore.models.quantized import Stored, fill
 from sglcore.models.quantized_formats.registry import FORMATS
@@ -132,10 +133,12 @@ class CutSource:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedSource:
-    """The weight of a quantised layer."""
+    """The weight of a quantised layer, or the part of it, of this `shape`, that a rank holds."""
 
     layer: LayerTensors
     num_bytes: int
+    shape: tuple[int, int]
+    cut: Cut | None = None
 
     @property
     def form(self) -> str:
@@ -150,7 +153,40 @@ class QuantizedSource:
         """Its codes or floats."""
         found = FORMATS[self.layer.scheme.kind].read(self.layer)
         report(self.num_bytes)
-        return found
+        return found if self.cut is None else CutWeight(found, self.cut, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PartSource:
+    """A `part`, by its shape, of what any source has, whose whole `shape` is read to the host."""
+
+    source: Source
+    cut: Cut
+    shape: tuple[int, ...]
+    part: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.source.num_bytes
+
+    @property
+    def form(self) -> str | None:
+        """How a person calls its quantisation."""
+        return self.source.form
+
+    def copy(self, target: Tensor, report: CountBytes) -> None:
+        """Fill a tensor of the part's shape."""
+        if self.form is not None:
+            fill(self.stored(report), target)
+            return
+        whole = torch.empty(self.shape, dtype=target.dtype, device="cpu")
+        self.source.copy(whole, report)
+        self.cut.copy(whole, target)
+
+    def stored(self, report: CountBytes) -> Stored:
+        """What is stored of it."""
+        return CutWeight(self.source.stored(report), self.cut, (self.part[0], self.part[1]))
 
 
 def find_sources(
@@ -170,18 +206,20 @@ def find_sources(
     used: set[str] = set()
     found: dict[str, Source] = {}
     for name, target in targets.items():
-        layer = _layer(name, target, places, quantization)
+        cut = cuts.get(name)
+        shape = tuple(target.shape) if cut is None else cut.shape(target)
+        layer = _layer(name, shape, places, quantization)
         if layer is not None:
             names = [f"{layer.module}.{suffix}" for suffix in layer.stored]
-            found[name] = QuantizedSource(layer, sum(places[each].num_bytes for each in names))
+            taken = sum(places[each].num_bytes for each in names)
+            found[name] = QuantizedSource(layer, taken, (target.shape[0], target.shape[1]), cut)
             used.update(names)
-        elif (experts := mxfp4_source(name, target, places)) is not None:
+        elif (experts := mxfp4_source(name, shape, places, cut)) is not None:
             found[name] = experts
             used.update(f"{name}_{part}" for part in PARTS)
         elif name in places:
-            cut = cuts.get(name)
             found[name] = places[name] if cut is None else CutSource(places[name], cut)
-            _check_plain(places[name], target, tuple(target.shape) if cut is None else cut.shape(target))
+            _check_plain(places[name], target, shape)
             used.add(name)
     check_missing(targets, found, [file.path.name for file in files])
     patterns = (*harmless, *(_LEFT_BY_QUANTISERS if quantization else ()))
@@ -233,11 +271,11 @@ def _by_name(files: Sequence[SafetensorsFile], named: Mapping[str, str]) -> dict
 
 
 def _layer(
-    name: str, target: Tensor, places: Mapping[str, PlainSource], quantization: Quantization | None
+    name: str, shape: tuple[int, ...], places: Mapping[str, PlainSource], quantization: Quantization | None
 ) -> LayerTensors | None:
-    """The stored tensors of a quantised layer; None if its weight is plain, or not quantised in this form."""
+    """The stored tensors of a quantised layer, whose weight has this shape; None if it is plain, or not quantised in this form."""
     is_plain = name in places and places[name].entry.dtype in DTYPES
-    if quantization is None or is_plain or not name.endswith(_WEIGHT) or target.dim() != 2:
+    if quantization is None or is_plain or not name.endswith(_WEIGHT) or len(shape) != 2:
         return None
     module = name.removesuffix(_WEIGHT)
     scheme = quantization.scheme(module)
@@ -249,7 +287,7 @@ def _layer(
         return None
     check_missing([f"{module}.{s}" for s in form.needs], {f"{module}.{s}": 0 for s in there}, _names(there.values()))
     stored = {suffix: partial(_read, place) for suffix, place in there.items()}
-    return LayerTensors(module, target.shape[0], target.shape[1], scheme, stored)
+    return LayerTensors(module, shape[0], shape[1], scheme, stored)
 
 
 def _names(places: Iterable[PlainSource]) -> list[str]:

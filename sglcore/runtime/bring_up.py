@@ -73,13 +73,21 @@ def world(
     return join(place, package.communication, checks=config.poison)
 
 
-def groups(package: DevicePackage, world: Group | None, place: Place | None = None) -> Groups | None:
+def groups(
+    config: EngineConfig,
+    package: DevicePackage,
+    ledger: DecisionLedger,
+    world: Group | None,
+    place: Place | None = None,
+) -> Groups | None:
     """The groups of this rank; None on one rank, where nothing is summed or gathered."""
     if world is None or place is None or package.communication is None:
         return None
-    from sglcore.runtime.parallel.group import Groups
+    from sglcore.runtime.parallel.bring_up import choose_dispatcher
+    from sglcore.runtime.parallel.group import divided
 
-    return Groups(world, place, package.communication)
+    make = choose_dispatcher(config, package, ledger)
+    return divided(world, place, package.communication, make, max(config.max_batch_tokens, config.max_requests))
 
 
 def device(facts: Facts) -> torch.device:
@@ -145,8 +153,7 @@ def model(
 ) -> LoadedModel:
     """The model, or this rank's part of it, with its weights on the device, its operations from the package's kernel table."""
     load = resolve(MODEL_LOADER)
-    group = None if groups is None else groups.tp
-    return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress, group=group)
+    return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress, groups=groups)
 
 
 def attention(

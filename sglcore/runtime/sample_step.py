@@ -157,7 +157,7 @@ def _sampler_of(runner: ModelRunner) -> Callable[..., Sampler]:
         return Sampler
     from sglcore.runtime.parallel.decided import SampledByOne
 
-    return partial(SampledByOne, group=runner.groups.tp)
+    return partial(SampledByOne, group=runner.groups.attn_tp)
 
 
 def _of_requests(state: SamplingState, width: int) -> SamplingState:

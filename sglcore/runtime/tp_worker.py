@@ -19,6 +19,7 @@ from sglcore.runtime.readback import Readback, ReadbackQueue
 from sglcore.runtime.sample_step import SampleStep
 from sglcore.runtime.staging import RING, StagedArrays
 from sglcore.runtime.token_table import TokenTable
+from sglcore.sampling.state import SampledTokens
 from sglcore.step.output import StepOutput
 from sglcore.step.pooling import pooled_rows
 from sglcore.step.rows import plan_rows
@@ -81,8 +82,8 @@ class TpModelWorker:
         if self._closed:
             raise RuntimeError("this worker is closed; start another")
         refuse_hidden_states(batch)
-        embeds = batch.forward_mode is ForwardMode.EMBED
-        start = self.forward_batch_embedding if embeds else self.forward_batch_generation
+        kinds = {ForwardMode.EMBED: self.forward_batch_embedding, ForwardMode.IDLE: self.forward_idle}
+        start = kinds.get(batch.forward_mode, self.forward_batch_generation)
         if self._streams.is_host:
             return start(batch)
         with self._streams.running():
@@ -126,6 +127,14 @@ class TpModelWorker:
         hidden, path = self.runner.forward(staged)
         embeddings = self._pooler(hidden, arrays.arrived)
         return self._ticket(batch, staged, arrays, StepOutput(plan_rows(batch), path, embeddings=embeddings))
+
+    @torch.inference_mode()
+    def forward_idle(self, batch: ScheduleBatch) -> Ticket:
+        """One forward of no rows: this rank takes part in what the others exchange."""
+        staged = self.runner.init_batch(batch)
+        hidden, path = self.runner.forward(staged)
+        ids, bad = (torch.zeros(0, dtype=dtype, device=hidden.device) for dtype in (torch.int32, torch.bool))
+        return self._ticket(batch, staged, None, StepOutput(plan_rows(batch), path, SampledTokens(ids, bad)))
 
     def _ticket(
         self, batch: ScheduleBatch, staged: ForwardBatch, arrays: StagedArrays | None, output: StepOutput[Tensor]

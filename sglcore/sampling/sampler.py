@@ -92,6 +92,10 @@ class Sampler:
         logprobs = None if top_n is None else logprobs_of(logits, tokens, top_n, is_narrow=narrow)
         return SampledTokens(tokens, bad, logprobs)
 
+    def decided(self, *found: Tensor) -> tuple[Tensor, ...]:
+        """What a draw by other means came to, tensors of one shape and dtype, as it counts for all who hold the model."""
+        return found
+
     def probabilities(self, logits: Tensor, state: SamplingState) -> Tensor:
         """float32[B, V]: how likely a draw from processed logits float[B, V] is to bring each token; all of a greedy row is at its
         token. Zeros where a row is bad."""

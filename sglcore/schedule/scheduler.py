@@ -54,8 +54,8 @@ class Scheduler:
         self._running = RunningRequests(limits, self._waiting, prefix_cache)
         self._builder = BatchBuilder(limits, compose or SamplingRows(), first_composition)
         self._requests: dict[str, Request] = {}
-        self._arrivals = 0
-        self._step = self._collected = 0
+        self.memory = self._running.memory
+        self._arrivals = self._step = self._collected = 0
         self._prompt_tokens = self._stale_rows = self._invalid_rows = 0
         self.drafts = Counter[tuple[int, int, int, int]]()
         """What came of proposals."""
@@ -100,7 +100,7 @@ class Scheduler:
 
     def flush_prefix_cache(self) -> int:
         """Forget the prefixes that no running request holds; returns how many pages they had."""
-        return self._running.memory.flush()
+        return self.memory.flush()
 
     def next_batch(self) -> ScheduleBatch | None:
         """Plan a step as if all planned before had run; None if nothing can run before the next collect, as while the

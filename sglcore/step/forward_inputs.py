@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
+from sglcore.device.plan import StepPlan
 from sglcore.step.fields import Axis, Once, Split, When, batch_field, batch_record, fill_once, sentinel, zero
 
 Array = TypeVar("Array")
@@ -79,7 +80,7 @@ class ForwardInputs(Generic[Array]):
     `width`: a decode has so many rows of each request, whose tokens follow one another, the last of them perhaps of slot 0 instead,
     and the host's lengths are the most that they can be; None: one row, and its length.
     `features` [T, F]: what a target model made of each token, for the model that proposes the next ones.
-    `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank.
+    `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank; `step_plan` is what all of them agreed on.
     """
 
     forward_mode: ForwardMode = batch_field(axis=NONE, split=Split.COPY, read="forward_mode", default=ForwardMode.IDLE)
@@ -146,5 +147,6 @@ class ForwardInputs(Generic[Array]):
     return_hidden_states_before_norm: bool = batch_field(
         axis=NONE, split=Split.COPY, read=Once("return_hidden_states_before_norm"), default=False
     )
+    step_plan: StepPlan | None = batch_field(axis=NONE, split=Split.DROP, read="step_plan", when=IF_GIVEN)
     sampling: Any = batch_field(axis=NONE, split=Split.DROP, owner="sampler", when=IF_GIVEN)
     spec_info: Any = batch_field(axis=NONE, split=Split.NESTED, owner="speculative", when=IF_GIVEN)

@@ -45,7 +45,7 @@ def on_ranks(size: int, folder: Path, body: Body, *, shared: bool = False, check
 def _be(place: Place, body: Body, shared: bool, checks: bool, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    make = sums_for(place, engine_of_one()) if shared else Group
+    make = sums_for(place, engine_of_one) if shared else Group
     assert make is not None
     group = join(place, Communication("gloo"), checks=checks, make=make)
     try:

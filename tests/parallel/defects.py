@@ -6,14 +6,16 @@ import dataclasses
 import itertools
 import os
 import signal
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from sglcore.checkpoint.shards import Shard
 from sglcore.device import bring_up
-from sglcore.layers.parallel import build, vocab
+from sglcore.layers.parallel import build, norms, roles, vocab
 from sglcore.runtime import tp_worker
+from sglcore.runtime.kernels import reference, reference_recurrent
 from sglcore.runtime.parallel import decided, group
 from sglcore.sampling.sampler import Sampler
 from sglcore_cpu import recording, shared_sums
@@ -99,10 +101,145 @@ def noisy_logits(rank: int) -> None:
     vocab.SharedHead.__call__ = call
 
 
+def _other_logits(rank: int) -> None:
+    """Rank 1 has logits of its own, far from the others'."""
+    own = vocab.SharedHead.__call__
+
+    def call(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        logits = own(self, hidden)
+        return logits.roll(1, -1) if rank else logits
+
+    vocab.SharedHead.__call__ = call
+
+
+def own_proposals(rank: int) -> None:
+    """Every rank makes proposals for itself."""
+    from sglcore.runtime.speculative import autoregressive
+
+    _other_logits(rank)
+    own = autoregressive.AutoregressiveDrafter.advance
+
+    def advance(self: Any, rows: Any) -> torch.Tensor:
+        def draw(logits: torch.Tensor, depth: int) -> torch.Tensor:
+            return logits.argmax(-1).to(torch.int32)
+
+        rows.draw = draw
+        return own(self, rows)
+
+    autoregressive.AutoregressiveDrafter.advance = advance
+
+
+def own_acceptance(rank: int) -> None:
+    """Every rank accepts for itself."""
+    _other_logits(rank)
+    group.TIMEOUT = timedelta(seconds=2)  # ranks that differ in the width of a step wait for each other
+    decided.SampledByOne.decided = lambda self, *found: found
+
+
+def own_history(rank: int) -> None:
+    """Rank 1 proposes what came before something else."""
+    from sglcore.runtime.speculative import ngram
+
+    own = ngram.propose
+    ngram.propose = lambda known, last, *sizes: (own(known, last, *sizes) + rank) % 97
+
+
+def reads_codes(rank: int) -> None:
+    """No defect: kernels that read codes, by way of their values."""
+    from sglcore.models import checkpoint
+    from sglcore.models.quantized import QuantizedWeight
+
+    own = checkpoint.load_model
+
+    def pack(weight: Any) -> torch.Tensor:
+        same = QuantizedWeight(weight.codes, weight.scales, weight.zeros, weight.bits, weight.group)
+        return same.values(slice(None)).to(weight.dtype)
+
+    def load(*given: Any, kernels: Any, **more: Any) -> Any:
+        return own(*given, kernels=kernels.replace(mxfp4_moe=reference.mxfp4_moe, pack_quantized=pack), **more)
+
+    checkpoint.load_model = load
+
+
+def scales_of_the_first(rank: int) -> None:
+    """Every rank takes the scales of the first one's columns."""
+    from sglcore.models.cut_weight import CutWeight
+
+    reads_codes(rank)
+    own = CutWeight._by_group
+
+    def of_the_first(self: Any, by_group: torch.Tensor, group: int) -> torch.Tensor:
+        found = own(self, by_group, group)
+        return by_group[:, : found.shape[1]] if self.cut.dim else found
+
+    CutWeight._by_group = of_the_first
+
+
+def first_heads(rank: int) -> None:
+    """Every rank takes the first heads of what it is given by sections."""
+    roles.Section.part = lambda self, shard: (0, self.outputs // shard.size)
+
+
+def one_run(rank: int) -> None:
+    """A rank takes one run of all sections, not one of each."""
+    own = build.kept
+
+    def kept(divided: Any, shard: Shard) -> Any:
+        sizes = [last - first for first, last in own(divided, shard)]
+        return ((shard.rank * sum(sizes), (shard.rank + 1) * sum(sizes)),)
+
+    build.kept = kept
+
+
+def own_norms(rank: int) -> None:
+    """A norm is that of a rank's part."""
+    norms.SharedNorm.__call__ = lambda self, x: reference.rms_norm(x, self.weight, self.eps)
+    shared: Any = norms.SharedGroupNorm
+    shared.__call__ = lambda self, *given: reference_recurrent.gated_rms_norm(*given)
+
+
+def neighbours_in_halves(rank: int) -> None:
+    """Gates and factors that stand in turn are cut as if they stood behind each other."""
+    own = build.cut_clamped
+
+    def cut_clamped(cut: Any, size: int, part: Any) -> None:
+        own(cut, size, part)
+        cut("experts.gate_up_proj", 2 * size, part, (part[0] + size, part[1] + size), dim=2)
+
+    build.cut_clamped = cut_clamped
+
+
 def own_memory(rank: int) -> None:
     """Each rank sizes its pools by what it has itself."""
     less_memory(rank)
     group.Group.least = lambda self, value: value
+
+
+def wrong_shard(rank: int) -> None:
+    """A rank serves another shard's part of all rows."""
+    changed: Any = group.Groups
+    changed.shard = property(lambda self: (self.place.rank // self.attn_tp.size + 1) % self.place.topology.dp)
+
+
+def sums_of_all(rank: int) -> None:
+    """Heads of a shard's requests are summed over the ranks of all."""
+    changed: Any = build.ShardedBuild
+    changed._ranks = property(lambda self: Widened(self._every))
+
+
+class Widened:
+    """The ranks of a shard, whose sums are those of everybody."""
+
+    def __init__(self, groups: Any) -> None:
+        self._groups = groups
+        self.rank, self.size = groups.attn_tp.rank, groups.attn_tp.size
+        self.all_gather, self.broadcast = groups.attn_tp.all_gather, groups.attn_tp.broadcast
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As if there were one shard; rows of another width are filled up."""
+        rows = torch.zeros(64, *x.shape[1:], dtype=x.dtype)
+        rows[: len(x)] = x
+        return x.copy_(self._groups.tp.all_reduce(rows)[: len(x)])
 
 
 def less_memory(rank: int) -> None:

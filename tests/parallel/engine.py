@@ -12,8 +12,7 @@ from sglcore.device.config import EngineConfig, resolve_config
 from sglcore.engine.ranks.start import RankOptions
 from sglcore.engine.ranks.watch import Patience
 from sglcore.engine.start import start
-from sglcore.schedule.loop import Loop
-from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.shard_loop import make_loop
 from tests.laws.engine import TokenEngine, Watched, environ, random_prompts
 from tests.parallel.forked import Defect, Forking
 
@@ -48,10 +47,12 @@ class RankedEngine(TokenEngine):
         self.forking = Forking(defect, method=method)
         self.started = start(config, ranks=RankOptions(self.forking, patience))
         self.worker: Any = self.started.worker
-        self.scheduler = Scheduler(self.worker.limits, prefix_cache=config.prefix_cache)
-        self.watched = Watched(self.worker)
+        self.watched: Any = Watched(self.worker)
         self.paths = self.watched.paths
-        self.loop = Loop(self.scheduler, self.watched, overlap=config.overlap is not False)
+        made: Any = make_loop(
+            self.watched, config.dp, overlap=config.overlap is not False, prefix_cache=config.prefix_cache
+        )
+        self.scheduler, self.loop = made
         self._count = 0
 
     def __enter__(self) -> RankedEngine:

@@ -29,6 +29,8 @@ PRELOADED = (
     "sglcore.models.checkpoint",
     "sglcore.engine.ranks.rank_process",
     "tests.parallel.defects",
+    "tests.parallel.dispatch_defects",
+    "tests.parallel.topologies",
 )
 Defect = Callable[[int], None]
 """Called in the process of a rank, with its number, before it starts."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sglcore.device.batch import CaptureHiddenMode, ForwardMode, OneShot, ScheduleBatch
+from sglcore.device.plan import StepPlan
 from sglcore.device.swap_counts import SwapCounts
 from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.engine.ranks.codec import decode, encode
@@ -44,6 +45,9 @@ def value(rng: np.random.Generator, name: str, declared: str) -> Any:
         ("ForwardMode", lambda: ForwardMode(int(rng.integers(0, 5)))),
         ("TokenLogprobs", lambda: filled(rng, TokenLogprobs)),
         ("SwapCounts", lambda: filled(rng, SwapCounts)),
+        ("StepPlan", lambda: filled(rng, StepPlan)),
+        ("tuple[int, ...]", lambda: tuple(rng.integers(0, 2**31, size=rng.integers(0, 4)).tolist())),
+        ("bool", lambda: bool(rng.integers(2))),
         ("NDArray", lambda: array(rng, declared)),
         ("Ints", lambda: array(rng, declared)),
         ("int", lambda: int(rng.integers(-(2**31), 2**31))),

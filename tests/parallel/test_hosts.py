@@ -22,6 +22,7 @@ from sglcore.engine.ranks.rank_process import LEADER_GONE
 from sglcore.engine.ranks.spec import HOST_GONE
 from sglcore.engine.ranks.watch import Patience
 from sglcore.engine.ranks.wire import Channel, Kind, connect, listen
+from sglcore_cpu.choice import engine_of_one
 from sglcore_cpu.shared_sums import sums_for
 from tests.checkpoints import llama, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
@@ -83,12 +84,12 @@ def test_four_ranks_of_two_hosts_stand_in_a_row(model: tuple[Path, Any], led: Ca
 
 def test_small_sums_go_through_memory_only_where_it_is_shared() -> None:
     here = Place(0, Topology(tp=2), "file:///dev/shm/sglcore/meeting", 0, 2)
-    assert sums_for(here) is not None
+    assert sums_for(here, engine_of_one) is not None
     for elsewhere in (
         Place(0, Topology(tp=2), "tcp://10.0.0.1:5", 0, 1),
         Place(0, Topology(tp=2), "tcp://127.0.0.1:5", 0, 2),
     ):
-        assert sums_for(elsewhere) is None
+        assert sums_for(elsewhere, engine_of_one) is None
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,17 @@
-"""`sglcore serve --tp 2` as a person starts it: two processes, one server, and OpenAI's own client."""
+"""`sglcore serve` with ranks, shards and experts, as a person starts it: processes, one server, and OpenAI's own client."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -17,7 +19,10 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
+from sglcore.engine.start import embedded_model
+from tests.checkpoints import qwen3_moe, save
 from tests.laws.engine import environ
 
 ASKED: Any = [{"role": "user", "content": "What is 2 + 3?"}]
@@ -150,3 +155,31 @@ def test_replicas_of_two_ranks_each_serve_and_one_goes_on_without_the_other(serv
     server.kill_rank()
     assert server.answer() == "2 + 3 = 5."
     assert server.process.poll() is None
+
+
+def test_a_server_of_two_shards_answers_many_at_once(serve: Callable[..., Server]) -> None:
+    server = serve("--dp", "2")
+    with ThreadPoolExecutor(5) as pool:
+        assert list(pool.map(lambda _: server.answer(), range(5))) == ["2 + 3 = 5."] * 5
+    info = json.dumps(json.load(urllib.request.urlopen(f"{server.url}/server_info")))
+    assert "each request's cache is on 1 of 2 ranks" in info
+
+
+def test_a_server_of_a_sparse_model_in_shards_says_what_transformers_says(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    raw = json.loads((embedded_model() / "config.json").read_text())
+    oracle = qwen3_moe(num_experts=8, max_position_embeddings=256, vocab_size=raw["vocab_size"])
+    folder = save(oracle, tmp_path)
+    for path in embedded_model().glob("*token*"):
+        shutil.copy(path, folder)
+    server = serve("--model", str(folder), "--dp", "2", "--ep", "2", "--served-model-name", "tiny")
+    ask: Any = {"model": "tiny", "temperature": 0, "max_tokens": 6, "logprobs": 0, "extra_body": {"ignore_eos": True}}
+    found = server.client.completions.create(prompt=[5, 9, 11, 40], **ask).choices[0].logprobs
+    assert found is not None and found.token_logprobs is not None
+    ids = [5, 9, 11, 40]
+    with torch.no_grad():
+        for logprob in found.token_logprobs:
+            row = oracle(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            assert logprob is not None and abs(float(row.max()) - logprob) < 1e-3
+            ids.append(int(row.argmax()))

@@ -10,14 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglcore.device.errors import ConfigError, WorkerLost
-from sglcore.engine.ranks.spec import RankSpec
-from sglcore.engine.ranks.start import RankOptions
-from sglcore.engine.start import start
-from tests.checkpoints import glm4_moe, gpt_oss, lfm2_moe, llama, mistral, olmo2, qwen2, qwen3, save
+from sglcore.device.errors import WorkerLost
+from tests.checkpoints import glm4_moe, llama, mistral, qwen2, qwen3, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.parallel import defects
-from tests.parallel.engine import RankedEngine, configured
+from tests.parallel.engine import RankedEngine
 
 CONTEXT = 128
 SEED = 5
@@ -137,43 +134,3 @@ def test_ranks_that_are_not_at_the_same_operation_are_told(tmp_path: Path) -> No
     ):
         engine.run(random_prompts(SEED, (5,)), 2)
     assert "all_reduce" in str(caught.value) or "all_gather" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"tp": 3}, "tp is 3, and this model has 4 attention heads; wanted one of 1, 2, 4"),
-        (
-            {"speculative": "ngram"},
-            "speculative is 'ngram', which do not go together yet; leave --speculative or --tp out",
-        ),
-        ({"quantize": "int8"}, "quantize is 'int8'"),
-        ({"hisparse": "on"}, "hisparse is 'on'"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'"),
-        ({"model_impl": "transformers"}, "model_impl is 'transformers'"),
-        ({"task": "embed"}, "it embeds whole prompts"),
-    ],
-)
-def test_what_does_not_go_with_ranks_is_refused_before_any_process(
-    settings: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    folder = save(llama(max_position_embeddings=CONTEXT), tmp_path)
-    config = configured(folder, **settings)
-
-    def never(spec: RankSpec) -> Any:
-        raise AssertionError("a process was started")
-
-    with pytest.raises(ConfigError) as caught:
-        start(config, ranks=RankOptions(never))
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "said"), [(gpt_oss, "'clamped_experts'"), (olmo2, "a norm over all heads"), (lfm2_moe, "'short_conv'")]
-)
-def test_layers_that_are_not_divided_yet_are_refused_by_name(
-    make: Callable[..., Any], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match="not divided among ranks here; --tp 1") as caught:
-        RankedEngine(save(make(max_position_embeddings=CONTEXT), tmp_path))
-    assert said in str(caught.value)

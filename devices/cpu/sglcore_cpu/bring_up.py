@@ -70,12 +70,13 @@ def sums_of_ranks(
     """How the group of a rank is made (None: as every device's), what that is, and why."""
     from sglcore_cpu.shared_sums import MOST, sums_for
 
-    try:
-        make = sums_for(place, make_engine())
-    except NativeUnavailable as error:
-        return None, backend, str(error)
+    make = sums_for(place, make_engine)
     if make is None:
         return None, backend, "ranks on several machines share no memory"
+    try:
+        make_engine()
+    except NativeUnavailable as error:
+        return None, backend, str(error)
     return make, f"shared memory, and what is no sum of more than {MOST >> 20} MiB by {backend}", "all ranks are here"
 
 

@@ -31,16 +31,17 @@ FILE = "file://"
 class SharedSums(Group):
     """A group whose sums, and small gathers and broadcasts, go through shared memory; recorded steps hold them."""
 
-    def __init__(self, *parts: Any, memory: mmap.mmap, engine: Engine, **checks: Any) -> None:
-        """`memory` of `memory_size(ranks, MOST)` bytes, zeros, the same one for every rank; `engine` belongs to the group. The others
-        are those of `Group`."""
+    def __init__(self, *parts: Any, path: Path, make_engine: Callable[[], Engine], **checks: Any) -> None:
+        """`path` is that of the memory, zeros, the same one for every rank; `make_engine` makes an engine that belongs to the group.
+        The others are those of `Group`."""
         super().__init__(*parts, **checks)
-        self._memory = memory
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._meeting = meeting = Meeting(engine, address, self.rank, self.size, MOST)
+        self._path, self._make_engine = path, make_engine
+        self._memory = _opened(path, self.size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._meeting = meeting = Meeting(make_engine(), address, self.rank, self.size, MOST)
         self._places = [
             [
-                torch.frombuffer(memory, dtype=torch.uint8, count=MOST, offset=meeting.place(rank, half))
+                torch.frombuffer(self._memory, dtype=torch.uint8, count=MOST, offset=meeting.place(rank, half))
                 for rank in range(self.size)
             ]
             for half in range(2)
@@ -86,12 +87,37 @@ class SharedSums(Group):
             x.view(-1).copy_(found[source])
         return x
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """As that of `Group`."""
+        out = torch.empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype)
+        if not is_recorded(self._scatter, x, out):
+            self._scatter(x, out)
+        return out
+
+    def all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+        """As that of `Group`. A recorded step has the counts with which it was recorded."""
+        out = torch.empty((x.shape[0] if received is None else sum(received), *x.shape[1:]), dtype=x.dtype)
+        if not is_recorded(self._exchange_rows, x, out, sent, received):
+            self._exchange_rows(x, out, sent, received)
+        return out
+
     def _gather(self, x: Tensor, out: Tensor) -> None:
         if x.nbytes > MOST:
             out.copy_(super().all_gather(x))
             return
         self._check("all_gather", x)
         torch.stack(self._exchanged(x), out=out.view(self.size, -1))
+
+    def _scatter(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(super().reduce_scatter(x))
+
+    def _exchange_rows(self, x: Tensor, out: Tensor, sent: list[int] | None, received: list[int] | None) -> None:
+        out.copy_(super().all_to_all(x, sent, received))
+
+    def _smaller(self, name: str, *parts: Any) -> Group:
+        path = self._path.with_name(f"{self._path.name}-{name}")
+        make = self._make_engine
+        return SharedSums(*parts, path=path, make_engine=make, checks=self._checks, in_graphs=self._in_graphs)
 
     def _exchanged(self, x: Tensor) -> list[Tensor]:
         """Everybody's, by rank, flat, readable until the call after the next. Waits for all."""
@@ -107,14 +133,14 @@ def is_recorded(function: Callable[..., object], *arguments: object) -> bool:
     return recording is not None
 
 
-def sums_for(place: Place, engine: Engine) -> Callable[..., Group] | None:
-    """How a group at this place is made, with an engine of its own; None where its ranks share no memory."""
+def sums_for(place: Place, make_engine: Callable[[], Engine]) -> Callable[..., Group] | None:
+    """How a group at this place is made, with engines of its own; None where its ranks share no memory."""
     if place.neighbours != place.topology.world or not place.meeting.startswith(FILE):
         return None
 
     def make(*parts: Any, **checks: Any) -> Group:
         path = Path(place.meeting.removeprefix(FILE)).with_name("sums")  # in a folder that their leader removes
-        return SharedSums(*parts, memory=_opened(path, place.topology.world), engine=engine, **checks)
+        return SharedSums(*parts, path=path, make_engine=make_engine, **checks)
 
     return make
 

@@ -17,11 +17,12 @@ import msgspec
 import numpy as np
 
 from sglcore.device.batch import CaptureHiddenMode, ForwardMode, OneShot, ScheduleBatch
+from sglcore.device.plan import StepPlan
 from sglcore.device.swap_counts import SwapCounts
 from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.sampling.batch import SamplingBatch
 
-RECORDS = (ScheduleBatch, SamplingBatch, BatchResult, TokenLogprobs, SwapCounts)
+RECORDS = (ScheduleBatch, SamplingBatch, BatchResult, TokenLogprobs, SwapCounts, StepPlan)
 """What may cross. The place of a record is its name on the wire."""
 DTYPES = tuple(np.dtype(name) for name in ("int32", "bool", "float32", "int64", "float64", "uint8"))
 """The element types of arrays, by their place."""
@@ -59,13 +60,16 @@ def decode(body: bytearray) -> Any:
 
 
 def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
-    """A value as msgpack has it: an array is [code, *shape], a record is {tag: values}, a mapping of records [-1, keys, values]."""
+    """A value as msgpack has it: an array is [code, *shape], a record is {tag: values}, a mapping of records [-1, keys, values], a
+    tuple of numbers [-2, *numbers]."""
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is np.ndarray:
         arrays.append(value)
         return [_CODES[value.dtype], *value.shape]
+    if kind is tuple:
+        return [-2, *value]
     if kind in _TAGS:
         values = [each if type(each) in _PLAIN else _plain(each, arrays) for each in _reader(kind)(value)]
         return {_TAGS[kind]: values}
@@ -100,6 +104,8 @@ class _Reader:
     def value(self, value: Any) -> Any:
         kind = type(value)
         if kind is list:
+            if value[0] == -2:
+                return tuple(value[1:])
             return self._mapping(value) if value[0] == -1 else self._array(value)
         return self.record(value) if kind is dict else value
 

@@ -1,6 +1,6 @@
 """A group of ranks as one worker: the scheduler cannot tell it from a single device.
 
-Every rank receives the same encoded batch; rank 0 returns the results. The leader, which is this process, never touches a
+Every rank of a shard of requests receives the same encoded batch; the first of them returns the results. The leader, which is this process, never touches a
 device. What ends one rank ends them all: every open step then raises WorkerLost, at once, and only a new start helps.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
@@ -19,16 +19,31 @@ from sglcore.engine.ranks.watch import Watch
 from sglcore.engine.ranks.wire import Channel, Gone, Kind
 
 
+@dataclass(slots=True, eq=False)
+class _Shard:
+    """The ranks of one shard of requests, and the composition that they were sent last."""
+
+    steps: tuple[Channel, ...]
+    sent: int | None = None
+
+
 class RankGroup:
-    """A ModelWorker of several processes. Not thread-safe: one scheduler owns it."""
+    """A ModelWorker of several processes. Not thread-safe: one loop owns it. Where requests are in several shards, a step of one
+    runs when those of all others have been submitted too."""
 
     def __init__(
-        self, watch: Watch, steps: Sequence[Channel], limits: Limits, at_end: Callable[[], None] = lambda: None
+        self,
+        watch: Watch,
+        steps: Sequence[Channel],
+        limits: Limits,
+        shards: int = 1,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`steps` are the ranks' channels, by rank, and `limits` those of every rank. `at_end` is called once all have ended."""
         self.limits = replace(limits, runs_ahead=True)
         self._watch, self._steps, self._at_end = watch, tuple(steps), at_end
-        self._sent: int | None = None
+        each = len(self._steps) // shards
+        self._shards = [_Shard(self._steps[first : first + each]) for first in range(0, len(self._steps), each)]
         self._failure: SglcoreError | None = None
         self._has_failed, self._is_closing = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._run, name="ranks", daemon=True)
@@ -40,26 +55,26 @@ class RankGroup:
         return tuple(member.process.pid for member in self._watch.members)
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Send a step to every rank; does not wait for it. Raises WorkerLost."""
+        """Send a step to every rank of its shard; does not wait for it. Raises WorkerLost."""
         self.check()
-        is_known = batch.composition == self._sent and batch.forward_mode is not ForwardMode.EMBED
-        if is_known:
-            batch.sampling = None  # the ranks keep that of a composition while it lasts
-        elif batch.forward_mode is not ForwardMode.EMBED:
-            self._sent = batch.composition
-        self._tell(Kind.STEP, encode(batch))
-        return Ticket(batch.step, self)
+        shard = self._shards[0 if batch.step_plan is None else batch.step_plan.shard]
+        if batch.forward_mode not in (ForwardMode.EMBED, ForwardMode.IDLE):
+            if batch.composition == shard.sent:
+                batch.sampling = None  # the ranks keep that of a composition while it lasts
+            shard.sent = batch.composition
+        self._tell(shard, Kind.STEP, encode(batch))
+        return Ticket(batch.step, shard)
 
     def collect(self, ticket: Ticket) -> BatchResult:
         """Wait for a step's results; once per ticket, in order. Those of tickets that were dropped are passed over. Raises
         WorkerLost."""
-        if ticket.payload is not self:
+        shard, ticket.payload = ticket.payload, None
+        if not isinstance(shard, _Shard):
             raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
-        ticket.payload = None
         while True:
             self.check()
-            self._tell(Kind.COLLECT)
-            result = self._result()
+            self._tell(shard, Kind.COLLECT)
+            result = self._result(shard)
             if result.step == ticket.step:
                 return result
 
@@ -99,17 +114,17 @@ class RankGroup:
         for member in self._watch.members:
             _wait(member.process, self._watch.patience.closing)
 
-    def _tell(self, kind: Kind, body: bytes = b"") -> None:
-        frame = self._steps[0].packed(kind, body)
+    def _tell(self, shard: _Shard, kind: Kind, body: bytes = b"") -> None:
+        frame = shard.steps[0].packed(kind, body)
         try:
-            for channel in self._steps:
+            for channel in shard.steps:
                 channel.send_packed(frame)
         except Gone as error:
             raise self._lost(error) from None
 
-    def _result(self) -> BatchResult:
+    def _result(self, shard: _Shard) -> BatchResult:
         try:
-            frame = self._steps[0].receive()
+            frame = shard.steps[0].receive()
         except Gone as error:
             raise self._lost(error) from None
         return decode(frame.body)

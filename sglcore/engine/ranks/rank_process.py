@@ -1,4 +1,4 @@
-"""The process of one rank: steps from the leader in, and from rank 0 their results out. It knows no scheduler.
+"""The process of one rank: steps from the leader in, and from the first rank of a shard their results out. It knows no scheduler.
 
 Started as `python -m sglcore.engine.ranks.rank_process`, with a RankSpec as one line of JSON on its standard input. When the
 leader is gone its channels close, and the process ends.
@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from sglcore.device.batch import HostSampling, ScheduleBatch
 from sglcore.device.choice import ChosenDevice, check_same
 from sglcore.device.config import EngineConfig, config_of_plain
 from sglcore.device.errors import SglcoreError
@@ -138,6 +139,21 @@ class Control:
             self.say(Kind.BEAT, [self.step, self.phase])
 
 
+class KnownSampling:
+    """How the rows of the last composition are sampled, which the leader sends once: a step of other widths asks for it again."""
+
+    def __init__(self) -> None:
+        self._known: tuple[int, HostSampling] | None = None
+
+    def completed(self, batch: ScheduleBatch) -> ScheduleBatch:
+        """The batch, with what was sent for its composition."""
+        if batch.sampling is not None:
+            self._known = batch.composition, batch.sampling
+        elif self._known is not None and self._known[0] == batch.composition:
+            batch.sampling = self._known[1]
+        return batch
+
+
 def serve(spec: RankSpec, place: Place, steps: Channel, control: Control) -> None:
     """Bring this rank up, say so, and run what comes. Raises what a step raises, and Gone."""
     config = config_of_plain(spec.config)
@@ -145,15 +161,16 @@ def serve(spec: RankSpec, place: Place, steps: Channel, control: Control) -> Non
     control.say(Kind.READY, ready)
     control.phase = "waiting"
     out: deque[Ticket] = deque()
+    known = KnownSampling()
     while True:
         frame = steps.receive()
         if frame.kind is Kind.STEP:
-            batch = decode(frame.body)
+            batch = known.completed(decode(frame.body))
             control.step, control.phase = batch.step, "a step"
             out.append(worker.submit(batch))
         elif frame.kind is Kind.COLLECT:
             result = worker.collect(out.popleft())
-            if place.rank == 0:
+            if place.decides:
                 steps.send(Kind.RESULT, encode(result))
             control.phase = "waiting"
         elif frame.kind is Kind.CLOSE:

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
+from sglcore.checkpoint.axes import check_topology
 from sglcore.checkpoint.config import read_config
-from sglcore.checkpoint.gguf import is_gguf
 from sglcore.checkpoint.shards import check_divisible
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, WorkerLost
@@ -60,23 +60,31 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice, placement: P
             f" {devices - choice.chosen.index}" + (f", of {here} for this host" if placement.nodes > 1 else ""),
             remedy=f"--tp {max(devices - choice.chosen.index, 1)}, --device {package.name}:0, or more hosts (--nodes)",
         )
+    _check_shards(config)
+    if config.model_impl == "transformers":
+        raise ConfigError(
+            f"tp is {width} and model_impl is {config.model_impl!r}, which do not go together yet",
+            remedy="leave --model-impl or --tp out",
+        )
+    checkpoint = read_config(folder, task=config.task)
+    check_divisible(checkpoint, width)
+    check_topology(checkpoint, topology_of(config))
+
+
+def _check_shards(config: EngineConfig) -> None:
+    """Raise ConfigError for what does not go with several shards of requests."""
     refused = {
         "speculative": config.speculative not in (None, "off", "auto"),
         "draft_model": config.draft_model is not None,
         "hisparse": config.hisparse not in (None, "off"),
-        "quantize": config.quantize != "auto",
-        "model_impl": config.model_impl == "transformers",
-        "kv_cache_dtype": config.kv_cache_dtype != "auto",
     }
     for name, is_asked in refused.items():
-        if is_asked:
-            asked = f"{name} is {getattr(config, name)!r}"
+        if is_asked and config.dp > 1:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"tp is {width} and {asked}, which do not go together yet", remedy=f"leave {flag} or --tp out"
+                f"dp is {config.dp} and {name} is {getattr(config, name)!r}, which do not go together yet",
+                remedy=f"leave {flag} or --dp out",
             )
-    if not is_gguf(folder) and config.model_impl != "transformers":
-        check_divisible(read_config(folder, task=config.task), width)
 
 
 def start_ranks(
@@ -99,9 +107,8 @@ def start_ranks(
     options = options or RankOptions()
     patience, communication = options.patience, choice.package.communication
     assert communication is not None
-    topology = Topology(tp=config.tp)
-    how = f"{topology.world} processes, each with its part of every layer, over {communication.backend}"
-    ledger.record(Row("ranks", str(config.tp), f"{config.tp} of tensors", how, "--tp 1"))
+    topology = topology_of(config)
+    ledger.record(*_rows(topology, communication.backend))
     epoch, secret = secrets.randbits(32), secrets.token_hex(16)
     told: dict[str, Any] = {"epoch": epoch, "secret": secret, "beat": patience.silence / SILENCES}
     maker = Maker(config, choice, communication, topology, options.spawn, told, placement)
@@ -136,7 +143,25 @@ def start_ranks(
     first = members[0].ready
     assert first is not None
     ledger.record(*(Row(**row) for row in first["ledger"]))
-    return RankGroup(watch, steps, limits, team.close), first["seconds"]
+    return RankGroup(watch, steps, limits, topology.dp, team.close), first["seconds"]
+
+
+def topology_of(config: EngineConfig) -> Topology:
+    """That of a configuration. Raises ConfigError for widths that do not divide."""
+    return Topology(tp=config.tp, dp=config.dp, ep=config.ep)
+
+
+def _rows(topology: Topology, backend: str) -> list[Row]:
+    """What the ledger says of ranks."""
+    how = f"{topology.world} processes, each with its part of every layer, over {backend}"
+    rows = [Row("ranks", str(topology.tp), f"{topology.tp} of tensors", how, "--tp 1")]
+    if topology.dp > 1:
+        told = f"each request's cache is on {topology.attn_tp} of {topology.tp} ranks, and each step is agreed on"
+        rows.append(Row("shards of requests", str(topology.dp), str(topology.dp), told, "--dp 1"))
+    if topology.ep > 1:
+        told = f"each is whole on one of {topology.ep} ranks, and rows go there"
+        rows.append(Row("expert ranks", str(topology.ep), f"dealt out among {topology.ep}", told, "--ep 1"))
+    return rows
 
 
 def _gather(

@@ -2,43 +2,55 @@
 gets its part.
 
 Heads, the inside of feed-forward blocks and of experts, and the vocabulary are divided; norms, gates and all that is small
-is whole on every rank. Rows are the same on all ranks between blocks: each block ends in a sum. Kinds that are not here
-are refused by name.
+is whole on every rank. Rows are the same on all ranks between blocks: each block ends in a sum. A kind here says what a rank
+has of the checkpoint's tensors, and asks `Build` for a layer of that size. Kinds that are not here are refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig
-from sglcore.checkpoint.rotary import halves_first, rotary_dim
-from sglcore.checkpoint.shards import Shard
+from sglcore.checkpoint.compressed import CompressedConfig, Compression
+from sglcore.checkpoint.config import EXPERT_PARTS, ModelConfig, MoeConfig
+from sglcore.checkpoint.latent import LatentConfig
+from sglcore.checkpoint.quantization import has_mxfp4_experts
+from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
+from sglcore.checkpoint.shards import Shard, legal_widths
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
 from sglcore.layers.build import Build
-from sglcore.layers.linear import Embedding, Head, Linear
-from sglcore.layers.mlp import GATE_AND_UP, GatedMlp
-from sglcore.layers.moe import GroupLimitedRouting, Routing, SigmoidRouting, SoftmaxRouting, SparseMoe
+from sglcore.layers.latent import LatentAttention, Projections
+from sglcore.layers.linear import Embedding, GroupedLinear, Head, Linear, OrderedLinear
+from sglcore.layers.mlp import GATE_AND_UP
+from sglcore.layers.moe import ClampedMoe, GroupLimitedRouting, SigmoidRouting, SoftmaxRouting
+from sglcore.layers.parallel.blocks import Block, ended
 from sglcore.layers.parallel.cut import Cut, Range, clipped
+from sglcore.layers.parallel.dispatched import dispatched
+from sglcore.layers.parallel.experts import both, cut_clamped, cut_experts, cut_ungated
 from sglcore.layers.parallel.linear import Summed, bias_once
+from sglcore.layers.parallel.norms import SharedGroupNorm, SharedNorm
+from sglcore.layers.parallel.roles import BY_INPUTS, WHOLE, Section, by_part, kept, of_attention, runs, sections
 from sglcore.layers.parallel.vocab import SharedEmbedding, SharedHead
+from sglcore.layers.recurrent import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.scope import Scope
-from sglcore.runtime.parallel.group import Group
+from sglcore.layers.sparse import CompressedAttention, OfAttention
+from sglcore.runtime.kernels.mxfp4 import GROUP
+from sglcore.runtime.parallel.group import AnyGroup, Groups
 
 REMEDY = "--tp 1"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedBuild(Scope):
-    """The scope in which a layer is built, and the layers. `attended` are the scopes whose attention is built: the next
-    linear layer of each takes the heads, and ends the block."""
+    """The scope in which a layer is built, and the layers. `given` is as that of `Build`."""
 
-    group: Group | None = None
-    attended: set[str] = field(default_factory=set)
+    groups: Groups | None = None
+    given: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     norm = Build.norm
     layer_norm = Build.layer_norm
@@ -46,16 +58,34 @@ class ShardedBuild(Scope):
     rotary = Build.rotary
     softcap = Build.softcap
     activation = Build.activation
+    hyper_connection = Build.hyper_connection
+    hyper_head = Build.hyper_head
+    mapped_head = Build.mapped_head
 
     @property
-    def _ranks(self) -> Group:
-        assert self.group is not None
-        return self.group
+    def _every(self) -> Groups:
+        assert self.groups is not None
+        return self.groups
+
+    @property
+    def _ranks(self) -> AnyGroup:
+        """Those that share the heads of a request, and its vocabulary."""
+        return self._every.attn_tp
 
     @property
     def shard(self) -> Shard:
-        """This rank's part of whatever is divided."""
+        """This rank's part of heads, of states and of the vocabulary."""
         return Shard(self._ranks.rank, self._ranks.size)
+
+    @property
+    def inside(self) -> Shard:
+        """This rank's part of what is inside of feed-forward blocks and of experts."""
+        return Shard(self._every.tp.rank, self._every.tp.size)
+
+    def own(self, config: ModelConfig | None = None) -> Build:
+        """The layers of one rank alone, in this scope, with this configuration (None: the model's)."""
+        given = {each.name: getattr(self, each.name) for each in fields(Scope)}
+        return Build(**(given if config is None else {**given, "config": config}))
 
     def cut(self, name: str, whole: int, *ranges: Range, dim: int = 0) -> None:
         """Of the tensor `prefix.name` of the checkpoint this rank has some ranges."""
@@ -67,39 +97,75 @@ class ShardedBuild(Scope):
             self.cut(f"{name}.{kind}", whole, *ranges)
         return name, sum(last - first for first, last in ranges)
 
+    def _cut_parts(self, parts: Sequence[tuple[str, int]], ranges: Sequence[Range]) -> list[tuple[str, int]]:
+        """The same of layers beside each other, of whose outputs this rank has some ranges."""
+        each = zip(parts, by_part(parts, ranges), strict=True)
+        return [self._cut_rows(name, count, *own) for (name, count), own in each]
+
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear | Summed:
-        """x W^T + b, whole on every rank; behind attention of the same scope, the columns of this rank's heads."""
-        if self.prefix not in self.attended:
-            return Linear(self, ((name, outputs),), inputs, bias)
-        self.attended.discard(self.prefix)
+        """x W^T + b: what `roles` says of its name; whole on every rank if that is nothing."""
+        if name not in BY_INPUTS:
+            return self._outputs(
+                ((name, outputs),), inputs, bias, sections(self.config, self.prefix, ((name, outputs),))
+            )
         first, last = self.shard.part(inputs)
         self.cut(f"{name}.weight", inputs, (first, last), dim=1)
-        own = Linear(self, ((name, outputs),), last - first, bias)
-        bias_once(self, own, self._ranks)
+        own = self.own().linear(name, last - first, outputs, bias)
+        bias_once(self, own.bias, self._ranks)
         return Summed(own, self._ranks)
 
     def fused(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
     ) -> Linear:
-        """Queries, keys and values as one product: the heads of this rank. Raises `ConfigError` for other parts."""
-        config, size = self.config, self.config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        queries, keys = self.shard.part(heads), self.shard.kv_heads(kv_heads)
-        spans = [(heads, queries), (kv_heads, keys), (kv_heads, keys)]
-        rows = [count * size for count, _ in spans]
-        ranges = [(first * size, last * size) for _, (first, last) in spans]
-        if [count for _, count in parts] == rows:
-            own = [self._cut_rows(name, count, part) for (name, count), part in zip(parts, ranges, strict=True)]
-        elif [count for _, count in parts] == [sum(rows)]:
-            starts = (0, rows[0], rows[0] + rows[1])
-            moved = [(at + first, at + last) for at, (first, last) in zip(starts, ranges, strict=True)]
-            own = [self._cut_rows(parts[0][0], sum(rows), *moved)]
-        else:
+        """Several layers as one product: what `roles` says of them, or queries, keys and values, or what has none of these."""
+        divided = sections(self.config, self.prefix, parts) or self._heads_of(parts)
+        return self._outputs(parts, inputs, bias, divided, interleaved)
+
+    def _heads_of(self, parts: Sequence[tuple[str, int]]) -> tuple[Section, ...]:
+        """Those of queries, keys and values, and perhaps gates: told by their sizes, as they have a name for each model."""
+        total = sum(count for _, count in parts)
+        found = (of_attention(self.config, has_gate) for has_gate in (False, True))
+        fits = next((each for each in found if sum(section.outputs for section in each) == total), ())
+        if not fits and parts[0][0] not in WHOLE:
             raise self._refusal(f"projections of {', '.join(f'{name} ({count})' for name, count in parts)}")
-        for name, count in own:
-            if name in interleaved:
-                self.reorder(name, halves_first(count // size, size, rotary_dim(config)))
-        return Linear(self, own, inputs, bias)
+        return () if parts[0][0] in WHOLE else fits
+
+    def _outputs(
+        self,
+        parts: Sequence[tuple[str, int]],
+        inputs: int,
+        bias: bool,
+        divided: Sequence[Section],
+        interleaved: Sequence[str] = (),
+    ) -> Linear:
+        """One product, of whose outputs this rank has its part of each section."""
+        own = self._cut_parts(parts, kept(divided, self.shard)) if divided else parts
+        return self.own().fused(own, inputs, bias, interleaved)
+
+    def ordered(
+        self, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool = False
+    ) -> OrderedLinear:
+        """One product, its outputs in another order, in which they have sections."""
+        divided = sections(self.config, self.prefix, parts) or self._heads_of(parts)
+        wanted = [order[place] for first, last in kept(divided, self.shard) for place in range(first, last)]
+        rows = sorted(wanted)
+        place_of = {row: place for place, row in enumerate(rows)}
+        own = self._cut_parts(parts, runs(rows))
+        return self.own().ordered(own, inputs, [place_of[row] for row in wanted], bias)
+
+    def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> GroupedLinear:
+        """A linear layer for each group of inputs, of this rank's groups."""
+        first, last = self.shard.part(groups)
+        self.cut(f"{name}.weight", groups * outputs, (first * outputs, last * outputs))
+        return self.own().grouped(name, last - first, inputs, outputs)
+
+    @property
+    def _held(self) -> ModelConfig:
+        """The model's configuration, with the heads of this rank."""
+        shard, config = self.shard, self.config
+        first, last = shard.part(config.num_attention_heads)
+        first_kv, last_kv = shard.kv_heads(config.num_key_value_heads)
+        return replace(config, num_attention_heads=last - first, num_key_value_heads=last_kv - first_kv)
 
     def attention(
         self,
@@ -113,32 +179,99 @@ class ShardedBuild(Scope):
         is_encoder: bool = False,
     ) -> AttentionLayer:
         """Over the heads of this rank."""
-        if whole_norm or is_encoder:
-            raise self._refusal("a norm over all heads at once" if whole_norm else "attention of an encoder")
-        shard, config = self.shard, self.config
-        (first, last), (first_kv, last_kv) = (
-            shard.part(config.num_attention_heads),
-            shard.kv_heads(config.num_key_value_heads),
-        )
-        local = replace(config, num_attention_heads=last - first, num_key_value_heads=last_kv - first_kv)
+        if is_encoder:
+            raise self._refusal("attention of an encoder")
         if sinks:
-            self.cut("sinks", config.num_attention_heads, (first, last))
-        self.attended.add(self.prefix)
-        return AttentionLayer(
-            replace(self, config=local), layer_id, rotary, qk_norm=qk_norm, norm_offset=norm_offset, sinks=sinks
+            self.cut("sinks", self.config.num_attention_heads, self.shard.part(self.config.num_attention_heads))
+        if whole_norm:
+            for name, section in zip(("q_norm", "k_norm"), of_attention(self.config), strict=False):
+                self.cut(f"{name}.weight", section.outputs, section.part(self.shard))
+        how = {"qk_norm": qk_norm, "whole_norm": whole_norm, "norm_offset": norm_offset, "sinks": sinks}
+        own = self.own(self._held).attention(layer_id, rotary, **how)
+        if whole_norm and own.q_norm is not None and own.k_norm is not None:
+            own.q_norm, own.k_norm = (SharedNorm(norm, self._ranks) for norm in (own.q_norm, own.k_norm))
+        return own
+
+    def latent_attention(
+        self, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
+    ) -> LatentAttention:
+        """Heads of this rank over rows that every rank keeps; an indexer is whole on each."""
+        heads = Section(self.config.num_attention_heads, latent.nope_dim + latent.value_dim)
+        self.cut("kv_b_proj.weight", heads.outputs, heads.part(self.shard))
+        return self.own(self._held).latent_attention(layer_id, rotary, latent, projections, output)
+
+    def compressed_attention(
+        self,
+        layer_id: int,
+        net: CompressedConfig,
+        compression: Compression | None,
+        rotary: Tensor,
+        projections: OfAttention,
+    ) -> CompressedAttention:
+        """The same over windows and blocks, which every rank keeps; what makes and chooses blocks is whole on each."""
+        first, last = self.shard.part(net.heads)
+        self.cut("sinks", net.heads, (first, last))
+        local = replace(net, heads=last - first)
+        return self.own().compressed_attention(layer_id, local, compression, rotary, projections)
+
+    def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> GatedDeltaNet:
+        """Over the heads of this rank, whose states it keeps."""
+        keys, values = Section(net.key_heads, net.key_dim), Section(net.value_heads, net.value_dim)
+        self._cut_rows("conv1d", 2 * net.keys + net.values, *kept((keys, keys, values), self.shard))
+        first, last = self.shard.part(net.value_heads)
+        for name in ("A_log", "dt_bias"):
+            self.cut(name, net.value_heads, (first, last))
+        local = replace(net, key_heads=net.key_heads // self.shard.size, value_heads=last - first)
+        return self.own().gated_delta_net(state_id, local, projection, output)
+
+    def mamba2(self, state_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> Mamba2:
+        """The same. A group of heads may lie on several ranks, whose norm is then that of all its heads."""
+        first, last = self.shard.part(space.heads)
+        heads, groups = Section(space.heads, space.head_dim), Section(space.groups, space.width, shared=True)
+        self._cut_rows("conv1d", space.channels, *kept((heads, groups, groups), self.shard))
+        self.cut("norm.weight", space.inner, heads.part(self.shard))
+        for name in ("A_log", "D", "dt_bias"):
+            self.cut(name, space.heads, (first, last))
+        local = replace(space, heads=last - first, groups=max(space.groups // self.shard.size, 1))
+        own = self.own().mamba2(state_id, local, projection, output)
+        if space.groups < self.shard.size:
+            own.norm_rows = SharedGroupNorm(space.groups, self._ranks)
+        return own
+
+    def short_conv(self, state_id: int, taps: int, projection: Rows, output: Rows, bias: bool = False) -> ShortConv:
+        """Over this rank's part of the channels."""
+        size = self.config.hidden_size
+        first, last = self.shard.part(size)
+        self._cut_rows("conv", size, (first, last))
+        return self.own(replace(self.config, hidden_size=last - first)).short_conv(
+            state_id, taps, projection, output, bias
         )
 
-    def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Summed:
+    def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Block:
         """The gated feed-forward block, this rank's part of what is inside."""
-        scope, part = self.at(name), self.shard.part(size)
+        part = self._cut_mlp(name, size, fused)
+        own = self.own().mlp(name, part[1] - part[0], bias, fused)
+        bias_once(self, own.down_proj.bias, self._every.tp)
+        return ended(own, self._every)
+
+    def limited_mlp(self, name: str, size: int, limit: float) -> Block:
+        """The same within a limit."""
+        part = self._cut_mlp(name, size)
+        return ended(self.own().limited_mlp(name, part[1] - part[0], limit), self._every)
+
+    def _cut_mlp(self, name: str, size: int, fused: str = "") -> Range:
+        scope, part = self.at(name), self.inside.part(size)
         if fused:
-            scope._cut_rows(fused, 2 * size, part, (part[0] + size, part[1] + size))
+            scope._cut_rows(fused, 2 * size, *both(part, size))
         for each in () if fused else GATE_AND_UP:
             scope._cut_rows(each, size, part)
         scope.cut("down_proj.weight", size, part, dim=1)
-        own = GatedMlp(scope, part[1] - part[0], bias, fused)
-        bias_once(self, own.down_proj, self._ranks)
-        return Summed(own, self._ranks)
+        return part
+
+    def _inside(self, moe: MoeConfig) -> tuple[Range, MoeConfig]:
+        """This rank's part of what is inside of each expert, and experts of that size."""
+        part = self.inside.part(moe.intermediate_size)
+        return part, replace(moe, intermediate_size=part[1] - part[0])
 
     def experts(
         self,
@@ -148,52 +281,79 @@ class ShardedBuild(Scope):
         gate: str = "gate",
         parts: Sequence[str] = EXPERT_PARTS,
         is_sigmoid: bool = False,
-    ) -> Summed:
-        """The sparse feed-forward block: every expert on every rank, of each this rank's part of what is inside."""
-        return self._experts(name, moe, gate, parts, SigmoidRouting if is_sigmoid else SoftmaxRouting)
+    ) -> Block:
+        """The sparse feed-forward block: some experts whole on each rank, or of every one this rank's part of what is inside."""
+        if self._every.has_experts_whole:
+            routing = SigmoidRouting if is_sigmoid else SoftmaxRouting
+            return dispatched(self.own().at(name), moe, gate, parts, routing, self._every)
+        part, local = self._inside(moe)
+        cut_experts(self.at(name).cut, moe.num_experts, moe.intermediate_size, part, parts)
+        return ended(self.own().experts(name, local, gate=gate, parts=parts, is_sigmoid=is_sigmoid), self._every)
 
-    def group_limited_experts(self, name: str, moe: MoeConfig) -> Summed:
+    def group_limited_experts(self, name: str, moe: MoeConfig) -> Block:
         """The same with experts in groups."""
-        return self._experts(name, moe, "gate", EXPERT_PARTS, GroupLimitedRouting)
+        if self._every.has_experts_whole:
+            return dispatched(self.own().at(name), moe, "gate", EXPERT_PARTS, GroupLimitedRouting, self._every)
+        part, local = self._inside(moe)
+        cut_experts(self.at(name).cut, moe.num_experts, moe.intermediate_size, part)
+        return ended(self.own().group_limited_experts(name, local), self._every)
 
-    def _experts(
-        self,
-        name: str,
-        moe: MoeConfig,
-        gate: str,
-        parts: Sequence[str],
-        routing: Callable[[Scope, str, MoeConfig], Routing],
-    ) -> Summed:
-        scope, size = self.at(name), moe.intermediate_size
-        part = self.shard.part(size)
-        both, down = (part, (part[0] + size, part[1] + size)), parts[-1]
-        if len(parts) == 2:
-            scope.cut(f"{parts[0]}.weight", 2 * size, *both, dim=1)
-            scope.cut(f"{down}.weight", size, part, dim=2)
-        else:
-            each = scope.at("experts")
-            each.cut("gate_up_proj", 2 * size, *both, dim=1)
-            each.cut("down_proj", size, part, dim=2)
-            for expert in range(moe.num_experts):
-                for row in parts[:2]:
-                    each.cut(f"{expert}.{row}.weight", size, part)
-                each.cut(f"{expert}.{down}.weight", size, part, dim=1)
-        own = SparseMoe(scope, replace(moe, intermediate_size=part[1] - part[0]), gate, parts, routing)
-        return Summed(own, self._ranks)
+    def limited_experts(self, name: str, moe: MoeConfig, limit: float, is_hashed: bool) -> Block:
+        """The same within a limit."""
+        self._refuse_whole("experts within a limit")
+        part, local = self._inside(moe)
+        cut_experts(self.at(name).cut, moe.num_experts, moe.intermediate_size, part)
+        return ended(self.own().limited_experts(name, local, limit, is_hashed), self._every)
+
+    def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Block:
+        """The same without gates."""
+        self._refuse_whole("experts without gates")
+        part, local = self._inside(moe)
+        cut_ungated(self.at(name).cut, moe.num_experts, moe.intermediate_size, part)
+        own = self.own().relu2_experts(name, local, latent)
+        bias_once(self, None if own.fc2 is None else own.fc2.bias, self._every.tp)
+        return ended(own, self._every)
+
+    def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> Block:
+        """The same with biases, of codes where the kernels read them: then a group of them must lie on one rank."""
+        self._refuse_whole("experts with biases")
+        part, local = self._inside(moe)
+        reads = self.kernels.mxfp4_moe is not None and has_mxfp4_experts(self.config.raw)
+        if reads and local.intermediate_size % GROUP:
+            fits = [width for width in legal_widths(self.config) if moe.intermediate_size % (width * GROUP) == 0]
+            raise ConfigError(
+                f"tp is {self.inside.size}, and {moe.intermediate_size} numbers inside an expert have scales in groups of {GROUP}",
+                wanted=f"one of {', '.join(map(str, fits))}",
+                remedy="--tp with one",
+            )
+        cut_clamped(self.at(name).cut, moe.intermediate_size, part)
+        own = self.own().clamped_experts(name, local, alpha, limit)
+        bias_once(self, own.b2 if isinstance(own, ClampedMoe) else own.weights[-1], self._every.tp)
+        return ended(own, self._every)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> SharedEmbedding:
         """A row for each id, of this rank's part of the vocabulary."""
+        if self.prefix + name in self.given:
+            return self.given[self.prefix + name]
         scope, part = self.at(name), self.shard.vocabulary(rows)
         scope.cut("weight", rows, *clipped(part, rows))
         return SharedEmbedding(Embedding(scope, part[1] - part[0], size, scale), part, self._ranks)
 
     def head(self, name: str, rows: int, size: int, tied: SharedEmbedding | None = None) -> SharedHead:
         """The output layer, of this rank's part of the vocabulary."""
+        if self.prefix + name in self.given:
+            return self.given[self.prefix + name]
         scope, part = self.at(name), self.shard.vocabulary(rows)
         if tied is None:
             scope.cut("weight", rows, *clipped(part, rows))
         own = Head(scope, part[1] - part[0], size, None if tied is None else tied.own)
         return SharedHead(own, rows, self._ranks)
+
+    def _refuse_whole(self, what: str) -> None:
+        if self._every.has_experts_whole:
+            raise ConfigError(
+                f"{self.config.architecture} has {what}, which are not dealt out whole here", remedy="--ep 1"
+            )
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from sglcore.layers.linear import Linear
 from sglcore.layers.scope import Scope
-from sglcore.runtime.parallel.group import Group
+from sglcore.runtime.parallel.group import AnyGroup
 
 
 class Summed:
@@ -16,22 +15,22 @@ class Summed:
 
     __slots__ = ("_group", "_inner")
 
-    def __init__(self, inner: Callable[[Tensor], Tensor], group: Group) -> None:
+    def __init__(self, inner: Callable[..., Tensor], group: AnyGroup) -> None:
         """`inner` gives a tensor of its own, which nobody else reads."""
         self._inner, self._group = inner, group
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] to [T, out], on every rank."""
-        return self._group.all_reduce(self._inner(x))
+    def __call__(self, x: Tensor, *more: Tensor) -> Tensor:
+        """[T, in], and what else the layer takes, to [T, out], on every rank."""
+        return self._group.all_reduce(self._inner(x, *more))
 
 
-def bias_once(build: Scope, linear: Linear, group: Group) -> None:
+def bias_once(build: Scope, bias: Tensor | None, group: AnyGroup) -> None:
     """The bias of a layer that ends in a sum counts on rank 0 alone; all ranks read it, so that a file is read alike."""
-    bias = linear.bias
     if bias is None or not group.rank:
         return
+    own = bias
 
     def clear() -> None:
-        bias.zero_()
+        own.zero_()
 
     build.weights.derived.append(clear)

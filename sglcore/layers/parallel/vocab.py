@@ -8,7 +8,7 @@ from torch import Tensor
 from sglcore.layers.linear import Embedding, Head
 from sglcore.layers.parallel.cut import Range
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.parallel.group import Group
+from sglcore.runtime.parallel.group import AnyGroup
 
 
 class SharedEmbedding:
@@ -16,7 +16,7 @@ class SharedEmbedding:
 
     __slots__ = ("_first", "_group", "_rows", "own")
 
-    def __init__(self, own: Embedding, part: Range, group: Group) -> None:
+    def __init__(self, own: Embedding, part: Range, group: AnyGroup) -> None:
         """`own` has the rows of this part."""
         self.own = own
         self._first, self._rows = part[0], part[1] - part[0]
@@ -41,7 +41,7 @@ class SharedHead:
 
     __slots__ = ("_group", "_own", "_vocab_size")
 
-    def __init__(self, own: Head, vocab_size: int, group: Group) -> None:
+    def __init__(self, own: Head, vocab_size: int, group: AnyGroup) -> None:
         """`own` has the rows of this part."""
         self._own, self._vocab_size, self._group = own, vocab_size, group
 

@@ -57,7 +57,13 @@ def make_backend(
 
 def reason_of_ranks(groups: Groups | None, kind: str) -> str:
     """Why several ranks can not replay their steps as this kind of graph; empty if they can, and on one."""
-    if groups is None or groups.tp.goes_into(kind):
+    if groups is None:
+        return ""
+    if groups.place.topology.dp > 1:
+        return "the rows of each step's shards are other ones, and no graph is agreed on"
+    if groups.has_experts_whole and not groups.dispatch.is_fixed:
+        return "rows go to their experts by counts that the host reads, and no graph holds that"
+    if groups.tp.goes_into(kind):
         return ""
     return f"sums of ranks over {groups.communication.backend} run between kernels, and no {kind} graph holds them"
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore.runtime.parallel.group import Group
+from sglcore.runtime.parallel.group import AnyGroup
 from sglcore.sampling.sampler import Sampler, SamplingState
 from sglcore.sampling.state import SampledTokens
 
@@ -16,7 +16,7 @@ class SampledByOne(Sampler):
     """A sampler whose tokens are those that rank 0 of the group draws. On the other ranks nothing is drawn, no logits are read and
     no log-probabilities come: nobody asks them."""
 
-    def __init__(self, *sizes: Any, group: Group, **own: Any) -> None:
+    def __init__(self, *sizes: Any, group: AnyGroup, **own: Any) -> None:
         """The others are those of `Sampler`."""
         super().__init__(*sizes, **own)
         self._group = group
@@ -30,3 +30,7 @@ class SampledByOne(Sampler):
         ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         self._group.broadcast(ids)
         return SampledTokens(ids, torch.zeros(len(logits), dtype=torch.bool, device=logits.device))
+
+    def decided(self, *found: Tensor) -> tuple[Tensor, ...]:
+        """As `Sampler.decided`: on every rank what rank 0 found."""
+        return self._group.broadcast(torch.stack(found)).unbind(0)

@@ -1,21 +1,26 @@
 """Collectives of a group of ranks, over torch.distributed with the device's own back end.
 
-Every rank of a group calls the same operations in the same order. A group of one rank is no object: who has none calls nothing.
+Every rank of a group calls the same operations in the same order. One rank by itself is `Alone`, whose operations do nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sglcore.device.topology import Communication, Place
+from sglcore.runtime.parallel.alone import Alone
+
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.dispatch import Dispatcher, MakeDispatcher
 
 TIMEOUT = timedelta(seconds=30)
 """How long a collective may wait for the other ranks. A rank that died is seen far sooner, by who watches the processes."""
@@ -99,6 +104,22 @@ class Group:
         """Wait until every rank is here."""
         self._run(lambda: dist.barrier(group=self._host))
 
+    def part(self, name: str, groups: Sequence[Sequence[int]]) -> Group:
+        """Of these groups of ranks, which divide this one, the one of this rank; `name` tells them from other divisions. Every
+        rank calls this with the same."""
+        backend = None if self._host is self._group else dist.get_backend(self._host)
+        for ranks in groups:
+            own = dist.new_group(list(ranks), timeout=TIMEOUT)
+            host = own if backend is None else dist.new_group(list(ranks), backend=backend, timeout=TIMEOUT)
+            if self.rank in ranks:
+                assert isinstance(own, dist.ProcessGroup) and isinstance(host, dist.ProcessGroup)
+                found = self._smaller(f"{name}-{ranks[0]}", own, ranks.index(self.rank), len(ranks), host)
+        return found
+
+    def _smaller(self, name: str, group: dist.ProcessGroup, rank: int, size: int, host: dist.ProcessGroup) -> Group:
+        """A group of some of these ranks; none other has the name."""
+        return Group(group, rank, size, host, checks=self._checks, in_graphs=self._in_graphs)
+
     def close(self) -> None:
         """Leave. Others that still wait for this rank fail. Idempotent."""
         if dist.is_initialized():
@@ -125,18 +146,57 @@ class Group:
             raise CollectiveError(f"rank {self.rank} is at {mine}, and another rank is not")
 
 
+AnyGroup = Group | Alone
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of this rank. `tp`: those that hold the layers together and share each request's heads; one of them, rank 0 of
-    it, decides what is drawn."""
+    """The groups of this rank. `tp`: those that hold the layers together. `attn_tp`: those that share each request's heads; rank
+    0 of it decides what is drawn. `ep`: those among which experts are dealt out, one rank if each holds a part of all.
+    `dispatch` makes what carries rows among those, for `max_rows` of a rank."""
 
     tp: Group
     place: Place
     communication: Communication
+    attn_tp: AnyGroup
+    ep: AnyGroup
+    dispatch: MakeDispatcher
+    max_rows: int
+
+    @property
+    def shard(self) -> int:
+        """Which shard of requests this rank serves."""
+        return self.place.rank % self.tp.size // self.attn_tp.size
+
+    def make_dispatcher(self, each: int) -> Dispatcher:
+        """What carries rows to their experts, of which every rank of `ep` has places for `each`."""
+        return self.dispatch(self.ep, each, self.max_rows)
+
+    @property
+    def has_experts_whole(self) -> bool:
+        """Each rank holds some experts, rather than a part of every one."""
+        return self.ep.size > 1
 
     def close(self) -> None:
         """Leave them all. Idempotent."""
         self.tp.close()
+
+
+def divided(
+    world: Group, place: Place, communication: Communication, make: MakeDispatcher, max_rows: int = 0
+) -> Groups:
+    """The groups of the topology; every rank calls this. `make` makes dispatchers of experts for `max_rows` rows of a rank."""
+    topology = place.topology
+
+    def group(name: str) -> AnyGroup:
+        ranks = topology.groups(name)
+        if len(ranks) == 1:
+            return world
+        return Alone() if len(ranks[0]) == 1 else world.part(name, ranks)
+
+    attn_tp = group("attn_tp")
+    most = -(-max_rows // attn_tp.size)
+    return Groups(world, place, communication, attn_tp, group("ep"), make, most)
 
 
 def join(

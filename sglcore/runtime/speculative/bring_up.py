@@ -49,17 +49,22 @@ def speculation(
             "rows lie in host memory, of which a step brings those of one token of a request",
             "--hisparse off",
         )
-    elif groups is not None:
-        why, remedy = "several ranks hold this model, and they verify no proposals yet", "--tp 1"
+    elif groups is not None and groups.place.topology.dp > 1:
+        why = "requests are in shards, and an idle one proposes nothing with the others"
+        remedy = "--dp 1"
+    elif groups is not None and config.speculative == "auto":
+        # Each rank would time a trial for itself.
+        why = "several ranks hold this model, which do not try whether proposals are faster"
+        remedy = "--speculative with a kind, which is then taken as it is"
     if why:
         ledger.record(Row("speculative", config.speculative or "not asked", "off", why, remedy))
         return None
 
     def load(folder: Path, kind: str) -> Any:
-        given = {"facts": facts, "kernels": kernels, "ledger": ledger, "progress": progress}
+        given = {"facts": facts, "kernels": kernels, "ledger": ledger, "progress": progress, "groups": groups}
         return resolve(DRAFT_LOADER)(config, folder, kind, model, **given)
 
-    return choose_speculation(config, model, model_path, ledger, load)
+    return choose_speculation(config, model, model_path, ledger, load, is_divided=groups is not None)
 
 
 def draft(speculation: Speculation | None) -> LoadedModel | None:

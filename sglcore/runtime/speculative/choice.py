@@ -94,16 +94,21 @@ def most_drafts(config: EngineConfig) -> int:
     return 1 if is_off else 1 + _lengths(config)[-1]
 
 
-def _lengths(config: EngineConfig) -> tuple[int, ...]:
-    # A text that is exact in law only would change with the number.
-    fixed = None if config.speculative_verify == COUPLED else DRAFT_TOKENS
+def _lengths(config: EngineConfig, is_divided: bool = False) -> tuple[int, ...]:
+    # A text that is exact in law only would change with the number; and ranks, each of which times its steps, would differ in it.
+    fixed = None if config.speculative_verify == COUPLED and not is_divided else DRAFT_TOKENS
     return lengths_of(config.draft_tokens or fixed, DRAFT_TOKENS)
 
 
 def choose_speculation(
-    config: EngineConfig, model: LoadedModel, folder: Path, ledger: DecisionLedger, load: LoadDraft
+    config: EngineConfig,
+    model: LoadedModel,
+    folder: Path,
+    ledger: DecisionLedger,
+    load: LoadDraft,
+    is_divided: bool = False,
 ) -> Speculation | None:
-    """As the configuration asks. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
+    """As the configuration asks; `is_divided`: on several ranks, which verify as many proposals each step. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
     what loading the draft raises."""
     asked, rule = config.speculative or "not asked", config.speculative_verify
     for setting, value, allowed in (
@@ -122,7 +127,7 @@ def choose_speculation(
     reason = _reason_against(model)
     if reason:
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--speculative off")
-    made = Speculation(kind, _lengths(config), rule=rule, is_tried=is_tried)
+    made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried)
     if not is_tried:
         ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))
     if kind == NGRAM:

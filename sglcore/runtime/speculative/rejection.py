@@ -155,6 +155,7 @@ class RejectionWorker(SpeculativeWorker):
         chain = Chain(proposals, offered.to(torch.int32).cumprod(1) > 0, lengths, laws)
         processed = self.rule.sampler.process(logits, state).view(-1, width, logits.shape[1])
         accepted, tokens, bad = self.rule.verify(processed, self._sampling.state_of_requests(width), chain)
+        accepted, tokens = self.rule.sampler.decided(accepted, tokens)
         sampled = self._sampled(chain, logits, state.needs.top_logprobs, accepted[:, None].long(), tokens, bad)
         first = torch.arange(0, logits.shape[0], width, dtype=torch.int32, device=logits.device)
         ends = torch.minimum(lengths + accepted + 1, torch.maximum(rows.limits, lengths))

@@ -87,7 +87,12 @@ def start_service(spec: EngineSpec, channel: EngineChannel) -> EngineService:
     eos_ids = eos_token_ids(started.model_path)
     grammars = _grammars(config, started, eos_ids)
     engine = TokenEngine(
-        meter, eos_ids, overlap=started.overlap, prefix_cache=config.prefix_cache, open_grammars=lambda: grammars
+        meter,
+        eos_ids,
+        overlap=started.overlap,
+        prefix_cache=config.prefix_cache,
+        shards=config.dp,
+        open_grammars=lambda: grammars,
     )
     service = EngineService(engine, meter, channel, started.check)
     channel.send(Phase("warm-up", 0, 1))

@@ -1,0 +1,52 @@
+"""What all ranks do alike in one step: agreed once, before it is submitted, and only read from then on.
+
+`schedule/agree.py` makes it, ranks follow it. Where the rows of all shards stand side by side is arithmetic over it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """`global_num_tokens` are the token rows of every shard of requests; an idle one has none. `is_padded`: where shards exchange
+    rows each brings as many as the largest, else as many as it has. `bucket`: every shard replays the graph of so many rows
+    (None: nobody replays). `shard`: whose part of the step this is, which is all in which the plans of a step differ."""
+
+    global_num_tokens: tuple[int, ...]
+    is_padded: bool = False
+    bucket: int | None = None
+    shard: int = 0
+
+    def of_shard(self, shard: int) -> StepPlan:
+        """The same for one of the shards."""
+        return replace(self, shard=shard)
+
+    def copy_for_forward(self) -> StepPlan:
+        """Itself: nobody changes it."""
+        return self
+
+    def starts(self) -> tuple[int, ...]:
+        """Where the rows of each shard begin among all, without padding; one more is where the last ends."""
+        return (0, *accumulate(self.global_num_tokens))
+
+    def sizes(self, width: int) -> tuple[int, ...]:
+        """Rows that each shard brings where rows are exchanged, each a multiple of the `width` ranks that share them."""
+        rounded = tuple(-(-count // width) * width for count in self.global_num_tokens)
+        return (max(rounded),) * len(rounded) if self.is_padded else rounded
+
+    def padded_places(self, width: int) -> tuple[int, ...]:
+        """Where each of all real rows stands among those that the shards bring."""
+        begins = (0, *accumulate(self.sizes(width)))
+        return tuple(
+            begin + row for begin, count in zip(begins, self.global_num_tokens, strict=False) for row in range(count)
+        )
+
+    def real_rows(self, width: int) -> tuple[int, ...]:
+        """The inverse: which real row stands at each of those places, -1 for padding."""
+        found = [-1] * sum(self.sizes(width))
+        for row, place in enumerate(self.padded_places(width)):
+            found[place] = row
+        return tuple(found)

@@ -1,0 +1,104 @@
+"""The sparse feed-forward block with whole experts on each rank: rows go where their experts are, and come back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from sglcore.checkpoint.config import MoeConfig
+from sglcore.layers.moe import Routing
+from sglcore.layers.parallel.cut import Cut, Range
+from sglcore.layers.scope import Scope
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.parallel.dispatch import Dispatcher
+from sglcore.runtime.parallel.group import Groups
+from sglcore.runtime.parallel.placement import Placement, in_order
+from sglcore.runtime.parallel.rows import Rows, moves_of_shard
+
+
+class DispatchedMoe:
+    """A gate on every rank, and some of the experts here."""
+
+    __slots__ = ("_dispatcher", "_groups", "_moe", "_places", "_route", "w2", "w13")
+
+    def __init__(
+        self,
+        build: Scope,
+        moe: MoeConfig,
+        gate: str,
+        parts: Sequence[str],
+        routing: Callable[[Scope, str, MoeConfig], Routing],
+        placement: Placement,
+        groups: Groups,
+        dispatcher: Dispatcher,
+    ) -> None:
+        """The first are those of `SparseMoe`; the ranks of the placement are those of the group `ep`."""
+        group = groups.ep
+        self._groups, self._dispatcher = groups, dispatcher
+        self._route = routing(build, gate, moe)
+        self.w13, self.w2 = held_weights(build, moe, parts, placement.of_rank(group.rank).tolist())
+        self._places = torch.from_numpy(placement.places_for(group.rank)).to(build.weights.device)
+        one = build.rows(1), build.indices(1)
+        self._moe = build.kernel(KernelTable.moe, build.rows(build.config.hidden_size), *one, self.w13, self.w2)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[T, H] to the weighted sum [T, H] of the chosen experts' outputs, on each rank of the shard. Of rows that several ranks
+        have each sends a part."""
+        moves = moves_of_shard(hidden, self._groups)
+        return moves.move(self._mixed(moves.own_part(hidden)), Rows.SCATTERED, Rows.LOCAL)
+
+    def _mixed(self, hidden: Tensor) -> Tensor:
+        weights, chosen = self._route(hidden)
+        places = self._places[chosen.long()]
+        dispatched = self._dispatcher.launch_dispatch(hidden, places)
+        given = dispatched.wait()
+        made = self._run(given.rows, given.experts)
+        parts = self._dispatcher.launch_combine(made, dispatched).wait()
+        return torch.einsum("tk,tkh->th", weights.float(), parts.float()).to(hidden.dtype)
+
+    def _run(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """What the experts here make of rows that each have one."""
+        if not len(rows):
+            return rows
+        ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
+        return self._moe(rows, ones, experts.unsqueeze(1), self.w13, self.w2)
+
+
+def dispatched(
+    build: Scope,
+    moe: MoeConfig,
+    gate: str,
+    parts: Sequence[str],
+    routing: Callable[[Scope, str, MoeConfig], Routing],
+    groups: Groups,
+) -> DispatchedMoe:
+    """The block with experts dealt out in a row, over what carries rows between these groups."""
+    placement = in_order(moe.num_experts, groups.ep.size)
+    return DispatchedMoe(build, moe, gate, parts, routing, placement, groups, groups.make_dispatcher(placement.each))
+
+
+def held_weights(build: Scope, moe: MoeConfig, parts: Sequence[str], held: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Gate over up [N, 2 * I, H], and down [N, H, I], of the N experts `held`, in their order."""
+    hidden, size = build.config.hidden_size, moe.intermediate_size
+    ranges = [(expert, expert + 1) for expert in held]
+    if len(parts) == 2:
+        both, down = parts
+        _cut(build, f"{both}.weight", moe.num_experts, ranges)
+        _cut(build, f"{down}.weight", moe.num_experts, ranges)
+        w13 = build.parameter(f"{both}.weight", len(held), 2 * size, hidden)
+        return w13, build.parameter(f"{down}.weight", len(held), hidden, size)
+    each, (first, second, down) = build.at("experts"), parts
+    _cut(each, "gate_up_proj", moe.num_experts, ranges)
+    _cut(each, "down_proj", moe.num_experts, ranges)
+    names = "|".join(map(re.escape, parts))
+    build.weights.elsewhere.append(rf"{re.escape(each.prefix)}\d+\.({names})\.\w+")
+    gate_up = ((f"{first}.weight", size), (f"{second}.weight", size))
+    w13 = each.expert_stacked("gate_up_proj", held, gate_up, hidden)
+    return w13, each.expert_stacked("down_proj", held, ((f"{down}.weight", hidden),), size)
+
+
+def _cut(scope: Scope, name: str, whole: int, ranges: Sequence[Range]) -> None:
+    scope.weights.cuts[scope.prefix + name] = Cut(0, whole, tuple(ranges))

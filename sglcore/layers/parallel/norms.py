@@ -1,0 +1,48 @@
+"""Norms of rows of which each rank has a part: the mean square is that of all parts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglcore.layers.norm import RMSNorm
+from sglcore.runtime.parallel.group import Group
+
+
+class SharedNorm(RMSNorm):
+    """Root mean square norm of a row that lies on all ranks, as many of its elements on each; elements that several ranks have
+    are held by equally many."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, own: RMSNorm, group: Group) -> None:
+        """`own` has this rank's part of the weight."""
+        self.weight, self.eps, self._group = own.weight, own.eps, group
+        self._norm = self._add_norm = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """This rank's part [T, size] to that of the norm."""
+        wide = x.float()
+        squares = self._group.all_reduce(wide.square().mean(-1, keepdim=True)) / self._group.size
+        normed = wide * torch.rsqrt(squares + self.eps)
+        return (self.weight * normed.to(self.weight.dtype)).to(x.dtype)
+
+
+class SharedGroupNorm:
+    """As the kernel table's `gated_rms_norm` with the gate first, where each of `groups` lies on several ranks."""
+
+    __slots__ = ("_group", "_groups")
+
+    def __init__(self, groups: int, group: Group) -> None:
+        """A rank's row is of one group."""
+        self._groups, self._group = groups, group
+
+    def __call__(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+        """[T, size] of this rank, and its weight [1, size], to [T, size]."""
+        wide = x.float() * F.silu(gate.float())
+        each = self._group.size // self._groups
+        squares = wide.new_zeros(len(x), self._groups)
+        squares[:, self._group.rank // each] = wide.square().mean(-1)
+        own = self._group.all_reduce(squares)[:, self._group.rank // each, None] / each
+        return (weight * (wide * torch.rsqrt(own + eps)).to(x.dtype)).to(x.dtype)

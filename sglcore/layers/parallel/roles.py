@@ -1,0 +1,117 @@
+"""Which linear layers are divided among ranks, and how, by the names that a model's files give them: a layer that no rule names is
+whole on every rank, which is right whatever it is.
+
+A product that is divided by its outputs has *sections*: queries of all heads, then keys of all heads, and so on. A rank has a
+run of heads of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglcore.checkpoint.config import ModelConfig
+from sglcore.checkpoint.recurrent import delta_net_config, mamba2_config
+from sglcore.checkpoint.shards import Shard
+from sglcore.layers.parallel.cut import Range
+
+BY_INPUTS = frozenset({"o_proj", "out_proj", "o_b_proj", "down_proj"})
+"""What ends a block: each rank multiplies the inputs that it made, and the results are summed."""
+QUERIES = frozenset({"q_proj", "q_b_proj"})
+"""A product by itself that makes heads of queries, wherever it is not an indexer's."""
+WHOLE = frozenset({"q_a_proj", "kv_proj"})
+"""The first of layers beside each other that make what all heads share."""
+OF_ALL_HEADS = ("indexer.", "compressor.")
+"""Ends of the scopes of what chooses or makes rows for all heads at once, and is whole on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`count` things of `size` outputs each. Those that are `shared` are held by several ranks where there are fewer."""
+
+    count: int
+    size: int
+    shared: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """Of all things."""
+        return self.count * self.size
+
+    def part(self, shard: Shard) -> Range:
+        """The outputs of a rank, of this section's."""
+        first, last = shard.kv_heads(self.count) if self.shared else shard.part(self.count)
+        return first * self.size, last * self.size
+
+
+def sections(config: ModelConfig, scope: str, parts: Sequence[tuple[str, int]]) -> tuple[Section, ...]:
+    """How the outputs of a linear layer, or of several beside each other, are divided: none where they are whole."""
+    first, outputs = parts[0][0], sum(count for _, count in parts)
+    if scope.endswith(OF_ALL_HEADS):
+        return ()
+    if first in ("in_proj_qkvz", "in_proj_qkv"):
+        return _of_delta_net(config)
+    if first == "in_proj":
+        return _of_convolution(config) if scope.endswith("conv.") else _of_mamba2(config)
+    if first in QUERIES and len(parts) == 1:
+        heads = config.num_attention_heads
+        return (Section(heads, outputs // heads),)
+    return (Section(outputs, 1),) if first == "up_proj" else ()
+
+
+def of_attention(config: ModelConfig, has_gate: bool = False) -> tuple[Section, ...]:
+    """Queries, keys and values, and perhaps a gate for each query."""
+    queries = Section(config.num_attention_heads, config.head_dim)
+    keys = Section(config.num_key_value_heads, config.head_dim, shared=True)
+    return (queries, keys, keys, *((queries,) if has_gate else ()))
+
+
+def _of_delta_net(config: ModelConfig) -> tuple[Section, ...]:
+    """Queries, keys, values, gates, b and a."""
+    net = delta_net_config(config)
+    keys, values = Section(net.key_heads, net.key_dim), Section(net.value_heads, net.value_dim)
+    each = Section(net.value_heads, 1)
+    return keys, keys, values, values, each, each
+
+
+def _of_mamba2(config: ModelConfig) -> tuple[Section, ...]:
+    """Gates, heads, inputs and outputs of states by group, and time steps."""
+    space = mamba2_config(config)
+    heads, groups = Section(space.heads, space.head_dim), Section(space.groups, space.width, shared=True)
+    return heads, heads, groups, groups, Section(space.heads, 1)
+
+
+def _of_convolution(config: ModelConfig) -> tuple[Section, ...]:
+    """One gate, the other, and what they weigh."""
+    return (Section(config.hidden_size, 1),) * 3
+
+
+def kept(divided: Sequence[Section], shard: Shard) -> tuple[Range, ...]:
+    """The outputs of a rank, among all of a product's, in order."""
+    found, start = [], 0
+    for section in divided:
+        first, last = section.part(shard)
+        found.append((start + first, start + last))
+        start += section.outputs
+    return tuple(found)
+
+
+def by_part(parts: Sequence[tuple[str, int]], ranges: Sequence[Range]) -> tuple[tuple[Range, ...], ...]:
+    """The same among the outputs of each part."""
+    found, start = [], 0
+    for _, count in parts:
+        inside = [(max(first, start), min(last, start + count)) for first, last in ranges]
+        found.append(tuple((first - start, last - start) for first, last in inside if first < last))
+        start += count
+    return tuple(found)
+
+
+def runs(places: Sequence[int]) -> tuple[Range, ...]:
+    """Ascending places as ranges."""
+    found: list[Range] = []
+    for place in places:
+        if found and found[-1][1] == place:
+            found[-1] = found[-1][0], place + 1
+        else:
+            found.append((place, place + 1))
+    return tuple(found)

@@ -1,0 +1,75 @@
+"""The part of a quantised weight that a rank holds: a scale belongs to rows and columns by their places in the whole weight, and
+is cut with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sglcore.layers.parallel.cut import Cut
+from sglcore.models.quantized import QuantizedWeight, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class CutWeight:
+    """Ranges of the rows or of the columns of a stored weight; `shape` is that of the part, in which what lies behind the ranges
+    is zero."""
+
+    whole: Stored
+    cut: Cut
+    shape: tuple[int, int]
+
+    @property
+    def form(self) -> str:
+        """That of the whole; and why its codes are not kept where a rank's part begins or ends within a group."""
+        codes = self.whole.as_codes() if self.cut.dim else None
+        crosses = codes is not None and not self._is_aligned(codes)
+        return f"{self.whole.form}, some of which lie on two ranks" if crosses else self.whole.form
+
+    def values(self, rows: slice) -> Tensor:
+        """float32 values of some rows of the part."""
+        first, last, _ = rows.indices(self.shape[0])
+        found = torch.zeros(last - first, self.shape[1])
+        if self.cut.dim:
+            self.cut.copy(self.whole.values(slice(first, last)), found)
+            return found
+        place = 0
+        for start, end in self.cut.ranges:
+            here = max(first, place), min(last, place + end - start)
+            if here[0] < here[1]:
+                there = slice(start + here[0] - place, start + here[1] - place)
+                found[here[0] - first : here[1] - first] = self.whole.values(there)
+            place += end - start
+        return found
+
+    def as_codes(self) -> QuantizedWeight | None:
+        """The same as integer codes; None if that would need rounding, or if groups of columns lie on two ranks."""
+        codes = self.whole.as_codes()
+        if codes is None or (self.cut.dim and not self._is_aligned(codes)):
+            return None
+        zeros = None if codes.zeros is None else self._by_group(codes.zeros, codes.group)
+        own, scales = self._part(codes.codes, self.cut), self._by_group(codes.scales, codes.group)
+        return replace(codes, codes=own, scales=scales, zeros=zeros)
+
+    def _is_aligned(self, codes: QuantizedWeight) -> bool:
+        is_one = codes.scales.shape[1] == 1
+        return is_one or all(place % codes.group == 0 for part in self.cut.ranges for place in part)
+
+    def _by_group(self, by_group: Tensor, group: int) -> Tensor:
+        """Scales or zeros [N, groups] of the part."""
+        if not self.cut.dim:
+            return self._part(by_group, self.cut)
+        if by_group.shape[1] == 1:
+            return by_group
+        ranges = tuple((first // group, last // group) for first, last in self.cut.ranges)
+        return self._part(by_group, replace(self.cut, ranges=ranges))
+
+    def _part(self, whole: Tensor, cut: Cut) -> Tensor:
+        kept = sum(last - first for first, last in cut.ranges)
+        shape = list(whole.shape)
+        shape[cut.dim] = kept if cut.dim else self.shape[0]
+        found = torch.empty(shape, dtype=whole.dtype)
+        cut.copy(whole, found)
+        return found

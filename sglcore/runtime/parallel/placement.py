@@ -1,0 +1,62 @@
+"""Which rank holds which experts, as tables: a model's experts have numbers, and each place of a rank holds one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.errors import ConfigError
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """`held` int32[P]: the expert at each of P places of one layer, of which each rank has equally many in a row. An expert may
+    have several places, none has no place."""
+
+    held: Ints
+    num_experts: int
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a table that loses an expert, or that ranks can not share equally."""
+        found = set(self.held.tolist())
+        lost = sorted(set(range(self.num_experts)) - found)
+        if lost or not found <= set(range(self.num_experts)):
+            unknown = sorted(found - set(range(self.num_experts)))
+            raise ConfigError(
+                f"a table of experts has no place for {lost} and places for {unknown}",
+                wanted=f"each of {self.num_experts} experts at one place or more",
+            )
+        if len(self.held) % self.num_ranks:
+            raise ConfigError(
+                f"a table of experts has {len(self.held)} places", wanted=f"a multiple of {self.num_ranks} ranks"
+            )
+
+    @property
+    def each(self) -> int:
+        """Places of a rank."""
+        return len(self.held) // self.num_ranks
+
+    def of_rank(self, rank: int) -> Ints:
+        """int32[each]: the experts that a rank holds, in the order of their places."""
+        return self.held[rank * self.each : (rank + 1) * self.each]
+
+    def places_for(self, rank: int) -> Ints:
+        """int32[E]: the place to which a rank sends rows for each expert: its own if it holds the expert, else of several the
+        one that comes first after it, so that not all ranks choose the same."""
+        every = np.arange(len(self.held))
+        after = (every // self.each - rank) % self.num_ranks
+        found = np.zeros(self.num_experts, np.int32)
+        for expert in range(self.num_experts):
+            own = every[self.held == expert]
+            found[expert] = own[np.argmin(after[own])]
+        return found
+
+
+def in_order(num_experts: int, num_ranks: int) -> Placement:
+    """Every expert once, in a row. Raises ConfigError where they do not divide."""
+    return Placement(np.arange(num_experts, dtype=np.int32), num_experts, num_ranks)

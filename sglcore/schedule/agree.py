@@ -1,0 +1,107 @@
+"""Every decision that several shards of requests must make alike, as one pure function of what each of them has.
+
+A decision that a rank made for itself, from what it alone sees, would send it into another collective than the others. So a
+shard votes, the votes are reduced by name, and all of them run the plan that comes out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from typing import Any
+
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Reducer:
+    """What becomes of two votes of one name; `neutral` is the vote of who has nothing to say, and changes none."""
+
+    join: Callable[[Any, Any], Any]
+    neutral: Any
+
+
+def _same_or_mixed(first: ForwardMode, second: ForwardMode) -> ForwardMode:
+    if ForwardMode.IDLE in (first, second):
+        return max(first, second)
+    return first if first is second else ForwardMode.MIXED
+
+
+EACH = Reducer(lambda first, second: first + second, ())
+ALL = Reducer(lambda first, second: first and second, True)
+ANY = Reducer(lambda first, second: first or second, False)
+SAME = Reducer(_same_or_mixed, ForwardMode.IDLE)
+
+
+def _vote(reducer: Reducer, neutral: Any = None) -> Any:
+    return field(default=reducer.neutral if neutral is None else neutral, metadata={"reducer": reducer})
+
+
+@dataclass(frozen=True, slots=True)
+class StepVote:
+    """What one shard has for a step; without arguments that of an idle one. A new decision is one more line here.
+
+    `rows` are its token rows, one entry a shard. `mode` is what the forward does, MIXED where shards differ. `can_replay`: it
+    has no input that graphs do not read. `is_extend`: it has rows of prompts."""
+
+    rows: tuple[int, ...] = _vote(EACH, (0,))
+    mode: ForwardMode = _vote(SAME)
+    can_replay: bool = _vote(ALL)
+    is_extend: bool = _vote(ANY)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is so at every step: `width` ranks share the rows of a shard, `buckets` are the captured sizes, ascending.
+    `needs_equal_rows`: what carries rows between ranks takes equally many of each."""
+
+    width: int = 1
+    buckets: tuple[int, ...] = ()
+    needs_equal_rows: bool = False
+
+
+def vote_of(batch: ScheduleBatch | None) -> StepVote:
+    """The vote of a shard with this step, None for one that has nothing to run."""
+    if batch is None:
+        return StepVote()
+    mode = batch.forward_mode
+    return StepVote((batch.num_tokens,), mode, can_replay=batch.embed_rows is None, is_extend=not mode.is_decode)
+
+
+def reduced(votes: Sequence[StepVote]) -> StepVote:
+    """All votes as one, each name by its reducer; `rows` in the order of the shards."""
+    found = {}
+    for item in fields(StepVote):
+        reducer: Reducer = item.metadata["reducer"]
+        found[item.name] = reduce(reducer.join, (getattr(vote, item.name) for vote in votes), reducer.neutral)
+    return StepVote(**found)
+
+
+def agree(votes: Sequence[StepVote], terms: Terms = Terms()) -> StepPlan:
+    """The plan that every shard runs, whatever they voted. Idle shards decide nothing: they follow.
+
+    All replay, in the smallest bucket that holds the largest shard and is not more than twice its rows, or nobody does. Rows
+    are padded where the transport or a graph needs it; else where gathering the largest moves no more than summing all, which
+    steps with prompts, whose sizes differ most, never try."""
+    total = reduced(votes)
+    shards, rounded = len(total.rows), [-(-count // terms.width) * terms.width for count in total.rows]
+    largest = max(rounded, default=0)
+    may_replay = total.can_replay and total.mode.is_decode
+    bucket = _bucket(largest, terms.buckets) if may_replay else None
+    if terms.needs_equal_rows or bucket is not None:
+        is_padded = True
+    elif total.is_extend and shards > 1:
+        is_padded = False
+    else:
+        is_padded = 2 * sum(rounded) >= shards * largest
+    return StepPlan(total.rows, is_padded, bucket)
+
+
+def _bucket(rows: int, buckets: tuple[int, ...]) -> int | None:
+    """The smallest that holds so many, if it does not waste more than it runs."""
+    place = bisect_left(buckets, rows)
+    fits = rows and place < len(buckets) and buckets[place] <= 2 * rows
+    return buckets[place] if fits else None

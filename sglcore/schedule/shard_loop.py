@@ -1,0 +1,161 @@
+"""The loop over several shards of requests: each step all of them plan, agree, and submit, busy or not; then all are collected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.plan import StepPlan
+from sglcore.device.worker import Limits, ModelWorker, Ticket
+from sglcore.schedule.agree import agree, vote_of
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.overlap import BatchRecord, overlap_forward_isolation, record_batch_in_overlap
+from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.shards import Shards
+
+
+@dataclass(slots=True)
+class Sent:
+    """A shard's part of a step: its record, or of an idle one its ticket alone."""
+
+    scheduler: Scheduler
+    record: BatchRecord | None
+    idle: Ticket | None = None
+
+
+class ShardLoop:
+    """Several schedulers on one worker, in step with each other; as `Loop` to whoever calls it."""
+
+    def __init__(self, scheduler: Shards, worker: ModelWorker, *, overlap: bool = True) -> None:
+        self.scheduler = scheduler
+        self.worker = worker
+        self.overlap = overlap and worker.limits.can_overlap
+        self._running: list[Sent] = []
+        self._unsent: list[EngineOutput] = []
+        self._idle_steps = count(1)
+
+    @property
+    def has_work(self) -> bool:
+        """A call of `step` has something to do."""
+        return bool(self._unsent) or self.scheduler.has_work
+
+    def step(self) -> list[EngineOutput]:
+        """Submit a step of every shard and collect one of each; as `Loop.step`."""
+        if self._unsent:
+            return self._take_unsent()
+        if self.scheduler.awaits_tokens:
+            return self._step_in_turn()
+        queued = self._submit()
+        if not self.overlap:
+            return self._collect(queued)
+        running, self._running = self._running, queued
+        return self._collect(running)
+
+    def drain(self) -> list[EngineOutput]:
+        """Collect what is in flight and submit nothing; returns the outputs. Waits for the device."""
+        running, self._running = self._running, []
+        return self._take_unsent() + self._collect(running)
+
+    def _step_in_turn(self) -> list[EngineOutput]:
+        running, self._running = self._running, []
+        self._unsent += self._collect(running)
+        self._running = self._submit()
+        return self._take_unsent()
+
+    def _submit(self) -> list[Sent]:
+        """Every shard's step, as all agreed; none if nobody has one."""
+        try:
+            batches = [scheduler.next_batch() for scheduler in self.scheduler.each]
+            if not any(batch is not None for batch in batches):
+                self._refuse_standstill()
+                return []
+            plan = agree([vote_of(batch) for batch in batches])
+            return [self._send(plan.of_shard(shard), batch) for shard, batch in enumerate(batches)]
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def _send(self, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
+        scheduler = self.scheduler.each[plan.shard]
+        if batch is None:
+            return Sent(
+                scheduler, None, self.worker.submit(idle_batch(-next(self._idle_steps), plan, self.worker.limits))
+            )
+        with overlap_forward_isolation(batch) as view:
+            view.step_plan = plan
+            ticket = self.worker.submit(view)
+        return Sent(scheduler, record_batch_in_overlap(scheduler.in_flight, view, ticket))
+
+    def _collect(self, sent: list[Sent]) -> list[EngineOutput]:
+        outputs: list[EngineOutput] = []
+        try:
+            for each in sent:
+                if each.record is not None:
+                    outputs += self._finish(each.scheduler, each.record)
+                elif each.idle is not None:
+                    self.worker.collect(each.idle)
+        except BaseException as error:
+            self._unsent += outputs
+            self._abandon(error)
+            raise
+        return outputs
+
+    def _finish(self, scheduler: Scheduler, record: BatchRecord) -> list[EngineOutput]:
+        ticket, record.ticket = record.ticket, None
+        assert ticket is not None
+        return scheduler.finish(record, self.worker.collect(ticket))
+
+    def _abandon(self, error: BaseException) -> None:
+        """As that of `Loop`, in every shard."""
+        self._running = []
+        for scheduler, record in list(self._in_flight()):
+            if record.ticket is None:
+                self._unsent += scheduler.drop(record, error)
+                continue
+            try:
+                self._unsent += self._finish(scheduler, record)
+            except Exception as second:
+                self._unsent += scheduler.drop(record, second)
+
+    def _in_flight(self) -> Iterator[tuple[Scheduler, BatchRecord]]:
+        for scheduler in self.scheduler.each:
+            for record in scheduler.in_flight:
+                yield scheduler, record
+
+    def _refuse_standstill(self) -> None:
+        if self.scheduler.has_work and not any(self._in_flight()):
+            raise RuntimeError(f"nothing can run and nothing is in flight: {self.scheduler.stats()}")
+
+    def _take_unsent(self) -> list[EngineOutput]:
+        unsent, self._unsent = self._unsent, []
+        return unsent
+
+
+def idle_batch(step: int, plan: StepPlan, limits: Limits) -> ScheduleBatch:
+    """A step of no rows, for a worker with these limits."""
+    none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    rows = {name: none.copy() for name in ("slots", "seq_lens", "prefix_lens", "input_ids", "page_counts", "new_pages")}
+    offsets = {"token_offsets": start, "new_page_offsets": start.copy()}
+    if limits.num_window_pages:
+        rows["window_starts"] = none.copy()
+    if limits.reads_history:
+        rows |= {"ngram_starts": none.copy(), "ngram_lens": none.copy()}
+    emits = np.zeros(0, np.bool_)
+    return ScheduleBatch(step, ForwardMode.IDLE, **rows, **offsets, emits=emits, step_plan=plan)
+
+
+def make_loop(
+    worker: ModelWorker, shards: int = 1, *, overlap: bool = True, prefix_cache: bool = True
+) -> tuple[Scheduler, Loop] | tuple[Shards, ShardLoop]:
+    """What schedules a worker's requests, and the loop over it: one scheduler, or one for each of `shards`, every one of which has
+    the worker's limits to itself."""
+    if shards == 1:
+        scheduler = Scheduler(worker.limits, prefix_cache=prefix_cache)
+        return scheduler, Loop(scheduler, worker, overlap=overlap)
+    schedulers = Shards(worker.limits, shards, prefix_cache=prefix_cache)
+    return schedulers, ShardLoop(schedulers, worker, overlap=overlap)

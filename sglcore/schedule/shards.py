@@ -1,0 +1,113 @@
+"""Requests in several shards, each with a scheduler, pages and a prefix cache of its own: which takes a new one, and what they
+count together. All of them are in one process, so that what they agree on is a loop over them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from sglcore.device.worker import Limits
+from sglcore.schedule.batch_builder import Compose
+from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.request import Request, RequestError, State
+from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.stats import SchedulerStats
+
+ROOM = 4
+"""A shard may have so many parts of a worker's requests, one of them, more than the least busy, and still be chosen."""
+SLACK = 64
+AT_ONCE = frozenset({"steps", "in_flight", "kv_bytes", "window_bytes", "state_bytes", "snapshot_bytes", "host_bytes"})
+"""What is so of all shards at once, or of each device: not added up."""
+
+
+def choose_shard(hits: Sequence[int], loads: Sequence[int], room: int) -> int:
+    """The shard for a request of which `hits` pages are cached in each, among those that have at most `room` requests more than
+    the least busy of `loads`: the one with the most pages, then the least busy, then the first."""
+    least = min(loads)
+    fit = [shard for shard, load in enumerate(loads) if load - least <= room]
+    return max(fit, key=lambda shard: (hits[shard], -loads[shard], -shard))
+
+
+class Shards:
+    """Schedulers side by side, by the names of one. Not thread-safe."""
+
+    def __init__(
+        self, limits: Limits, count: int, *, prefix_cache: bool = True, compose: Compose | None = None
+    ) -> None:
+        """`limits` are those of each; the others are those of `Scheduler`."""
+        self.limits = limits
+        self.each = tuple(Scheduler(limits, prefix_cache=prefix_cache, compose=compose) for _ in range(count))
+        self._room = max(1, limits.max_requests // ROOM)
+        self._placed: dict[str, tuple[Request, int]] = {}
+        self._pruned_at = SLACK
+
+    @property
+    def has_work(self) -> bool:
+        """Some request has not ended, or a step is in flight."""
+        return any(scheduler.has_work for scheduler in self.each)
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """A step in flight emits under a grammar."""
+        return any(scheduler.awaits_tokens for scheduler in self.each)
+
+    @property
+    def drafts(self) -> Counter[tuple[int, int, int, int]]:
+        """What came of proposals."""
+        return sum((scheduler.drafts for scheduler in self.each), Counter[tuple[int, int, int, int]]())
+
+    def add(self, request: Request) -> None:
+        """Queue a request in the shard that has most of its prompt, unless that is far busier; samples of one prompt stay together.
+        Raises RequestError if it can never run here."""
+        known = self._placed.get(request.rid)
+        if known is not None and known[0].state is not State.FINISHED:
+            raise RequestError(f"request {request.rid!r} was added before; give every request a name of its own")
+        shard = self._shard_for(request)
+        self.each[shard].add(request)
+        self._placed[request.rid] = request, shard
+        self._prune()
+
+    def abort(self, rid: str) -> EngineOutput | None:
+        """As that of `Scheduler`."""
+        scheduler = self._of(rid)
+        return None if scheduler is None else scheduler.abort(rid)
+
+    def stop(self, rid: str, cause: str) -> EngineOutput | None:
+        """As that of `Scheduler`."""
+        scheduler = self._of(rid)
+        return None if scheduler is None else scheduler.stop(rid, cause)
+
+    def flush_prefix_cache(self) -> int:
+        """Forget the prefixes that no running request holds; returns how many pages they had."""
+        return sum(scheduler.flush_prefix_cache() for scheduler in self.each)
+
+    def stats(self) -> SchedulerStats:
+        """The sums of all shards, but for what is so of all at once."""
+        found = [structs.asdict(scheduler.stats()) for scheduler in self.each]
+        return SchedulerStats(
+            **{name: (max if name in AT_ONCE else sum)(one[name] for one in found) for name in found[0]}
+        )
+
+    def audit(self) -> None:
+        """As that of `Scheduler`, of each."""
+        for scheduler in self.each:
+            scheduler.audit()
+
+    def _of(self, rid: str) -> Scheduler | None:
+        placed = self._placed.get(rid)
+        return None if placed is None else self.each[placed[1]]
+
+    def _shard_for(self, request: Request) -> int:
+        if request.leader is not None and request.leader.rid in self._placed:
+            return self._placed[request.leader.rid][1]
+        counts = [scheduler.stats() for scheduler in self.each]
+        hits = [scheduler.memory.cached_pages(request) for scheduler in self.each]
+        return choose_shard(hits, [count.waiting + count.running for count in counts], self._room)
+
+    def _prune(self) -> None:
+        """Forget the ended, when they may be half of all."""
+        if len(self._placed) > self._pruned_at:
+            self._placed = {rid: one for rid, one in self._placed.items() if one[0].state is not State.FINISHED}
+            self._pruned_at = 2 * len(self._placed) + SLACK

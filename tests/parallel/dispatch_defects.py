@@ -1,0 +1,65 @@
+"""What is planted where rows go to their experts, for laws that must catch it. Imported by every rank, so it imports little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglcore.layers.parallel.dispatched import DispatchedMoe
+from sglcore.runtime.parallel.dispatch import FixedDispatcher, RaggedDispatcher
+from sglcore.runtime.parallel.placement import Placement
+from sglcore.runtime.parallel.rows import RowMoves
+
+
+def pads_reach_the_router() -> None:
+    """Rows that only fill up are routed."""
+    changed, own = RowMoves, RowMoves.own_part
+
+    def own_part(self: RowMoves, x: Tensor) -> Tensor:
+        part = own(self, x)
+        return torch.cat([part, x.new_zeros(self._part_size() - len(part), *x.shape[1:])])
+
+    changed.own_part = own_part
+
+
+def shifted_places() -> None:
+    """A row goes to the expert behind the one that was chosen."""
+    own = Placement.places_for
+    changed: Any = Placement
+    changed.places_for = lambda self, rank: np.roll(own(self, rank), 1)
+
+
+def another_order() -> None:
+    """What comes back is put where it would be if all had been sent as chosen."""
+    own = RaggedDispatcher.launch_combine
+
+    def combine(self: Any, made: Tensor, sent: Any) -> Any:
+        sent.order = sent.order.sort().values
+        return own(self, made, sent)
+
+    changed: Any = RaggedDispatcher
+    changed.launch_combine = combine
+
+
+def twice_weighed() -> None:
+    """Weights are applied where the experts are too."""
+    own = DispatchedMoe._run
+    changed: Any = DispatchedMoe
+    changed._run = lambda self, rows, experts: own(self, rows, experts) * 0.5
+
+
+def drops_silently() -> None:
+    """What is beyond the places is left out."""
+    own = FixedDispatcher.launch_dispatch
+
+    def dispatch(self: Any, rows: Tensor, places: Tensor) -> Any:
+        places = places.clone()
+        places[self.max_rows :] = -1
+        kept, self.max_rows = self.max_rows, max(len(rows), self.max_rows)
+        return own(self, rows, places) if kept else None
+
+    changed: Any = FixedDispatcher
+    changed.launch_dispatch = dispatch

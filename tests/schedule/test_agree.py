@@ -1,0 +1,137 @@
+"""What shards of requests agree on depends on no order, no idle shard and no timing: a pure function, tried out at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sglcore.device.batch import ForwardMode
+from sglcore.device.plan import StepPlan
+from sglcore.schedule import agree as module
+from sglcore.schedule.agree import StepVote, Terms, agree, reduced
+
+CASES = 10_000
+MODES = (ForwardMode.DECODE, ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED)
+Case = tuple[list[StepVote], Terms, list[int]]
+
+
+def drawn(seed: int, count: int) -> list[Case]:
+    """Votes of up to six shards, what is so at every step, and an order of them."""
+    rng = np.random.default_rng(seed)
+    sizes, numbers = rng.integers(1, 7, count).tolist(), iter(rng.random((count, 6, 3)).tolist())
+    terms = [Terms(width, buckets) for width in (1, 2, 4) for buckets in ((), (2, 4, 8, 16), (8,))]
+    terms += [replace(each, needs_equal_rows=True) for each in terms]
+    chosen = iter(rng.integers(len(terms), size=count).tolist())
+    order = rng.permuted(np.tile(np.arange(6), (count, 1)), axis=1).tolist()
+    return [
+        ([_vote(*each) for each in next(numbers)[:size]], terms[next(chosen)], [i for i in turn if i < size])
+        for size, turn in zip(sizes, order, strict=True)
+    ]
+
+
+def _vote(kind: float, size: float, other: float) -> StepVote:
+    if kind < 0.2:
+        return StepVote()
+    mode = MODES[int(kind * 1.24 * len(MODES)) % len(MODES)]
+    rows = int(size * (12 if mode is ForwardMode.DECODE else 40)) + 1
+    return StepVote((rows,), mode, can_replay=other < 0.9, is_extend=not mode.is_decode)
+
+
+def order_is_nothing(agreed: Callable[..., StepPlan], case: Case) -> bool:
+    votes, terms, order = case
+    plan, turned = agreed(votes, terms), agreed([votes[place] for place in order], terms)
+    rows = tuple(plan.global_num_tokens[place] for place in order)
+    return turned == replace(plan, global_num_tokens=rows)
+
+
+def idle_is_neutral(agreed: Callable[..., StepPlan], case: Case) -> bool:
+    """But for padding, which is a matter of how many shards bring nothing."""
+    votes, terms, order = case
+    place = order[0]
+    plan, more = agreed(votes, terms), agreed([*votes[:place], StepVote(), *votes[place:]], terms)
+    rows = plan.global_num_tokens
+    wanted = (*rows[:place], 0, *rows[place:])
+    return (more.global_num_tokens, more.bucket) == (wanted, plan.bucket)
+
+
+def all_or_none(agreed: Callable[..., StepPlan], case: Case) -> bool:
+    """A graph runs if everybody may, and holds all of them."""
+    votes, terms, _ = case
+    plan = agreed(votes, terms)
+    busy = [vote for vote in votes if vote.rows != (0,)]
+    if any(not vote.can_replay or vote.is_extend for vote in busy) or not busy:
+        return plan.bucket is None
+    most = max(plan.sizes(terms.width))
+    fitting = [size for size in terms.buckets if most <= size <= 2 * most]
+    return plan.bucket == (fitting[0] if fitting else None) and (plan.bucket is None or plan.is_padded)
+
+
+def padding_has_an_inverse(agreed: Callable[..., StepPlan], case: Case) -> bool:
+    votes, terms, _ = case
+    plan, width = agreed(votes, terms), terms.width
+    places, back, sizes = plan.padded_places(width), plan.real_rows(width), plan.sizes(width)
+    return (
+        len(places) == sum(vote.rows[0] for vote in votes) == plan.starts()[-1]
+        and [back[place] for place in places] == list(range(len(places)))
+        and back.count(-1) == sum(sizes) - len(places)
+        and all(size % width == 0 for size in sizes)
+        and (len(set(sizes)) == 1 or not plan.is_padded)
+    )
+
+
+LAWS = (order_is_nothing, idle_is_neutral, all_or_none, padding_has_an_inverse)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_every_plan_holds(law: Callable[..., bool]) -> None:
+    bad = [case for case in drawn(1, CASES // len(LAWS)) if not law(agree, case)]
+    assert not bad, bad[0]
+
+
+def by_the_first(votes: list[StepVote], terms: Terms) -> StepPlan:
+    """The first shard decides whether a graph runs."""
+    plan = agree(votes, terms)
+    return replace(plan, bucket=agree(votes[:1], terms).bucket)
+
+
+def with_idle_votes(votes: list[StepVote], terms: Terms) -> StepPlan:
+    """An idle shard has no graph to run."""
+    given = [replace(vote, can_replay=vote.can_replay and vote.rows != (0,)) for vote in votes]
+    return agree(given, terms)
+
+
+def without_rounding(votes: list[StepVote], terms: Terms) -> StepPlan:
+    """The bucket is that of the rows before they are divided."""
+    plan = agree(votes, terms)
+    is_decode = reduced(votes).mode.is_decode and reduced(votes).can_replay
+    bucket = module._bucket(max(plan.global_num_tokens), terms.buckets) if is_decode else None
+    return replace(plan, bucket=bucket, is_padded=plan.is_padded or bucket is not None)
+
+
+@pytest.mark.parametrize("mutant", [by_the_first, with_idle_votes, without_rounding])
+def test_a_rule_that_looks_at_one_shard_is_caught(mutant: Callable[..., StepPlan]) -> None:
+    assert any(not law(mutant, case) for case in drawn(2, 4000) for law in LAWS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_extend", "is_padded"),
+    [
+        ((4, 4), False, True),
+        ((1, 1, 1, 8), False, False),
+        ((4, 0), False, True),
+        ((5,), True, True),
+        ((5, 5), True, False),
+    ],
+)
+def test_rows_are_padded_where_that_moves_less(rows: tuple[int, ...], is_extend: bool, is_padded: bool) -> None:
+    mode = ForwardMode.EXTEND if is_extend else ForwardMode.DECODE
+    votes = [StepVote((count,), mode, is_extend=is_extend) if count else StepVote() for count in rows]
+    assert agree(votes).is_padded is is_padded
+    assert agree(votes, Terms(needs_equal_rows=True)).is_padded
+
+
+def test_a_step_without_anybody_is_a_plan_too() -> None:
+    assert agree([StepVote(), StepVote()], Terms(2, (4,))) == StepPlan((0, 0), is_padded=True)

@@ -1,0 +1,228 @@
+"""Shards of requests side by side: each step all of them take part, in one plan, and every request ends as if it ran alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.plan import StepPlan
+from sglcore.device.worker import BatchResult, Limits, Ticket
+from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.request import Request, RequestError, State
+from sglcore.schedule.shard_loop import Sent, ShardLoop
+from sglcore.schedule.shards import Shards, choose_shard
+from tests.schedule.fake_worker import FakeWorker, Truth, Violation, compose, make_limits, make_params
+
+
+class Ranks:
+    """A checking worker for each shard. A step of one runs once those of all others are there, as ranks that wait for each
+    other do, and only if all of them have the same plan."""
+
+    def __init__(self, limits: Limits, count: int) -> None:
+        self.limits = limits
+        self.truth = Truth(limits.vocab_size)
+        self.workers = [FakeWorker(limits, self.truth) for _ in range(count)]
+        self.submitted = [0] * count
+        self.plans: list[dict[int, StepPlan]] = []
+        self.collected = [0] * count
+        self.idle = 0
+        self.fails_at: int | None = None
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        plan = batch.step_plan
+        assert plan is not None
+        step = self.submitted[plan.shard]
+        if step == self.fails_at:
+            self.fails_at = None
+            raise RuntimeError("this step is too much")
+        self.submitted[plan.shard] += 1
+        if step == len(self.plans):
+            self.plans.append({})
+        self.plans[step][plan.shard] = plan
+        if plan.global_num_tokens[plan.shard] != batch.num_tokens:
+            raise Violation(f"shard {plan.shard} brings {batch.num_tokens} rows, and agreed on {plan}")
+        if batch.forward_mode is ForwardMode.IDLE:
+            self.idle += 1
+            return Ticket(batch.step, plan.shard)
+        ticket = self.workers[plan.shard].submit(batch)
+        return Ticket(batch.step, (plan.shard, ticket))
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        payload: Any = ticket.payload
+        shard, inner = payload if isinstance(payload, tuple) else (payload, None)
+        plans = self.plans[self.collected[shard]]
+        self.collected[shard] += 1
+        if len({plan.of_shard(0) for plan in plans.values()}) != 1 or len(plans) != len(self.workers):
+            raise Violation(f"shard {shard} waits for others for ever: {plans}")
+        if inner is None:
+            none = np.zeros(0, np.int32)
+            return BatchResult(ticket.step, np.zeros(1, np.int32), none, none.astype(np.bool_))
+        return self.workers[shard].collect(inner)
+
+    def close(self) -> None:
+        pass
+
+
+class Drive:
+    """Shards on ranks; every step is audited."""
+
+    def __init__(self, count: int = 3, loop: type[ShardLoop] = ShardLoop, overlap: bool = True, **limits: Any) -> None:
+        self.limits = make_limits(**limits)
+        self.worker = Ranks(self.limits, count)
+        self.shards = Shards(self.limits, count, compose=compose)
+        self.loop = loop(self.shards, self.worker, overlap=overlap)
+        self.outputs: list[EngineOutput] = []
+
+    def make(self, rid: str, prompt: Sequence[int], most: int = 8, **given: Any) -> Request:
+        return Request(rid, np.array(prompt, dtype=np.int32), make_params(most), **given)
+
+    def add(self, rid: str, prompt: Sequence[int], most: int = 8, **given: Any) -> Request:
+        request = self.make(rid, prompt, most, **given)
+        self.shards.add(request)
+        return request
+
+    def step(self) -> None:
+        self.outputs += self.loop.step()
+        self.shards.audit()
+
+    def run(self) -> None:
+        for _ in range(500):
+            if not self.loop.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still working: {self.shards.stats()}")
+
+    def alone(self, request: Request) -> list[int]:
+        return self.worker.truth.output(request, self.limits.max_model_len)[0]
+
+    def holder(self, rid: str) -> int:
+        """The shard of a request that has not ended."""
+        return next(place for place, each in enumerate(self.shards.each) if rid in each._requests)
+
+
+def play(rng: Random, loop: type[ShardLoop] = ShardLoop) -> Drive:
+    """A random trace: arrivals of prompts that share beginnings, aborts, and everybody ends as if alone."""
+    drive = Drive(rng.randint(1, 4), loop, rng.random() < 0.7, max_batch_tokens=rng.choice([8, 16]))
+    stems = [[rng.randrange(50) for _ in range(12)] for _ in range(3)]
+    requests, aborted = [], set()
+    for tick in range(40):
+        if rng.random() < 0.3:
+            prompt = rng.choice(stems)[: rng.randint(1, 12)] + [rng.randrange(50) for _ in range(rng.randint(1, 9))]
+            requests.append(drive.add(f"r{tick}", prompt, rng.randint(1, 12)))
+        alive = [request for request in requests if request.state is not State.FINISHED]
+        if alive and rng.random() < 0.05:
+            aborted.add((gone := rng.choice(alive)).rid)
+            assert drive.shards.abort(gone.rid) is not None
+        if drive.loop.has_work:
+            drive.step()
+    drive.run()
+    for request in requests:
+        whole = drive.alone(request)
+        assert request.output_ids == (whole[: len(request.output_ids)] if request.rid in aborted else whole)
+    stats = drive.shards.stats()
+    assert stats.waiting == stats.running == stats.in_flight == 0
+    return drive
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_request_ends_as_if_it_had_run_alone(seed: int) -> None:
+    print("seed", seed)
+    play(Random(seed))
+
+
+def test_the_traces_reach_what_they_are_meant_to_reach() -> None:
+    seen = [play(Random(seed)) for seed in range(20)]
+    assert sum(drive.worker.idle for drive in seen) > 20
+    assert sum(drive.shards.stats().hit_tokens for drive in seen) > 100
+    padded = [plan.is_padded for drive in seen for step in drive.worker.plans for plan in step.values()]
+    assert {True, False} <= set(padded)
+
+
+class LeavesIdleOnesOut(ShardLoop):
+    """Who has nothing to run is not submitted."""
+
+    def _send(self, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
+        return Sent(self.scheduler.each[plan.shard], None) if batch is None else super()._send(plan, batch)
+
+
+class DecidesForItself(ShardLoop):
+    """A shard pads as its own rows would have it."""
+
+    def _send(self, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
+        own = batch is not None and batch.forward_mode.is_decode
+        return super()._send(StepPlan(plan.global_num_tokens, own, None, plan.shard), batch)
+
+
+class ForgetsTheOrder(ShardLoop):
+    """Rows of shards are told in another order."""
+
+    def _send(self, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
+        return super()._send(StepPlan(plan.global_num_tokens[::-1], plan.is_padded, None, plan.shard), batch)
+
+
+@pytest.mark.parametrize("mutant", [LeavesIdleOnesOut, DecidesForItself, ForgetsTheOrder])
+def test_a_loop_that_breaks_step_is_caught(mutant: type[ShardLoop]) -> None:
+    def is_caught(seed: int) -> bool:
+        try:
+            play(Random(seed), mutant)
+        except (Violation, AssertionError, IndexError):
+            return True
+        return False
+
+    assert any(is_caught(seed) for seed in range(10))
+
+
+def test_a_prompt_goes_where_its_beginning_is() -> None:
+    drive, stem = Drive(2), list(range(1, 17))
+    drive.add("first", stem)
+    place = drive.holder("first")
+    drive.add("other", [40, 41])
+    assert drive.holder("other") != place
+    drive.run()
+    again = drive.add("again", [*stem, 30])
+    assert drive.holder("again") == place
+    drive.run()
+    assert again.cached_tokens == 16
+
+
+def test_samples_of_one_prompt_stay_together() -> None:
+    drive = Drive(3)
+    leader = drive.add("a/0", [1, 2, 3])
+    followers = [drive.make(f"a/{n}", [1, 2, 3], sample_index=n, leader=leader) for n in (1, 2)]
+    for each in followers:
+        drive.shards.add(each)
+    assert {drive.holder(f"a/{n}") for n in range(3)} == {drive.holder("a/0")}
+
+
+@pytest.mark.parametrize(
+    ("hits", "loads", "chosen"),
+    [([0, 0], [0, 0], 0), ([0, 0], [2, 1], 1), ([0, 5], [0, 2], 1), ([0, 5], [0, 3], 0), ([1, 5, 5], [0, 2, 1], 2)],
+)
+def test_a_full_shard_keeps_no_prompt_to_itself(hits: list[int], loads: list[int], chosen: int) -> None:
+    assert choose_shard(hits, loads, room=2) == chosen
+
+
+def test_one_name_is_used_once_over_all_shards() -> None:
+    drive = Drive(2)
+    drive.add("a", [1, 2])
+    with pytest.raises(RequestError, match="'a' was added before"):
+        drive.add("a", [3, 4])
+    drive.run()
+    drive.add("a", [3, 4])
+    assert drive.shards.abort("nobody") is None and drive.shards.stop("nobody", "x") is None
+
+
+def test_a_step_that_fails_ends_its_requests_in_every_shard_and_the_loop_goes_on() -> None:
+    drive = Drive(2, overlap=False)
+    failed = [drive.add("a", [1, 2]), drive.add("b", [3, 4])]
+    drive.worker.fails_at = 0
+    with pytest.raises(RuntimeError, match="too much"):
+        drive.step()
+    drive.outputs += drive.loop.drain()
+    assert all(request.finish_reason == "error" for request in failed)
+    drive.shards.audit()
