@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import mmap
 import os
 import signal
 import socket
@@ -162,34 +163,36 @@ def decode_batch(step: int, rows: int) -> ScheduleBatch:
     )
 
 
-def read_batches(stream_: socket.socket) -> None:
-    """A rank that decodes, and says when it had done so."""
+def read_batches(stream_: socket.socket, said: memoryview, place: int) -> None:
+    """A rank that decodes, and says when it had done so; nobody is woken by that."""
     channel = Channel(stream_, 1)
     while (frame := channel.receive()).kind is Kind.STEP:
         decode(frame.body)
-        channel.send(Kind.RESULT, time.monotonic_ns().to_bytes(8, "little"))
+        said[place] = time.monotonic_ns()
     os._exit(0)
 
 
 def broadcast(rows: int) -> dict[str, float]:
     """Microseconds from a step's record to the last reader that has decoded it."""
+    said = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
     channels, found = [], []
-    for _ in range(READERS):
+    for place in range(READERS):
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         if not os.fork():
             ours.close()
-            read_batches(theirs)
+            read_batches(theirs, said, place)
         theirs.close()
         channels.append(Channel(ours, 1))
     for step in range(SENT):
         batch = decode_batch(step, rows)
-        time.sleep(EVERY)
         begin = time.monotonic_ns()
         frame = channels[0].packed(Kind.STEP, encode(batch))
         for channel in channels:
             channel.send_packed(frame)
-        ends = [int.from_bytes(channel.receive().body, "little") for channel in channels]
-        found.append((max(ends) - begin) / 1e3)
+        time.sleep(EVERY)
+        while min(said[:READERS]) < begin:
+            time.sleep(EVERY)
+        found.append((max(said[:READERS]) - begin) / 1e3)
     for channel in channels:
         channel.send(Kind.CLOSE)
         os.wait()
@@ -216,18 +219,28 @@ def death_in_the_leader(folder: Path) -> float:
         llm.close()
 
 
-async def death_at_clients(pid: int) -> tuple[float, float, list[str]]:
-    """Milliseconds from the kill until the last of several streams has ended, and until the next answer; how they ended."""
+async def ended(body: Mapping[str, Any]) -> tuple[str, float]:
+    """How a stream ended, and when."""
+    found = await stream(PORT, request_bytes("/v1/completions", body))
+    return found.ended, time.perf_counter()
+
+
+async def death_at_clients(pid: int) -> tuple[float, float, int]:
+    """Milliseconds from the kill until the last of several streams has its error, and until the next answer; how many streams
+    had told nothing yet, and began again."""
     body = {"prompt": [5] * 8, "max_tokens": 1000, "ignore_eos": True, "stream": True}
-    streams = [asyncio.ensure_future(stream(PORT, request_bytes("/v1/completions", body))) for _ in range(STREAMS)]
+    streams = [asyncio.ensure_future(ended(body)) for _ in range(STREAMS)]
     while get(f"http://127.0.0.1:{PORT}/server_info/stats")["running"] < STREAMS:
         await asyncio.sleep(0.01)
     killed = time.perf_counter()
     os.kill(ranks_of(pid)[1], signal.SIGKILL)
-    ended = [(await each).ended for each in streams]
-    told = (time.perf_counter() - killed) * 1e3
-    again = await stream(PORT, request_bytes("/v1/completions", {**body, "max_tokens": 1}))
-    return told, (time.perf_counter() - killed) * 1e3, [*ended, again.ended]
+    again = asyncio.ensure_future(ended({**body, "max_tokens": 1}))
+    found = [await each for each in streams]
+    told = [at for how, at in found if how == "error"]
+    assert told and all(how in ("error", "done") for how, _ in found)
+    how, answered = await again
+    assert how == "done"
+    return (max(told) - killed) * 1e3, (answered - killed) * 1e3, len(found) - len(told)
 
 
 def deaths(kills: int) -> dict[str, Any]:
@@ -239,13 +252,14 @@ def deaths(kills: int) -> dict[str, Any]:
     for _ in range(kills):
         with served("--tp", "2", "--threads", "1", "--restart", port=PORT) as server:
             at_clients.append(asyncio.run(death_at_clients(server.pid)))
-    told, again, ended = zip(*at_clients, strict=True)
+    told, again, retried = zip(*at_clients, strict=True)
     return {
         "kills": kills,
         "leader_ms": quantiles(in_leader),
         "clients_ms": quantiles(list(told)),
         "next_answer_ms": quantiles(list(again), 0),
-        "ended": sorted({each for one in ended for each in one}),
+        "streams": STREAMS * kills,
+        "begun_again": sum(retried),
     }
 
 

@@ -132,9 +132,30 @@ def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
 def test_the_end_of_a_peer_and_noise_are_told_at_once() -> None:
     left, right = pair()
     left.close()
+    channel = Channel(right, 1)
     with pytest.raises(Gone, match="closed"):
-        Channel(right, 1).receive()
+        channel.receive()
+    channel.close()
+    assert channel.fileno() == -1
     left, right = pair()
     left.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n")
     with pytest.raises(Gone, match="no frame"):
         Channel(right, 1).receive()
+
+
+def test_who_waits_is_told_when_its_own_side_hangs_up() -> None:
+    left, right = pair()
+    channel = Channel(right, 1)
+    left.sendall(b"\x47\x53")
+    told: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(Gone) as caught:
+            channel.receive()
+        told.append(str(caught.value))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    channel.hang_up()
+    thread.join(60)
+    assert told and not thread.is_alive()

@@ -161,17 +161,13 @@ def spec_for(own_address: str, neighbours: int = 1) -> tuple[RankSpec, Place]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked of Linux")
-def test_libraries_are_told_the_interface_of_the_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (HOST_INTERFACE, "X_IFNAME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    environ = host_process.os.environ
-    tell_interface(*spec_for("127.0.0.1"))
-    assert environ[HOST_INTERFACE] == environ["X_IFNAME"] == interface_of("127.0.0.1") == "lo"
-    assert "RANK" not in environ and "TORCHELASTIC_USE_AGENT_STORE" not in environ
-    monkeypatch.setenv("X_IFNAME", "mine")
-    tell_interface(*spec_for("127.0.0.1"))
+def test_libraries_are_told_the_interface_of_the_address_that_others_reach() -> None:
+    environ = {"RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "PATH": "/bin"}
+    tell_interface(*spec_for("127.0.0.1"), environ)
+    assert interface_of("127.0.0.1") == "lo"
+    assert environ == {"PATH": "/bin", HOST_INTERFACE: "lo", "X_IFNAME": "lo"}
+    environ = {"X_IFNAME": "mine"}
+    tell_interface(*spec_for("127.0.0.1"), environ)
     assert environ["X_IFNAME"] == "mine", "what a person has set stays"
     assert interface_of("203.0.113.7") is None
 

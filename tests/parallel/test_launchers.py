@@ -127,16 +127,18 @@ def ranks_on(hosts: TwoHosts, host: int) -> list[int]:
     return [pid for pid in hosts.pids(host) if b"rank_process" in command_of(pid)]
 
 
-def test_a_node_that_is_killed_is_noticed_at_once_and_followed_again_with_restart(
-    hosts: TwoHosts, tmp_path: Path
-) -> None:
+def test_what_is_killed_is_noticed_at_once_and_with_restart_all_start_again(hosts: TwoHosts, tmp_path: Path) -> None:
     logs = [tmp_path / f"log{node}" for node in (0, 1, 2)]
     words = [(*by_hand(node), "--restart") for node in (0, 1)]
     leader, other = (hosts.start(node, words[node], logs[node], **settings_environ()) for node in (0, 1))
     url = url_in(logs[0], leader)
-    assert hosts.on(0, partial(answer_of, url)) == ANSWER
+    (rank,) = ranks_on(hosts, 0)
+    said, seconds = hosts.on(0, partial(stream_until_error, url, partial(os.kill, rank, signal.SIGKILL)))
+    assert "rank 0" in said and "SIGKILL" in said and seconds < 1.0
+    hosts.on(0, partial(answered_again, url))
+    assert "waiting for the leader to start again" in logs[1].read_text()
 
-    assert len(ranks_on(hosts, 1)) == 1
+    (rank,) = ranks_on(hosts, 1)
     said, seconds = hosts.on(0, partial(stream_until_error, url, other.kill))
     assert "rank 1" in said and seconds < 1.0
     other.wait(MANY)
@@ -144,26 +146,8 @@ def test_a_node_that_is_killed_is_noticed_at_once_and_followed_again_with_restar
     again = hosts.start(1, words[1], logs[2], **settings_environ())
     hosts.on(0, partial(answered_again, url))
     leader.send_signal(signal.SIGTERM)
-    assert leader.wait(MANY) == 0
-    assert again.wait(MANY) == 0
+    assert [leader.wait(MANY), again.wait(MANY)] == [0, 0]
     assert hosts.pids(0) == hosts.pids(1) == []
-
-
-def test_a_host_follows_the_leader_of_a_new_start(hosts: TwoHosts, tmp_path: Path) -> None:
-    logs = [tmp_path / f"log{node}" for node in (0, 1)]
-    started = [hosts.start(node, (*by_hand(node), "--restart"), logs[node], **settings_environ()) for node in (0, 1)]
-    url = url_in(logs[0], started[0])
-
-    def die() -> None:
-        (rank,) = ranks_on(hosts, 0)
-        os.kill(rank, signal.SIGKILL)
-
-    said, seconds = hosts.on(0, partial(stream_until_error, url, die))
-    assert "rank 0" in said and "SIGKILL" in said and seconds < 1.0
-    hosts.on(0, partial(answered_again, url))
-    assert "waiting for the leader to start again" in logs[1].read_text()
-    started[0].send_signal(signal.SIGTERM)
-    assert [process.wait(MANY) for process in started] == [0, 0]
 
 
 def test_restarts_are_the_launchers_where_it_starts_all_again(tmp_path: Path) -> None:

@@ -222,7 +222,8 @@ class Following:
         return LEADER_GONE
 
     def _outcome(self) -> int:
-        return FAILED if any(self._codes.values()) else 0
+        codes = {code for code in self._codes.values() if code}
+        return LEADER_GONE if codes == {LEADER_GONE} else FAILED if codes else 0
 
     def _say(self, kind: Kind, values: Any) -> None:
         try:

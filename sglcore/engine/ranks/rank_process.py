@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import MutableMapping
 from dataclasses import asdict
 from typing import Any
 
@@ -57,7 +58,7 @@ def run(spec: RankSpec) -> int:
         signal.signal(name, signal.SIG_IGN)  # the leader is told, drains, and then closes its ranks
     place = Place.from_plain(spec.place)
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s rank {place.rank}: %(message)s")
-    tell_interface(spec, place)
+    tell_interface(spec, place, os.environ)
     try:
         steps, control = _channel(spec, place, "steps"), Control(_channel(spec, place, "control"), spec.beat)
     except (OSError, Gone):
@@ -72,18 +73,18 @@ def run(spec: RankSpec) -> int:
     return 0
 
 
-def tell_interface(spec: RankSpec, place: Place) -> None:
+def tell_interface(spec: RankSpec, place: Place, environ: MutableMapping[str, str]) -> None:
     """Have the libraries of collectives take the interface by which hosts reach each other, else they take whatever the host's name
     resolves to; what a person has set stays. A launcher's variables go: ranks are told their places."""
-    for name in [name for name in os.environ if name in TORCHRUN or name.startswith("TORCHELASTIC_")]:
-        del os.environ[name]
+    for name in [name for name in environ if name in TORCHRUN or name.startswith("TORCHELASTIC_")]:
+        del environ[name]
     is_one_host = not spec.own_address and place.neighbours == place.topology.world
     name = "lo" if is_one_host and sys.platform == "linux" else None
     if spec.own_address:
         name = interface_of(spec.own_address)
     if name is not None:
         for variable in (HOST_INTERFACE, *spec.interface_variables):
-            os.environ.setdefault(variable, name)
+            environ.setdefault(variable, name)
 
 
 def _channel(spec: RankSpec, place: Place, use: str) -> Channel:
