@@ -108,19 +108,6 @@ def legal_widths(config: ModelConfig) -> tuple[int, ...]:
     return tuple(width for width in range(1, MOST_WIDTH + 1) if all(rule.fits(rule.size, width) for rule in rules))
 
 
-def check_width(config: ModelConfig, width: int) -> None:
-    """Raise ConfigError where a model can not be divided among so many ranks; it names what does not divide, and the widths
-    that do."""
-    for rule in constraints(config):
-        if not rule.fits(rule.size, width):
-            legal = ", ".join(map(str, legal_widths(config)))
-            raise ConfigError(
-                f"tp is {width}, and this model has {rule.size} {rule.name}",
-                wanted=f"one of {legal}",
-                remedy="--tp with one",
-            )
-
-
 def check_divisible(config: ModelConfig, width: int, is_ours: bool = True) -> None:
     """Raise ConfigError for a checkpoint that ranks can not divide, whatever the device: what it is, and the remedy. `is_ours`:
     its layers are built here, not by a library's own class."""

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from sglcore.checkpoint.axes import check_topology
 from sglcore.checkpoint.config import read_config
-from sglcore.checkpoint.shards import check_divisible
 from sglcore.device.errors import ConfigError
+from sglcore.device.topology import Topology
 from sglcore.layers.parallel.cut import Cut
 from sglcore.models.cut_weight import CutWeight
 from sglcore.models.quantized import QuantizedWeight
@@ -102,9 +103,9 @@ def test_groups_of_experts_that_would_lie_on_two_ranks_are_refused_where_codes_a
 def test_groups_that_would_lie_on_two_ranks_are_refused_with_the_widths_that_fit(tmp_path: Path) -> None:
     quantized_checkpoints.make(CASES["gptq"], tmp_path)
     config = read_config(tmp_path)
-    check_divisible(config, 2)
+    check_topology(config, Topology(2))
     with pytest.raises(ConfigError, match=r"self_attn.o_proj, in groups of 32 with a scale,; wanted one of 1, 2; --tp"):
-        check_divisible(config, 4)
+        check_topology(config, Topology(4))
 
 
 def codes(rows: int, columns: int, group: int, zeros: bool) -> QuantizedWeight:

@@ -10,7 +10,9 @@ import pytest
 
 from ci.lanes import Lane
 from sglcore.device.errors import ConfigError, WorkerLost
-from tests.checkpoints import llama, save
+from tests.checkpoints import llama, olmo2, qwen3_next, save
+from tests.drafts import TARGET, eagle
+from tests.latent import deepseek_v3
 from tests.laws.engine import check_logprobs, random_prompts
 from tests.parallel import defects
 from tests.parallel.engine import RankedEngine
@@ -64,3 +66,24 @@ def test_a_sum_on_a_stream_that_does_not_wait_is_a_race(lane: Lane, oracle: Any,
 def test_more_ranks_than_devices_are_refused(oracle: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tp is 4, and 2 devices"):
         RankedEngine(save(oracle, tmp_path), tp=4, **PLAIN)
+
+
+@pytest.mark.parametrize("make", [deepseek_v3, qwen3_next, olmo2])
+def test_sums_inside_of_layers_are_in_the_order_of_a_stream(make: Any, lane: Lane, tmp_path: Path) -> None:
+    """Latent rows, states, and norms of rows that lie on both."""
+    kind, oracle = partial(defects.simulated, lane.simulator), make()
+    given = {**PLAIN, "attention_backend": "latent"} if make is deepseek_v3 else PLAIN
+    with RankedEngine(save(oracle, tmp_path), kind, **given) as engine:
+        check_logprobs(engine.run(random_prompts(5, (1, 5, 17)), 6, stagger=2), oracle)
+
+
+def test_proposals_of_a_divided_draft_leave_no_trace_in_a_text(lane: Lane, tmp_path: Path) -> None:
+    target, kind = llama(**TARGET), partial(defects.simulated, lane.simulator)
+    folder, found = save(target, tmp_path), []
+    eagle(target, folder / "draft")
+    for speculative in ("eagle", "off"):
+        with RankedEngine(folder, kind, speculative=speculative, **PLAIN) as engine:
+            results = engine.run(random_prompts(5, (5, 17)), 12, temperature=1.5, seed=3, stagger=2)
+            found.append([result.tokens for result in results])
+            assert bool(engine.scheduler.drafts) == (speculative == "eagle")
+    assert found[0] == found[1]

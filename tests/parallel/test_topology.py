@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sglcore.checkpoint.axes import check_topology
 from sglcore.checkpoint.config import ModelConfig, read_config
-from sglcore.checkpoint.shards import MOST_WIDTH, Shard, check_width, legal_widths
+from sglcore.checkpoint.shards import MOST_WIDTH, Shard, legal_widths
 from sglcore.device.errors import ConfigError
 from sglcore.device.topology import GROUPS, Place, Topology
 from sglcore.engine.start import embedded_model
@@ -95,7 +96,7 @@ def test_a_width_that_does_not_fit_is_refused_with_all_that_do() -> None:
     config = config_with(num_attention_heads=6, num_key_value_heads=2, intermediate_size=48)
     assert legal_widths(config) == (1, 2, 6)
     with pytest.raises(ConfigError, match="tp is 4, and this model has 6 attention heads; wanted one of 1, 2, 6"):
-        check_width(config, 4)
+        check_topology(config, Topology(4))
     assert (
         max(legal_widths(config_with(num_attention_heads=256, num_key_value_heads=1, intermediate_size=512)))
         == MOST_WIDTH
