@@ -76,7 +76,11 @@ def sums_of_ranks(
         return None, backend, str(error)
     if make is None:
         return None, backend, "ranks on several machines share no memory"
-    return make, f"shared memory, and what is no sum of more than {MOST >> 20} MiB by {backend}", "all ranks are here"
+    return (
+        make,
+        f"shared memory; what else is larger than {MOST >> 20} MiB by {backend}",
+        "all ranks are on this machine",
+    )
 
 
 def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger, place: Place | None = None) -> Placement:
