@@ -57,6 +57,13 @@ def _cell(config: Any) -> int:
     )
 
 
+def test_recorded_steps_compare_what_they_do_where_that_is_asked_for(tmp_path: Path) -> None:
+    oracle = llama(max_position_embeddings=CONTEXT)
+    memory = PAGES * 4 * 2 * oracle.config.num_hidden_layers * _cell(oracle.config) * 4
+    recorded, eager = both(save(oracle, tmp_path), defects.nothing, kv_cache_memory=memory, poison=True)
+    assert recorded == eager
+
+
 @pytest.mark.parametrize("defect", [defects.sums_not_recorded, defects.sums_too_soon])
 def test_a_recording_without_its_sums_in_their_place_is_caught(defect: Callable[[int], None], tmp_path: Path) -> None:
     oracle = llama(max_position_embeddings=CONTEXT)

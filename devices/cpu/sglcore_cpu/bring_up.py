@@ -77,7 +77,11 @@ def sums_of_ranks(
         make_engine()
     except NativeUnavailable as error:
         return None, backend, str(error)
-    return make, f"shared memory, and what is no sum of more than {MOST >> 20} MiB by {backend}", "all ranks are here"
+    return (
+        make,
+        f"shared memory; what else is larger than {MOST >> 20} MiB by {backend}",
+        "all ranks are on this machine",
+    )
 
 
 def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger, place: Place | None = None) -> Placement:

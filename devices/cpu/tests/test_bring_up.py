@@ -15,6 +15,7 @@ from sglcore.device.errors import BringUpError, ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import resolve
+from sglcore.device.topology import Place, Topology
 from sglcore.runtime import bring_up
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.bring_up import STANDARD
@@ -23,9 +24,10 @@ from sglcore.runtime.memory import bring_up as memory
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.step.sizing import MemorySizes
 from sglcore_cpu import package
-from sglcore_cpu.bring_up import BRING_UP, library_threads, processor_kernels
+from sglcore_cpu.bring_up import BRING_UP, library_threads, processor_kernels, sums_of_ranks
 from sglcore_cpu.facts import facts
 from sglcore_cpu.kv_pool import INT8_POOL
+from sglcore_cpu.native import Engine, NativeUnavailable
 
 
 def test_the_standard_order_names_what_a_device_must_add() -> None:
@@ -118,3 +120,22 @@ def test_an_encoder_has_cells_for_one_page_beside_that_of_padding(is_encoder: bo
     facts = Facts(tensor_device="cpu", shares_host_memory=True)
     made = memory.pools(EngineConfig(), facts, model(is_encoder), sizes)
     assert made.token_to_kv.num_cells == (1 + pages) * 4
+
+
+def place(neighbours: int) -> Place:
+    """Of two ranks, so many of them on this machine."""
+    return Place(0, Topology(2), "file:///nowhere/meeting", 0, neighbours)
+
+
+def test_ranks_of_one_machine_sum_through_its_memory() -> None:
+    make, what, _ = sums_of_ranks(place(2), "gloo")
+    assert make is not None and what.startswith("shared memory")
+
+
+def test_ranks_without_memory_or_kernels_in_common_sum_by_the_back_end() -> None:
+    def nothing() -> Engine:
+        raise NativeUnavailable("libsglcore_cpu.so is not there")
+
+    for found in (sums_of_ranks(place(1), "gloo"), sums_of_ranks(place(2), "gloo", nothing)):
+        assert found[:2] == (None, "gloo")
+    assert "is not there" in sums_of_ranks(place(2), "gloo", nothing)[2]
