@@ -36,7 +36,9 @@ def hosts() -> Iterator[TwoHosts]:
 def test_two_hosts_of_a_cluster_answer_like_one_and_end_when_their_link_is_cut(hosts: TwoHosts, tmp_path: Path) -> None:
     ray_cluster.begin(hosts, tmp_path)
     log = tmp_path / "served"
-    server = hosts.start(0, (*SERVE, "--nodes", "2", "--ray", ray_cluster.HEAD), log, **settings_environ())
+    server = hosts.start(
+        0, (*SERVE, "--nodes", "2", "--ray", ray_cluster.HEAD), log, **settings_environ(), **ray_cluster.VARIABLES
+    )
     url = url_in(log, server)
     assert hosts.on(0, partial(answer_of, url)) == ANSWER
     row = hosts.on(0, partial(ledger_of, url))["placement"]
