@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.parallel.namespaces import ADDRESSES, TwoHosts
 from tests.parallel.served import until
@@ -13,9 +15,12 @@ START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--dis
 HEAD = f"{ADDRESSES[0]}:{PORT}"
 
 
-def begin(hosts: TwoHosts, logs: Path, **variables: str) -> None:
+VARIABLES: Mapping[str, str] = MappingProxyType({"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"})
+"""Of everybody in it: a head takes a token that it finds in a person's home, and who joins does not."""
+
+
+def begin(hosts: TwoHosts, logs: Path) -> None:
     """Start the head on host 0 and a worker on host 1, with two cores each."""
-    given = {"RAY_USAGE_STATS_ENABLED": "0", **variables}
     common = ("--num-cpus", "2", "--object-store-memory", str(80 << 20))
     head = (
         *START,
@@ -27,10 +32,10 @@ def begin(hosts: TwoHosts, logs: Path, **variables: str) -> None:
         "--include-dashboard=false",
         *common,
     )
-    hosts.start(0, head, logs / "ray0", **given)
+    hosts.start(0, head, logs / "ray0", **VARIABLES)
     wait_for(logs / "ray0", "Ray runtime started")
     other = (*START, "--address", HEAD, "--node-ip-address", ADDRESSES[1], *common)
-    hosts.start(1, other, logs / "ray1", **given)
+    hosts.start(1, other, logs / "ray1", **VARIABLES)
     wait_for(logs / "ray1", "Ray runtime started")
 
 

@@ -28,7 +28,7 @@ def settings_environ() -> dict[str, str]:
     return {**environ(), "SGLCORE_DEVICE": os.environ["LANE_DEVICE"], "PYTHONUNBUFFERED": "1"}
 
 
-def until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(is_so: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Wait for it, so long at most."""
     end = time.monotonic() + seconds
     while not is_so():

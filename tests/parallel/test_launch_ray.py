@@ -1,9 +1,7 @@
-"""Ranks on the hosts of a Ray cluster: a false one, of which everything is seen, and a real one over two hosts."""
+"""Ranks on the hosts of a Ray cluster: a false one, of which everything is seen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +11,8 @@ from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.engine.ranks import launch_ray
 from tests.checkpoints import llama, save
 from tests.laws.engine import TokenEngine, random_prompts
-from tests.parallel import ray_cluster
 from tests.parallel.engine import RankedEngine
 from tests.parallel.fake_ray import FakeRay
-from tests.parallel.namespaces import ADDRESSES, TwoHosts, command_of, missing
-from tests.parallel.served import (
-    ANSWER,
-    SERVE,
-    SILENCE,
-    answer_of,
-    ledger_of,
-    settings_environ,
-    stream_until_error,
-    until,
-    url_in,
-)
 
 
 @pytest.fixture
@@ -82,32 +67,3 @@ def test_a_node_that_ends_before_it_has_joined_ends_the_start(
     with pytest.raises(WorkerLost, match=f"node 1 ended with .*{how}"):
         start(folder)
     assert ray.actors[0].is_killed and ray.events == ["removed", "left"]
-
-
-@pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
-    if lacking := missing():
-        pytest.skip(f"this machine lacks {lacking}")
-    with TwoHosts() as two:
-        yield two
-
-
-@pytest.mark.needs("clients")
-def test_two_hosts_of_a_cluster_answer_like_one_and_end_when_their_link_is_cut(hosts: TwoHosts, tmp_path: Path) -> None:
-    ray_cluster.begin(hosts, tmp_path)
-    log = tmp_path / "served"
-    server = hosts.start(0, (*SERVE, "--nodes", "2", "--ray", ray_cluster.HEAD), log, **settings_environ())
-    url = url_in(log, server)
-    assert hosts.on(0, partial(answer_of, url)) == ANSWER
-    row = hosts.on(0, partial(ledger_of, url))["placement"]
-    assert row["effective"] == "2 nodes by Ray" and f"node 0 is {ADDRESSES[0]}, {hosts.interfaces[0]}" in row["reason"]
-    ranks = [pid for pid in hosts.pids(1) if _is_rank(pid)]
-    said, seconds = hosts.on(0, partial(stream_until_error, url, hosts.cut))
-    assert f"on {ADDRESSES[1]}" in said and "rank 1" in said and seconds < SILENCE + 1.0
-    assert server.wait(120) != 0
-    assert len(ranks) == 2, "the node and its rank"
-    until(lambda: not any(map(_is_rank, hosts.pids(1))))
-
-
-def _is_rank(pid: int) -> bool:
-    return b"engine.ranks" in command_of(pid)
