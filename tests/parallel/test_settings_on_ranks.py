@@ -19,6 +19,7 @@ from sglcore.engine.start import start
 from tests import deepseek_v4, latent
 from tests.checkpoints import bert, llama, modernbert, save
 from tests.laws import test_pooling_laws as pooling
+from tests.laws import test_prompt_embeds as images
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.models.gguf_checkpoints import write
 from tests.models.test_gguf import ORACLES
@@ -81,6 +82,14 @@ def test_scores_of_decoders_are_those_of_transformers(tmp_path: Path) -> None:
     with RankedEngine(save(oracle, tmp_path)) as engine:
         found = pooling.embed(engine, prompts, types)
     np.testing.assert_allclose(found, pooling.scores_of(oracle, prompts, types), atol=pooling.TOLERANCE)
+
+
+@pytest.mark.parametrize("name", images.MODELS)
+def test_images_among_texts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Prompts as embeddings, with positions by three axes."""
+    oracle, prompts = images.MODELS[name](), images.mixed()
+    with RankedEngine(save(oracle, tmp_path), max_batch_tokens=7) as engine:
+        images.check(oracle, prompts, images.serve(engine, prompts))
 
 
 @pytest.mark.parametrize("reads", [False, True])
