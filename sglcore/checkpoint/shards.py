@@ -12,7 +12,6 @@ from functools import partial
 from types import MappingProxyType
 
 from sglcore.checkpoint.config import ModelConfig
-from sglcore.checkpoint.encoders import ENCODERS
 from sglcore.checkpoint.quantization import read_quantization
 from sglcore.device.errors import ConfigError
 
@@ -113,7 +112,6 @@ def check_divisible(config: ModelConfig, width: int, is_ours: bool = True) -> No
     its layers are built here, not by a library's own class."""
     refused = {
         "layers by transformers' own class, which are not divided": not is_ours,
-        "tokens that see the later ones, whose attention is not divided": config.architecture in ENCODERS,
     }
     for what, is_so in refused.items():
         if is_so:

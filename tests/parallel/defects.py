@@ -174,6 +174,22 @@ def scales_of_the_first(rank: int) -> None:
     CutWeight._by_group = of_the_first
 
 
+def scales_of_one_place(rank: int) -> None:
+    """The scales of rows are looked up by their place in a rank's part."""
+    from sglcore.models.cut_weight import CutWeight
+    from sglcore.models.quantized import ScaledFloats
+
+    own, changed = CutWeight.values, CutWeight
+
+    def values(self: Any, rows: slice) -> torch.Tensor:
+        if self.cut.dim or not isinstance(self.whole, ScaledFloats):
+            return own(self, rows)
+        floats = torch.cat([self.whole.floats[first:last] for first, last in self.cut.ranges])
+        return dataclasses.replace(self.whole, floats=floats).values(rows)
+
+    changed.values = values
+
+
 def first_heads(rank: int) -> None:
     """Every rank takes the first heads of what it is given by sections."""
     roles.Section.part = lambda self, shard: (0, self.outputs // shard.size)

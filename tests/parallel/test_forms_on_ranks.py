@@ -54,6 +54,39 @@ def test_ranks_give_the_logprobs_of_transformers(name: str, width: int, tmp_path
         assert engine.scheduler.stats().hit_tokens > 15
 
 
+OTHERS: MappingProxyType[str, tuple[Make, dict[str, Any]]] = MappingProxyType(
+    {
+        "gemma: one head of keys, scaled embeddings": (checkpoints.gemma, {}),
+        "gemma2: caps": (checkpoints.gemma2, {}),
+        "gemma3": (checkpoints.gemma3, {}),
+        "glm: rotated pairs are neighbours": (checkpoints.glm, {}),
+        "granite": (checkpoints.granite, {}),
+        "phi3: fused projections, fused gates": (checkpoints.phi3, {}),
+        "qwen2, sparse: a gate of the shared block": (checkpoints.qwen2_moe, {}),
+        "qwen3, sparse": (checkpoints.qwen3_moe, {}),
+        "qwen3.5, sparse": (checkpoints.qwen35_moe, {}),
+        "mixtral": (checkpoints.mixtral, {}),
+        "olmo3": (checkpoints.olmo3, {}),
+        "glm-4.7-flash": (latent.glm4_moe_lite, {}),
+        "lfm2: biases of convolutions": (checkpoints.lfm2, {"conv_bias": True}),
+        "granite hybrid: biases around states": (checkpoints.granite_hybrid, {"mamba_proj_bias": True}),
+        "nemotron-h: experts in a narrower space": (checkpoints.nemotron_h, {"moe_latent_size": 12}),
+        "deepseek-v2: queries of low rank, biases": (latent.deepseek_v2, {"q_lora_rank": 16, "attention_bias": True}),
+        "deepseek-v4: four groups": (deepseek_v4.deepseek_v4, {"o_groups": 4}),
+    }
+)
+"""With what is said of each model."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_so_does_every_other_model(name: str, tmp_path: Path) -> None:
+    make, changes = OTHERS[name]
+    oracle, is_v4 = make(**changes), make is deepseek_v4.deepseek_v4
+    settings = {"page_size": 16, "tp": 4} if is_v4 else {}
+    with RankedEngine(checkpoints.save(oracle, tmp_path), max_batch_tokens=9, **settings) as engine:
+        check_logprobs(engine.run(random_prompts(SEED, (5, 17)), 8, score_prompts=True, stagger=2), oracle, 1e-4)
+
+
 @pytest.mark.parametrize(
     ("defect", "make", "width"),
     [

@@ -15,6 +15,7 @@ from sglcore.device.topology import Topology
 from sglcore.layers.parallel.cut import Cut
 from sglcore.models.cut_weight import CutWeight
 from sglcore.models.quantized import QuantizedWeight
+from tests import deepseek_v4
 from tests.checkpoints import gpt_oss, llama, save, with_mxfp4_experts
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.models import quantized_checkpoints
@@ -49,10 +50,13 @@ def test_codes_are_cut_with_their_scales_and_kept(name: str, tmp_path: Path) -> 
     assert "linear layers dequantised" not in check(tmp_path, oracle, defects.reads_codes)
 
 
-def test_scales_that_are_not_cut_with_their_codes_are_caught(tmp_path: Path) -> None:
-    oracle = quantized_checkpoints.make(CASES["gptq"], tmp_path)
+@pytest.mark.parametrize(
+    ("name", "defect"), [("gptq", defects.scales_of_the_first), ("float8-blocks", defects.scales_of_one_place)]
+)
+def test_scales_that_are_not_cut_with_their_weights_are_caught(name: str, defect: Any, tmp_path: Path) -> None:
+    oracle = quantized_checkpoints.make(CASES[name], tmp_path)
     with pytest.raises(AssertionError):
-        check(tmp_path, oracle, defects.scales_of_the_first)
+        check(tmp_path, oracle, defect)
 
 
 @pytest.mark.needs("host")
@@ -143,3 +147,14 @@ def test_a_part_has_the_values_of_its_place(cut: Cut, shape: tuple[int, int], ze
     assert (kept is None) == bool(crosses)
     if kept is not None:
         assert torch.equal(kept.values(slice(None)), wanted) and kept.group == 4
+
+
+def test_blocks_of_8_bit_floats_have_the_values_that_they_stand_for(tmp_path: Path) -> None:
+    """Of all projections and experts of DeepSeek-V4, in blocks that lie on two ranks."""
+    whole = deepseek_v4.with_published_names(deepseek_v4.deepseek_v4(), tmp_path)
+    coded, plain = deepseek_v4.with_float8(whole)
+    found = []
+    for folder in (coded, plain):
+        with RankedEngine(folder, page_size=16, **PLAIN) as engine:
+            found.append(engine.run(random_prompts(SEED, (5, 17)), 6, score_prompts=True))
+    assert found[0] == found[1]

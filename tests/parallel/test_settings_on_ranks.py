@@ -17,8 +17,9 @@ from sglcore.engine.ranks.spec import RankSpec
 from sglcore.engine.ranks.start import RankOptions
 from sglcore.engine.start import start
 from tests import deepseek_v4, latent
-from tests.checkpoints import bert, llama, modernbert, save
+from tests.checkpoints import bert, llama, save
 from tests.laws import test_pooling_laws as pooling
+from tests.laws import test_prompt_embeds as images
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.models.gguf_checkpoints import write
 from tests.models.test_gguf import ORACLES
@@ -60,11 +61,8 @@ def test_texts_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
     alone.worker.close()
 
 
-DECODERS = [name for name in pooling.CASES if name.startswith(("qwen3", "mistral"))]
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_vectors_of_decoders_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name in pooling.CASES if name != "transformers"])
+def test_vectors_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     case, prompts = pooling.CASES[name], random_prompts(5, pooling.LENGTHS)
     oracle = case.oracle()
     save(case.saved(oracle), tmp_path)
@@ -75,12 +73,29 @@ def test_vectors_of_decoders_are_those_of_transformers(name: str, tmp_path: Path
     np.testing.assert_allclose(found, pooling.expected(case, oracle, prompts), atol=pooling.TOLERANCE)
 
 
-def test_scores_of_decoders_are_those_of_transformers(tmp_path: Path) -> None:
-    oracle, prompts = pooling.SCORED["qwen3"](), random_prompts(6, (9, 21, 4))
-    types = [np.zeros(len(prompt), np.int32) for prompt in prompts]
+def test_a_bias_that_every_rank_adds_shows_in_vectors(tmp_path: Path) -> None:
+    oracle, prompts = bert(), random_prompts(5, pooling.LENGTHS)
+    with RankedEngine(save(oracle, tmp_path), defects.bias_on_every_rank) as engine:
+        found = pooling.embed(engine, prompts)
+    wanted = pooling.expected(pooling.CASES["bert"], oracle, prompts)
+    assert np.abs(found - wanted).max() > 10 * pooling.TOLERANCE
+
+
+@pytest.mark.parametrize("name", pooling.SCORED)
+def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    oracle, prompts = pooling.SCORED[name](), random_prompts(6, (9, 21, 4))
+    types = [(np.arange(len(prompt)) >= len(prompt) // 2).astype(np.int32) for prompt in prompts]
     with RankedEngine(save(oracle, tmp_path)) as engine:
         found = pooling.embed(engine, prompts, types)
     np.testing.assert_allclose(found, pooling.scores_of(oracle, prompts, types), atol=pooling.TOLERANCE)
+
+
+@pytest.mark.parametrize("name", images.MODELS)
+def test_images_among_texts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Prompts as embeddings, with positions by three axes."""
+    oracle, prompts = images.MODELS[name](), images.mixed()
+    with RankedEngine(save(oracle, tmp_path), max_batch_tokens=7) as engine:
+        images.check(oracle, prompts, images.serve(engine, prompts))
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -98,8 +113,6 @@ def test_a_gguf_file_is_divided_too(name: str, reads: bool, tmp_path: Path) -> N
     [
         (llama, {"tp": 3}, "tp is 3, and this model has 4 attention heads; wanted one of 1, 2, 4"),
         (llama, {"model_impl": "transformers"}, "tp is 2 and model_impl is 'transformers', which do not go together"),
-        (bert, {}, "tp is 2, and this model has tokens that see the later ones"),
-        (modernbert, {}, "tp is 2, and this model has tokens that see the later ones"),
     ],
 )
 def test_what_does_not_go_with_ranks_is_refused_before_any_process(

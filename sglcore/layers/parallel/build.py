@@ -8,7 +8,7 @@ has of the checkpoint's tensors, and asks `Build` for a layer of that size. Kind
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,7 +34,7 @@ from sglcore.layers.parallel.dispatched import dispatched
 from sglcore.layers.parallel.experts import both, cut_clamped, cut_experts, cut_ungated
 from sglcore.layers.parallel.linear import Summed, bias_once
 from sglcore.layers.parallel.norms import SharedGroupNorm, SharedNorm
-from sglcore.layers.parallel.roles import BY_INPUTS, WHOLE, Section, by_part, kept, of_attention, runs, sections
+from sglcore.layers.parallel.roles import WHOLE, Section, by_part, is_by_inputs, kept, of_attention, runs, sections
 from sglcore.layers.parallel.vocab import SharedEmbedding, SharedHead
 from sglcore.layers.recurrent import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.scope import Scope
@@ -57,7 +57,6 @@ class ShardedBuild(Scope):
     concat = Build.concat
     rotary = Build.rotary
     softcap = Build.softcap
-    activation = Build.activation
     hyper_connection = Build.hyper_connection
     hyper_head = Build.hyper_head
     mapped_head = Build.mapped_head
@@ -102,9 +101,15 @@ class ShardedBuild(Scope):
         each = zip(parts, by_part(parts, ranges), strict=True)
         return [self._cut_rows(name, count, *own) for (name, count), own in each]
 
+    def activation(self, name: str) -> Callable[[Tensor], Tensor]:
+        """An elementwise function, of this rank's part of what is inside of a block."""
+        return self.own(
+            replace(self.config, intermediate_size=self.config.intermediate_size // self.shard.size)
+        ).activation(name)
+
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear | Summed:
         """x W^T + b: what `roles` says of its name; whole on every rank if that is nothing."""
-        if name not in BY_INPUTS:
+        if not is_by_inputs(self.prefix, name):
             return self._outputs(
                 ((name, outputs),), inputs, bias, sections(self.config, self.prefix, ((name, outputs),))
             )
@@ -179,14 +184,13 @@ class ShardedBuild(Scope):
         is_encoder: bool = False,
     ) -> AttentionLayer:
         """Over the heads of this rank."""
-        if is_encoder:
-            raise self._refusal("attention of an encoder")
         if sinks:
             self.cut("sinks", self.config.num_attention_heads, self.shard.part(self.config.num_attention_heads))
         if whole_norm:
             for name, section in zip(("q_norm", "k_norm"), of_attention(self.config), strict=False):
                 self.cut(f"{name}.weight", section.outputs, section.part(self.shard))
         how = {"qk_norm": qk_norm, "whole_norm": whole_norm, "norm_offset": norm_offset, "sinks": sinks}
+        how |= {"is_encoder": is_encoder}
         own = self.own(self._held).attention(layer_id, rotary, **how)
         if whole_norm and own.q_norm is not None and own.k_norm is not None:
             own.q_norm, own.k_norm = (SharedNorm(norm, self._ranks) for norm in (own.q_norm, own.k_norm))
@@ -331,10 +335,12 @@ class ShardedBuild(Scope):
         bias_once(self, own.b2 if isinstance(own, ClampedMoe) else own.weights[-1], self._every.tp)
         return ended(own, self._every)
 
-    def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> SharedEmbedding:
-        """A row for each id, of this rank's part of the vocabulary."""
+    def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> SharedEmbedding | Embedding:
+        """A row for each id, of this rank's part of the vocabulary; a table of other things is whole."""
         if self.prefix + name in self.given:
             return self.given[self.prefix + name]
+        if rows != self.config.vocab_size:
+            return self.own().embedding(name, rows, size, scale)
         scope, part = self.at(name), self.shard.vocabulary(rows)
         scope.cut("weight", rows, *clipped(part, rows))
         return SharedEmbedding(Embedding(scope, part[1] - part[0], size, scale), part, self._ranks)

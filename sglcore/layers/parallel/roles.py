@@ -15,8 +15,8 @@ from sglcore.checkpoint.recurrent import delta_net_config, mamba2_config
 from sglcore.checkpoint.shards import Shard
 from sglcore.layers.parallel.cut import Range
 
-BY_INPUTS = frozenset({"o_proj", "out_proj", "o_b_proj", "down_proj"})
-"""What ends a block: each rank multiplies the inputs that it made, and the results are summed."""
+_BY_INPUTS = frozenset({"o_proj", "out_proj", "o_b_proj", "down_proj", "Wo"})
+_HEADS_OF_SEQUENCES = ("classifier.", "pooler.")
 QUERIES = frozenset({"q_proj", "q_b_proj"})
 """A product by itself that makes heads of queries, wherever it is not an indexer's."""
 WHOLE = frozenset({"q_a_proj", "kv_proj"})
@@ -44,6 +44,13 @@ class Section:
         return first * self.size, last * self.size
 
 
+def is_by_inputs(scope: str, name: str) -> bool:
+    """What ends a block: each rank multiplies the inputs that it made, and the results are summed."""
+    if scope.endswith(_HEADS_OF_SEQUENCES):
+        return False
+    return name in _BY_INPUTS or (name == "dense" and scope.endswith("output."))
+
+
 def sections(config: ModelConfig, scope: str, parts: Sequence[tuple[str, int]]) -> tuple[Section, ...]:
     """How the outputs of a linear layer, or of several beside each other, are divided: none where they are whole."""
     first, outputs = parts[0][0], sum(count for _, count in parts)
@@ -56,7 +63,10 @@ def sections(config: ModelConfig, scope: str, parts: Sequence[tuple[str, int]]) 
     if first in QUERIES and len(parts) == 1:
         heads = config.num_attention_heads
         return (Section(heads, outputs // heads),)
-    return (Section(outputs, 1),) if first == "up_proj" else ()
+    if first == "Wqkv":
+        return of_attention(config)
+    is_inner = first == "up_proj" or (first == "dense" and scope.endswith("intermediate."))
+    return (Section(outputs, 1),) if is_inner else ()
 
 
 def of_attention(config: ModelConfig, has_gate: bool = False) -> tuple[Section, ...]:

@@ -35,6 +35,10 @@ class SharedEmbedding:
             return batch.input_embeds.clone()
         return self(batch.input_ids)
 
+    def row(self, index: int) -> Tensor:
+        """[size]."""
+        return self(torch.tensor([index], dtype=torch.int32, device=self.own.weight.device))[0]
+
 
 class SharedHead:
     """Hidden states to logits: each rank's columns side by side, without those that only fill up the last part."""
