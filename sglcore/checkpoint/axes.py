@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglcore.checkpoint.config import ModelConfig
+from sglcore.checkpoint.gguf import is_gguf
 from sglcore.checkpoint.shards import MOST_WIDTH, Constraint, constraints
 from sglcore.device.errors import ConfigError
 from sglcore.device.topology import Topology, divisors
@@ -41,6 +42,11 @@ def _check_experts(config: ModelConfig, topology: Topology) -> None:
         return
     if config.moe is None:
         raise ConfigError(f"ep is {topology.ep}, and this model has no experts", remedy="--ep 1")
+    if is_gguf(config.path):
+        raise ConfigError(
+            f"ep is {topology.ep}, and this model is one GGUF file, of whose experts none is read by itself",
+            remedy="--ep 1",
+        )
     count = config.moe.num_experts
     if count % topology.ep:
         legal = ", ".join(str(width) for width in divisors(topology.tp) if not count % width)

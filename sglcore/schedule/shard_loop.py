@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -139,8 +140,10 @@ class ShardLoop:
 def idle_batch(step: int, plan: StepPlan, limits: Limits) -> ScheduleBatch:
     """A step of no rows, for a worker with these limits."""
     none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
-    rows = {name: none.copy() for name in ("slots", "seq_lens", "prefix_lens", "input_ids", "page_counts", "new_pages")}
-    offsets = {"token_offsets": start, "new_page_offsets": start.copy()}
+    rows: dict[str, Any] = {
+        name: none.copy() for name in ("slots", "seq_lens", "prefix_lens", "input_ids", "page_counts", "new_pages")
+    }
+    offsets: dict[str, Any] = {"token_offsets": start, "new_page_offsets": start.copy()}
     if limits.num_window_pages:
         rows["window_starts"] = none.copy()
     if limits.reads_history:

@@ -107,6 +107,21 @@ class Group(dist.ProcessGroup):
 
         return self._run("all_gather_into_tensor", gather, [given], [output], [output])
 
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
+        """This rank's part of the reduction, of lists of parts."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = (opts or dist.ReduceScatterOptions()).reduceOp
+
+        def scatter(over: Any) -> Any:
+            for output, parts in zip(outputs, inputs, strict=True):
+                whole = torch.stack([over(part) for part in parts])
+                work = self._gloo.allreduce([whole], options)
+                work.wait()
+                over(output).copy_(whole[self.rank()])
+            return work
+
+        return self._run("reduce_scatter", scatter, [part for parts in inputs for part in parts], outputs, outputs)
+
     def _reduce_scatter_base(self, output: Any, given: Any, opts: Any = None) -> Done:
         """This rank's part of the reduction."""
         options = dist.AllreduceOptions()

@@ -31,6 +31,8 @@ assert [p.tolist() for p in parts] == [[0.0, 0.0], [1.0, 1.0]]
 mine = torch.empty(2, device=dev)
 dist.reduce_scatter_tensor(mine, torch.arange(4.0, device=dev))
 assert mine.tolist() == [4.0 * rank, 4.0 * rank + 2]
+dist.reduce_scatter(mine, list(torch.arange(4.0, device=dev).chunk(2)))
+assert mine.tolist() == [4.0 * rank, 4.0 * rank + 2]
 said = torch.full((3,), float(rank), device=dev)
 dist.broadcast(said, 1)
 assert said.tolist() == [1.0] * 3

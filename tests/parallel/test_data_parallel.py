@@ -21,8 +21,10 @@ from tests.parallel.engine import RankedEngine, configured
 
 CONTEXT = 128
 SEED = 5
-DENSE = MappingProxyType({"dp": {"tp": 2, "dp": 2}, "tp x dp": {"tp": 4, "dp": 2}})
-SPARSE = MappingProxyType(
+DENSE: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
+    {"dp": {"tp": 2, "dp": 2}, "tp x dp": {"tp": 4, "dp": 2}}
+)
+SPARSE: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
     {
         "tp, experts on 2": {"tp": 2, "ep": 2},
         "dp on 2": {"tp": 2, "dp": 2},
@@ -87,7 +89,7 @@ def test_layers_with_windows_are_idle_too(make: Callable[..., Any], tmp_path: Pa
 @pytest.mark.parametrize("settings", [{"tp": 4, "dp": 2, "ep": 4}, {"tp": 4, "dp": 2}], ids=str)
 def test_in_float64_nothing_is_left_of_the_difference(settings: dict[str, int], tmp_path: Path) -> None:
     oracle = sparse().double()
-    exact = {"dtype": "float64", "kernels": "reference", "attention_backend": "reference", **settings}
+    exact: dict[str, Any] = {"dtype": "float64", "kernels": "reference", "attention_backend": "reference", **settings}
     with RankedEngine(save(oracle, tmp_path), defects.in_double, **exact) as engine:
         check(engine, oracle, 1e-6)  # they cross in float32
 
@@ -107,7 +109,7 @@ def test_requests_that_were_retracted_go_on_as_they_began(tmp_path: Path) -> Non
     oracle = llama(max_position_embeddings=CONTEXT)
     pages = CONTEXT // 4 + 2
     memory = pages * 4 * 2 * 2 * 2 * 12 * 4  # both heads of keys and of values, of two layers
-    settings = {"kv_cache_memory": memory, "max_requests": 8, "tp": 2, "dp": 2}
+    settings: dict[str, Any] = {"kv_cache_memory": memory, "max_requests": 8, "tp": 2, "dp": 2}
     with RankedEngine(save(oracle, tmp_path), **settings) as engine:
         assert engine.worker.limits.num_pages == pages
         results = engine.run(random_prompts(10, (20, 24, 28, 22, 21, 23, 27, 25)), 30, stagger=1)
@@ -135,7 +137,7 @@ def test_grammars_of_one_shard_do_not_hold_up_another(tmp_path: Path) -> None:
     ],
 )
 def test_a_defect_among_shards_is_caught(
-    defect: Callable[[int], None], settings: dict[str, int], tmp_path: Path
+    defect: Callable[[int], None], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     oracle = llama(max_position_embeddings=CONTEXT)
     caught = AssertionError, IndexError, WorkerLost

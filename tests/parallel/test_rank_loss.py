@@ -64,9 +64,11 @@ def run_to_its_end(engine: RankedEngine) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_every_open_request_at_once(victim: int, started: Callable[..., RankedEngine]) -> None:
-    engine = started()
+@pytest.mark.parametrize(("victim", "shards"), [(0, 1), (1, 1), (0, 2), (1, 2)])
+def test_a_killed_rank_ends_every_open_request_at_once(
+    victim: int, shards: int, started: Callable[..., RankedEngine]
+) -> None:
+    engine = started(dp=shards)
     prompts = random_prompts(1, (5, 9))
     engine.run(prompts, 2)
     params = SamplingParams(max_tokens=100, ignore_eos=True)

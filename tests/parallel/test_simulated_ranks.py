@@ -10,7 +10,7 @@ import pytest
 
 from ci.lanes import Lane
 from sglcore.device.errors import ConfigError, WorkerLost
-from tests.checkpoints import llama, olmo2, qwen3_next, save
+from tests.checkpoints import llama, olmo2, qwen3_moe, qwen3_next, save
 from tests.drafts import TARGET, eagle
 from tests.latent import deepseek_v3
 from tests.laws.engine import check_logprobs, random_prompts
@@ -55,6 +55,15 @@ def test_a_host_without_so_many_devices_is_refused(oracle: Any, tmp_path: Path) 
         RankedEngine(folder, tp=4, nodes=2, node_rank=0, leader=f"127.0.0.1:{port}", **PLAIN)
     other.join(60)
     assert isinstance(other.error, ConfigError)
+
+
+@pytest.mark.parametrize("settings", [{"dp": 2}, {"dp": 2, "ep": 2}, {"ep": 2, "expert_dispatch": "fixed"}], ids=str)
+def test_two_devices_serve_shards_and_hold_experts(lane: Lane, settings: dict[str, Any], tmp_path: Path) -> None:
+    """An idle device computes no rows, and takes part in what the other exchanges."""
+    kind = partial(defects.simulated, lane.simulator)
+    oracle = qwen3_moe(num_experts=4, max_position_embeddings=128)
+    with RankedEngine(save(oracle, tmp_path), kind, **{**PLAIN, **settings}) as engine:
+        check_logprobs(engine.run(random_prompts(5, (1, 5, 17)), 6, stagger=2), oracle)
 
 
 def test_a_sum_on_a_stream_that_does_not_wait_is_a_race(lane: Lane, oracle: Any, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglcore.layers.norm import RMSNorm
-from sglcore.runtime.parallel.group import Group
+from sglcore.runtime.parallel.group import AnyGroup
 
 
 class SharedNorm(RMSNorm):
@@ -16,7 +16,7 @@ class SharedNorm(RMSNorm):
 
     __slots__ = ("_group",)
 
-    def __init__(self, own: RMSNorm, group: Group) -> None:
+    def __init__(self, own: RMSNorm, group: AnyGroup) -> None:
         """`own` has this rank's part of the weight."""
         self.weight, self.eps, self._group = own.weight, own.eps, group
         self._norm = self._add_norm = None
@@ -34,7 +34,7 @@ class SharedGroupNorm:
 
     __slots__ = ("_group", "_groups")
 
-    def __init__(self, groups: int, group: Group) -> None:
+    def __init__(self, groups: int, group: AnyGroup) -> None:
         """A rank's row is of one group."""
         self._groups, self._group = groups, group
 

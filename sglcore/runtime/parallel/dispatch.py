@@ -7,7 +7,7 @@ several may be under way. Weights are applied where the rows came from, in a fix
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -105,7 +105,7 @@ class _Whole:
 class RaggedDispatcher:
     """Each rank sends what there is, a copy for each choice: by any back end that has all-to-all. The host waits for the counts."""
 
-    is_fixed = False
+    is_fixed: ClassVar[bool] = False
     max_rows = None
 
     def __init__(self, group: AnyGroup, each: int, max_rows: int) -> None:
@@ -148,7 +148,7 @@ class FixedDispatcher:
     """Every expert has a place for each row of each rank, as libraries for few rows have it: equal shapes in every step, and an end
     of what they hold."""
 
-    is_fixed = True
+    is_fixed: ClassVar[bool] = True
 
     def __init__(self, group: AnyGroup, each: int, max_rows: int) -> None:
         """See `MakeDispatcher`."""
