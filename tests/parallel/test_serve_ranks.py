@@ -66,11 +66,12 @@ def test_a_server_of_two_ranks_answers_and_says_what_ended_it(tmp_path: Path) ->
 
 
 def test_a_server_of_two_shards_answers_many_at_once(tmp_path: Path) -> None:
-    with served(tmp_path, "--tp", "2", "--dp", "2") as (_, url), ThreadPoolExecutor(5) as pool:
+    with served(tmp_path, "--tp", "2", "--dp", "2", "--max-requests", "7") as (_, url), ThreadPoolExecutor(5) as pool:
         client = client_of(url)
         assert list(pool.map(lambda _: answer_of(client), range(5))) == ["2 + 3 = 5."] * 5
-        info = json.dumps(json.load(urllib.request.urlopen(f"{url}/server_info")))
-        assert "each request's cache is on 1 of 2 ranks" in info
+        info = json.load(urllib.request.urlopen(f"{url}/server_info"))
+        assert "each request's cache is on 1 of 2 ranks" in json.dumps(info)
+        assert json.load(urllib.request.urlopen(f"{url}/props"))["total_slots"] == 14
 
 
 def test_a_server_of_a_sparse_model_in_shards_says_what_transformers_says(tmp_path: Path) -> None:
