@@ -82,7 +82,7 @@ OTHERS: MappingProxyType[str, tuple[Make, dict[str, Any]]] = MappingProxyType(
 def test_so_does_every_other_model(name: str, tmp_path: Path) -> None:
     make, changes = OTHERS[name]
     oracle, is_v4 = make(**changes), make is deepseek_v4.deepseek_v4
-    settings = {"page_size": 16, "tp": 4} if is_v4 else {}
+    settings: dict[str, Any] = {"page_size": 16, "tp": 4} if is_v4 else {}
     with RankedEngine(checkpoints.save(oracle, tmp_path), max_batch_tokens=9, **settings) as engine:
         check_logprobs(engine.run(random_prompts(SEED, (5, 17)), 8, score_prompts=True, stagger=2), oracle, 1e-4)
 
