@@ -53,6 +53,8 @@ class TokenEngine:
         self.worker = worker
         self.limits = worker.limits
         self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.limits.vocab_size)
+        self.max_requests = self.limits.max_requests * shards
+        """Requests that may run at once, over all shards."""
         self.scheduler, self.loop = make_loop(worker, shards, overlap=overlap, prefix_cache=prefix_cache)
         self._groups: dict[str, SampleGroup] = {}
         self._watched: dict[str, SampleGroup] = {}

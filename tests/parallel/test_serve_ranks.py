@@ -158,11 +158,12 @@ def test_replicas_of_two_ranks_each_serve_and_one_goes_on_without_the_other(serv
 
 
 def test_a_server_of_two_shards_answers_many_at_once(serve: Callable[..., Server]) -> None:
-    server = serve("--dp", "2")
+    server = serve("--dp", "2", "--max-requests", "7")
     with ThreadPoolExecutor(5) as pool:
         assert list(pool.map(lambda _: server.answer(), range(5))) == ["2 + 3 = 5."] * 5
-    info = json.dumps(json.load(urllib.request.urlopen(f"{server.url}/server_info")))
-    assert "each request's cache is on 1 of 2 ranks" in info
+    info = json.load(urllib.request.urlopen(f"{server.url}/server_info"))
+    assert "each request's cache is on 1 of 2 ranks" in json.dumps(info)
+    assert json.load(urllib.request.urlopen(f"{server.url}/props"))["total_slots"] == 14
 
 
 def test_a_server_of_a_sparse_model_in_shards_says_what_transformers_says(

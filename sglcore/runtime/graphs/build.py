@@ -61,8 +61,8 @@ def reason_of_ranks(groups: Groups | None, kind: str) -> str:
         return ""
     if groups.place.topology.dp > 1:
         return "the rows of each step's shards are other ones, and no graph is agreed on"
-    if groups.has_experts_whole and not groups.dispatch.is_fixed:
-        return "rows go to their experts by counts that the host reads, and no graph holds that"
+    if groups.has_experts_whole and not (groups.dispatch.is_fixed and groups.communication.in_graphs):
+        return f"rows go to their experts over {groups.communication.backend}, and no {kind} graph holds that"
     if groups.tp.goes_into(kind):
         return ""
     return f"sums of ranks over {groups.communication.backend} run between kernels, and no {kind} graph holds them"

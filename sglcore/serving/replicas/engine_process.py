@@ -140,7 +140,7 @@ def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float])
         distribution=chosen.distribution,
         version=chosen.version,
         ledger=tuple(ledger),
-        limits=asdict(engine.limits),
+        limits=asdict(engine.limits) | {"max_requests": engine.max_requests},
         max_model_len=engine.limits.max_model_len,
         generates=engine.limits.generates,
         eos_ids=tuple(sorted(engine.eos_ids)),

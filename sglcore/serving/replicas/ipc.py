@@ -98,8 +98,8 @@ class Phase(msgspec.Struct, array_like=True, tag=1, gc=False):
 class ModelInfo(msgspec.Struct, frozen=True, tag="info"):
     """What a started engine runs: device and decisions, limits, and how long each step of the bring-up took (seconds).
 
-    `ledger`: rows as plain values. `limits`: the fields of `device.worker.Limits`. `fingerprint` changes with anything
-    that may change a number: versions, device, model, decisions.
+    `ledger`: rows as plain values. `limits`: the fields of `device.worker.Limits`, with the requests of all shards.
+    `fingerprint` changes with anything that may change a number: versions, device, model, decisions.
     """
 
     device: str
