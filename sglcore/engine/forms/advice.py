@@ -89,7 +89,7 @@ def _forms(config: ModelConfig, cluster: Cluster) -> Iterator[Topology]:
     """With all devices in use; a copy takes an equal part of a host, or whole hosts."""
     per_host = cluster.links.per_host
     for tp in divisors(cluster.devices):
-        if tp <= per_host and per_host % tp or tp > per_host and tp % per_host:
+        if (tp <= per_host and per_host % tp) or (tp > per_host and tp % per_host):
             continue
         for dp in divisors(tp):
             for ep in dict.fromkeys((1, tp)):
@@ -129,9 +129,7 @@ def text_of(found: Sequence[Advice], model: str, cluster: Cluster, top: int) -> 
     head = ("tp", "dp", "ep", "copies", "step ms", "most of it", "prompt tok/s", "cache tokens", "running", "tok/s")
     rows = [head, *(_row(each) for each in fitting[:top])]
     widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     best = fitting[0]
     lines += ["", f"fastest: {best.command(model, per_host)}"]
     if best.copies > 1:

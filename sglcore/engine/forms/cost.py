@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
 
-
 from sglcore.device.topology import Topology
 from sglcore.engine.forms.cluster import Cluster
 from sglcore.engine.forms.shape import LayerShape, ModelShape
@@ -206,5 +205,3 @@ def distinct(choices: float, among: int, at_once: int) -> float:
 def copies_to_ranks(n: int, chosen: int) -> float:
     """To how many of `n` ranks a token goes whose `chosen` experts are anywhere, each as likely."""
     return n * (1 - (1 - 1 / n) ** chosen)
-
-
