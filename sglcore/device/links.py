@@ -24,7 +24,7 @@ class Link:
         """Of `m` bytes on each of `n` ranks: round a ring, or everybody reads everybody's, whichever is faster."""
         ring = 2 * (n - 1) * self.alpha + 2 * (n - 1) / n * m * self.beta
         one_shot = self.alpha + (n - 1) * m * self.beta
-        return min(ring, one_shot) if n > 1 else 0.0
+        return min(ring, one_shot)
 
     def all_gather(self, n: int, m: float) -> float:
         """To `m` bytes, which all have then; a reduce-scatter from `m` bytes costs the same."""

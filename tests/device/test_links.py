@@ -59,8 +59,9 @@ def test_costs_are_those_that_are_worked_out_by_hand(check: Any) -> None:
     [
         (check_one_level, "2 * (n - 1) * self.alpha + 2", "2 * n * self.alpha + 2"),
         (check_one_level, "2 * (n - 1) / n * m", "(n - 1) / n * m"),
-        (check_one_level, "return min(ring, one_shot) if n > 1 else 0.0", "return ring"),
-        (check_one_level, "return min(ring, one_shot) if n > 1 else 0.0", "return min(ring, one_shot)"),
+        (check_one_level, "min(ring, one_shot)", "ring"),
+        (check_one_level, "min(ring, one_shot)", "max(ring, one_shot)"),
+        (check_one_level, "ceil(log2(n)) * self.alpha + (n - 1)", "log2(n) * self.alpha + (n - 1)"),
         (check_one_level, "(n - 1) * self.alpha + (n - 1) / n", "self.alpha + (n - 1) / n"),
         (check_one_level, "* (self.alpha + m * self.beta)", "* self.alpha + m * self.beta"),
         (check_two_levels, "self.between.all_reduce(hosts, m / local)", "self.between.all_reduce(hosts, m)"),
@@ -75,6 +76,12 @@ def test_costs_are_those_that_are_worked_out_by_hand(check: Any) -> None:
 def test_a_wrong_formula_is_caught(check: Any, sound: str, defect: str) -> None:
     with pytest.raises(AssertionError):
         check(planted(links, sound, defect))
+
+
+def test_times_of_two_processes_that_sum_over_loopback_are_fitted() -> None:
+    """Medians that were measured once, of 4 KB, 64 KB, 1 MB and 4 MB: about 0.3 ms, and 1.1 GB/s."""
+    found = links.fitted([4096, 65536, 1 << 20, 1 << 22], [316e-6, 333e-6, 1.7e-3, 3.9e-3], 1, 1)
+    assert found.alpha == pytest.approx(0.31e-3, rel=0.1) and 1 / found.beta == pytest.approx(1.1e9, rel=0.2)
 
 
 def test_costs_grow_with_bytes_and_with_ranks() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ MXFP4 = 17 / 32
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One layer, in elements. Of attention's weights `whole` are on every rank of a shard, `by_heads` are divided among them,
+    """One layer, in elements. Of attention's weights `whole` are on every rank, a gate among them, `by_heads` are divided among them,
     `by_keys` are divided as far as there are heads of keys. A token keeps `cache_whole` on every rank and `cache_by_keys`
     divided so, and each token before it costs a query `score_flops` over all heads. `window` bounds those tokens. `block` is
     what every row passes, divided among all ranks in `num_blocks` blocks; `expert` is one expert, 0 where there are none."""
@@ -67,7 +66,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All of them, but for norms, biases and gates."""
+        """All of them, but for norms and biases."""
         each = (
             layer.whole + layer.by_heads + layer.by_keys + layer.block + layer.expert * self.experts
             for layer in self.layers
@@ -132,12 +131,13 @@ def _layer(config: ModelConfig, layer: int) -> LayerShape:
     if moe is None or not moe.layers[layer]:
         block = 3 * hidden * config.intermediate_size
         return LayerShape(**attention, window=window, block=block, num_blocks=1, expert=0)
+    attention["whole"] += hidden * moe.num_experts  # the gate
     shared = 3 * hidden * moe.shared_size
     expert = 3 * hidden * moe.intermediate_size
     return LayerShape(**attention, window=window, block=shared, num_blocks=1 if shared else 0, expert=expert)
 
 
-def _plain(config: ModelConfig) -> Mapping[str, Any]:
+def _plain(config: ModelConfig) -> dict[str, Any]:
     heads = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     return {
@@ -150,7 +150,7 @@ def _plain(config: ModelConfig) -> Mapping[str, Any]:
     }
 
 
-def _latent(config: ModelConfig) -> Mapping[str, Any]:
+def _latent(config: ModelConfig) -> dict[str, Any]:
     """Multi-head latent attention, its keys and values absorbed into queries and outputs (DeepSeek-V2, section 2.1)."""
     words, hidden, heads = config.words, config.hidden_size, config.num_attention_heads
     kv, rope, nope, value = (
