@@ -307,6 +307,16 @@ def test_layers_whose_costs_are_not_known_are_refused(
     assert wanted in str(refused.value)
 
 
+def test_encoders_and_files_of_mixed_types_are_refused(tmp_path: Path) -> None:
+    config = read_config(CLUSTERS / "dense-8b")
+    pooling: Any = object()
+    with pytest.raises(ConfigError, match="an encoder, which keeps no cells"):
+        shape.shape_of(replace(config, pooling=pooling))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(20))
+    with pytest.raises(ConfigError, match="each of whose tensors has a type of its own"):
+        shape.shape_of(replace(config, path=tmp_path / "m.gguf"))
+
+
 GOOD = (CLUSTERS / "two-hosts.toml").read_text()
 
 

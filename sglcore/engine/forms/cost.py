@@ -39,10 +39,7 @@ class Seconds:
     @property
     def most(self) -> str:
         """What most of them go for."""
-        return max((field.name for field in fields(self)), key=lambda name: astuple(self)[_NAMES.index(name)])
-
-
-_NAMES = [field.name for field in fields(Seconds)]
+        return max(zip(astuple(self), (field.name for field in fields(self)), strict=True))[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 from pathlib import Path
@@ -65,7 +65,20 @@ class LinkFigures:
     fits: dict[str, Fit]
 
 
-def measure_links(config: EngineConfig, sizes: Sequence[int]) -> LinkFigures:
+def spawn_measuring(spec: RankSpec, sizes: Sequence[int]) -> subprocess.Popen[bytes]:
+    """The process of a rank, which begins at once; does not wait."""
+    command = [sys.executable, "-m", "sglcore.engine.ranks.links"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert process.stdin is not None
+    with process.stdin as given:
+        given.write(msgspec.json.encode(spec) + b"\n" + msgspec.json.encode(list(sizes)) + b"\n")
+    return process
+
+
+Spawn = Callable[[RankSpec, Sequence[int]], "subprocess.Popen[bytes]"]
+
+
+def measure_links(config: EngineConfig, sizes: Sequence[int], spawn: Spawn = spawn_measuring) -> LinkFigures:
     """Of the group that `config.tp` ranks would make on this machine. Waits. Raises ConfigError for what can not run, and
     WorkerLost where a rank ends on the way; no process is left."""
     if config.tp < 2:
@@ -81,7 +94,7 @@ def measure_links(config: EngineConfig, sizes: Sequence[int]) -> LinkFigures:
         try:
             for place in places:
                 spec = spec_of(config, choice.chosen, place, is_host=is_host, **told)
-                processes.append(_spawn(spec, sizes))
+                processes.append(spawn(spec, sizes))
             _wait(processes, Path(folder))
         finally:
             for process in processes:
@@ -109,29 +122,23 @@ def fits_of(measured: Sequence[Measured], ranks: int) -> dict[str, Fit]:
     return found
 
 
-def _spawn(spec: RankSpec, sizes: Sequence[int]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "sglcore.engine.ranks.links"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-    assert process.stdin is not None
-    with process.stdin as given:
-        given.write(msgspec.json.encode(spec) + b"\n" + msgspec.json.encode(list(sizes)) + b"\n")
-    return process
-
-
 def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Until all have ended well. Raises WorkerLost for the first that has not, with its last words."""
+    """Until all have ended well. Raises WorkerLost once one has not, with its last words, or when they take too long."""
     until = time.monotonic() + PATIENCE
     while any(process.poll() is None for process in processes):
-        failed = [rank for rank, process in enumerate(processes) if process.poll()]
-        if failed or time.monotonic() > until:
-            break
+        if time.monotonic() > until:
+            raise WorkerLost(f"{len(processes)} ranks have not measured their links in {PATIENCE:.0f} seconds")
+        _check(processes, folder)
         time.sleep(0.02)
+    _check(processes, folder)
+
+
+def _check(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
     for rank, process in enumerate(processes):
-        if process.poll() != 0:
+        if process.poll():
             words = folder / f"failed-{rank}"
-            said = words.read_text(encoding="utf-8") if words.exists() else f"its exit code is {process.poll()}"
-            if process.poll() is not None or time.monotonic() > until:
-                raise WorkerLost(f"rank {rank} of {len(processes)} did not measure its links: {said}")
+            said = words.read_text(encoding="utf-8") if words.exists() else f"its exit code is {process.returncode}"
+            raise WorkerLost(f"rank {rank} of {len(processes)} did not measure its links: {said}")
 
 
 def main() -> int:
