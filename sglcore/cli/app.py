@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from sglcore.cli.advise import advise
 from sglcore.cli.bench import make_bench
 from sglcore.cli.chat import chat
 from sglcore.cli.conform import conform
@@ -44,6 +45,7 @@ def make_app() -> typer.Typer:
     app.command("explain", cls=Command, short_help="Every decision of a start, and how to get another.")(
         with_settings(explain, EngineConfig)
     )
+    app.command(cls=Command, short_help="In which form a cluster would run a model fastest.")(advise)
     app.command(cls=Command, short_help="Why something does not run here.")(doctor)
     app.command(cls=Command, context_settings={"allow_extra_args": True}, short_help="Prove a device, law by law.")(
         conform

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sglcore.cli import options
+from sglcore.cli.bench_links import links
 from sglcore.cli.settings import engine_settings, with_settings
 from sglcore.cli.usage import Command
 from sglcore.device.config import EngineConfig
@@ -132,10 +133,15 @@ def offline(
 
 def make_bench() -> typer.Typer:
     """The commands below `sglcore bench`."""
-    app = typer.Typer(help="Measure a server, or the engine alone.", no_args_is_help=True, rich_markup_mode=None)
+    app = typer.Typer(
+        help="Measure a server, the engine alone, or what links ranks.", no_args_is_help=True, rich_markup_mode=None
+    )
     app.command(cls=Command, short_help="Offer a load to a running server.")(serve)
     app.command("offline", cls=Command, short_help="The same load on the engine alone, in this process.")(
         with_settings(offline, EngineConfig)
+    )
+    app.command("links", cls=Command, short_help="Time collectives of ranks on this machine.")(
+        with_settings(links, EngineConfig)
     )
     return app
 

@@ -17,7 +17,7 @@ from sglcore.device.choice import ChosenDevice, Requested, check_same
 from sglcore.device.collection import no_collection
 from sglcore.device.config import EngineConfig
 from sglcore.device.discovery import discover
-from sglcore.device.errors import ConfigError
+from sglcore.device.errors import BringUpError, ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import resolve
@@ -166,10 +166,17 @@ def bring_up(
     ledger: DecisionLedger,
     progress: Progress,
     place: Place | None = None,
+    last: str | None = None,
 ) -> tuple[Mapping[str, Any], dict[str, float]]:
-    """What the package's order builds, and the seconds of each step; waits. `place` is that of one of several ranks."""
+    """What the package's order builds, and the seconds of each step; waits. `place` is that of one of several ranks. With `last`
+    no step after the one of that name is run."""
     package = choice.package
     order: BringUp = resolve(package.bring_up, package.name)
+    if last is not None:
+        names = [step.provides for step in order.steps]
+        if last not in names:
+            raise BringUpError(f"device {package.name!r} has no step {last!r}", wanted=f"one of {', '.join(names)}")
+        order = BringUp(order.steps[: names.index(last) + 1])
     seconds: dict[str, float] = {}
     given: dict[str, Any] = {
         "config": config,

@@ -47,6 +47,20 @@ class RankOptions:
 
 def check_ranks(config: EngineConfig, folder: Path, choice: Choice, placement: Placement = ALONE) -> None:
     """Raise ConfigError, before any process starts, for what does not go with several ranks, or with so many."""
+    check_devices(config, choice, placement)
+    _check_shards(config)
+    if config.model_impl == "transformers":
+        raise ConfigError(
+            f"tp is {config.tp} and model_impl is {config.model_impl!r}, which do not go together yet",
+            remedy="leave --model-impl or --tp out",
+        )
+    checkpoint = read_config(folder, task=config.task)
+    check_divisible(checkpoint, config.tp)
+    check_topology(checkpoint, topology_of(config))
+
+
+def check_devices(config: EngineConfig, choice: Choice, placement: Placement = ALONE) -> None:
+    """Raise ConfigError for a device whose ranks can not exchange tensors, and where there are too few devices."""
     package, width = choice.package, config.tp
     if package.communication is None:
         raise ConfigError(
@@ -60,15 +74,6 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice, placement: P
             f" {devices - choice.chosen.index}" + (f", of {here} for this host" if placement.nodes > 1 else ""),
             remedy=f"--tp {max(devices - choice.chosen.index, 1)}, --device {package.name}:0, or more hosts (--nodes)",
         )
-    _check_shards(config)
-    if config.model_impl == "transformers":
-        raise ConfigError(
-            f"tp is {width} and model_impl is {config.model_impl!r}, which do not go together yet",
-            remedy="leave --model-impl or --tp out",
-        )
-    checkpoint = read_config(folder, task=config.task)
-    check_divisible(checkpoint, width)
-    check_topology(checkpoint, topology_of(config))
 
 
 def _check_shards(config: EngineConfig) -> None:

@@ -1,0 +1,85 @@
+"""`sglcore bench links`: what collectives of ranks cost on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sglcore.cli.settings import engine_settings
+from sglcore.device.config import resolve_config
+from sglcore.device.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglcore.engine.ranks.links import LinkFigures
+
+
+def links(
+    smallest: Annotated[int, typer.Option(help="Bytes of the smallest tensor on each rank.")] = 1 << 10,
+    largest: Annotated[
+        int, typer.Option(help="Bytes of the largest; from one to the next there are four times as many.")
+    ] = 1 << 26,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    settings: dict[str, Any] | None = None,
+) -> None:
+    """Time sums and exchanges among the ranks that --tp N would make on this machine, and fit a start-up time and a rate to
+    them, as a cluster's file for `sglcore advise` wants them. No model is loaded.
+    """
+    from sglcore.engine.ranks.links import measure_links
+
+    if not 0 < smallest < largest:
+        raise ConfigError(
+            f"sizes go from {smallest} to {largest} bytes", wanted="a smallest above 0 and below the largest"
+        )
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {str(json_file.absolute().parent)!r}", remedy="make it, or name another")
+    sizes = [smallest]
+    while sizes[-1] * 4 <= largest:
+        sizes.append(sizes[-1] * 4)
+    if sizes[-1] < largest:
+        sizes.append(largest)
+    found = measure_links(resolve_config(engine_settings(settings)), sizes)
+    if json_file is not None:
+        from sglcore import __version__
+
+        json_file.write_text(json.dumps({"sglcore": __version__, **links_json(found)}, indent=1) + "\n")
+    _show(found)
+
+
+def links_json(found: LinkFigures) -> dict[str, Any]:
+    """The figures as plain values, fits in the units of a cluster's file."""
+    fits = {
+        name: {**_numbers(fit.link.alpha, fit.link.beta), "largest_error": fit.error}
+        for name, fit in found.fits.items()
+    }
+    rows = [{"operation": each.operation, "bytes": each.size, "us": each.seconds * 1e6} for each in found.measured]
+    return {"kind": "links", "device": found.device, "ranks": found.ranks, "fits": fits, "measured": rows}
+
+
+def _numbers(alpha: float, beta: float) -> dict[str, float | None]:
+    """No rate where no size was large enough to show one."""
+    return {"alpha_us": alpha * 1e6, "gb_s": 1e-9 / beta if beta else None}
+
+
+def _show(found: LinkFigures) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(f"{found.ranks} ranks on {found.device}", "bytes", "us", "GB/s", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for each in found.measured:
+        rate = each.size / each.seconds / 1e9
+        table.add_row(each.operation, f"{each.size:,}", f"{each.seconds * 1e6:.1f}", f"{rate:.3f}")
+    console = Console(highlight=False)
+    console.print(table)
+    for name, fit in found.fits.items():
+        numbers = _numbers(fit.link.alpha, fit.link.beta)
+        rate = "not seen at these sizes" if numbers["gb_s"] is None else f"{numbers['gb_s']:.3g}"
+        console.print(
+            f"{name}: alpha_us = {numbers['alpha_us']:.3g}, gb_s = {rate} (off by {fit.error:.0%} at most)",
+            soft_wrap=True,
+        )

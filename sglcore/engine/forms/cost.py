@@ -1,0 +1,204 @@
+"""How long a step takes in each form of ranks, predicted: a roofline of each layer, and what its collectives cost.
+
+A prediction is a bound that no kernel goes below by the numbers it is given: good for comparing forms, not for promising times.
+Experts are chosen evenly, and shards have equally many rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+
+from sglcore.device.topology import Topology
+from sglcore.engine.forms.cluster import Cluster
+from sglcore.engine.forms.shape import LayerShape, ModelShape
+
+LAUNCHES = 10
+"""Kernels of a layer that wait for each other."""
+MEMORY_SHARE = 0.9
+"""The part of a device's memory that weights and cache may take; the rest is for what a step computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds of a step by what they go for: reading weights, reading the cache, arithmetic, collectives, launches."""
+
+    weights: float = 0.0
+    cache: float = 0.0
+    arithmetic: float = 0.0
+    links: float = 0.0
+    launches: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(astuple(self))
+
+    @property
+    def most(self) -> str:
+        """What most of them go for."""
+        return max(zip(astuple(self), (field.name for field in fields(self)), strict=True))[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What one step computes: `count` rows of each shard of requests, over `sequences` of them with `context` tokens before."""
+
+    count: int
+    sequences: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """A model on a cluster in one form. Ranks are those of one copy of the model."""
+
+    model: ModelShape
+    cluster: Cluster
+    topology: Topology
+
+    def step(self, rows: Rows) -> Seconds:
+        """All layers and the output layer. Every rank takes as long as the slowest."""
+        kinds = {layer: self.model.layers.count(layer) for layer in self.model.layers}
+        total = self._output(rows)
+        for layer, count in kinds.items():
+            each = self.attention(layer, rows) + self.blocks(layer, rows) + self.experts(layer, rows)
+            total += times(each + Seconds(launches=LAUNCHES * self.cluster.device.launch), count)
+        return total
+
+    def attention(self, layer: LayerShape, rows: Rows) -> Seconds:
+        """Projections and scores of a shard's rows, and the sum over its ranks."""
+        model, width = self.model, self.topology.attn_tp
+        held = self._attention_weights(layer)
+        seen = layer.seen(rows.context)
+        kept = rows.sequences * seen * self._cache_elements(layer) * model.row_bytes
+        projected = self._roofline(held * model.attention_bytes, 0, 2 * rows.count * held, model.attention_bytes)
+        scored = self._roofline(0, kept, rows.count * seen * layer.score_flops / width, model.row_bytes)
+        return projected + scored + self._links(self.cluster.links.all_reduce(width, self._row_bytes(rows.count)))
+
+    def blocks(self, layer: LayerShape, rows: Rows) -> Seconds:
+        """What every row passes, divided among all ranks; with it the experts, where each rank has a part of every one."""
+        tp, every = self.topology.tp, rows.count * self.topology.dp
+        found = times(self._links(self._all_rows(rows)), self._sums(layer))
+        if layer.block:
+            held = layer.block / tp
+            found += self._roofline(held * self.model.block_bytes, 0, 2 * every * held, self.model.block_bytes)
+        if layer.expert and self.topology.ep == 1:
+            touched = distinct(every * self.model.chosen, self.model.experts, self.model.chosen)
+            flops = 2 * every * self.model.chosen * layer.expert / tp
+            weights = touched * layer.expert / tp * self.model.expert_bytes
+            found += self._roofline(weights, 0, flops, self.model.expert_bytes)
+        return found
+
+    def experts(self, layer: LayerShape, rows: Rows) -> Seconds:
+        """Whole experts on each rank: rows go there and back, and those of a shard are put together again."""
+        ep, model = self.topology.ep, self.model
+        if ep == 1 or not layer.expert:
+            return Seconds()
+        own = rows.count / self.topology.attn_tp
+        met = own * ep * model.chosen
+        touched = distinct(met, model.experts, model.chosen) / ep
+        most = self.cluster.imbalance
+        work = self._roofline(
+            min(touched * most, model.experts / ep) * layer.expert * model.expert_bytes,
+            0,
+            2 * met / ep * layer.expert * most,
+            model.expert_bytes,
+        )
+        out = model.row_bytes if self.cluster.bytes_out is None else self.cluster.bytes_out
+        moved = self.carried(own * most, out) + self.carried(own * most, model.row_bytes)
+        together = self.cluster.links.all_gather(self.topology.attn_tp, self._row_bytes(rows.count))
+        return work + self._links(moved + together)
+
+    def carried(self, rows: float, element: float) -> float:
+        """Seconds until so many rows of each rank, of `element` bytes, are where their experts are, or back from there."""
+        links, ep, chosen = self.cluster.links, self.topology.ep, self.model.chosen
+        each = rows * self.model.hidden * element
+        if not self.cluster.is_copy_per_rank:
+            return links.all_to_all(ep, each * chosen)
+        _, hosts = links.levels(ep)
+        return links.all_to_all(ep, each * copies_to_ranks(ep, chosen), each * copies_to_ranks(hosts, chosen))
+
+    def weight_bytes(self) -> float:
+        """Of one rank."""
+        model, tp = self.model, self.topology.tp
+        part = self.topology.ep if self.topology.ep > 1 else tp
+        found = model.tables / self.topology.attn_tp * model.row_bytes
+        for layer in model.layers:
+            found += self._attention_weights(layer) * model.attention_bytes + layer.block / tp * model.block_bytes
+            found += layer.expert * model.experts / part * model.expert_bytes
+        return found
+
+    def request_bytes(self, length: int) -> float:
+        """Of the cache of a request of so many tokens, on each rank of its shard."""
+        each = (self._cache_elements(layer) * layer.seen(length) for layer in self.model.layers)
+        return sum(each) * self.model.row_bytes
+
+    def cache_tokens(self, length: int) -> int:
+        """Tokens that fit in all shards together, in requests of that length; 0 where the weights leave no room."""
+        room = MEMORY_SHARE * self.cluster.device.memory - self.weight_bytes()
+        return max(int(room * length / self.request_bytes(length)), 0) * self.topology.dp
+
+    def _attention_weights(self, layer: LayerShape) -> float:
+        width = self.topology.attn_tp
+        return layer.whole + layer.by_heads / width + layer.by_keys / self._key_parts
+
+    def _cache_elements(self, layer: LayerShape) -> float:
+        return layer.cache_whole + layer.cache_by_keys / self._key_parts
+
+    @property
+    def _key_parts(self) -> int:
+        """In how many parts heads of keys are divided; further ranks hold the same ones."""
+        return min(self.topology.attn_tp, self.model.kv_heads)
+
+    def _output(self, rows: Rows) -> Seconds:
+        """Each request's last row to logits of 4 bytes, which all ranks of its shard have then."""
+        model, width = self.model, self.topology.attn_tp
+        held = model.vocabulary * model.hidden / width
+        read = self._roofline(held * model.row_bytes, 0, 2 * rows.sequences * held, model.row_bytes)
+        return read + self._links(self.cluster.links.all_gather(width, rows.sequences * model.vocabulary * 4))
+
+    def _sums(self, layer: LayerShape) -> int:
+        """Blocks of a layer that end in a sum over all ranks."""
+        return layer.num_blocks + (1 if layer.expert and self.topology.ep == 1 else 0)
+
+    def _all_rows(self, rows: Rows) -> float:
+        """Rows of a shard to those of all, and sums of them back; with one shard that is the sum alone."""
+        links, topology = self.cluster.links, self.topology
+        if topology.dp == 1:
+            return links.all_reduce(topology.tp, self._row_bytes(rows.count))
+        there_and_back = 2 * links.all_gather(topology.tp, self._row_bytes(rows.count * topology.dp))
+        return there_and_back + 2 * links.all_gather(topology.attn_tp, self._row_bytes(rows.count))
+
+    def _row_bytes(self, count: float) -> float:
+        return count * self.model.hidden * self.model.row_bytes
+
+    def _links(self, seconds: float) -> Seconds:
+        return Seconds(links=seconds)
+
+    def _roofline(self, weights: float, cache: float, flops: float, element: float) -> Seconds:
+        """Bytes read or operations, whichever takes longer (Williams, Waterman and Patterson 2009)."""
+        device = self.cluster.device
+        reading = (weights + cache) / device.bandwidth
+        computing = flops / (device.flops_8bit if element == 1 else device.flops)
+        if computing > reading:
+            return Seconds(arithmetic=computing)
+        return Seconds(weights=weights / device.bandwidth, cache=cache / device.bandwidth)
+
+
+def times(seconds: Seconds, count: int) -> Seconds:
+    """So often."""
+    return Seconds(*(each * count for each in astuple(seconds)))
+
+
+def distinct(choices: float, among: int, at_once: int) -> float:
+    """How many of `among` experts come up in `choices`, of which each token's `at_once` differ, if all are as likely."""
+    tokens = choices / at_once
+    return among * (1 - (1 - at_once / among) ** tokens)
+
+
+def copies_to_ranks(n: int, chosen: int) -> float:
+    """To how many of `n` ranks a token goes whose `chosen` experts are anywhere, each as likely."""
+    return n * (1 - (1 - 1 / n) ** chosen)

@@ -1,0 +1,168 @@
+"""What a model's layers have to read, keep and multiply, counted from its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglcore.checkpoint.config import ModelConfig
+from sglcore.checkpoint.gguf import is_gguf
+from sglcore.checkpoint.quantization import has_mxfp4_experts, read_quantization
+from sglcore.device.errors import ConfigError
+
+UNKNOWN = (
+    "linear_num_key_heads",
+    "mamba_n_heads",
+    "mamba_num_heads",
+    "conv_L_cache",
+    "o_groups",
+    "index_topk",
+)
+"""Words of configurations whose layers keep a state of each request, or read chosen rows: their costs are not known here."""
+MXFP4 = 17 / 32
+"""Bytes of a 4-bit float with its part of a scale of 8 bits for 32 of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One layer, in elements. Of attention's weights `whole` are on every rank, a gate among them, `by_heads` are divided among them,
+    `by_keys` are divided as far as there are heads of keys. A token keeps `cache_whole` on every rank and `cache_by_keys`
+    divided so, and each token before it costs a query `score_flops` over all heads. `window` bounds those tokens. `block` is
+    what every row passes, divided among all ranks in `num_blocks` blocks; `expert` is one expert, 0 where there are none."""
+
+    whole: int
+    by_heads: int
+    by_keys: int
+    cache_whole: int
+    cache_by_keys: int
+    score_flops: int
+    window: int | None
+    block: int
+    num_blocks: int
+    expert: int
+
+    def seen(self, length: int) -> int:
+        """Of so many tokens those that the next one sees."""
+        return length if self.window is None else min(length, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model: `hidden` and `vocabulary` in elements, `kv_heads` of each layer, `experts` of which a token takes `chosen`; bytes of an
+    element of rows and cache (`row_bytes`), of attention's weights, of blocks' and of experts'. `tables` are the embedding
+    and the output layer, in elements of `row_bytes`."""
+
+    layers: tuple[LayerShape, ...]
+    hidden: int
+    vocabulary: int
+    tables: int
+    kv_heads: int
+    experts: int
+    chosen: int
+    row_bytes: float
+    attention_bytes: float
+    block_bytes: float
+    expert_bytes: float
+
+    @property
+    def parameters(self) -> int:
+        """All of them, but for norms and biases."""
+        each = (
+            layer.whole + layer.by_heads + layer.by_keys + layer.block + layer.expert * self.experts
+            for layer in self.layers
+        )
+        return sum(each) + self.tables
+
+
+def shape_of(config: ModelConfig) -> ModelShape:
+    """The model of a checkpoint folder. Raises ConfigError for layers whose costs are not known here."""
+    _check(config)
+    layers = range(config.num_hidden_layers)
+    dense = next((layer for layer in layers if not _is_sparse(config, layer)), config.num_hidden_layers - 1)
+    row_bytes = 4.0 if config.dtype == "float32" else 2.0
+    at = config.num_hidden_layers - 1
+    experts = MXFP4 if has_mxfp4_experts(config.raw) else _bytes(config, f"layers.{at}.mlp.experts.0.down_proj")
+    return ModelShape(
+        layers=tuple(_layer(config, layer) for layer in layers),
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        tables=config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2),
+        kv_heads=config.num_key_value_heads,
+        experts=config.moe.num_experts if config.moe else 0,
+        chosen=config.moe.experts_per_token if config.moe else 0,
+        row_bytes=row_bytes,
+        attention_bytes=_bytes(config, f"layers.{at}.self_attn.o_proj"),
+        block_bytes=_bytes(config, f"layers.{dense}.mlp.down_proj"),
+        expert_bytes=experts,
+    )
+
+
+def _check(config: ModelConfig) -> None:
+    found = next((word for word in UNKNOWN if config.words.get(word)), None)
+    if is_gguf(config.path):
+        found = "a GGUF file, each of whose tensors has a type of its own"
+    if config.is_encoder:
+        found = "an encoder, which keeps no cells"
+    if found:
+        raise ConfigError(
+            f"{config.path} has {found}, whose costs are not known here",
+            wanted="a checkpoint folder of a decoder with plain or latent attention in every layer",
+            remedy="measure the forms with `sglcore bench offline`",
+        )
+
+
+def _bytes(config: ModelConfig, module: str) -> float:
+    """Bytes of an element of a linear layer's weight, without its scales."""
+    quantization = read_quantization(config.raw)
+    scheme = None if quantization is None else quantization.scheme(f"model.{module}")
+    if scheme is not None:
+        return scheme.bits / 8
+    return 4.0 if config.dtype == "float32" else 2.0
+
+
+def _is_sparse(config: ModelConfig, layer: int) -> bool:
+    return config.moe is not None and config.moe.layers[layer]
+
+
+def _layer(config: ModelConfig, layer: int) -> LayerShape:
+    hidden, moe = config.hidden_size, config.moe
+    attention = _latent(config) if "kv_lora_rank" in config.words else _plain(config)
+    window = config.sliding_windows[layer]
+    if moe is None or not moe.layers[layer]:
+        block = 3 * hidden * config.intermediate_size
+        return LayerShape(**attention, window=window, block=block, num_blocks=1, expert=0)
+    attention["whole"] += hidden * moe.num_experts  # the gate
+    shared = 3 * hidden * moe.shared_size
+    expert = 3 * hidden * moe.intermediate_size
+    return LayerShape(**attention, window=window, block=shared, num_blocks=1 if shared else 0, expert=expert)
+
+
+def _plain(config: ModelConfig) -> dict[str, Any]:
+    heads = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    return {
+        "whole": 0,
+        "by_heads": 2 * config.hidden_size * heads,
+        "by_keys": 2 * config.hidden_size * keys,
+        "cache_whole": 0,
+        "cache_by_keys": 2 * keys,
+        "score_flops": 4 * heads,
+    }
+
+
+def _latent(config: ModelConfig) -> dict[str, Any]:
+    """Multi-head latent attention, its keys and values absorbed into queries and outputs (DeepSeek-V2, section 2.1)."""
+    words, hidden, heads = config.words, config.hidden_size, config.num_attention_heads
+    kv, rope, nope, value = (
+        words[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    q_rank = config.raw.get("q_lora_rank", words.get("q_lora_rank")) or 0
+    queries = (q_rank or hidden) * heads * (nope + rope)
+    return {
+        "whole": hidden * (q_rank + kv + rope),
+        "by_heads": queries + kv * heads * (nope + value) + heads * value * hidden,
+        "by_keys": 0,
+        "cache_whole": kv + rope,
+        "cache_by_keys": 0,
+        "score_flops": 2 * heads * (2 * kv + rope),
+    }

@@ -1,0 +1,352 @@
+"""Forms of ranks: what a model has is what its makers say, a step costs what is worked out by hand, and the fastest comes first."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.checkpoint.axes import check_topology
+from sglcore.checkpoint.config import read_config
+from sglcore.device.errors import ConfigError
+from sglcore.device.links import Link, Links
+from sglcore.device.topology import Topology
+from sglcore.engine.forms import cost, shape
+from sglcore.engine.forms.advice import Load, advise, text_of
+from sglcore.engine.forms.cluster import Cluster, DeviceNumbers, read_cluster
+from sglcore.engine.forms.shape import LayerShape, ModelShape
+from tests.planted import planted
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTERS = ROOT / "benchmarks" / "clusters"
+
+LAYER = LayerShape(
+    whole=0, by_heads=800, by_keys=400, cache_whole=0, cache_by_keys=40, score_flops=160, window=None, block=1200,
+    num_blocks=1, expert=0,
+)  # fmt: skip
+DENSE = ModelShape((LAYER, LAYER), 20, 100, 4000, 2, 0, 0, 2.0, 2.0, 2.0, 2.0)
+SPARSE = replace(DENSE, layers=(replace(LAYER, block=0, num_blocks=0, expert=60),), experts=16, chosen=2)
+SLOW = DeviceNumbers(memory=1e6, bandwidth=10.0, flops=1e9, flops_8bit=2e9, launch=0.5)
+FREE = Links(Link(0.0, 0.0), Link(0.0, 0.0), 8)
+"""Arithmetic takes no time, or links take none, so that a number has one cause."""
+
+
+NORMS = 4e-5
+"""The part of a model that is in norms and biases, which are not counted."""
+
+
+def cluster(links: Links = FREE, hosts: int = 1, **changes: Any) -> Cluster:
+    """Of those numbers."""
+    return replace(Cluster(SLOW, links, hosts), **changes)
+
+
+def moe(hidden: int, n: int, links: Links, **changes: Any) -> Any:
+    """Experts dealt out to `n` ranks, each with a shard of its own."""
+    model = replace(SPARSE, hidden=hidden, experts=256, chosen=8)
+    return cost.Costs(model, cluster(links, **changes), Topology(n, n, n))
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("dense-70b", 70.553_706), ("dense-8b", 8.030_261), ("experts-671b", 671.026_419)]
+)
+def test_a_model_has_the_parameters_that_its_makers_say(name: str, billions: float) -> None:
+    """Llama 3 and DeepSeek-V3, by the files on the hub."""
+    found = shape.shape_of(read_config(CLUSTERS / name))
+    assert found.parameters / 1e9 == pytest.approx(billions, rel=NORMS)
+
+
+def test_a_token_keeps_what_the_papers_say() -> None:
+    """Eight heads of 128 in 80 layers; 576 numbers in 61 layers. Eight ranks divide the first and not the second."""
+    for name, tp, wanted in (("dense-70b", 1, 327_680), ("dense-70b", 8, 40_960), ("dense-70b", 16, 40_960)):
+        config = read_config(CLUSTERS / name)
+        costs = cost.Costs(shape.shape_of(config), cluster(), Topology(tp))
+        assert costs.request_bytes(1) == wanted
+    latent = shape.shape_of(read_config(CLUSTERS / "experts-671b"))
+    assert {cost.Costs(latent, cluster(), Topology(tp)).request_bytes(1) for tp in (1, 8)} == {61 * 576 * 2}
+
+
+def test_eight_bit_weights_are_counted_as_such() -> None:
+    found = shape.shape_of(read_config(CLUSTERS / "experts-671b"))
+    assert (found.row_bytes, found.attention_bytes, found.block_bytes, found.expert_bytes) == (2, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("n", "summed", "out_8bit", "as_they_are", "per_expert"),
+    [
+        (2, 2.00, 1.49, 1.99, 8.00),
+        (8, 3.50, 1.72, 2.30, 3.50),
+        (16, 3.75, 1.13, 1.51, 1.88),
+        (32, 3.88, 0.65, 0.87, 0.97),
+    ],
+)
+def test_bytes_of_a_sparse_layer_are_those_of_the_table(
+    n: int, summed: float, out_8bit: float, as_they_are: float, per_expert: float
+) -> None:
+    """In units of rows times hidden size, of eight experts for a token: the time where a byte takes a second."""
+    rows, hidden = 64, 32
+    bytes_only = Links(Link(0.0, 1.0), Link(0.0, 1.0), n)
+    assert bytes_only.all_reduce(n, 2 * rows * hidden) / rows / hidden == pytest.approx(summed, abs=0.006)
+    for wanted, out, is_copy_per_rank in ((out_8bit, 1, True), (as_they_are, 2, True), (per_expert, 2, False)):
+        costs = moe(hidden, n, bytes_only, is_copy_per_rank=is_copy_per_rank)
+        found = costs.carried(rows / n, out) + costs.carried(rows / n, 2)
+        assert found / rows / hidden == pytest.approx(wanted, abs=0.006)
+
+
+def test_copies_are_those_of_the_table() -> None:
+    found = [cost.copies_to_ranks(n, 8) for n in (2, 4, 8, 16, 32, 64)]
+    assert found == pytest.approx([1.99, 3.60, 5.25, 6.45, 7.18, 7.58], abs=0.006)
+
+
+def test_what_goes_to_another_host_goes_there_once() -> None:
+    """A row for eight experts on two hosts: 1.992 hosts, of which one is its own."""
+    only_between = Links(Link(0.0, 0.0), Link(0.0, 1.0), 8)
+    found = moe(1, 16, only_between, hosts=2, is_copy_per_rank=True).carried(1, 1)
+    assert found == pytest.approx(0.5 * 2 * (1 - 0.5**8))
+    assert moe(1, 16, only_between, hosts=2).carried(1, 1) == 0.5 * 8
+
+
+def check_step(module: Any) -> None:
+    """Reading: a tenth of a second for a byte. Two ranks, three rows of requests with ten tokens each."""
+    rows = module.Rows(3, 3, 10)
+    for topology, weights, cache in (
+        (Topology(1), 2 * (1200 + 1200) * 2 + 2000 * 2, 2 * 3 * 10 * 40 * 2),
+        (Topology(2), 2 * (600 + 600) * 2 + 1000 * 2, 2 * 3 * 10 * 20 * 2),
+        (Topology(4), 2 * (200 + 200 + 300) * 2 + 500 * 2, 2 * 3 * 10 * 20 * 2),
+        (Topology(2, dp=2), 2 * (1200 + 600) * 2 + 2000 * 2, 2 * 3 * 10 * 40 * 2),
+    ):
+        found = module.Costs(DENSE, cluster(), topology).step(rows)
+        assert found.weights == pytest.approx(weights / 10) and found.cache == pytest.approx(cache / 10)
+        assert found.launches == 2 * 10 * 0.5 and found.arithmetic == found.links == 0
+
+
+def check_arithmetic(module: Any) -> None:
+    """One operation a second, and no time for reading: two for each weight and row, 160 for a row and each token before it."""
+    slow = replace(SLOW, bandwidth=1e18, flops=1.0, flops_8bit=2.0, launch=0.0)
+    for topology, wanted in (
+        (Topology(1), 2 * (2 * 3 * (1200 + 1200) + 3 * 10 * 160) + 2 * 3 * 2000),
+        (Topology(2), 2 * (2 * 3 * (600 + 600) + 3 * 10 * 80) + 2 * 3 * 1000),
+        (Topology(2, dp=2), 2 * (2 * 3 * 1200 + 2 * 6 * 600 + 3 * 10 * 160) + 2 * 3 * 2000),
+    ):
+        found = module.Costs(DENSE, cluster(device=slow), topology).step(module.Rows(3, 3, 10))
+        assert found.total == found.arithmetic == wanted
+    halved = module.Costs(replace(DENSE, block_bytes=1.0), cluster(device=slow), Topology(1))
+    assert halved.blocks(LAYER, module.Rows(3, 3, 10)).arithmetic == 2 * 3 * 1200 / 2
+
+
+def check_experts(module: Any) -> None:
+    """Sixteen experts of 60 numbers, two for a token: four tokens meet 16 (1 - (7/8)^4) of them."""
+    met = 16 * (1 - (7 / 8) ** 4)
+    (layer,) = SPARSE.layers
+    one = module.Costs(SPARSE, cluster(), Topology(1)).blocks(layer, module.Rows(4, 4, 10))
+    divided = module.Costs(SPARSE, cluster(), Topology(2)).blocks(layer, module.Rows(4, 4, 10))
+    assert one.weights == pytest.approx(met * 60 * 2 / 10) and divided.weights == pytest.approx(one.weights / 2)
+    whole = module.Costs(SPARSE, cluster(imbalance=1.25), Topology(2, dp=2, ep=2))
+    assert whole.experts(layer, module.Rows(2, 2, 10)).weights == pytest.approx(1.25 * met / 2 * 60 * 2 / 10)
+    assert whole.blocks(layer, module.Rows(2, 2, 10)).total == 0
+    many = whole.experts(layer, module.Rows(500, 500, 10))
+    assert many.weights == pytest.approx(8 * 60 * 2 / 10), "no rank reads more than it has"
+
+
+def check_links(module: Any) -> None:
+    """A message takes a second. Two blocks of a layer: attention sums over a shard, the other over all ranks."""
+    messages = Links(Link(1.0, 0.0), Link(1.0, 0.0), 8)
+    rows, model = module.Rows(2, 2, 10), replace(DENSE, layers=(LAYER,))
+    for topology, wanted in (
+        (Topology(1), 0),
+        (Topology(4), 1 + 1 + 3),  # two sums, and logits from four parts
+        (Topology(4, dp=4), 3 + 3),  # rows to all, and sums back
+        (Topology(4, dp=2), 1 + (3 + 3 + 1 + 1) + 1),
+    ):
+        assert module.Costs(model, cluster(messages), topology).step(rows).links == wanted
+    whole = module.Costs(SPARSE, cluster(messages), Topology(4, dp=2, ep=4))
+    assert whole.experts(SPARSE.layers[0], rows).links == 2 + 2 + 1  # there, back, and a shard's rows together
+
+
+def check_memory(module: Any) -> None:
+    """Nine tenths of a million bytes; a token keeps 2 layers of 40 numbers of 2 bytes."""
+    one = module.Costs(DENSE, cluster(), Topology(1))
+    assert one.weight_bytes() == 2 * (2 * 2400 + 4000)
+    assert one.cache_tokens(10) == (900_000 - 17_600) * 10 // 1600
+    shards = module.Costs(DENSE, cluster(), Topology(2, dp=2))
+    assert shards.weight_bytes() == 2 * (2 * (1200 + 600) + 4000)
+    assert shards.cache_tokens(10) == 2 * ((900_000 - 15_200) * 10 // 1600)
+    assert module.Costs(DENSE, cluster(device=replace(SLOW, memory=1e4)), Topology(1)).cache_tokens(10) == 0
+    whole = module.Costs(SPARSE, cluster(), Topology(2, dp=2, ep=2))
+    assert whole.weight_bytes() == 2 * (1200 + 4000 + 60 * 8)
+    windowed = replace(DENSE, layers=(LAYER, replace(LAYER, window=4)))
+    assert module.Costs(windowed, cluster(), Topology(1)).request_bytes(10) == 80 * (10 + 4)
+
+
+CHECKS = (check_step, check_arithmetic, check_experts, check_links, check_memory)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_step_costs_what_is_worked_out_by_hand(check: Any) -> None:
+    check(cost)
+
+
+@pytest.mark.parametrize(
+    ("check", "sound", "defect"),
+    [
+        (check_step, "min(self.topology.attn_tp, self.model.kv_heads)", "self.topology.attn_tp"),
+        (check_step, "rows.sequences * seen *", "seen *"),
+        (check_step, "held = model.vocabulary * model.hidden / width", "held = model.vocabulary * model.hidden"),
+        (check_arithmetic, "rows.count * self.topology.dp\n", "rows.count\n"),
+        (check_arithmetic, "layer.score_flops / width", "layer.score_flops"),
+        (check_arithmetic, "device.flops_8bit if element == 1 else device.flops", "device.flops"),
+        (check_arithmetic, "if computing > reading:", "if computing < reading:"),
+        (check_experts, "distinct(every * self.model.chosen,", "distinct(every,"),
+        (check_experts, "min(touched * most, model.experts / ep)", "touched * most"),
+        (check_experts, "min(touched * most, model.experts / ep)", "min(touched, model.experts / ep)"),
+        (check_experts, "tokens = choices / at_once", "tokens = choices"),
+        (check_links, "there_and_back = 2 *", "there_and_back ="),
+        (check_links, "if topology.dp == 1:", "if topology.dp < 9:"),
+        (check_links, "links.all_reduce(width, self", "links.all_reduce(self.topology.tp, self"),
+        (check_links, "return work + self._links(moved + together)", "return work + self._links(moved)"),
+        (check_memory, "room * length / self.request_bytes(length)), 0) * self.topology.dp", "room * length / self.request_bytes(length)), 0)"),
+        (check_memory, "self.topology.ep if self.topology.ep > 1 else tp", "tp * self.topology.ep"),
+        (check_memory, "layer.seen(length) for layer", "length for layer"),
+    ],
+)  # fmt: skip
+def test_a_wrong_cost_is_caught(check: Any, sound: str, defect: str) -> None:
+    with pytest.raises(AssertionError):
+        check(planted(cost, sound, defect))
+
+
+@pytest.mark.parametrize(
+    ("sound", "defect"),
+    [
+        ('"by_heads": 2 * config.hidden_size * heads', '"by_heads": config.hidden_size * heads'),
+        ("q_rank + kv + rope),", "q_rank + kv),"),
+        ("(q_rank or hidden) * heads", "hidden * heads"),
+        ("block = 3 * hidden * config.intermediate_size", "block = 2 * hidden * config.intermediate_size"),
+    ],
+)
+def test_a_wrong_count_is_caught(sound: str, defect: str) -> None:
+    module, found = planted(shape, sound, defect), []
+    for name, billions in (("dense-70b", 70.553_706), ("experts-671b", 671.026_419)):
+        count = module.shape_of(read_config(CLUSTERS / name)).parameters / 1e9
+        found.append(count == pytest.approx(billions, rel=NORMS))
+    assert not all(found)
+
+
+def test_more_of_anything_is_never_slower() -> None:
+    config = read_config(CLUSTERS / "experts-671b")
+    given = read_cluster(CLUSTERS / "two-hosts.toml")
+    model = shape.shape_of(config)
+    for topology in (Topology(16), Topology(16, 8), Topology(16, 16, 16)):
+        times = [
+            cost.Costs(model, given, topology).step(cost.Rows(count, count, 1000)).total for count in (1, 4, 64, 900)
+        ]
+        contexts = [cost.Costs(model, given, topology).step(cost.Rows(8, 8, seen)).total for seen in (1, 100, 9000)]
+        assert times == sorted(times) and contexts == sorted(contexts)
+        for changes in ({"bandwidth": 1e13}, {"flops": 1e16}, {"launch": 0.0}):
+            better = replace(given, device=replace(given.device, **changes))
+            fast = cost.Costs(model, better, topology).step(cost.Rows(64, 64, 1000)).total
+            assert fast <= times[2]
+
+
+def test_only_forms_that_the_model_fits_are_named_and_the_fastest_first() -> None:
+    config, given = read_config(CLUSTERS / "experts-671b"), read_cluster(CLUSTERS / "two-hosts.toml")
+    found = advise(config, given, Load(64, 2048, 512))
+    for each in found:
+        check_topology(config, each.topology)
+        assert each.copies * each.topology.tp == 16
+    rates = [each.rate for each in found]
+    assert rates == sorted(rates, reverse=True) and rates[0] > 0
+    assert all(each.rate == 0 for each in found if not each.running)
+    assert len({(each.topology, each.copies) for each in found}) == len(found)
+
+
+def test_a_rate_counts_the_prompts_between_steps() -> None:
+    """Of each request the answer's steps, and its prompt's share of the time in which all are computed."""
+    config, given = read_config(CLUSTERS / "dense-8b"), read_cluster(CLUSTERS / "two-sockets.toml")
+    for each in advise(config, given, Load(16, 512, 256)):
+        seconds = 256 * each.step.total + 16 * 512 / each.prompt_rate
+        assert each.running == 16 and each.rate == pytest.approx(16 * 256 / seconds)
+
+
+def test_no_more_requests_run_than_fit() -> None:
+    config, given = read_config(CLUSTERS / "dense-70b"), read_cluster(CLUSTERS / "one-host.toml")
+    for each in advise(config, given, Load(100_000, 8000, 192)):
+        assert each.running * 8192 <= each.cache_tokens
+        if each.running:
+            assert (each.running + each.copies * each.topology.dp) * 8192 > each.cache_tokens
+
+
+def test_where_nothing_fits_it_is_said_how_much_weights_need() -> None:
+    config, given = read_config(CLUSTERS / "experts-671b"), read_cluster(CLUSTERS / "one-host.toml")
+    told = text_of(advise(config, given, Load(1, 8, 8)), "M", given, 3)
+    assert told == "no form has room for a request: a device needs 85.0 GB for weights alone, and has 80\n"
+
+
+def test_commands_say_widths_and_hosts() -> None:
+    config, given = read_config(CLUSTERS / "experts-671b"), read_cluster(CLUSTERS / "two-hosts.toml")
+    commands = {each.command("M", 8) for each in advise(config, given, Load(64, 2048, 512))}
+    assert "sglcore serve M" in commands and "sglcore serve M --tp 8 --dp 2 --ep 8" in commands
+    assert "sglcore serve M --tp 16 --dp 8 --ep 16 --nodes 2 --node-rank R --leader HOST:PORT" in commands
+
+
+@pytest.mark.parametrize(
+    ("changes", "found", "wanted"),
+    [
+        ({"hidden_size": 64, "linear_num_key_heads": 2}, "has linear_num_key_heads", "plain or latent"),
+        ({"conv_L_cache": 3}, "has conv_L_cache", "plain or latent"),
+    ],
+)
+def test_layers_whose_costs_are_not_known_are_refused(
+    changes: dict[str, Any], found: str, wanted: str, tmp_path: Path
+) -> None:
+    raw = json.loads((CLUSTERS / "dense-8b" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **changes}))
+    with pytest.raises(ConfigError, match=found) as refused:
+        shape.shape_of(read_config(tmp_path))
+    assert wanted in str(refused.value)
+
+
+def test_encoders_and_files_of_mixed_types_are_refused(tmp_path: Path) -> None:
+    config = read_config(CLUSTERS / "dense-8b")
+    pooling: Any = object()
+    with pytest.raises(ConfigError, match="an encoder, which keeps no cells"):
+        shape.shape_of(replace(config, pooling=pooling))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(20))
+    with pytest.raises(ConfigError, match="each of whose tensors has a type of its own"):
+        shape.shape_of(replace(config, path=tmp_path / "m.gguf"))
+
+
+GOOD = (CLUSTERS / "two-hosts.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[device", "is no TOML"),
+        (GOOD.replace("memory_gb", "memory"), r"\[device\] has no memory_gb"),
+        (GOOD.replace("gb_s = 450", "gb_s = 0"), r"\[inside\] has gb_s = 0"),
+        (GOOD.replace("count = 2", "count = 2.5"), r"\[hosts\] has count = 2.5"),
+        (GOOD.replace("tflops = 989", "tflops = true"), r"\[device\] has tflops = True"),
+        (GOOD.replace('"rank"', '"token"'), r"\[experts\] has copies = 'token'"),
+        (GOOD.replace("imbalance", "balance"), r"\[experts\] has balance"),
+        (GOOD.replace("[between]", "[beside]"), r"has \[beside\]"),
+        (GOOD.replace("[between]", "").replace("alpha_us = 10\ngb_s = 50\n", ""), r"has no \[between\]"),
+    ],
+)
+def test_a_clusters_file_says_what_is_wrong_with_it(text: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    with pytest.raises(ConfigError, match=found):
+        read_cluster(tmp_path / "c.toml")
+
+
+def test_a_clusters_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no file"):
+        read_cluster(tmp_path / "c.toml")
+
+
+def test_a_clusters_numbers_are_read_in_their_units() -> None:
+    given = read_cluster(CLUSTERS / "two-hosts.toml")
+    assert given.devices == 16 and given.device.memory == 80e9 and given.device.flops_8bit == 1979e12
+    assert given.links.between.alpha == pytest.approx(1e-5) and given.links.between.beta == pytest.approx(1 / 50e9)
+    assert given.is_copy_per_rank and given.bytes_out == 1 and given.imbalance == 1.3
