@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,11 @@ from sglcore.runtime.kernels.choice import choose
 from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore.runtime.kernels.table import KernelTable, origin_of
+
+OWN_LOOPS: Mapping[str, Any] = MappingProxyType(
+    {"enabled": False, "deterministic": None, "allow_tf32": None, "fp32_precision": None}
+)
+"""Torch's own on the host, all else as it was: oneDNN of torch 2.11 spreads a row that is no number over others of its tile."""
 
 GUARD = 8
 """Elements on both sides of a tensor that must stay as they are."""
@@ -118,7 +123,7 @@ def _check_call(
     watched: AbstractContextManager[None],
 ) -> None:
     wanted_args = [arg.clone() if isinstance(arg, Tensor) else _built(arg, "cpu") for arg in args]
-    with _without_onednn():
+    with torch.backends.mkldnn.flags(**OWN_LOOPS):
         wanted = _call(table.complete(), entry, wanted_args)
     guarded = {place: Guarded(arg, device, -3) for place, arg in enumerate(args) if isinstance(arg, Tensor)}
     given = [guarded[place].tensor if place in guarded else _built(arg, device) for place, arg in enumerate(args)]
@@ -135,16 +140,6 @@ def _check_call(
         for result, arguments in ((found, given), (wanted, wanted_args))
     )
     _compare(trial, case, found, wanted)
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Torch's own loops on the host: oneDNN of torch 2.11 spreads a row that is no number over the others of its tile."""
-    before, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = before
 
 
 def _built(arg: Any, device: str) -> Any:

@@ -278,9 +278,7 @@ class Scheduler:
         for request in chosen:
             self._embedding.remove(request)
             request.state = State.EXTENDING
-            request.last_step = record.step
-            request.cached_tokens = 0
-            request.leaving = True
+            request.last_step, request.cached_tokens, request.leaving = record.step, 0, True
         return batch
 
     def _close(self, record: BatchRecord) -> None:
@@ -292,8 +290,7 @@ class Scheduler:
         outputs = []
         for request, token in zip(requests, tokens, strict=True):
             if request.matcher is not None and not follows(request, token):
-                why, refused = why_refused(request, token), has_no_way(request)
-                outputs.append(self._end(request, "error", error=why, refused=refused))
+                outputs.append(self._end(request, "error", error=why_refused(request, token)))
                 continue
             request.output_ids.append(token)
             output = request.output([token])
@@ -331,8 +328,7 @@ class Scheduler:
                 continue
             if bad[row]:
                 self._invalid_rows += 1
-                why, refused = why_bad(request, record.step), has_no_way(request)
-                outputs.append(self._end(request, "error", error=why, refused=refused))
+                outputs.append(self._end(request, "error", error=why_bad(request, record.step)))
                 continue
             if row >= decodes:
                 self._take_chunk(request, record.spans[row - decodes], row, result)
@@ -366,8 +362,7 @@ class Scheduler:
             request.logprobs += [cut_logprobs(found, place, place + 1, wanted) for place in range(len(kept))]
             output.logprobs = token_logprobs(kept, found, wanted)
         if refused is not None:
-            why, has_none = why_refused(request, refused), has_no_way(request)
-            return self._end(request, "error", error=why, output=output, refused=has_none)
+            return self._end(request, "error", error=why_refused(request, refused), output=output)
         if kept and kept[-1] in request.stop_ids:
             return self._end(request, "stop", kept[-1], output=output)
         if len(kept) == room:
@@ -387,10 +382,10 @@ class Scheduler:
         cause: int | str | None = None,
         error: str = "",
         output: EngineOutput | None = None,
-        *,
-        refused: bool = False,
     ) -> EngineOutput:
-        """The last output of a request that ends: `output`, or one without tokens. `refused`: by its own rules."""
+        """The last output of a request that ends: `output`, or one without tokens."""
+        output = output or request.output([])
+        output.refused = reason == "error" and has_no_way(request)
         request.finish_reason, request.stop_cause, request.error = reason, cause, error
         del self._requests[request.rid]
         if request.state is State.WAITING:
@@ -401,7 +396,5 @@ class Scheduler:
             self.in_flight.mark_stale()
         request.state = State.FINISHED
         request.matcher = request.change = request.awaited = None
-        output = output or request.output([])
         output.finish_reason, output.stop_cause, output.error = reason, cause, error
-        output.refused = refused
         return output

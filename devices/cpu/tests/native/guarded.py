@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sglcore_cpu.native import Engine, recorder
+from sglcore_cpu.native import BoundKernel, Engine, recorder
 
 GUARD_BYTES = 1024
 """Before and after each tensor; a multiple of a cache line, so that a tensor starts on one unless it is told otherwise."""
@@ -62,6 +62,14 @@ class GuardedResults:
         view, check = guarded(shape, dtype)
         self._checks.append(check)
         return view
+
+    def kernel(self, name: str) -> BoundKernel | None:
+        """Nobody asks."""
+        raise NotImplementedError
+
+    def host(self, function: Callable[..., object], *arguments: object) -> None:
+        """Run it at once."""
+        function(*arguments)
 
     def __enter__(self) -> GuardedResults:
         self._token = recorder.set(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from devices.cpu.tests.native.attention_cases import BYTE, FLOAT, HALF, Ask, Case, make_case
-from sglcore_cpu.native import Engine, recorder
+from sglcore_cpu.native import BoundKernel, Engine, recorder
 from tests.attention.rows import Heads
 
 SHAPES = (
@@ -204,6 +204,14 @@ class Kept:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Nobody asks."""
+        raise NotImplementedError
+
+    def kernel(self, name: str) -> BoundKernel | None:
+        """Nobody asks."""
+        raise NotImplementedError
+
+    def host(self, function: Callable[..., object], *arguments: object) -> None:
+        """Nobody calls."""
         raise NotImplementedError
 
 
