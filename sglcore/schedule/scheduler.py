@@ -12,6 +12,7 @@ import numpy as np
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
+from sglcore.schedule.arrivals import Arrivals
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk, Compose
 from sglcore.schedule.draft_counts import cells_of
 from sglcore.schedule.output import EngineOutput, FinishReason, token_logprobs
@@ -98,6 +99,36 @@ class Scheduler:
         request = self._requests.get(rid)
         return None if request is None else self._end(request, "stop", cause)
 
+    @property
+    def arrivals(self) -> Arrivals:
+        """Requests whose prompts another engine computes."""
+        return self._running.arrivals
+
+    @property
+    def only_waits(self) -> bool:
+        """Requests are there, no step can help one of them, and none is in flight: another engine has to write, or let go."""
+        return not len(self.in_flight) and len(self._requests) == self.arrivals.num_elsewhere
+
+    @property
+    def waits_elsewhere(self) -> bool:
+        """Another engine has pages of this one, or requests, so that what waits here may be waiting for it."""
+        return bool(self.arrivals.num_elsewhere or self.arrivals.lent)
+
+    def reserve(self) -> Request | None:
+        """Give the first request that is to come from another engine pages for its prompt; None: none waits, or it has no room."""
+        return self._running.reserve()
+
+    def arrive(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
+        """Another engine has written the prompt's pages, and drew the first token, whose log-probabilities are one entry."""
+        self.arrivals.take_written(request)
+        request.final_seq_len = self._running.final_len(request)
+        return self._take_run(request, [token], logprobs, 0)
+
+    def fail(self, rid: str, error: str, *, refused: bool = False) -> EngineOutput | None:
+        """End a request that can not come from another engine; None if it is unknown or has ended."""
+        request = self._requests.get(rid)
+        return None if request is None else self._end(request, "error", error=error, refused=refused)
+
     def flush_prefix_cache(self) -> int:
         """Forget the prefixes that no running request holds; returns how many pages they had."""
         return self._running.memory.flush()
@@ -173,11 +204,13 @@ class Scheduler:
         self._running.audit()
 
     def _queue_of(self, request: Request) -> WaitingQueue:
+        if request.is_remote:
+            return self.arrivals.waiting
         return self._embedding if request.task == "embed" else self._waiting
 
     def _generate(self) -> ScheduleBatch | None:
         running, mixed = self._running, self.limits.allows_mixed_batches
-        prompts = bool(running.extending or len(self._waiting))
+        prompts = bool(running.extending or len(self._waiting) or self.arrivals.written)
         decodes = mixed or not prompts or (self._extended_last and bool(running.rows.requests))
         running.slide_windows()
         served = running.claim_pages() if decodes else True
@@ -190,7 +223,7 @@ class Scheduler:
 
     def _plan_chunks(self, decodes: int, may_admit: bool) -> list[Chunk]:
         """Chunks for what the decode rows leave of the step's tokens: running prompts first, then new ones. Where somebody gave
-        way nobody new comes: the pages are for whom they were taken."""
+        way nobody new comes: the pages are for whom they were taken. Prompts that another engine has written hold theirs already."""
         running, chunks = self._running, []
         running.compare_waiting()
         retractions = running.retractions
@@ -200,6 +233,10 @@ class Scheduler:
                 count = running.take_chunk(request, budget)
                 budget -= count
                 chunks += [(request, count)] if count else []
+        while budget and (written := running.admit_written()) is not None:
+            count = running.take_chunk(written, budget)
+            budget -= count
+            chunks += [(written, count)] if count else []
         may_admit = may_admit and retractions == running.retractions
         while may_admit and budget and (admitted := running.admit_next()) is not None:
             count = running.take_chunk(admitted, budget)
@@ -395,6 +432,8 @@ class Scheduler:
         del self._requests[request.rid]
         if request.state is State.WAITING:
             self._queue_of(request).remove(request)
+        elif request.state is State.ARRIVING:
+            self.arrivals.leave(request)
         elif not request.leaving:
             self._running.leave(request)
         elif self.in_flight.naming(request.last_step) is not None:
