@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from sglcore.device.config import EngineConfig, resolve_config
-from sglcore.engine.pages.start import PageOptions, open_pages, settled
+from sglcore.engine.pages.decodes import DecodeSide
+from sglcore.engine.pages.prompts import PromptSide
+from sglcore.engine.pages.start import PageOptions, meet, settled
 from sglcore.engine.start import Started, start
 from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput
-from tests.laws.engine import environ
+from tests.laws.engine import TOLERANCE, environ
 
 HERE = "127.0.0.1:0"
 PATIENCE = 60.0
 """Seconds in which whatever a test waits for must have come."""
+Sides = Mapping[str, Callable[..., Any]]
+SOUND: Sides = MappingProxyType({"prompt": PromptSide, "decode": DecodeSide})
+"""The part of each role; a test may plant a defect."""
 
 
 @dataclass
@@ -54,14 +62,20 @@ def configured(folder: Path, **settings: Any) -> EngineConfig:
 class Single:
     """An engine with a role, and what its requests have said."""
 
-    def __init__(self, folder: Path, options: PageOptions = PageOptions(), **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, options: PageOptions = PageOptions(), sides: Sides = SOUND, **settings: Any
+    ) -> None:
         config = settled(configured(folder, **settings), options)
         self.started: Started = start(config)
-        try:
-            opened = open_pages(options, self.started)
-        except BaseException:
-            self.started.worker.close()
-            raise
+        opened: Any = None
+        if options.role != "both":
+            try:
+                transfer = meet(options, self.started)
+            except BaseException:
+                self.started.worker.close()
+                raise
+            more = (options.peers,) if options.role == "decode" else ()
+            opened = lambda engine: sides[options.role](transfer, engine, *more)  # noqa: E731
         self.engine = TokenEngine(
             self.started.worker,
             frozenset(),
@@ -126,40 +140,65 @@ def drive(until: Callable[[], bool], *engines: Single) -> None:
 
 
 class Pair:
-    """A prompt engine and one that decodes, which ends them as a context manager."""
+    """Engines that compute prompts and one that decodes, which ends them as a context manager."""
 
-    def __init__(self, folder: Path, *, silence: float = 60.0, prompt: Any = None, **settings: Any) -> None:
-        """`prompt`: settings of the prompt engine alone."""
-        self.prompt = Single(
-            folder, PageOptions("prompt", address=HERE, silence=silence), **{**settings, **(prompt or {})}
-        )
-        peers = (self.prompt.transfer.address,)
-        self.decode = Single(folder, PageOptions("decode", peers, silence=silence), **settings)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        silence: float = 60.0,
+        prompt: Any = None,
+        count: int = 1,
+        sides: Sides = SOUND,
+        **settings: Any,
+    ) -> None:
+        """`prompt`: settings of the prompt engines alone, of which there are `count`."""
+        first = PageOptions("prompt", address=HERE, silence=silence)
+        self.prompts = [Single(folder, first, sides, **{**settings, **(prompt or {})}) for _ in range(count)]
+        self.prompt = self.prompts[0]
+        peers = tuple(each.transfer.address for each in self.prompts)
+        self.decode = Single(folder, PageOptions("decode", peers, silence=silence), sides, **settings)
 
     def __enter__(self) -> Pair:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.decode.engine.close()
-        self.prompt.engine.close()
+        for each in (self.decode, *self.prompts):
+            each.engine.close()
 
     def drive(self, until: Callable[[], bool]) -> None:
-        """Step both in turn."""
-        drive(until, self.prompt, self.decode)
+        """Step all in turn."""
+        drive(until, *self.prompts, self.decode)
 
     def run(self) -> dict[str, Text]:
         """To the end of all requests; nothing is left on either side."""
-        self.drive(lambda: self.decode.is_done and self.prompt.is_done)
+        self.drive(lambda: all(each.is_done for each in (self.decode, *self.prompts)))
         self.check_nothing_is_left()
         found, self.decode.texts = self.decode.texts, {}
         return found
 
     def check_nothing_is_left(self) -> None:
         """No page, slot or lease is lost or held."""
-        for each in (self.prompt, self.decode):
+        for each in (*self.prompts, self.decode):
             each.engine.scheduler.audit()
             assert not each.engine.scheduler.arrivals.holders
             assert each.transfer.num_leases == 0
             assert each.memory.available == each.memory.pool.num_pages
-        assert not self.prompt.side._jobs
+        assert not any(each.side._jobs for each in self.prompts)
         assert not self.decode.side._claims
+
+
+def check_same(found: dict[str, Text], wanted: dict[str, Text]) -> None:
+    """Tokens are equal, log-probabilities within the tolerance of the laws."""
+    assert found.keys() == wanted.keys()
+    for name, text in found.items():
+        other = wanted[name]
+        assert (text.tokens, text.reason, text.error) == (other.tokens, other.reason, other.error), name
+        np.testing.assert_allclose(text.logprobs, other.logprobs, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(text.prompt_logprobs, other.prompt_logprobs, atol=TOLERANCE, rtol=0)
+
+
+def pages_of(engine: Single, count: int) -> int:
+    """Bytes of memory that hold so many pages of an engine's model."""
+    memory = engine.started.worker.page_memory()  # pyright: ignore[reportAttributeAccessIssue]
+    return sum(each.bytes_per_page for each in memory.regions) * (count + 1)

@@ -100,10 +100,18 @@ def check_worker(started: Started) -> PageMemory:
 
 
 def open_pages(options: PageOptions, started: Started) -> Callable[[TokenEngine], PageSide] | None:
-    """What makes the engine's side, connected; None where it has no part. Waits for those that compute prompts. Raises
-    ConfigError where pages mean another thing there."""
+    """What makes the engine's side, connected; None where it has no part. Waits and raises as `meet`."""
     if options.role == "both":
         return None
+    transfer = meet(options, started)
+    if options.role == "prompt":
+        return lambda engine: PromptSide(transfer, engine)
+    return lambda engine: DecodeSide(transfer, engine, options.peers)
+
+
+def meet(options: PageOptions, started: Started) -> TcpPages:
+    """The transfer of an engine with a part; one that decodes waits for those that compute prompts. Raises ConfigError where the
+    model's pages can not go elsewhere, or mean another thing there."""
     memory = check_worker(started)
     layout = layout_of(memory, identity_of(started.model_path))
     transfer = TcpPages(memory, layout, options.address, options.secret, options.silence)
@@ -114,9 +122,7 @@ def open_pages(options: PageOptions, started: Started) -> Callable[[TokenEngine]
         transfer.close()
         raise
     started.ledger.record(*_rows(options, transfer, str(layout)))
-    if options.role == "prompt":
-        return lambda engine: PromptSide(transfer, engine)
-    return lambda engine: DecodeSide(transfer, engine, options.peers)
+    return transfer
 
 
 def _rows(options: PageOptions, transfer: TcpPages, layout: str) -> list[Row]:
