@@ -164,16 +164,10 @@ def test_pages_are_free_only_when_their_writer_has_let_go(folder: Path, alone: S
     check_late_write(late_write(folder, alone), alone)
 
 
-DRAINED = "            if self._transfer.drained(lease):"
-LATE = {
-    "freed with the abort": (DRAINED, "            self._engine.scheduler.arrivals.let_go(claim.request)\n" + DRAINED),
-    "ended with the abort": (DRAINED, "            if True:"),
-}
-
-
-@pytest.mark.parametrize("name", LATE)
-def test_a_late_write_into_pages_of_another_is_caught(name: str, folder: Path, alone: Single) -> None:
-    broken = planted(decodes, *LATE[name]).DecodeSide
+def test_pages_that_are_freed_with_the_abort_are_caught(folder: Path, alone: Single) -> None:
+    sound = "            if self._transfer.drained(lease):"
+    freed = "            self._engine.scheduler.arrivals.let_go(claim.request)\n" + sound
+    broken = planted(decodes, sound, freed).DecodeSide
     with pytest.raises(AssertionError):
         check_late_write(late_write(folder, alone, {**SOUND, "decode": broken}), alone)
 

@@ -63,10 +63,10 @@ def send_frame(stream: socket.socket, kind: Kind, region: int = 0, lease: int = 
         stream.sendall(part)
 
 
-def receive_frame(stream: socket.socket, peer: int = 0) -> Frame:
-    """The next one; waits. Raises PeerLost at the end of the stream, or for one that is damaged, and OSError."""
+def receive_frame(stream: socket.socket, peer: int = 0, most: int = LONGEST) -> Frame:
+    """The next one, of `most` bytes; waits. Raises PeerLost at the end of the stream, or for one that is damaged, and OSError."""
     magic, kind, region, lease, size = _HEAD.unpack(_exactly(stream, _HEAD.size))
-    if magic != MAGIC or size > LONGEST or not Kind.HELLO <= kind <= Kind.DRAINED:
+    if magic != MAGIC or size > most or not Kind.HELLO <= kind <= Kind.DRAINED:
         raise PeerLost("what came from another engine is no frame of pages")
     return Frame(peer, Kind(kind), region, lease, _exactly(stream, size))
 

@@ -27,6 +27,8 @@ SILENCE = 20.0
 """Seconds without a word after which a peer is lost."""
 GREETING = 5.0
 """Seconds that who connects may take to say who it is."""
+LONGEST_HELLO = 1 << 16
+"""Bytes in which it does."""
 
 
 class Hello(msgspec.Struct):
@@ -87,7 +89,7 @@ class TcpPages:
         try:
             stream = socket.create_connection((host, int(port)), timeout=GREETING)
             send_frame(stream, Kind.HELLO, parts=(self._hello(self._secret),))
-            answer = receive_frame(stream)
+            answer = receive_frame(stream, most=LONGEST_HELLO)
         except (OSError, PeerLost) as error:
             raise PeerLost(f"there is no prompt engine at {address}: {error}") from None
         if answer.kind is not Kind.WELCOME:
@@ -244,7 +246,9 @@ class TcpPages:
 
     def _answer(self, stream: socket.socket, name: str) -> None:
         stream.settimeout(GREETING)
-        frame = receive_frame(stream)
+        frame = receive_frame(stream, most=LONGEST_HELLO)
+        if frame.kind is not Kind.HELLO:
+            raise PeerLost(f"{name} did not say who it is")
         hello = msgspec.msgpack.decode(frame.body, type=Hello)
         why = self._objection(hello)
         if why:
