@@ -66,12 +66,12 @@ class TokenEngine:
         self._open_grammars = open_grammars
         self._grammars: Grammars | None = None
         self.is_closed = False
-        self._pages = None if open_pages is None else open_pages(self)
+        self.pages = None if open_pages is None else open_pages(self)
 
     @property
     def has_work(self) -> bool:
         """A call of `step` has something to do."""
-        is_shared = self._pages is not None and self._pages.has_work
+        is_shared = self.pages is not None and self.pages.has_work
         return self.loop.has_work or is_shared or bool(self._compiling or self._unsent)
 
     @property
@@ -101,8 +101,8 @@ class TokenEngine:
             requests.append(
                 Request(name, prompt, params, seed, index, stops, leader=leader, embeds=embeds, request_id=request_id)
             )
-        if self._pages is not None:
-            self._pages.mark(requests)
+        if self.pages is not None:
+            self.pages.mark(requests)
         group = SampleGroup(params, requests)
         if not params.is_bound:
             self._queue(group)
@@ -134,8 +134,8 @@ class TokenEngine:
         requests that the failure ended are in `drain`."""
         if self._compiling:
             self._take_compiled()
-        if self._pages is not None:
-            self._unsent += self._received(self._pages.begin(COMPILE_WAIT if self.scheduler.only_waits else 0.0))
+        if self.pages is not None:
+            self._unsent += self._received(self.pages.begin(COMPILE_WAIT if self.scheduler.only_waits else 0.0))
         found = self._received(self.loop.step()) if self.loop.has_work else []
         outputs = self._after(self._take_unsent() + found)
         return self._progress() + outputs if self._watched else outputs
@@ -160,12 +160,12 @@ class TokenEngine:
             if self._grammars is not None:
                 self._grammars.close()
             self.loop.drain()
-            if self._pages is not None:
-                self._pages.close()
+            if self.pages is not None:
+                self.pages.close()
             self.worker.close()
 
     def _after(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        return outputs if self._pages is None else self._pages.end(outputs)
+        return outputs if self.pages is None else self.pages.end(outputs)
 
     def _queue(self, group: SampleGroup) -> None:
         for request in group.requests:

@@ -83,7 +83,7 @@ class Single:
             prefix_cache=config.prefix_cache,
             open_pages=opened,
         )
-        self.side: Any = self.engine._pages
+        self.side: Any = self.engine.pages
         self.texts: dict[str, Text] = {}
 
     @property

@@ -69,6 +69,10 @@ class DecodeSide:
         """All are for its own clients."""
         return outputs
 
+    def fileno(self) -> int:
+        """The transfer's."""
+        return self._transfer.fileno()
+
     def close(self) -> None:
         """No pages are written any more."""
         self._is_closing.set()

@@ -64,6 +64,10 @@ class PageSide(Protocol):
         """After one: send what there is to send; returns the outputs that are for this engine's own clients."""
         ...
 
+    def fileno(self) -> int:
+        """Readable while there is something to take in."""
+        ...
+
     def close(self) -> None:
         """Part with all other engines. Idempotent."""
         ...

@@ -74,6 +74,10 @@ class PromptSide:
                 del self._jobs[name]
         return own
 
+    def fileno(self) -> int:
+        """The transfer's."""
+        return self._transfer.fileno()
+
     def close(self) -> None:
         """Whoever waits for pages is told by the end of the connection."""
         self._transfer.close()

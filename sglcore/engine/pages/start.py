@@ -10,7 +10,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
 from sglcore.device.page_transfer import PageHolder, PageMemory, layout_of
-from sglcore.device.server_config import is_loopback
+from sglcore.device.server_config import ServerConfig, is_loopback
 from sglcore.engine.pages.decodes import DecodeSide
 from sglcore.engine.pages.messages import PageSide
 from sglcore.engine.pages.prompts import PromptSide
@@ -35,6 +35,15 @@ class PageOptions:
     address: str = ""
     secret: str = ""
     silence: float = SILENCE
+
+
+def options_of(server: ServerConfig, replica: int = 0) -> PageOptions:
+    """The part of a server's replica. Prompt engines of one server listen on ports one behind the other, from that of
+    `pages_address` on."""
+    peers = tuple(each.strip() for given in server.peers for each in given.split(",") if each.strip())
+    host, _, port = (server.pages_address or "").rpartition(":")
+    address = f"{host}:{int(port) + (replica if int(port) else 0)}" if port.isdecimal() else server.pages_address or ""
+    return PageOptions(server.role, peers, address, server.pages_secret or "")
 
 
 def settled(config: EngineConfig, options: PageOptions) -> EngineConfig:

@@ -60,6 +60,7 @@ class TcpPages:
         self._offered = 0
         self._awake, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
+        os.set_blocking(self._awake, False)
         self._lock = threading.Lock()
         self._is_closed = False
         self._listener = _listen(listens) if listens else None
@@ -76,7 +77,7 @@ class TcpPages:
     @property
     def has_news(self) -> bool:
         """Something has come."""
-        return bool(self._inbox)
+        return bool(self._inbox) or _is_readable(self._awake)
 
     @property
     def num_leases(self) -> int:
@@ -108,10 +109,10 @@ class TcpPages:
 
     def receive(self, seconds: float = 0.0) -> list[Told]:
         """Write the pages that came, and return the rest."""
-        if not self._inbox and seconds:
-            select.select([self._awake], [], [], seconds)
-        if select.select([self._awake], [], [], 0)[0]:
-            os.read(self._awake, 4096)
+        if _is_readable(self._awake, 0.0 if self._inbox else seconds):
+            with suppress(BlockingIOError):
+                while os.read(self._awake, 4096):
+                    pass
         found: list[Told] = []
         while self._inbox:
             each = self._inbox.popleft()
@@ -278,6 +279,10 @@ def _listen(address: str) -> socket.socket:
         raise ConfigError(
             f"nothing can listen for pages at {address}: {error}", remedy="give --pages-address another port"
         ) from None
+
+
+def _is_readable(descriptor: int, seconds: float = 0.0) -> bool:
+    return bool(select.select([descriptor], [], [], seconds)[0])
 
 
 def _name(where: tuple[str, int]) -> str:

@@ -25,6 +25,7 @@ from sglcore.device.discovery import discover
 from sglcore.device.errors import SglcoreError
 from sglcore.engine.grammar import Grammars, open_grammars
 from sglcore.engine.meter import Meter
+from sglcore.engine.pages.start import open_pages, settled
 from sglcore.engine.sampled import sample_of
 from sglcore.engine.start import Started, start
 from sglcore.engine.text import TextCodec, eos_token_ids
@@ -75,7 +76,7 @@ def _follow_parent() -> None:
 
 def start_service(spec: EngineSpec, channel: EngineChannel) -> EngineService:
     """Bring the model up, sample a real token by the path that will serve, and say so."""
-    config = config_of_plain(spec.config)
+    config = settled(config_of_plain(spec.config), spec.pages)
     if spec.chosen:
         adopt(spec.chosen, config.device, discover())
     started = start(config, PhaseReplies(channel), ChosenDevice.decode(spec.chosen) if spec.chosen else None)
@@ -83,8 +84,15 @@ def start_service(spec: EngineSpec, channel: EngineChannel) -> EngineService:
     eos_ids = eos_token_ids(started.model_path)
     grammars = _grammars(config, started, eos_ids)
     engine = TokenEngine(
-        meter, eos_ids, overlap=started.overlap, prefix_cache=config.prefix_cache, open_grammars=lambda: grammars
+        meter,
+        eos_ids,
+        overlap=started.overlap,
+        prefix_cache=config.prefix_cache,
+        open_grammars=lambda: grammars,
+        open_pages=open_pages(spec.pages, started),
     )
+    if engine.pages is not None:
+        channel.watch(engine.pages.fileno())
     service = EngineService(engine, meter, channel, started.check)
     channel.send(Phase("warm-up", 0, 1))
     begin = time.perf_counter()

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sglcore.engine.pages.start import PageOptions
 from sglcore.sampling.plain import pack_params as pack_params
 from sglcore.sampling.plain import unpack_params as unpack_params
 from sglcore.schedule.output import EngineOutput
@@ -115,12 +116,14 @@ class ModelInfo(msgspec.Struct, frozen=True, tag="info"):
 
 class EngineSpec(msgspec.Struct, frozen=True):
     """How an engine process starts. `config`: the fields of EngineConfig, already resolved. `chosen`: the device that the
-    parent chose, as `ChosenDevice.encode` writes it (empty: the process chooses, on another machine)."""
+    parent chose, as `ChosenDevice.encode` writes it (empty: the process chooses, on another machine). `pages`: its part where
+    prompts are computed on one engine and decoded on another."""
 
     address: Address
     config: dict[str, Any]
     replica: int = 0
     chosen: str = ""
+    pages: PageOptions = PageOptions()
 
 
 class Ready(msgspec.Struct, array_like=True, tag=2):
