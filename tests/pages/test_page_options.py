@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,11 @@ def test_engines_with_other_pages_do_not_meet_and_both_layouts_are_told(folder: 
 
 
 def test_engines_with_other_weights_of_the_same_shapes_do_not_meet(folder: Path, tmp_path: Path) -> None:
-    other = save(llama(max_position_embeddings=128, seed=5), tmp_path)
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    (weights,) = other.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-2] ^= 1
+    weights.write_bytes(data)
     prompt = Single(folder, PageOptions("prompt", address=HERE))
     with pytest.raises(ConfigError, match="model [0-9a-f]{12}; .* those there .*model [0-9a-f]{12}; "):
         Single(other, PageOptions("decode", (prompt.transfer.address,)))

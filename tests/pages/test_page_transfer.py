@@ -12,6 +12,7 @@ from tests.checkpoints import llama, save
 from tests.laws.engine import random_prompts
 from tests.pages.pair import Pair, Single, Text, check_same, pages_of
 
+pytestmark = pytest.mark.needs("device")
 LENGTHS = (5, 4, 8, 13, 1, 30)
 """Within a page, at its end, of several, one token, and of several chunks where they are short."""
 

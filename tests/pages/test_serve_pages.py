@@ -68,7 +68,7 @@ def check_answers(url: str) -> None:
     before = figure(url, "sglcore_prompt_tokens_computed_total")
     whole = client.chat.completions.create(model="sglcore-demo", messages=ASKED, temperature=0, max_tokens=20)  # pyright: ignore[reportArgumentType]
     assert whole.choices[0].message.content == "2 + 3 = 5."
-    chunks = client.chat.completions.create(
+    chunks = client.chat.completions.create(  # pyright: ignore[reportCallIssue]
         model="sglcore-demo",
         messages=ASKED,  # pyright: ignore[reportArgumentType]
         temperature=0,

@@ -154,7 +154,7 @@ class TcpPages:
         chosen = [n for n, each in enumerate(regions) if layers is None or layers[0] <= each.layer < layers[1]]
         for region in chosen:
             data = np.ascontiguousarray(self._memory.read(region, source))
-            parts = (target.astype("<i4").tobytes(), memoryview(data.reshape(-1)))
+            parts = (target.astype("<i4").tobytes(), data.reshape(-1).data)
             connection.queue(Kind.PAGES, region, lease, parts, transfer if region == chosen[-1] else None)
         if not chosen:
             transfer.progress = Progress.DONE
@@ -201,8 +201,7 @@ class TcpPages:
 
     def _write_pages(self, frame: Frame) -> None:
         lease, regions = self._leases.get(frame.lease), self._memory.regions
-        is_open = lease is not None and lease.peer == frame.peer and not lease.is_drained
-        if is_open and frame.region < len(regions):
+        if lease is not None and lease.peer == frame.peer and not lease.is_drained and frame.region < len(regions):
             count, rest = divmod(len(frame.body), 4 + regions[frame.region].bytes_per_page)
             pages = np.frombuffer(frame.body, "<i4", 0 if rest else count)
             if not rest and lease.pages.issuperset(pages.tolist()):
