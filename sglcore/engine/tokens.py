@@ -135,7 +135,7 @@ class TokenEngine:
         if self._compiling:
             self._take_compiled()
         if self.pages is not None:
-            self._unsent += self._received(self.pages.begin(COMPILE_WAIT if self.scheduler.only_waits else 0.0))
+            self._unsent += self._received(self.pages.begin(COMPILE_WAIT if self.scheduler.remote.only_waits else 0.0))
         found = self._received(self.loop.step()) if self.loop.has_work else []
         outputs = self._after(self._take_unsent() + found)
         return self._progress() + outputs if self._watched else outputs

@@ -6,6 +6,7 @@ A request only ever takes pages from younger ones, so the oldest always goes on.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
@@ -154,6 +155,20 @@ class RunningRequests:
         if self._limits.draft_tokens and end == request.target:
             self._add_spare(request)
         return count
+
+    def advance(self, record: BatchRecord, chunks: Sequence[tuple[Request, int]]) -> None:
+        """The step of a record computes so many tokens of each of these requests; whose prompt is then whole decodes, or finishes."""
+        for request, count in chunks:
+            request.num_cells += count
+            request.last_step = record.step
+            request.sent_pages, request.sent_window_first = len(request.pages), request.window_first
+            if request.num_cells < request.target:
+                continue
+            self.extending.remove(request)
+            if request.num_cells >= request.final_seq_len:
+                record.add_finishing(request)
+            else:
+                self.rows.append(request, self._limits.page_size)
 
     def _add_spare(self, request: Request) -> None:
         """Cells for what is proposed after a prompt's last chunk, of pages that are promised to nobody."""

@@ -12,12 +12,12 @@ import numpy as np
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
-from sglcore.schedule.arrivals import Arrivals
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk, Compose
 from sglcore.schedule.draft_counts import cells_of
 from sglcore.schedule.output import EngineOutput, FinishReason, token_logprobs
 from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue
+from sglcore.schedule.remote import RemotePrompts
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.results import (
     check_limits,
@@ -55,6 +55,7 @@ class Scheduler:
         self._running = RunningRequests(limits, self._waiting, prefix_cache)
         self._builder = BatchBuilder(limits, compose or SamplingRows(), first_composition)
         self._requests: dict[str, Request] = {}
+        self.remote = RemotePrompts(self._running, self._requests, self._take_run, self._end)
         self._arrivals = 0
         self._step = self._collected = 0
         self._prompt_tokens = self._stale_rows = self._invalid_rows = 0
@@ -98,36 +99,6 @@ class Scheduler:
         """End a request whose text reached a stop string; its last output, or None if it is unknown or has ended."""
         request = self._requests.get(rid)
         return None if request is None else self._end(request, "stop", cause)
-
-    @property
-    def arrivals(self) -> Arrivals:
-        """Requests whose prompts another engine computes."""
-        return self._running.arrivals
-
-    @property
-    def only_waits(self) -> bool:
-        """Requests are there, no step can help one of them, and none is in flight: another engine has to write, or let go."""
-        return not len(self.in_flight) and len(self._requests) == self.arrivals.num_elsewhere
-
-    @property
-    def waits_elsewhere(self) -> bool:
-        """Another engine has pages of this one, or requests, so that what waits here may be waiting for it."""
-        return bool(self.arrivals.num_elsewhere or self.arrivals.lent)
-
-    def reserve(self) -> Request | None:
-        """Give the first request that is to come from another engine pages for its prompt; None: none waits, or it has no room."""
-        return self._running.reserve()
-
-    def arrive(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
-        """Another engine has written the prompt's pages, and drew the first token, whose log-probabilities are one entry."""
-        self.arrivals.take_written(request)
-        request.final_seq_len = self._running.final_len(request)
-        return self._take_run(request, [token], logprobs, 0)
-
-    def fail(self, rid: str, error: str, *, refused: bool = False) -> EngineOutput | None:
-        """End a request that can not come from another engine; None if it is unknown or has ended."""
-        request = self._requests.get(rid)
-        return None if request is None else self._end(request, "error", error=error, refused=refused)
 
     def flush_prefix_cache(self) -> int:
         """Forget the prefixes that no running request holds; returns how many pages they had."""
@@ -205,12 +176,12 @@ class Scheduler:
 
     def _queue_of(self, request: Request) -> WaitingQueue:
         if request.is_remote:
-            return self.arrivals.waiting
+            return self._running.arrivals.waiting
         return self._embedding if request.task == "embed" else self._waiting
 
     def _generate(self) -> ScheduleBatch | None:
         running, mixed = self._running, self.limits.allows_mixed_batches
-        prompts = bool(running.extending or len(self._waiting) or self.arrivals.written)
+        prompts = bool(running.extending or len(self._waiting) or running.arrivals.written)
         decodes = mixed or not prompts or (self._extended_last and bool(running.rows.requests))
         running.slide_windows()
         served = running.claim_pages() if decodes else True
@@ -289,27 +260,10 @@ class Scheduler:
             record.add_finishing(request)
 
     def _advance_chunks(self, record: BatchRecord, chunks: list[Chunk]) -> None:
-        running = self._running
-        for request, count in chunks:
-            request.num_cells += count
-            request.last_step = record.step
-            request.sent_pages, request.sent_window_first = len(request.pages), request.window_first
-            if request.num_cells < request.target:
-                continue
-            running.extending.remove(request)
-            if request.num_cells >= request.final_seq_len:
-                record.add_finishing(request)
-            else:
-                running.rows.append(request, self.limits.page_size)
+        self._running.advance(record, chunks)
 
     def _embed(self) -> ScheduleBatch:
-        chosen: list[Request] = []
-        budget = self.limits.max_batch_tokens
-        for request in self._embedding:
-            budget -= len(request.prompt_ids)
-            if budget < 0 or len(chosen) == self.limits.max_requests:
-                break
-            chosen.append(request)
+        chosen = self._embedding.first_of(self.limits.max_requests, self.limits.max_batch_tokens)
         batch = self._builder.build_embed(self._step + 1, chosen)
         record = self._open_record([(request, len(request.prompt_ids)) for request in chosen])
         for request in chosen:
@@ -433,7 +387,7 @@ class Scheduler:
         if request.state is State.WAITING:
             self._queue_of(request).remove(request)
         elif request.state is State.ARRIVING:
-            self.arrivals.leave(request)
+            self._running.arrivals.leave(request)
         elif not request.leaving:
             self._running.leave(request)
         elif self.in_flight.naming(request.last_step) is not None:

@@ -181,7 +181,7 @@ class Pair:
         """No page, slot or lease is lost or held."""
         for each in (*self.prompts, self.decode):
             each.engine.scheduler.audit()
-            assert not each.engine.scheduler.arrivals.holders
+            assert not each.engine.scheduler.remote.arrivals.holders
             assert each.transfer.num_leases == 0
             assert each.memory.available == each.memory.pool.num_pages
         assert not any(each.side._jobs for each in self.prompts)

@@ -95,7 +95,7 @@ class DecodeSide:
         claim = self._claims.pop(lease, None)
         self._transfer.end(lease)
         if claim is not None:
-            self._engine.scheduler.arrivals.let_go(claim.request)
+            self._engine.scheduler.remote.arrivals.let_go(claim.request)
         return claim
 
     def _take(self, told: Told) -> list[EngineOutput | None]:
@@ -104,31 +104,33 @@ class DecodeSide:
         if claim is None or claim.peer != told.peer:
             return []
         self._close(message.lease)
-        request, scheduler = claim.request, self._engine.scheduler
+        request, remote = claim.request, self._engine.scheduler.remote
         if request.state is State.FINISHED:
             return []
         if isinstance(message, Refusal):
-            return [scheduler.fail(request.rid, message.error, refused=message.refused)]
+            return [remote.fail(request.rid, message.error, refused=message.refused)]
         request.begin_with(max(message.cached_tokens, request.num_cells))
         request.prompt_logprobs = [unpack_logprobs(each) for each in message.prompt_logprobs]
         request.scored_tokens = sum(len(each.chosen) for each in request.prompt_logprobs)
         found = unpack_logprobs(message.logprobs) if message.logprobs else None
-        return [scheduler.arrive(request, message.token, found)]
+        return [remote.arrive(request, message.token, found)]
 
     def _lose(self, told: Told) -> list[EngineOutput | None]:
         outputs: list[EngineOutput | None] = []
         for lease, claim in list(self._claims.items()):
             if claim.peer == told.peer:
                 self._close(lease)
-                outputs.append(self._engine.scheduler.fail(claim.request.rid, f"its prompt is lost: {told.lost}"))
+                outputs.append(
+                    self._engine.scheduler.remote.fail(claim.request.rid, f"its prompt is lost: {told.lost}")
+                )
         return outputs
 
     def _ask(self) -> list[EngineOutput | None]:
-        scheduler, peers = self._engine.scheduler, self._transfer.peers
+        remote, peers = self._engine.scheduler.remote, self._transfer.peers
         if not peers:
             why = f"no prompt engine of {', '.join(self._addresses)} can be reached"
-            return [scheduler.fail(request.rid, why) for request in list(scheduler.arrivals.waiting)]
-        while (request := scheduler.reserve()) is not None:
+            return [remote.fail(request.rid, why) for request in list(remote.arrivals.waiting)]
+        while (request := remote.reserve()) is not None:
             busy = [claim.peer for claim in self._claims.values()]
             peer = min(peers, key=lambda each: (busy.count(each), each))
             self._send(peer, request)
