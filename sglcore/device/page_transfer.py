@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -90,15 +91,13 @@ class PageHolder(Protocol):
 
 def layout_of(memory: PageMemory, model: str) -> Layout:
     """The layout of a worker's pages; `model` names the checkpoint's contents."""
-    parts: list[str] = []
-    for region in memory.regions:
-        text = f"{region.kind} of {region.bytes_per_page} bytes a page in {region.dtype}"
-        if not parts or parts[-1].partition(" x ")[2] != text:
-            parts.append(f"1 x {text}")
-            continue
-        count = int(parts[-1].partition(" x ")[0])
-        parts[-1] = f"{count + 1} x {text}"
-    return Layout(model, memory.page_size, memory.cells, ", ".join(parts))
+    layers: dict[int, list[str]] = {}
+    for each in memory.regions:
+        layers.setdefault(each.layer, []).append(f"{each.kind} of {each.bytes_per_page} bytes in {each.dtype}")
+    alike = [(text, len(list(found))) for text, found in groupby(" and ".join(parts) for parts in layers.values())]
+    return Layout(
+        model, memory.page_size, memory.cells, ", ".join(f"{count} layers with {text}" for text, count in alike)
+    )
 
 
 class Progress(Enum):

@@ -56,8 +56,9 @@ def test_a_server_that_decodes_answers_by_prompts_of_another(tmp_path: Path) -> 
         address = ledger(first)["role"]["reason"].split(" ask at ")[1].split(" ")[0]
         with server(tmp_path / "decode", "--disaggregation-mode", "decode", "--peers", address) as (_, second):
             assert ledger(second)["role"]["effective"] == "decode"
-            assert ledger(second)["pages"] == ledger(first)["pages"]
+            assert ledger(second)["page layout"] == ledger(first)["page layout"]
             check_answers(second)
+            check_grammar(second)
             prompts.kill()
             check_failures(second, address)
 
@@ -76,6 +77,23 @@ def check_answers(url: str) -> None:
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "2 + 3 = 5."
     until(lambda: figure(url, "sglcore_prompt_tokens_computed_total") == 4)
+
+
+def check_grammar(url: str) -> None:
+    """The first token keeps to the request's grammar where it is drawn, the others where they are."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"type": "object", "properties": {"a": digit}, "required": ["a"], "additionalProperties": False}
+    answer = client.chat.completions.create(  # pyright: ignore[reportCallIssue]
+        model="sglcore-demo",
+        messages=ASKED,  # pyright: ignore[reportArgumentType]
+        n=2,
+        seed=4,
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},  # pyright: ignore[reportArgumentType]
+    )
+    for choice in answer.choices:
+        assert json.loads(choice.message.content or "")["a"] in range(10)
 
 
 def check_failures(url: str, address: str) -> None:

@@ -136,9 +136,9 @@ def meet(options: PageOptions, started: Started) -> TcpPages:
 
 def _rows(options: PageOptions, transfer: TcpPages, layout: str) -> list[Row]:
     if options.role == "prompt":
-        how = f"other engines ask at {transfer.address} for prompts, and get their pages by TCP"
+        how = f"other engines ask at {transfer.address} for prompts, and get their pages by TCP; nothing is proposed"
         rows = [Row("role", "prompt", "prompt", how, "--role both")]
     else:
-        how = f"prompts are computed at {', '.join(options.peers)}; their pages come by TCP"
+        how = f"prompts are computed at {', '.join(options.peers)}; their pages come by TCP; nothing is proposed"
         rows = [Row("role", "decode", "decode", how, "--role both")]
-    return [*rows, Row("pages", "auto", layout, "what both engines have to have alike")]
+    return [*rows, Row("page layout", "auto", layout, "what both engines have to have alike")]
