@@ -75,6 +75,11 @@ class TokenEngine:
         return self.loop.has_work or is_shared or bool(self._compiling or self._unsent)
 
     @property
+    def only_waits(self) -> bool:
+        """A call of `step` submits and collects nothing: a compiler or another engine has the next word."""
+        return not self.loop.has_work or self.scheduler.remote.only_waits
+
+    @property
     def num_compiling(self) -> int:
         """Requests that wait for their grammar."""
         return len(self._compiling)

@@ -32,6 +32,11 @@ class Arrivals:
         """Requests that no step here can help."""
         return len(self.waiting) + len(self.arriving)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are in no step yet."""
+        return self.num_elsewhere + len(self.written)
+
     def reserve(self, promised: int) -> Request | None:
         """Give the first that waits pages for its prompt, of which those it shares are written already, beside `promised` pages
         and one for each that comes; None: it has to wait. The others come after it, however small."""

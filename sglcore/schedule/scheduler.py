@@ -158,7 +158,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Counts of requests, steps, pages, snapshots, window pages and tokens."""
         return SchedulerStats(
-            waiting=len(self._waiting) + len(self._embedding),
+            waiting=len(self._waiting) + len(self._embedding) + self.remote.arrivals.num_waiting,
             running=len(self._running),
             decoding=len(self._running.rows.requests),
             in_flight=len(self.in_flight),

@@ -12,7 +12,8 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.engine.pages.start import PageOptions, options_of, settled
-from tests.checkpoints import llama, save
+from tests import latent
+from tests.checkpoints import llama, mistral, qwen3_next, save
 from tests.pages.pair import HERE, Pair, Single
 
 PROMPT = PageOptions("prompt", address="127.0.0.1:9000")
@@ -83,3 +84,20 @@ def test_engines_with_other_weights_of_the_same_shapes_do_not_meet(folder: Path,
     with pytest.raises(ConfigError, match="model [0-9a-f]{12}; .* those there .*model [0-9a-f]{12}; "):
         Single(other, PageOptions("decode", (prompt.transfer.address,)))
     prompt.engine.close()
+
+
+KEPT = {
+    "rows of their own": latent.deepseek_v2,
+    "a state of each request": qwen3_next,
+    "a window keep pages of their own": lambda: mistral(max_position_embeddings=512, sliding_window=20),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+@pytest.mark.parametrize("options", [PageOptions("prompt", address=HERE), PageOptions("decode", ("127.0.0.1:1",))])
+def test_models_that_keep_more_than_keys_and_values_are_refused(
+    what: str, options: PageOptions, tmp_path: Path
+) -> None:
+    folder = save(KEPT[what](), tmp_path)
+    with pytest.raises(ConfigError, match=f"pages of this model can not go to another engine: its layers .*{what}"):
+        Single(folder, options)
