@@ -128,8 +128,8 @@ class Told:
 
 
 class PageTransfer(Protocol):
-    """Moves pages between the registered memory of two engines. One thread uses it, that of the worker's steps; what it does
-    besides is its own. Leases and peers are numbers above 0, those of a lease on the side that offered it."""
+    """Moves pages between the registered memory of two engines. One thread uses it, that of the worker's steps, and
+    `connect` may run beside; what it does besides is its own. Leases and peers are numbers above 0, those of a lease on the side that offered it."""
 
     @property
     def peers(self) -> tuple[int, ...]:

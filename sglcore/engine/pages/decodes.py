@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from sglcore.device.errors import SglcoreError
-from sglcore.device.page_transfer import PageTransfer, Told
+from sglcore.device.errors import ConfigError
+from sglcore.device.page_transfer import PageTransfer, PeerLost, Told
 from sglcore.engine.pages.messages import Ask, First, Refusal, unpack_logprobs
 from sglcore.sampling.plain import pack_params
 from sglcore.schedule.output import EngineOutput
@@ -20,6 +21,7 @@ from sglcore.schedule.request import Request, RequestError, State
 if TYPE_CHECKING:
     from sglcore.engine.tokens import TokenEngine
 
+log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 """Between two tries to reach a prompt engine that is gone."""
 
@@ -152,11 +154,16 @@ class DecodeSide:
         self._transfer.tell(peer, msgspec.msgpack.encode(ask))
 
     def _seek(self) -> None:
-        """Connect again to prompt engines that have gone."""
+        """Connect again to prompt engines that have gone; one that came back as another is told of in the log, once."""
+        told: set[str] = set()
         while not self._is_closing.wait(RETRY_SECONDS):
             known = {self._transfer.name(peer) for peer in self._transfer.peers}
             for address in (each for each in self._addresses if each not in known):
                 try:
                     self._transfer.connect(address)
-                except SglcoreError:
+                except PeerLost:
                     continue
+                except ConfigError as error:
+                    if str(error) not in told:
+                        log.warning("%s", error)
+                    told.add(str(error))
