@@ -33,6 +33,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "chat_template": ("--chat-template-file",),
         "tool_parser": ("--tool-call-parser",),
         "grammar_backend": ("--guided-decoding-backend",),
+        "role": ("--disaggregation-mode",),
         "replicas": ("--data-parallel-size", "--dp-size", "-dp"),
         "cors_origins": ("--allowed-origins",),
         "ssl_certfile": ("--ssl-cert-file",),
@@ -91,6 +92,10 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             ("--n-predict", "-n"), "each request says max_tokens, and `generate` and `chat` have --max-tokens"
         ),
+        **dict.fromkeys(
+            ("--kv-transfer-config", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend"),
+            "--role prompt --pages-address HOST:PORT, and --role decode --peers HOST:PORT",
+        ),
         "--mmproj": "text alone is read",
     }
 )
@@ -129,6 +134,18 @@ DRAFTER_NAMES: Mapping[str, str] = MappingProxyType(
 )
 """Words for what proposes tokens -> ours."""
 
+ROLE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "prefill": "prompt",
+        "kv_producer": "prompt",
+        "kv_consumer": "decode",
+        "kv_both": "both",
+        "null": "both",
+        "none": "both",
+    }
+)
+"""Words for an engine's part where prompts are computed apart -> ours."""
+
 NODES_FLAG = "--speculative-num-draft-tokens"
 """A number of proposals and one more, for the token that they follow."""
 SPECULATIVE_FLAG = "--speculative-config"
@@ -142,6 +159,11 @@ SPECULATIVE_KEYS: Mapping[str, str] = MappingProxyType(
 def drafter_name(word: str) -> str:
     """Our word for what proposes tokens; a word that is nobody's alias is returned as it is."""
     return DRAFTER_NAMES.get(word.lower(), word.lower())
+
+
+def role_name(word: str) -> str:
+    """Our word for an engine's part; a word that is nobody's alias is returned as it is."""
+    return ROLE_NAMES.get(word.lower(), word.lower())
 
 
 def graph_name(word: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sglcore.cli import options
+from sglcore.cli.aliases import role_name
 from sglcore.cli.settings import engine_settings, flag_names, split_settings
 from sglcore.device.config import EngineConfig, resolve_config, resolve_server_config
 from sglcore.device.errors import ConfigError
@@ -45,7 +46,8 @@ def serve(
     if model is not None and model_path is not None and model != model_path:
         raise ConfigError(f"two models are named: {model!r} and {model_path!r}", remedy="name one")
     config = resolve_config({"model": model or model_path, **engine_settings(given)})
-    server = resolve_server_config(split_settings(given, ServerConfig))
+    named = split_settings(given, ServerConfig)
+    server = resolve_server_config({**named, **({"role": role_name(named["role"])} if "role" in named else {})})
     placement, config, server = _placed(config, server)
     if placement.node:
         raise typer.Exit(_follow(placement, config, server, quiet=quiet))

@@ -71,6 +71,19 @@ class ServerConfig:
     restart: bool = setting(False, "Start an engine process again that died.")
     replicas: int = setting(1, "Engine processes behind this endpoint.", least=1)
     replica_env: tuple[str, ...] = setting((), "A variable for each replica, NAME={index}; may be given several times.")
+    role: str = setting(
+        "both",
+        "What the engines do: both, prompt (compute prompts, for others too), or decode (prompts are computed by --peers).",
+    )
+    peers: tuple[str, ...] = setting(
+        (), "Where prompt engines listen, HOST:PORT, of role decode; several with commas, or given several times."
+    )
+    pages_address: str | None = setting(
+        None, "Where an engine of role prompt listens for those that decode, HOST:PORT; each replica one port further."
+    )
+    pages_secret: str | None = setting(
+        None, "What engines that exchange pages have in common, so that nobody else gets any.", is_secret=True
+    )
     ray: str | None = setting(
         None, "Place the replicas, or the nodes of one model, by Ray: the address of a cluster, auto, or local."
     )

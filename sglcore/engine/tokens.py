@@ -12,16 +12,18 @@ import numpy as np
 
 from sglcore.device.worker import ModelWorker
 from sglcore.engine.grammar import Compiling, Grammars
+from sglcore.engine.pages.messages import PageSide
 from sglcore.sampling.grammar import GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, FinishReason
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.results import check_request
+from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.shard_loop import make_loop
 
 COMPILE_WAIT = 0.002
-"""Seconds that a step waits for a compiler when there is nothing else to do."""
+"""Seconds that a step waits for a compiler, or for another engine, when there is nothing else to do."""
 
 
 @dataclass(slots=True)
@@ -47,9 +49,11 @@ class TokenEngine:
         prefix_cache: bool = True,
         shards: int = 1,
         open_grammars: Callable[[], Grammars | None] = lambda: None,
+        open_pages: Callable[[TokenEngine], PageSide] | None = None,
     ) -> None:
-        """`shards`: requests are in so many, each with the worker's limits to itself. `open_grammars` gives what compiles the grammars of requests, and is called when the first asks for one; None:
-        such requests are refused."""
+        """`shards`: requests are in so many, each with the worker's limits to itself. `open_grammars` gives what compiles the
+        grammars of requests, and is called when the first asks for one; None: such requests are refused. `open_pages`: what
+        makes its side, where prompts are computed on one engine and decoded on another."""
         self.worker = worker
         self.limits = worker.limits
         self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.limits.vocab_size)
@@ -64,11 +68,23 @@ class TokenEngine:
         self._open_grammars = open_grammars
         self._grammars: Grammars | None = None
         self.is_closed = False
+        self.pages = None if open_pages is None else open_pages(self)
 
     @property
     def has_work(self) -> bool:
         """A call of `step` has something to do."""
-        return self.loop.has_work or bool(self._compiling or self._unsent)
+        is_shared = self.pages is not None and self.pages.has_work
+        return self.loop.has_work or is_shared or bool(self._compiling or self._unsent)
+
+    @property
+    def only_waits(self) -> bool:
+        """A call of `step` submits and collects nothing: a compiler or another engine has the next word."""
+        return not self.loop.has_work or self._awaits_prompts
+
+    @property
+    def _awaits_prompts(self) -> bool:
+        """All that there is waits for prompts of another engine, which shards never have."""
+        return isinstance(self.scheduler, Scheduler) and self.scheduler.remote.only_waits
 
     @property
     def num_compiling(self) -> int:
@@ -84,18 +100,21 @@ class TokenEngine:
         *,
         progress: bool = False,
         embeds: PromptEmbeds | None = None,
-    ) -> None:
-        """Queue a prompt, by token ids or by embeddings in their place, with its `params.n` samples, under a grammar once that is compiled. Raises RequestError, and then
-        nothing was queued; does not wait."""
+        first_index: int = 0,
+    ) -> list[Request]:
+        """Queue a prompt, by token ids or by embeddings in their place, with its `params.n` samples, under a grammar once that is compiled; returns them, numbered from `first_index`
+        on. Raises RequestError, and then nothing was queued; does not wait."""
         prompt = np.asarray(prompt_ids)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         requests: list[Request] = []
-        for index in range(params.n):
+        for index in range(first_index, first_index + params.n):
             leader = requests[0] if requests else None
             name = f"{request_id}/{index}"
             requests.append(
                 Request(name, prompt, params, seed, index, stops, leader=leader, embeds=embeds, request_id=request_id)
             )
+        if self.pages is not None:
+            self.pages.mark(requests)
         group = SampleGroup(params, requests)
         if not params.is_bound:
             self._queue(group)
@@ -106,6 +125,7 @@ class TokenEngine:
         self._groups[request_id] = group
         if progress:
             self._watched[request_id] = group
+        return requests
 
     def abort(self, request_id: str) -> list[EngineOutput]:
         """End every sample of a request; its last outputs. Unknown ids are ignored."""
@@ -126,14 +146,16 @@ class TokenEngine:
         requests that the failure ended are in `drain`."""
         if self._compiling:
             self._take_compiled()
+        if self.pages is not None:
+            self._unsent += self._received(self.pages.begin(COMPILE_WAIT if self._awaits_prompts else 0.0))
         found = self._received(self.loop.step()) if self.loop.has_work else []
-        outputs = self._take_unsent() + found
+        outputs = self._after(self._take_unsent() + found)
         return self._progress() + outputs if self._watched else outputs
 
     def drain(self) -> list[EngineOutput]:
         """Collect what is in flight and submit nothing; returns the outputs."""
         found = self._received(self.loop.drain())
-        return self._take_unsent() + found
+        return self._after(self._take_unsent() + found)
 
     def embed(self, name: str, prompt_ids: Sequence[int], token_types: Sequence[int] | None = None) -> Request:
         """Queue a prompt to embed, or to score; raises RequestError, and then it was not queued. Its `embedding` is there
@@ -150,7 +172,12 @@ class TokenEngine:
             if self._grammars is not None:
                 self._grammars.close()
             self.loop.drain()
+            if self.pages is not None:
+                self.pages.close()
             self.worker.close()
+
+    def _after(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        return outputs if self.pages is None else self.pages.end(outputs)
 
     def _queue(self, group: SampleGroup) -> None:
         for request in group.requests:

@@ -10,9 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.page_transfer import PageMemory
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.fields import retained
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.page_bytes import PoolPages
+from sglcore.runtime.memory.pools import MHATokenToKVPool
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.readback import Readback, ReadbackQueue
@@ -146,6 +149,12 @@ class TpModelWorker:
         """Wait for a step and give its results; a ticket is collected once."""
         pending = take_payload(ticket, Pending)
         return pending.output.read(ticket.step, pending.readback.read())
+
+    def page_memory(self) -> PageMemory | None:
+        """The pages of its keys and values, where they are all that a request leaves; None elsewhere."""
+        pool = self.runner.attn_backend.token_to_kv_pool
+        has_more = self.limits.keeps_state or self.limits.num_window_pages
+        return PoolPages(pool, self._streams) if isinstance(pool, MHATokenToKVPool) and not has_more else None
 
     def close(self) -> None:
         """Wait for the device, free the graphs, and let go of weights and pools. Idempotent."""

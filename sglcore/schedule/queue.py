@@ -29,6 +29,16 @@ class WaitingQueue:
         """Put a request in its place; O(1) for a new arrival of the last priority."""
         insort(self._requests, request, key=by_turn)
 
+    def first_of(self, most: int, tokens: int) -> list[Request]:
+        """The first requests, at most so many, whose prompts have at most so many tokens together."""
+        found: list[Request] = []
+        for request in self._requests[:most]:
+            tokens -= len(request.prompt_ids)
+            if tokens < 0:
+                break
+            found.append(request)
+        return found
+
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it waits."""
         del self._requests[bisect_left(self._requests, by_turn(request), key=by_turn)]

@@ -32,12 +32,13 @@ class ContextError(RequestError):
 
 
 class State(IntEnum):
-    """Where a request is. EXTENDING and DECODING are the running states."""
+    """Where a request is. EXTENDING and DECODING are the running states; an ARRIVING one has pages that another engine writes."""
 
     WAITING = 0
     EXTENDING = 1
     DECODING = 2
     FINISHED = 3
+    ARRIVING = 4
 
 
 class Matcher(Protocol):
@@ -97,6 +98,7 @@ class Request:
     another running request has published a page that it computed too.
     `restored`: the snapshot with which its state begins. `cuts`: the lengths after which it is to leave a snapshot for
     others. `snapshots`: by length, the places with copies of its state; that of length `spare` is renewed while it runs.
+    `is_remote`: another engine computes its prompt. `is_lent`: another engine may read or write its pages, which it outlives.
     `window_pages`: its list of them, of the pages from `window_first` on; the device has it from `sent_window_first` on.
     `window_ends`: numbers of pages after which others are to go on; `kept_windows`: window pages that this takes, by page,
     which have left the list and are not published yet.
@@ -149,6 +151,8 @@ class Request:
     cuts: set[int] = field(default_factory=set)
     snapshots: dict[int, int] = field(default_factory=dict)
     spare: int = 0
+    is_remote: bool = False
+    is_lent: bool = False
     window_first: int = 0
     window_pages: list[int] = field(default_factory=list)
     sent_window_first: int = 0

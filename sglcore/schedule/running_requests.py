@@ -6,12 +6,14 @@ A request only ever takes pages from younger ones, so the oldest always goes on.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.worker import Limits
+from sglcore.schedule.arrivals import Arrivals
 from sglcore.schedule.decode_rows import DecodeRows
 from sglcore.schedule.in_batch_prefix import MOST_COMPARED, InBatchPrefixes
 from sglcore.schedule.memory import Memory
@@ -28,6 +30,7 @@ class RunningRequests:
 
     def __init__(self, limits: Limits, waiting: WaitingQueue, prefix_cache: bool) -> None:
         self.memory = Memory(limits, prefix_cache)
+        self.arrivals = Arrivals(self.memory)
         self.in_flight = InFlight()
         self._in_batch_prefixes = InBatchPrefixes(self.memory)
         self.rows = DecodeRows(limits.max_requests)
@@ -70,6 +73,26 @@ class RunningRequests:
         self.waiting.remove(request)
         self._start(request)
         return request
+
+    def admit_written(self) -> Request | None:
+        """Give the first whose prompt another engine has written a slot; None if there is none, or no slot."""
+        written = self.arrivals.written
+        if not written or not self._free_slots or len(self) >= self._most:
+            return None
+        request = min(written, key=by_turn)
+        written.remove(request)
+        self._start(request)
+        return request
+
+    def reserve(self) -> Request | None:
+        """Give the first request whose prompt is computed elsewhere pages for it. None: it waits, as while others do that gave
+        way before."""
+        return None if len(self.waiting) else self.arrivals.reserve(self._promised())
+
+    def final_len(self, request: Request) -> int:
+        """Cells with which a request emits its last token."""
+        prompt, most, context = len(request.prompt_ids), request.params.max_tokens, self._limits.max_model_len
+        return (context if most is None else min(prompt + most, context)) - 1
 
     def compare_waiting(self) -> None:
         """Where prefixes are shared by what others ask for: who waits does before the common end is passed."""
@@ -133,6 +156,20 @@ class RunningRequests:
             self._add_spare(request)
         return count
 
+    def advance(self, record: BatchRecord, chunks: Sequence[tuple[Request, int]]) -> None:
+        """The step of a record computes so many tokens of each of these requests; whose prompt is then whole decodes, or finishes."""
+        for request, count in chunks:
+            request.num_cells += count
+            request.last_step = record.step
+            request.sent_pages, request.sent_window_first = len(request.pages), request.window_first
+            if request.num_cells < request.target:
+                continue
+            self.extending.remove(request)
+            if request.num_cells >= request.final_seq_len:
+                record.add_finishing(request)
+            else:
+                self.rows.append(request, self._limits.page_size)
+
     def _add_spare(self, request: Request) -> None:
         """Cells for what is proposed after a prompt's last chunk, of pages that are promised to nobody."""
         wanted = min(request.target + self._limits.draft_tokens, request.final_seq_len)
@@ -179,10 +216,14 @@ class RunningRequests:
         """All requests that hold a slot, for audits."""
         return [*self.rows.requests, *self.extending, *(gone for record in self.in_flight for gone in record.released)]
 
+    def page_holders(self) -> list[Request]:
+        """All requests that hold pages, for audits."""
+        return [*self.holders(), *self.arrivals.holders]
+
     def audit(self) -> None:
         """Raise AssertionError if a page, a slot, a snapshot or a window page is lost or held twice; O(num_pages)."""
         holders = self.holders()
-        self.memory.audit(holders)
+        self.memory.audit(self.page_holders())
         slots = sorted(self._free_slots + [request.slot for request in holders])
         assert slots == list(range(1, self._limits.max_requests + 1)), f"slots lost or held twice: {slots}"
 
@@ -214,9 +255,7 @@ class RunningRequests:
             request.scored_tokens = 0
         if request.cached_tokens < 0:
             request.begin_with(request.num_cells)
-        prompt, most = len(request.prompt_ids), request.params.max_tokens
-        context = self._limits.max_model_len
-        request.final_seq_len = (context if most is None else min(prompt + most, context)) - 1
+        request.final_seq_len = self.final_len(request)
         request.target = request.num_tokens
         request.slot = self._free_slots.pop()
         request.sent_pages = 0
@@ -265,8 +304,7 @@ class RunningRequests:
         self.retractions += 1
 
     def _release(self, request: Request) -> None:
-        has_failed = request.is_broken or request.finish_reason == "error"
-        self.memory.release(request, 0 if has_failed else request.num_cells)
+        self.arrivals.give_back(request)
         self._free_slots.append(request.slot)
         request.slot = 0
         request.leaving = False

@@ -17,6 +17,7 @@ from sglcore.schedule.draft_counts import cells_of
 from sglcore.schedule.output import EngineOutput, FinishReason, token_logprobs
 from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue
+from sglcore.schedule.remote import RemotePrompts
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.results import (
     check_limits,
@@ -55,6 +56,7 @@ class Scheduler:
         self._builder = BatchBuilder(limits, compose or SamplingRows(), first_composition)
         self._requests: dict[str, Request] = {}
         self.memory = self._running.memory
+        self.remote = RemotePrompts(self._running, self._requests, self._take_run, self._end)
         self._arrivals = self._step = self._collected = 0
         self._prompt_tokens = self._stale_rows = self._invalid_rows = 0
         self.drafts = Counter[tuple[int, int, int, int]]()
@@ -156,7 +158,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Counts of requests, steps, pages, snapshots, window pages and tokens."""
         return SchedulerStats(
-            waiting=len(self._waiting) + len(self._embedding),
+            waiting=len(self._waiting) + len(self._embedding) + self.remote.arrivals.num_waiting,
             running=len(self._running),
             decoding=len(self._running.rows.requests),
             in_flight=len(self.in_flight),
@@ -173,11 +175,13 @@ class Scheduler:
         self._running.audit()
 
     def _queue_of(self, request: Request) -> WaitingQueue:
+        if request.is_remote:
+            return self._running.arrivals.waiting
         return self._embedding if request.task == "embed" else self._waiting
 
     def _generate(self) -> ScheduleBatch | None:
         running, mixed = self._running, self.limits.allows_mixed_batches
-        prompts = bool(running.extending or len(self._waiting))
+        prompts = bool(running.extending or len(self._waiting) or running.arrivals.written)
         decodes = mixed or not prompts or (self._extended_last and bool(running.rows.requests))
         running.slide_windows()
         served = running.claim_pages() if decodes else True
@@ -190,7 +194,7 @@ class Scheduler:
 
     def _plan_chunks(self, decodes: int, may_admit: bool) -> list[Chunk]:
         """Chunks for what the decode rows leave of the step's tokens: running prompts first, then new ones. Where somebody gave
-        way nobody new comes: the pages are for whom they were taken."""
+        way nobody new comes: the pages are for whom they were taken. Prompts that another engine has written hold theirs already."""
         running, chunks = self._running, []
         running.compare_waiting()
         retractions = running.retractions
@@ -200,6 +204,10 @@ class Scheduler:
                 count = running.take_chunk(request, budget)
                 budget -= count
                 chunks += [(request, count)] if count else []
+        while budget and (written := running.admit_written()) is not None:
+            count = running.take_chunk(written, budget)
+            budget -= count
+            chunks += [(written, count)] if count else []
         may_admit = may_admit and retractions == running.retractions
         while may_admit and budget and (admitted := running.admit_next()) is not None:
             count = running.take_chunk(admitted, budget)
@@ -252,27 +260,10 @@ class Scheduler:
             record.add_finishing(request)
 
     def _advance_chunks(self, record: BatchRecord, chunks: list[Chunk]) -> None:
-        running = self._running
-        for request, count in chunks:
-            request.num_cells += count
-            request.last_step = record.step
-            request.sent_pages, request.sent_window_first = len(request.pages), request.window_first
-            if request.num_cells < request.target:
-                continue
-            running.extending.remove(request)
-            if request.num_cells >= request.final_seq_len:
-                record.add_finishing(request)
-            else:
-                running.rows.append(request, self.limits.page_size)
+        self._running.advance(record, chunks)
 
     def _embed(self) -> ScheduleBatch:
-        chosen: list[Request] = []
-        budget = self.limits.max_batch_tokens
-        for request in self._embedding:
-            budget -= len(request.prompt_ids)
-            if budget < 0 or len(chosen) == self.limits.max_requests:
-                break
-            chosen.append(request)
+        chosen = self._embedding.first_of(self.limits.max_requests, self.limits.max_batch_tokens)
         batch = self._builder.build_embed(self._step + 1, chosen)
         record = self._open_record([(request, len(request.prompt_ids)) for request in chosen])
         for request in chosen:
@@ -390,6 +381,8 @@ class Scheduler:
         del self._requests[request.rid]
         if request.state is State.WAITING:
             self._queue_of(request).remove(request)
+        elif request.state is State.ARRIVING:
+            self._running.arrivals.leave(request)
         elif not request.leaving:
             self._running.leave(request)
         elif self.in_flight.naming(request.last_step) is not None:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
+from sglcore.engine.pages.start import options_of, settled
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.http.app import running_app
 from sglcore.serving.http.connection import Bounds, Connection
@@ -50,6 +51,7 @@ async def serve(
     `on_listening` gets the frontend and the URL once connections are taken, before the model is there. Raises ConfigError
     for what can not start at all: a port in use, no checkpoint, no tokenizer.
     """
+    config = settled(config, options_of(server))
     tls = tls_of(server)
     sockets = bind(server)
     frontend = ChatFrontend(config, server, chosen=chosen)

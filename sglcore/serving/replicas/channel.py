@@ -51,14 +51,22 @@ class EngineChannel:
         self._socket.connect(address.endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineRequest)
+        self._poller: zmq.Poller | None = None
 
     def send(self, reply: EngineReply) -> None:
         """Queue a reply; does not wait."""
         self._socket.send(self._encoder.encode(reply), copy=True)
 
+    def watch(self, descriptor: int) -> None:
+        """Let `receive` return when a file descriptor can be read."""
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(descriptor, zmq.POLLIN)
+
     def receive(self, timeout_ms: int) -> list[EngineRequest]:
-        """The requests that have come; waits up to `timeout_ms` for the first."""
-        if not self._socket.poll(timeout_ms):
+        """The requests that have come; waits up to `timeout_ms` for the first, or for what else is watched."""
+        found = self._socket.poll(timeout_ms) if self._poller is None else self._poller.poll(timeout_ms)
+        if not found:
             return []
         requests: list[EngineRequest] = []
         try:

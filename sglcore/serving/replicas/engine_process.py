@@ -25,6 +25,8 @@ from sglcore.device.discovery import discover
 from sglcore.device.errors import SglcoreError, WorkerLost
 from sglcore.engine.grammar import Grammars, open_grammars
 from sglcore.engine.meter import Meter
+from sglcore.engine.pages.start import open_pages, settled
+from sglcore.engine.sampled import sample_of
 from sglcore.engine.start import Started, start
 from sglcore.engine.text import TextCodec, eos_token_ids
 from sglcore.engine.tokens import TokenEngine
@@ -40,8 +42,6 @@ LINK_BROKE = 4
 """The exit code of a process that lost its connection to the frontend: what was on its way may be missing."""
 REPLY_EVERY = 0.1
 """Seconds between two replies about the same phase."""
-SAMPLED_BLOCKS, BLOCK_BYTES = 16, 16 << 10
-"""What is read of a file to tell it from another."""
 
 
 def main() -> int:
@@ -79,7 +79,7 @@ def _follow_parent() -> None:
 
 def start_service(spec: EngineSpec, channel: EngineChannel) -> EngineService:
     """Bring the model up, sample a real token by the path that will serve, and say so."""
-    config = config_of_plain(spec.config)
+    config = settled(config_of_plain(spec.config), spec.pages)
     if spec.chosen:
         adopt(spec.chosen, config.device, discover())
     started = start(config, PhaseReplies(channel), ChosenDevice.decode(spec.chosen) if spec.chosen else None)
@@ -93,7 +93,10 @@ def start_service(spec: EngineSpec, channel: EngineChannel) -> EngineService:
         prefix_cache=config.prefix_cache,
         shards=config.dp,
         open_grammars=lambda: grammars,
+        open_pages=open_pages(spec.pages, started),
     )
+    if engine.pages is not None:
+        channel.watch(engine.pages.fileno())
     service = EngineService(engine, meter, channel, started.check)
     channel.send(Phase("warm-up", 0, 1))
     begin = time.perf_counter()
@@ -158,18 +161,6 @@ def fingerprint(folder: Path, device: str, ledger: list[dict[str, object]]) -> s
     chosen = [f"{row['topic']}={row['effective']}" for row in ledger if row["topic"] != "kv cache"]
     text = "\n".join([__version__, device, *files, *chosen])
     return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def sample_of(file: Path) -> str:
-    """A hash of a file's size and of blocks spread over it: other weights of the same shapes differ everywhere, and all
-    of a large file takes long to read."""
-    size = file.stat().st_size
-    found = hashlib.sha256(str(size).encode())
-    with file.open("rb") as stream:
-        for place in range(SAMPLED_BLOCKS):
-            stream.seek(max(size - BLOCK_BYTES, 0) * place // (SAMPLED_BLOCKS - 1))
-            found.update(stream.read(BLOCK_BYTES))
-    return found.hexdigest()
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ class EngineService:
         self._prompt_tokens += len(embedding.prompt_ids)
 
     def _step(self) -> None:
-        begin, only_compiles = time.perf_counter(), not self.engine.loop.has_work
+        begin, only_waited = time.perf_counter(), self.engine.only_waits
         try:
             outputs = self.engine.step()
             self._failures = 0
@@ -160,7 +160,7 @@ class EngineService:
             outputs = self._after_failure(error)
         self._send(outputs)
         self._send_embeddings()
-        if only_compiles and not self.engine.loop.has_work:
+        if only_waited and self.engine.only_waits:
             return
         self._step_seconds += time.perf_counter() - begin
         self._host_steps += 1

@@ -5,16 +5,15 @@ The frontend sends each `EngineRequest`, an engine each `EngineReply`; every rec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, fields
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from sglcore.sampling.grammar import Grammar, Thinking, TokenRules
-from sglcore.sampling.params import SamplingParams
+from sglcore.engine.pages.start import PageOptions
+from sglcore.sampling.plain import pack_params as pack_params
+from sglcore.sampling.plain import unpack_params as unpack_params
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.stats import SchedulerStats
 
@@ -117,12 +116,14 @@ class ModelInfo(msgspec.Struct, frozen=True, tag="info"):
 
 class EngineSpec(msgspec.Struct, frozen=True):
     """How an engine process starts. `config`: the fields of EngineConfig, already resolved. `chosen`: the device that the
-    parent chose, as `ChosenDevice.encode` writes it (empty: the process chooses, on another machine)."""
+    parent chose, as `ChosenDevice.encode` writes it (empty: the process chooses, on another machine). `pages`: its part where
+    prompts are computed on one engine and decoded on another."""
 
     address: Address
     config: dict[str, Any]
     replica: int = 0
     chosen: str = ""
+    pages: PageOptions = PageOptions()
 
 
 class Ready(msgspec.Struct, array_like=True, tag=2):
@@ -194,30 +195,6 @@ class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
 
 EngineReply = Phase | Ready | EngineOutputs | Refused | Embedded | EngineStats | Failed | Done
 
-_DEFAULTS = MappingProxyType({item.name: getattr(SamplingParams(), item.name) for item in fields(SamplingParams)})
-
-
-def pack_params(params: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults, as plain values."""
-    packed: dict[str, Any] = {}
-    for name, default in _DEFAULTS.items():
-        value = getattr(params, name)
-        if value != default:
-            packed[name] = _plain(value)
-    return packed
-
-
-def unpack_params(packed: Mapping[str, Any]) -> SamplingParams:
-    """The parameters that `pack_params` wrote; raises SamplingError like any."""
-    values = dict(packed)
-    if "grammar" in values:
-        values["grammar"] = Grammar(*values["grammar"])
-    if "token_rules" in values:
-        values["token_rules"] = TokenRules(*map(tuple, values["token_rules"]))
-    if "thinking" in values:
-        values["thinking"] = Thinking(*values["thinking"])
-    return SamplingParams(**values)
-
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """int32, little-endian."""
@@ -227,9 +204,3 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 def unpack_ids(packed: bytes) -> np.ndarray:
     """int32 of what `pack_ids` wrote; read-only."""
     return np.frombuffer(packed, dtype="<i4")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return astuple(value) if isinstance(value, (Grammar, Thinking, TokenRules)) else value

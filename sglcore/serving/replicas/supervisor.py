@@ -20,6 +20,7 @@ import zmq.asyncio
 from sglcore.device.config import EngineConfig, plain_config
 from sglcore.device.server_config import ServerConfig
 from sglcore.engine.hub import is_hub_name
+from sglcore.engine.pages.start import options_of
 from sglcore.schedule.stats import Levels
 from sglcore.serving.replicas.channel import FrontendChannel
 from sglcore.serving.replicas.errors import EngineDied, NotReady
@@ -296,7 +297,8 @@ class Supervisor:
     async def _launch(self, number: int) -> None:
         channel, address = await self._open_channel(number)
         chosen = "" if self._launcher.is_remote else self._chosen
-        spec = EngineSpec(address, plain_config(self._config), number, chosen)
+        pages = options_of(self._server, number)
+        spec = EngineSpec(address, plain_config(self._config), number, chosen, pages)
         try:
             process = await self._launcher.launch(spec, self._server.variables_of(number))
         except BaseException:

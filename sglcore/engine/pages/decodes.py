@@ -1,0 +1,169 @@
+"""The side that decodes: its requests get pages here first, then a prompt engine writes them, and they go on from there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.page_transfer import PageTransfer, PeerLost, Told
+from sglcore.engine.pages.messages import Ask, First, Refusal, unpack_logprobs
+from sglcore.sampling.plain import pack_params
+from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.request import Request, RequestError, State
+
+if TYPE_CHECKING:
+    from sglcore.engine.tokens import TokenEngine
+
+log = logging.getLogger(__name__)
+RETRY_SECONDS = 1.0
+"""Between two tries to reach a prompt engine that is gone."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """Pages of a request that a peer is to write."""
+
+    peer: int
+    request: Request
+    is_cancelled: bool = False
+
+
+class DecodeSide:
+    """A PageSide whose requests are all computed up to their first token by the engines at `addresses`, the least busy first."""
+
+    def __init__(self, transfer: PageTransfer, engine: TokenEngine, addresses: Sequence[str]) -> None:
+        self._transfer, self._engine, self._addresses = transfer, engine, tuple(addresses)
+        self._claims: dict[int, Claim] = {}
+        self._is_closing = threading.Event()
+        self._seeker = threading.Thread(target=self._seek, name="peers", daemon=True)
+        self._seeker.start()
+
+    @property
+    def has_work(self) -> bool:
+        """Pages are lent, or something has come."""
+        return bool(self._claims) or self._transfer.has_news
+
+    def mark(self, requests: list[Request]) -> None:
+        """Each is asked for by itself: the prompt engine finds what they have in common."""
+        for request in requests:
+            if request.embeds is not None:
+                raise RequestError("a prompt of embeddings can not be computed by another engine; send it to that one")
+            request.is_remote, request.leader = True, None
+
+    def begin(self, seconds: float) -> list[EngineOutput]:
+        """Take in what was written, and give pages to those who wait for them."""
+        self._part_with_ended()
+        outputs: list[EngineOutput | None] = []
+        for told in self._transfer.receive(seconds):
+            outputs += self._lose(told) if told.lost else self._take(told)
+        self._part_with_ended()
+        outputs += self._ask()
+        return [each for each in outputs if each is not None]
+
+    def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """All are for its own clients."""
+        return outputs
+
+    def fileno(self) -> int:
+        """The transfer's."""
+        return self._transfer.fileno()
+
+    def close(self) -> None:
+        """No pages are written any more."""
+        self._is_closing.set()
+        self._seeker.join()
+        self._transfer.close()
+
+    def _part_with_ended(self) -> None:
+        """Of requests that have ended, ask the writer to let go; once it has, the pages are free."""
+        for lease, claim in list(self._claims.items()):
+            if claim.request.state is not State.FINISHED:
+                continue
+            if not claim.is_cancelled:
+                claim.is_cancelled = True
+                self._transfer.cancel(lease)
+            if self._transfer.drained(lease):
+                self._close(lease)
+
+    def _close(self, lease: int) -> Claim | None:
+        """The writer of a lease has let go."""
+        claim = self._claims.pop(lease, None)
+        self._transfer.end(lease)
+        if claim is not None:
+            self._engine.scheduler.remote.arrivals.let_go(claim.request)
+        return claim
+
+    def _take(self, told: Told) -> list[EngineOutput | None]:
+        message = msgspec.msgpack.decode(told.body, type=First | Refusal)
+        claim = self._claims.get(message.lease)
+        if claim is None or claim.peer != told.peer:
+            return []
+        self._close(message.lease)
+        request, remote = claim.request, self._engine.scheduler.remote
+        if request.state is State.FINISHED:
+            return []
+        if isinstance(message, Refusal):
+            return [remote.fail(request.rid, message.error, refused=message.refused)]
+        request.begin_with(max(message.cached_tokens, request.num_cells))
+        request.prompt_logprobs = [unpack_logprobs(each) for each in message.prompt_logprobs]
+        request.scored_tokens = sum(len(each.chosen) for each in request.prompt_logprobs)
+        found = unpack_logprobs(message.logprobs) if message.logprobs else None
+        return [remote.arrive(request, message.token, found)]
+
+    def _lose(self, told: Told) -> list[EngineOutput | None]:
+        outputs: list[EngineOutput | None] = []
+        for lease, claim in list(self._claims.items()):
+            if claim.peer == told.peer:
+                self._close(lease)
+                outputs.append(
+                    self._engine.scheduler.remote.fail(claim.request.rid, f"its prompt is lost: {told.lost}")
+                )
+        return outputs
+
+    def _ask(self) -> list[EngineOutput | None]:
+        remote, peers = self._engine.scheduler.remote, self._transfer.peers
+        if not peers:
+            why = f"no prompt engine of {', '.join(self._addresses)} can be reached"
+            return [remote.fail(request.rid, why) for request in list(remote.arrivals.waiting)]
+        while (request := remote.reserve()) is not None:
+            busy = [claim.peer for claim in self._claims.values()]
+            peer = min(peers, key=lambda each: (busy.count(each), each))
+            self._send(peer, request)
+        return []
+
+    def _send(self, peer: int, request: Request) -> None:
+        pages = np.array(request.pages[request.shared :], np.int32)
+        lease = self._transfer.offer(peer, pages)
+        self._claims[lease] = Claim(peer, request)
+        ask = Ask(
+            lease,
+            request.prompt_ids.astype("<i4").tobytes(),
+            pack_params(request.params),
+            request.seed,
+            request.sample_index,
+            request.shared,
+            pages.astype("<i4").tobytes(),
+        )
+        self._transfer.tell(peer, msgspec.msgpack.encode(ask))
+
+    def _seek(self) -> None:
+        """Connect again to prompt engines that have gone; one that came back as another is told of in the log, once."""
+        told: set[str] = set()
+        while not self._is_closing.wait(RETRY_SECONDS):
+            known = {self._transfer.name(peer) for peer in self._transfer.peers}
+            for address in (each for each in self._addresses if each not in known):
+                try:
+                    self._transfer.connect(address)
+                except PeerLost:
+                    continue
+                except ConfigError as error:
+                    if str(error) not in told:
+                        log.warning("%s", error)
+                    told.add(str(error))

@@ -1,0 +1,164 @@
+"""Frames of the TCP reference, and one connection: a thread that sends what is queued, and one that receives.
+
+A frame is a head, three numbers and a body. Each side beats while it has nothing to say, so silence is a loss.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+
+from sglcore.device.page_transfer import PeerLost, Progress, Transfer
+
+MAGIC = 0x5350
+_HEAD = struct.Struct("<HHIQQ")
+LONGEST = 1 << 32
+"""Bytes of a frame at most: more is a damaged stream."""
+Parts = Sequence[bytes | memoryview]
+
+
+class Kind(IntEnum):
+    """HELLO and WELCOME (or REFUSED) open a connection; PAGES (lease, region; the pages' numbers and bytes), TOLD (a message),
+    CANCEL and DRAINED (lease)."""
+
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    BEAT = 4
+    PAGES = 5
+    TOLD = 6
+    CANCEL = 7
+    DRAINED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One that came, from `peer`."""
+
+    peer: int
+    kind: Kind
+    region: int = 0
+    lease: int = 0
+    body: bytearray | bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The last that comes from a peer."""
+
+    peer: int
+    why: str
+
+
+def send_frame(stream: socket.socket, kind: Kind, region: int = 0, lease: int = 0, parts: Parts = ()) -> None:
+    """Send one; waits. Raises OSError."""
+    stream.sendall(_HEAD.pack(MAGIC, kind, region, lease, sum(len(part) for part in parts)))
+    for part in parts:
+        stream.sendall(part)
+
+
+def receive_frame(stream: socket.socket, peer: int = 0, most: int = LONGEST) -> Frame:
+    """The next one, of `most` bytes; waits. Raises PeerLost at the end of the stream, or for one that is damaged, and OSError."""
+    magic, kind, region, lease, size = _HEAD.unpack(_exactly(stream, _HEAD.size))
+    if magic != MAGIC or size > most or not Kind.HELLO <= kind <= Kind.DRAINED:
+        raise PeerLost("what came from another engine is no frame of pages")
+    return Frame(peer, Kind(kind), region, lease, _exactly(stream, size))
+
+
+def _exactly(stream: socket.socket, size: int) -> bytearray:
+    body = bytearray(size)
+    rest = memoryview(body)
+    while rest:
+        got = stream.recv_into(rest)
+        if not got:
+            raise PeerLost("it has closed the connection")
+        rest = rest[got:]
+    return body
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    kind: Kind
+    region: int
+    lease: int
+    parts: Parts
+    ends: Transfer | None
+
+
+class Connection:
+    """A peer's stream, after both have greeted. `post` is called by its threads with what came and, once and at last, with its
+    loss; what was queued and not sent has then FAILED."""
+
+    def __init__(
+        self, number: int, stream: socket.socket, name: str, silence: float, post: Callable[[Frame | Lost], None]
+    ) -> None:
+        """`silence`: seconds without a word after which the peer is lost."""
+        self.number, self.name = number, name
+        self._stream, self._silence, self._post = stream, silence, post
+        self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._why = ""
+        stream.settimeout(silence)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._threads = [
+            threading.Thread(target=target, name=f"pages {name}", daemon=True) for target in (self._send, self._receive)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def queue(
+        self, kind: Kind, region: int = 0, lease: int = 0, parts: Parts = (), ends: Transfer | None = None
+    ) -> None:
+        """Send a frame behind all that are queued, with which the transfer `ends`. Does not wait."""
+        self._queue.put(_Outgoing(kind, region, lease, parts, ends))
+
+    def break_off(self, why: str) -> None:
+        """Part with the peer; both threads end. Idempotent."""
+        self._why = self._why or why
+        with suppress(OSError):
+            self._stream.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """The same, and wait for the threads."""
+        self.break_off("this engine has ended")
+        self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._stream.close()
+
+    def _send(self) -> None:
+        broken = False
+        while True:
+            try:
+                each = self._queue.get(timeout=self._silence / 4)
+            except queue.Empty:
+                each = _Outgoing(Kind.BEAT, 0, 0, (), None)
+            if each is None:
+                return
+            try:
+                if not broken:
+                    send_frame(self._stream, each.kind, each.region, each.lease, each.parts)
+            except OSError as error:
+                broken = True
+                self.break_off(f"nothing can be sent to it: {error}")
+            if each.ends is not None:
+                each.ends.reason = self._why if broken else ""
+                each.ends.progress = Progress.FAILED if broken else Progress.DONE
+                self._post(Frame(self.number, Kind.BEAT))
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                frame = receive_frame(self._stream, self.number)
+                if frame.kind is not Kind.BEAT:
+                    self._post(frame)
+        except TimeoutError:
+            self.break_off(f"nothing has come from it for {self._silence:g} s")
+        except (PeerLost, OSError) as error:
+            self.break_off(str(error))
+        self._post(Lost(self.number, self._why))

@@ -1,0 +1,83 @@
+"""What the engines tell each other beside pages: typed records as msgpack. Nothing here is ever unpickled."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from sglcore.device.worker import TokenLogprobs
+from sglcore.engine.ranks.codec import decode, encode
+from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.request import Request
+
+
+class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """Compute a prompt and draw its first token. `pages`, of the lease, are those of the prompt from page `first_page` on;
+    `prompt` and they are int32 in little-endian bytes."""
+
+    lease: int
+    prompt: bytes
+    params: dict[str, Any]
+    seed: int
+    sample_index: int
+    first_page: int
+    pages: bytes
+
+
+class First(msgspec.Struct, array_like=True, tag=2, gc=False):
+    """All pages of the lease are written. Draws count tokens, so nothing but the first one is needed to go on. Log-probabilities
+    are encoded records, if they were asked for."""
+
+    lease: int
+    token: int
+    cached_tokens: int
+    logprobs: bytes = b""
+    prompt_logprobs: list[bytes] = msgspec.field(default_factory=list)
+
+
+class Refusal(msgspec.Struct, array_like=True, tag=3, gc=False):
+    """The prompt will not come, and no more is written to the lease. `refused`: by the fault of who asked."""
+
+    lease: int
+    error: str
+    refused: bool = False
+
+
+class PageSide(Protocol):
+    """What an engine's loop has to do with another engine."""
+
+    @property
+    def has_work(self) -> bool:
+        """A call of `begin` may have something to do."""
+        ...
+
+    def mark(self, requests: list[Request]) -> None:
+        """Requests are about to be queued. Raises RequestError for what can not be."""
+        ...
+
+    def begin(self, seconds: float) -> list[EngineOutput]:
+        """Before a step: what has come; waits so long for it."""
+        ...
+
+    def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """After one: send what there is to send; returns the outputs that are for this engine's own clients."""
+        ...
+
+    def fileno(self) -> int:
+        """Readable while there is something to take in."""
+        ...
+
+    def close(self) -> None:
+        """Part with all other engines. Idempotent."""
+        ...
+
+
+def pack_logprobs(found: TokenLogprobs) -> bytes:
+    """As bytes."""
+    return encode(found)
+
+
+def unpack_logprobs(packed: bytes) -> TokenLogprobs:
+    """The inverse."""
+    return decode(bytearray(packed))

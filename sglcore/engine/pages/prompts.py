@@ -1,0 +1,142 @@
+"""The side that computes prompts: each that another engine asks for is a request here, of one token, whose pages are lent until
+they have been read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from sglcore.device.errors import SglcoreError
+from sglcore.device.page_transfer import Ints, PageTransfer, Progress, Told, Transfer
+from sglcore.engine.pages.messages import Ask, First, Refusal, pack_logprobs
+from sglcore.sampling.params import SamplingError
+from sglcore.sampling.plain import unpack_params
+from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.request import Request
+
+if TYPE_CHECKING:
+    from sglcore.engine.tokens import TokenEngine
+
+
+@dataclass(slots=True)
+class Job:
+    """A prompt that a peer asked for. `sent` pages of it are written or need not be; `last` is the output that ended it."""
+
+    peer: int
+    lease: int
+    request: Request
+    first_page: int
+    target: Ints
+    sent: int
+    transfers: list[Transfer] = field(default_factory=list)
+    last: EngineOutput | None = None
+    is_cancelled: bool = False
+
+
+class PromptSide:
+    """A PageSide that serves others. Requests of its own clients run beside."""
+
+    def __init__(self, transfer: PageTransfer, engine: TokenEngine) -> None:
+        self._transfer, self._engine = transfer, engine
+        self._jobs: dict[str, Job] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Somebody asks for something, or pages are on their way."""
+        return bool(self._jobs) or self._transfer.has_news
+
+    def mark(self, requests: list[Request]) -> None:
+        """Its own clients' are computed here."""
+
+    def begin(self, seconds: float) -> list[EngineOutput]:
+        """Take in who asks, and who does not any more."""
+        for told in self._transfer.receive(seconds):
+            if told.body:
+                self._take(told)
+            else:
+                self._cancel(told)
+        return []
+
+    def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """Send the pages that are full, and the first token behind the last of them."""
+        own: list[EngineOutput] = []
+        for output in outputs:
+            job = self._jobs.get(output.request_id)
+            if job is None:
+                own.append(output)
+            elif output.finished:
+                job.last = output
+        for name, job in list(self._jobs.items()):
+            if self._advance(job):
+                del self._jobs[name]
+        return own
+
+    def fileno(self) -> int:
+        """The transfer's."""
+        return self._transfer.fileno()
+
+    def close(self) -> None:
+        """Whoever waits for pages is told by the end of the connection."""
+        self._transfer.close()
+
+    def _take(self, told: Told) -> None:
+        ask = msgspec.msgpack.decode(told.body, type=Ask)
+        name, target = f"@{told.peer}:{ask.lease}", np.frombuffer(ask.pages, "<i4")
+        try:
+            params = unpack_params(ask.params)
+            params = replace(params, n=1, max_tokens=1, min_tokens=min(params.min_tokens, 1))
+            prompt = np.frombuffer(ask.prompt, "<i4")
+            (request,) = self._engine.add(name, prompt, params, ask.seed, first_index=ask.sample_index)  # pyright: ignore[reportArgumentType]
+        except (SglcoreError, SamplingError) as error:
+            self._tell(told.peer, Refusal(ask.lease, str(error), refused=True))
+            return
+        request.is_lent = True
+        self._jobs[name] = Job(told.peer, ask.lease, request, ask.first_page, target, ask.first_page)
+
+    def _cancel(self, told: Told) -> None:
+        for name, job in list(self._jobs.items()):
+            if job.peer == told.peer and (told.lost or job.lease == told.cancelled):
+                job.is_cancelled = True
+                for output in self._engine.abort(name):
+                    job.last = job.last or output
+
+    def _advance(self, job: Job) -> bool:
+        """Whether the job has come to its end."""
+        if not job.is_cancelled:
+            self._write(job)
+        if job.last is None or any(each.progress is Progress.PENDING for each in job.transfers):
+            return False
+        if not job.is_cancelled:
+            self._tell(job.peer, self._answer(job))
+        self._engine.scheduler.remote.arrivals.let_go(job.request)
+        return True
+
+    def _write(self, job: Job) -> None:
+        """Pages that are full, and with the first token the last one too. A request that gave way computes again what it had; it is
+        not sent again."""
+        request, size = job.request, self._engine.limits.page_size
+        cells = min(request.num_cells, len(request.prompt_ids))
+        full = -(-cells // size) if request.output_ids else cells // size
+        if min(full, len(request.pages)) <= job.sent or request.finish_reason == "error":
+            return
+        source = np.array(request.pages[job.sent : full], np.int32)
+        start = job.sent - job.first_page
+        target = job.target[start : start + len(source)]
+        job.transfers.append(self._transfer.write(job.peer, job.lease, source, target))
+        job.sent += len(source)
+
+    def _answer(self, job: Job) -> First | Refusal:
+        last, request = job.last, job.request
+        failed = next((each.reason for each in job.transfers if each.progress is Progress.FAILED), "")
+        if last is None or last.finish_reason in ("error", "abort") or failed:
+            error = failed or (last and last.error) or "its prompt was ended"
+            return Refusal(job.lease, f"the prompt engine: {error}", refused=last is not None and last.refused)
+        logprobs = pack_logprobs(request.logprobs[0]) if request.logprobs else b""
+        prompt = [pack_logprobs(each) for each in request.prompt_logprobs]
+        return First(job.lease, request.output_ids[0], max(request.cached_tokens, 0), logprobs, prompt)
+
+    def _tell(self, peer: int, message: First | Refusal) -> None:
+        self._transfer.tell(peer, msgspec.msgpack.encode(message))

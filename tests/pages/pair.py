@@ -1,0 +1,204 @@
+"""Two engines in one process that step in turn: one computes prompts, the other decodes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from sglcore.device.config import EngineConfig, resolve_config
+from sglcore.engine.pages.decodes import DecodeSide
+from sglcore.engine.pages.prompts import PromptSide
+from sglcore.engine.pages.start import PageOptions, meet, settled
+from sglcore.engine.start import Started, start
+from sglcore.engine.tokens import TokenEngine
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import EngineOutput
+from tests.laws.engine import TOLERANCE, environ
+
+HERE = "127.0.0.1:0"
+PATIENCE = 60.0
+"""Seconds in which whatever a test waits for must have come."""
+Sides = Mapping[str, Callable[..., Any]]
+SOUND: Sides = MappingProxyType({"prompt": PromptSide, "decode": DecodeSide})
+"""The part of each role; a test may plant a defect."""
+
+
+@dataclass
+class Text:
+    """What came of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    cached: int = -1
+    reason: str | None = None
+    error: str = ""
+
+
+def configured(folder: Path, **settings: Any) -> EngineConfig:
+    """Small, in float32, on the lane's device."""
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "threads": 1,
+        "max_requests": 6,
+        "page_size": 4,
+        "kv_cache_memory": 8 << 20,
+        "max_batch_tokens": 128,
+        "graph": "off",
+        "device": os.environ["LANE_DEVICE"],
+    }
+    if defaults["device"] != "cpu":
+        defaults |= {"attention_backend": "gathered", "kernels": "reference"}
+    return resolve_config({**defaults, **settings, "model": str(folder)}, environ())
+
+
+class Single:
+    """An engine with a role, and what its requests have said."""
+
+    def __init__(
+        self, folder: Path, options: PageOptions = PageOptions(), sides: Sides = SOUND, **settings: Any
+    ) -> None:
+        config = settled(configured(folder, **settings), options)
+        self.started: Started = start(config)
+        opened: Any = None
+        if options.role != "both":
+            try:
+                transfer = meet(options, self.started)
+            except BaseException:
+                self.started.worker.close()
+                raise
+            more = (options.peers,) if options.role == "decode" else ()
+            opened = lambda engine: sides[options.role](transfer, engine, *more)  # noqa: E731
+        self.engine = TokenEngine(
+            self.started.worker,
+            frozenset(),
+            overlap=self.started.overlap,
+            prefix_cache=config.prefix_cache,
+            open_pages=opened,
+        )
+        self.side: Any = self.engine.pages
+        self.texts: dict[str, Text] = {}
+
+    @property
+    def transfer(self) -> Any:
+        return self.side._transfer
+
+    @property
+    def memory(self) -> Any:
+        return self.engine.scheduler._running.memory
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> None:
+        """Queue a prompt, greedy unless said."""
+        params = SamplingParams(
+            **{"temperature": 0.0, "logprobs": 2, "ignore_eos": True, **sampling}, max_tokens=max_tokens
+        )
+        self.engine.add(name, list(prompt), params, params.seed or 0)
+        for index in range(params.n):
+            self.texts[f"{name}/{index}"] = Text()
+
+    def step(self) -> None:
+        """One step, if there is something to do."""
+        if self.engine.has_work:
+            self.take(self.engine.step())
+
+    def take(self, outputs: list[EngineOutput]) -> None:
+        """Keep what was said."""
+        for output in outputs:
+            text = self.texts[f"{output.request_id}/{output.index}"]
+            text.tokens += output.token_ids
+            text.logprobs += [each.logprob for each in output.logprobs or ()]
+            text.prompt_logprobs += [each.logprob for each in output.prompt_logprobs or ()]
+            text.cached = max(text.cached, output.cached_tokens)
+            text.reason, text.error = output.finish_reason or text.reason, output.error or text.error
+
+    @property
+    def is_done(self) -> bool:
+        return all(text.reason for text in self.texts.values()) and not self.engine.has_work
+
+    def run(self) -> dict[str, Text]:
+        """To the end of all requests; what came of them."""
+        drive(lambda: self.is_done, self)
+        self.engine.scheduler.audit()
+        found, self.texts = self.texts, {}
+        return found
+
+
+def drive(until: Callable[[], bool], *engines: Single) -> None:
+    """Step the engines in turn."""
+    end = time.monotonic() + PATIENCE
+    while not until():
+        assert time.monotonic() < end, [engine.engine.scheduler.stats() for engine in engines]
+        for engine in engines:
+            engine.step()
+
+
+class Pair:
+    """Engines that compute prompts and one that decodes, which ends them as a context manager."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        silence: float = 60.0,
+        prompt: Any = None,
+        count: int = 1,
+        sides: Sides = SOUND,
+        **settings: Any,
+    ) -> None:
+        """`prompt`: settings of the prompt engines alone, of which there are `count`."""
+        first = PageOptions("prompt", address=HERE, silence=silence)
+        self.prompts = [Single(folder, first, sides, **{**settings, **(prompt or {})}) for _ in range(count)]
+        self.prompt = self.prompts[0]
+        peers = tuple(each.transfer.address for each in self.prompts)
+        self.decode = Single(folder, PageOptions("decode", peers, silence=silence), sides, **settings)
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in (self.decode, *self.prompts):
+            each.engine.close()
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        """Step all in turn."""
+        drive(until, *self.prompts, self.decode)
+
+    def run(self) -> dict[str, Text]:
+        """To the end of all requests; nothing is left on either side."""
+        self.drive(lambda: all(each.is_done for each in (self.decode, *self.prompts)))
+        self.check_nothing_is_left()
+        found, self.decode.texts = self.decode.texts, {}
+        return found
+
+    def check_nothing_is_left(self) -> None:
+        """No page, slot or lease is lost or held."""
+        for each in (*self.prompts, self.decode):
+            each.engine.scheduler.audit()
+            assert not each.engine.scheduler.remote.arrivals.holders
+            assert each.transfer.num_leases == 0
+            assert each.memory.available == each.memory.pool.num_pages
+        assert not any(each.side._jobs for each in self.prompts)
+        assert not self.decode.side._claims
+
+
+def check_same(found: dict[str, Text], wanted: dict[str, Text]) -> None:
+    """Tokens are equal, log-probabilities within the tolerance of the laws."""
+    assert found.keys() == wanted.keys()
+    for name, text in found.items():
+        other = wanted[name]
+        assert (text.tokens, text.reason, text.error) == (other.tokens, other.reason, other.error), name
+        np.testing.assert_allclose(text.logprobs, other.logprobs, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(text.prompt_logprobs, other.prompt_logprobs, atol=TOLERANCE, rtol=0)
+
+
+def pages_of(engine: Single, count: int) -> int:
+    """Bytes of memory that hold so many pages of an engine's model."""
+    memory = engine.started.worker.page_memory()  # pyright: ignore[reportAttributeAccessIssue]
+    return sum(each.bytes_per_page for each in memory.regions) * (count + 1)

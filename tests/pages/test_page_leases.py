@@ -1,0 +1,294 @@
+"""Whatever ends a request, or the engine that computes its prompt, pages are never two requests' at once, and none is lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.engine.pages import decodes, prompts
+from sglcore.engine.pages.start import PageOptions
+from sglcore.schedule.request import State
+from tests.checkpoints import llama, save
+from tests.laws.engine import random_prompts
+from tests.pages.pair import SOUND, Pair, Sides, Single, Text, check_same, drive, pages_of
+from tests.planted import planted
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(llama(max_position_embeddings=128), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[Single]:
+    engine = Single(folder, prefix_cache=False)
+    yield engine
+    engine.engine.close()
+
+
+def request_of(pair: Pair, name: str) -> Any:
+    """A request of the engine that decodes."""
+    return pair.decode.engine.scheduler._requests[f"{name}/0"]
+
+
+def waits(pair: Pair) -> bool:
+    """Two hold all pages, so it has none."""
+    return request_of(pair, "gone").state is State.WAITING
+
+
+def is_asked_for(pair: Pair) -> bool:
+    """The prompt engine has not heard of it, or not begun."""
+    return request_of(pair, "gone").state is State.ARRIVING and not pair.prompt.side._jobs
+
+
+def is_computed(pair: Pair) -> bool:
+    """Some chunks of it are there, and its pages on their way."""
+    return any(job.sent > job.first_page and job.last is None for job in pair.prompt.side._jobs.values())
+
+
+def is_on_its_way(pair: Pair) -> bool:
+    """All is sent, and nothing of it was taken."""
+    is_sent = pair.prompt.engine.scheduler.stats().computed_prompt_tokens >= 38 and not pair.prompt.side._jobs
+    return is_sent and request_of(pair, "gone").state is State.ARRIVING
+
+
+def waits_for_a_slot(pair: Pair) -> bool:
+    """Its pages are there."""
+    return any(each.request_id == "gone" for each in pair.decode.engine.scheduler.remote.arrivals.written)
+
+
+def decodes_on(pair: Pair) -> bool:
+    """It has told of tokens."""
+    return len(pair.decode.texts["gone/0"].tokens) > 3
+
+
+STATES: dict[str, tuple[Callable[[Pair], bool], dict[str, Any]]] = {
+    "waiting": (waits, {"max_requests": 1}),
+    "asked for": (is_asked_for, {}),
+    "being computed": (is_computed, {"prompt": {"max_batch_tokens": 8}}),
+    "on its way": (is_on_its_way, {}),
+    "without a slot": (waits_for_a_slot, {"max_requests": 1, "prompt": {"max_requests": 6}}),
+    "decoding": (decodes_on, {}),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_an_abort_gives_all_pages_back_and_harms_nobody(name: str, folder: Path, alone: Single) -> None:
+    reached, settings = STATES[name]
+    before, gone, after = random_prompts(11, (7, 38, 9))
+    with Pair(folder, **settings) as pair:
+        pair.decode.add("before", before, 40)
+        pair.drive(lambda: len(pair.decode.texts["before/0"].tokens) > 1)
+        pair.decode.add("gone", gone, 40)
+        until(pair, lambda: reached(pair))
+        pair.decode.take(pair.decode.engine.abort("gone"))
+        pair.decode.add("after", after, 12)
+        found = pair.run()
+    assert found.pop("gone/0").reason == "abort"
+    alone.add("before", before, 40)
+    alone.add("after", after, 12)
+    check_same(found, alone.run())
+
+
+def until(pair: Pair, reached: Callable[[], bool]) -> None:
+    """Step one engine at a time, so that each state is seen."""
+    for _ in range(2000):
+        for engine in (pair.decode, *pair.prompts):
+            if reached():
+                return
+            engine.step()
+    raise AssertionError("the state was never reached")
+
+
+class Held:
+    """A connection that keeps back what belongs to the first lease, in order, until it is released."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection, self.held, self.is_released = connection, list[tuple[Any, Any]](), False
+        self.name = connection.name
+        self.close = connection.close
+
+    def queue(self, *values: Any, **named: Any) -> None:
+        lease = named.get("lease", values[2] if len(values) > 2 else 0)
+        if lease != 1 or self.is_released:
+            self._connection.queue(*values, **named)
+        else:
+            self.held.append((values, named))
+
+    def release(self) -> None:
+        self.is_released = True
+        for values, named in self.held:
+            self._connection.queue(*values, **named)
+
+
+def hold(pair: Pair) -> Held:
+    """The prompt engine's connection, from before its first request on."""
+    drive(lambda: bool(pair.prompt.transfer.peers))
+    (number,) = pair.prompt.transfer.peers
+    held = pair.prompt.transfer._connections[number] = Held(pair.prompt.transfer._connections[number])
+    return held
+
+
+def late_write(folder: Path, alone: Single, sides: Sides = SOUND) -> dict[str, Text]:
+    """A request is aborted while its pages are on their way, and another wants them before they have come; what came of both."""
+    first, second = random_prompts(12, (50, 51))
+    room = {"kv_cache_memory": pages_of(alone, 16), "prompt": {"kv_cache_memory": 8 << 20}}
+    with Pair(folder, sides=sides, max_model_len=64, prefix_cache=False, **room) as pair:
+        pair.decode.add("gone", first, 2)
+        held = hold(pair)
+        pair.drive(lambda: len(held.held) > 0)
+        pair.decode.take(pair.decode.engine.abort("gone"))
+        pair.decode.add("next", second, 10)
+        for _ in range(200):
+            pair.prompt.step()
+            pair.decode.step()
+            if len(pair.decode.texts["next/0"].tokens) > 2:
+                break
+        held.release()
+        drive(lambda: len(pair.decode.transfer._inbox) >= len(held.held))
+        return pair.run()
+
+
+def check_late_write(found: dict[str, Text], alone: Single) -> None:
+    """The aborted one is told of at once; the other's text is its own."""
+    assert found.pop("gone/0").reason == "abort"
+    alone.add("next", random_prompts(12, (50, 51))[1], 10)
+    check_same(found, alone.run())
+
+
+def test_pages_are_free_only_when_their_writer_has_let_go(folder: Path, alone: Single) -> None:
+    check_late_write(late_write(folder, alone), alone)
+
+
+def test_pages_that_are_freed_with_the_abort_are_caught(folder: Path, alone: Single) -> None:
+    sound = "            if self._transfer.drained(lease):"
+    freed = "            self._engine.scheduler.remote.arrivals.let_go(claim.request)\n" + sound
+    broken = planted(decodes, sound, freed).DecodeSide
+    with pytest.raises(AssertionError):
+        check_late_write(late_write(folder, alone, {**SOUND, "decode": broken}), alone)
+
+
+def check_both_hold_pages(folder: Path, sides: Sides = SOUND) -> None:
+    """While pages are on their way, those of the source and of the target are nobody else's, and there is no token yet."""
+    with Pair(folder, sides=sides, prefix_cache=False) as pair:
+        pair.decode.add("r", random_prompts(13, (18,))[0], 3)
+        held = hold(pair)
+        for _ in range(200):
+            pair.prompt.step()
+            pair.decode.step()
+        assert held.held
+        for each in (pair.prompt, pair.decode):
+            each.engine.scheduler.audit()
+            assert each.memory.pool.num_pages - each.memory.available == 5
+        assert not pair.decode.texts["r/0"].tokens
+        held.release()
+        pair.run()
+
+
+def test_pages_on_their_way_belong_to_both(folder: Path) -> None:
+    check_both_hold_pages(folder)
+
+
+HASTE = {
+    "source pages are not lent": ("        request.is_lent = True\n", ""),
+    "the first token is before its pages": (
+        "any(each.progress is Progress.PENDING for each in job.transfers)",
+        "False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HASTE)
+def test_haste_is_caught(name: str, folder: Path) -> None:
+    broken = planted(prompts, *HASTE[name]).PromptSide
+    with pytest.raises(AssertionError):
+        check_both_hold_pages(folder, {**SOUND, "prompt": broken})
+
+
+DEFECTS = {
+    "the last page is forgotten": (
+        prompts,
+        "-(-cells // size) if request.output_ids else cells // size",
+        "cells // size",
+    ),
+    "pages that are known are written": (prompts, "target, ask.first_page)", "target, 0)"),
+    "another sample is drawn": (prompts, "first_index=ask.sample_index", "first_index=0"),
+    "its seed is not sent": (decodes, "            request.seed,", "            0,"),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_caught(name: str, folder: Path, alone: Single) -> None:
+    module, sound, defect = DEFECTS[name]
+    copy = planted(module, sound, defect)
+    sides = {**SOUND, **({"prompt": copy.PromptSide} if module is prompts else {"decode": copy.DecodeSide})}
+    with pytest.raises(AssertionError), Pair(folder, sides=sides) as pair:
+        for seed in (1, 2):
+            for engine in (pair.decode, alone):
+                for place, prompt in enumerate(random_prompts(1, (17, 9, 22))):
+                    engine.add(f"r{place}", [*prompt, seed + 5], temperature=1.0, seed=seed, n=2)
+            check_same(pair.run(), alone.run())
+
+
+GONE = "its prompt is lost: the engine at"
+
+
+def test_a_prompt_engine_that_ends_takes_only_its_own_requests_with_it(folder: Path, alone: Single) -> None:
+    first, second, third = random_prompts(14, (9, 40, 11))
+    with Pair(folder, count=2) as pair:
+        pair.decode.add("decodes", first, 30)
+        pair.drive(lambda: len(pair.decode.texts["decodes/0"].tokens) > 1)
+        pair.decode.add("lost", second, 30)
+        pair.decode.step()
+        claims = {each.request.request_id: each.peer for each in pair.decode.side._claims.values()}
+        dead = next(each for each in pair.prompts if each.transfer.address == pair.decode.transfer.name(claims["lost"]))
+        dead.engine.close()
+        pair.prompts.remove(dead)
+        pair.decode.add("later", third, 5)
+        found = pair.run()
+    lost = found.pop("lost/0")
+    assert lost.reason == "error"
+    assert lost.error.startswith(GONE)
+    alone.add("decodes", first, 30)
+    alone.add("later", third, 5)
+    check_same(found, alone.run())
+
+
+def test_without_a_prompt_engine_requests_end_at_once_until_it_is_back(folder: Path, alone: Single) -> None:
+    (prompt,) = random_prompts(15, (9,))
+    with Pair(folder) as pair:
+        address = pair.prompt.transfer.address
+        pair.prompt.engine.close()
+        pair.prompts.clear()
+        drive(lambda: not pair.decode.transfer.peers, pair.decode)
+        pair.decode.add("early", prompt)
+        error = pair.run()["early/0"].error
+        assert error == f"no prompt engine of {address} can be reached"
+        pair.prompts.append(Single(folder, PageOptions("prompt", address=address)))
+        drive(lambda: bool(pair.decode.transfer.peers))
+        pair.decode.add("late", prompt)
+        found = pair.run()
+    alone.add("late", prompt)
+    check_same(found, alone.run())
+
+
+def test_random_aborts_leave_nothing_behind_and_change_no_other_text(folder: Path, alone: Single) -> None:
+    rng = random.Random(16)
+    prompts = random_prompts(16, [rng.randint(1, 50) for _ in range(40)])
+    settings = {"max_model_len": 96, "kv_cache_memory": pages_of(alone, 40), "prompt": {"max_batch_tokens": 16}}
+    with Pair(folder, count=2, **settings) as pair:
+        for number, prompt in enumerate(prompts):
+            pair.decode.add(f"r{number}", prompt, rng.randint(1, 20))
+            alone.add(f"r{number}", prompt, 20)
+            for _ in range(rng.randint(0, 6)):
+                rng.choice([pair.decode, *pair.prompts]).step()
+            if rng.random() < 0.4:
+                pair.decode.take(pair.decode.engine.abort(f"r{rng.randint(0, number)}"))
+        found, wanted = pair.run(), alone.run()
+    assert {each.reason for each in found.values()} == {"abort", "length"}
+    for name, text in found.items():
+        assert text.tokens == wanted[name].tokens[: len(text.tokens)], name

@@ -1,0 +1,103 @@
+"""What does not go together is refused by name, before anything is loaded; layouts when two engines meet."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.server_config import ServerConfig
+from sglcore.engine.pages.start import PageOptions, options_of, settled
+from tests import latent
+from tests.checkpoints import llama, mistral, qwen3_next, save
+from tests.pages.pair import HERE, Pair, Single
+
+PROMPT = PageOptions("prompt", address="127.0.0.1:9000")
+DECODE = PageOptions("decode", ("one:9000",))
+
+
+@pytest.mark.parametrize("options", [PROMPT, DECODE])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tp", 2), ("speculative", "ngram"), ("draft_model", "x"), ("hisparse", "on"), ("task", "embed")],
+)
+def test_what_does_not_combine_is_refused_by_name(options: PageOptions, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"role is '{options.role}' and {name} is {value!r}"):
+        settled(EngineConfig(**{name: value}), options)
+
+
+WRONG = {
+    "role is 'prefill'": PageOptions("prefill"),
+    "peers are none": PageOptions("decode"),
+    "peers are one:1": PageOptions("both", ("one:1",)),
+    "pages_address is none": PageOptions("prompt"),
+    "pages_address is a:1": PageOptions("decode", ("one:1",), "a:1"),
+    "found 'one'": PageOptions("decode", ("one",)),
+    "found 'one:70000'": PageOptions("decode", ("one:70000",)),
+    "there is no pages_secret": PageOptions("prompt", address="0.0.0.0:9000"),
+}
+
+
+@pytest.mark.parametrize("found", WRONG)
+def test_a_wrong_part_is_told(found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        settled(EngineConfig(), WRONG[found])
+
+
+def test_nothing_is_proposed_where_prompts_come_from_elsewhere_and_all_else_stays() -> None:
+    config = EngineConfig(speculative="auto", page_size=8)
+    assert settled(config, DECODE) == EngineConfig(speculative="off", page_size=8)
+    assert settled(config, PageOptions()) is config
+
+
+def test_replicas_of_a_server_listen_one_port_further_each() -> None:
+    server = ServerConfig(role="prompt", pages_address="h:9000", pages_secret="s")
+    assert options_of(server, 2) == PageOptions("prompt", (), "h:9002", "s")
+    assert options_of(ServerConfig(role="prompt", pages_address="h:0"), 2).address == "h:0"
+    assert options_of(ServerConfig(role="decode", peers=("a:1, b:2", "c:3"))).peers == ("a:1", "b:2", "c:3")
+    assert options_of(ServerConfig()) == PageOptions()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(llama(max_position_embeddings=128), tmp_path_factory.mktemp("llama"))
+
+
+def test_engines_with_other_pages_do_not_meet_and_both_layouts_are_told(folder: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Pair(folder, prompt={"page_size": 8})
+    assert "page_size 8" in str(caught.value)
+    assert "page_size 4" in str(caught.value)
+
+
+def test_engines_with_other_weights_of_the_same_shapes_do_not_meet(folder: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    (weights,) = other.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-2] ^= 1
+    weights.write_bytes(data)
+    prompt = Single(folder, PageOptions("prompt", address=HERE))
+    with pytest.raises(ConfigError, match="model [0-9a-f]{12}; .* those there .*model [0-9a-f]{12}; "):
+        Single(other, PageOptions("decode", (prompt.transfer.address,)))
+    prompt.engine.close()
+
+
+KEPT = {
+    "rows of their own": latent.deepseek_v2,
+    "a state of each request": qwen3_next,
+    "a window keep pages of their own": lambda: mistral(max_position_embeddings=512, sliding_window=20),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+@pytest.mark.parametrize("options", [PageOptions("prompt", address=HERE), PageOptions("decode", ("127.0.0.1:1",))])
+def test_models_that_keep_more_than_keys_and_values_are_refused(
+    what: str, options: PageOptions, tmp_path: Path
+) -> None:
+    folder = save(KEPT[what](), tmp_path)
+    with pytest.raises(ConfigError, match=f"pages of this model can not go to another engine: its layers .*{what}"):
+        Single(folder, options)

@@ -1,0 +1,200 @@
+"""The reference of page transfer by itself: what is written where, and what ends a connection."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.page_transfer import Bytes, Ints, Layout, PeerLost, Progress, Region, Told, layout_of
+from sglcore.engine.pages import tcp
+from sglcore.engine.pages.frames import MAGIC, Kind, send_frame
+
+PAGES, SIZES = 12, (8, 8, 20)
+
+
+class Memory:
+    """Pages of bytes on the host, each filled with a number of its own."""
+
+    page_size = 4
+    cells = "bytes"
+
+    def __init__(self, first: int = 0) -> None:
+        self.regions = tuple(Region(n // 2, f"kind {n % 2}", 0, size, PAGES, "uint8") for n, size in enumerate(SIZES))
+        self.data = [np.full((PAGES, size), first + n, np.uint8) for n, size in enumerate(SIZES)]
+
+    def read(self, region: int, pages: Ints) -> Bytes:
+        return self.data[region][pages]
+
+    def write(self, region: int, pages: Ints, data: Bytes) -> None:
+        self.data[region][pages] = data
+
+
+class Ends:
+    """Two connected ends, a source that listens and a target."""
+
+    def __init__(self, stack: ExitStack, silence: float = 30.0) -> None:
+        self.source_memory, self.target_memory = Memory(100), Memory()
+        layout = layout_of(self.source_memory, "m")
+        self.source = tcp.TcpPages(self.source_memory, layout, "127.0.0.1:0", "word", silence)
+        stack.callback(self.source.close)
+        self.target = tcp.TcpPages(self.target_memory, layout, "", "word", silence)
+        stack.callback(self.target.close)
+        self.at_target = self.target.connect(self.source.address)
+        until(lambda: bool(self.source.peers))
+        (self.at_source,) = self.source.peers
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def ends(stack: ExitStack) -> Ends:
+    return Ends(stack)
+
+
+def until(reached: Callable[[], bool]) -> None:
+    """Wait for it, half a minute at most."""
+    end = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def heard(end: tcp.TcpPages, count: int = 1) -> list[Told]:
+    """The next so many that are told."""
+    found: list[Told] = []
+    end_time = time.monotonic() + 30
+    while len(found) < count:
+        assert time.monotonic() < end_time
+        found += end.receive(0.01)
+    return found
+
+
+def is_hung_up(stream: socket.socket) -> bool:
+    """Whether the other side parts without a word."""
+    stream.settimeout(30)
+    try:
+        return stream.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def ints(*values: int) -> Ints:
+    return np.array(values, np.int32)
+
+
+def test_pages_are_written_where_they_were_offered_and_nowhere_else(ends: Ends) -> None:
+    lease = ends.target.offer(ends.at_target, ints(3, 9, 1))
+    first = ends.source.write(ends.at_source, lease, ints(5, 6), ints(9, 1))
+    second = ends.source.write(ends.at_source, lease, ints(7), ints(3), layers=(1, 2))
+    ends.source.tell(ends.at_source, b"all there")
+    assert heard(ends.target) == [Told(ends.at_target, b"all there")]
+    until(lambda: second.progress is not Progress.PENDING)
+    assert (first.progress, second.progress) == (Progress.DONE, Progress.DONE)
+    for n, data in enumerate(ends.target_memory.data):
+        written = [1, 3, 9] if n == 2 else [1, 9]
+        wanted = np.full_like(data, n)
+        wanted[written] = 100 + n
+        np.testing.assert_array_equal(data, wanted)
+
+
+@pytest.mark.parametrize("target", [(4, 2), (2, PAGES + 3)])
+def test_a_write_outside_its_lease_breaks_the_connection_and_writes_nothing(
+    ends: Ends, target: tuple[int, int]
+) -> None:
+    lease = ends.target.offer(ends.at_target, ints(2, 3))
+    before = [each.copy() for each in ends.target_memory.data]
+    ends.source.write(ends.at_source, lease, ints(5, 6), ints(*target))
+    (told,) = heard(ends.target)
+    assert told.lost.endswith(f"it wrote pages that lease {lease} does not have")
+    assert ends.target.drained(lease)
+    assert not ends.target.peers
+    for found, wanted in zip(ends.target_memory.data, before, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_write_to_a_lease_that_has_ended_breaks_the_connection(ends: Ends) -> None:
+    lease = ends.target.offer(ends.at_target, ints(2))
+    ends.target.end(lease)
+    ends.source.write(ends.at_source, lease, ints(5), ints(2))
+    assert "wrote pages" in heard(ends.target)[0].lost
+
+
+def test_a_lease_is_drained_behind_all_that_was_written_to_it(ends: Ends) -> None:
+    lease = ends.target.offer(ends.at_target, ints(2, 3))
+    ends.target.cancel(lease)
+    ends.source.write(ends.at_source, lease, ints(5, 6), ints(2, 3))
+    assert not ends.target.drained(lease)
+    assert heard(ends.source) == [Told(ends.at_source, cancelled=lease)]
+    until(lambda: bool(ends.target.receive(0.01)) or ends.target.drained(lease))
+    assert (ends.target_memory.data[0][[2, 3]] == 100).all()
+
+
+def test_a_lease_of_a_peer_that_is_gone_is_drained(ends: Ends) -> None:
+    lease = ends.target.offer(ends.at_target, ints(2))
+    ends.source.close()
+    assert heard(ends.target)[0].lost.startswith(f"the engine at {ends.source.address} is gone: ")
+    assert ends.target.drained(lease)
+    assert ends.target.write(ends.at_target, 1, ints(1), ints(1)).progress is Progress.FAILED
+
+
+def test_a_peer_that_says_nothing_is_lost_and_one_that_has_nothing_to_say_is_not(stack: ExitStack) -> None:
+    ends = Ends(stack, silence=0.4)
+    time.sleep(1.0)
+    assert ends.target.receive() == []
+    connection = ends.source._connections[ends.at_source]
+    connection._silence = 1e6
+    assert heard(ends.target)[0].lost.endswith("nothing has come from it for 0.4 s")
+
+
+def test_other_layouts_are_refused_with_both(ends: Ends, stack: ExitStack) -> None:
+    other = tcp.TcpPages(Memory(), Layout("n", 8, "bytes", "something"), secret="word")
+    stack.callback(other.close)
+    with pytest.raises(ConfigError) as caught:
+        other.connect(ends.source.address)
+    assert "page_size 4" in str(caught.value)
+    assert "page_size 8" in str(caught.value)
+
+
+def test_who_does_not_know_the_secret_is_refused(ends: Ends, stack: ExitStack) -> None:
+    other = tcp.TcpPages(Memory(), layout_of(Memory(), "m"), secret="another")
+    stack.callback(other.close)
+    with pytest.raises(ConfigError, match="the secret is another"):
+        other.connect(ends.source.address)
+
+
+def test_nobody_at_an_address_is_told_so(stack: ExitStack) -> None:
+    end = tcp.TcpPages(Memory(), layout_of(Memory(), "m"))
+    stack.callback(end.close)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(PeerLost, match=f"there is no prompt engine at 127.0.0.1:{port}"):
+        end.connect(f"127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match="start it, or correct --peers"):
+        tcp.wait_for(end, f"127.0.0.1:{port}", 0.1)
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n" * 9, MAGIC.to_bytes(2, "little") + b"\0" * 22])
+def test_noise_on_the_port_harms_nobody(ends: Ends, noise: bytes) -> None:
+    host, _, port = ends.source.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as stream:
+        stream.sendall(noise)
+        assert is_hung_up(stream)
+    ends.source.tell(ends.at_source, b"still here")
+    assert heard(ends.target) == [Told(ends.at_target, b"still here")]
+
+
+def test_a_frame_of_another_kind_first_is_refused(ends: Ends) -> None:
+    host, _, port = ends.source.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as stream:
+        send_frame(stream, Kind.PAGES, 0, 1, (b"\1",))
+        assert is_hung_up(stream)
