@@ -17,6 +17,7 @@ from sglcore.sampling.grammar import GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, FinishReason
 from sglcore.schedule.prompt_embeds import PromptEmbeds
+from sglcore.schedule.remote import RemotePrompts
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.results import check_request
 from sglcore.schedule.scheduler import Scheduler
@@ -82,9 +83,14 @@ class TokenEngine:
         return not self.loop.has_work or self._awaits_prompts
 
     @property
+    def remote(self) -> RemotePrompts:
+        """Prompts that another engine computes, which shards never have."""
+        assert isinstance(self.scheduler, Scheduler)
+        return self.scheduler.remote
+
+    @property
     def _awaits_prompts(self) -> bool:
-        """All that there is waits for prompts of another engine, which shards never have."""
-        return isinstance(self.scheduler, Scheduler) and self.scheduler.remote.only_waits
+        return self.pages is not None and self.remote.only_waits
 
     @property
     def num_compiling(self) -> int:

@@ -92,7 +92,8 @@ class Single:
 
     @property
     def memory(self) -> Any:
-        return self.engine.scheduler._running.memory
+        scheduler: Any = self.engine.scheduler
+        return scheduler.memory
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> None:
         """Queue a prompt, greedy unless said."""
@@ -181,7 +182,7 @@ class Pair:
         """No page, slot or lease is lost or held."""
         for each in (*self.prompts, self.decode):
             each.engine.scheduler.audit()
-            assert not each.engine.scheduler.remote.arrivals.holders
+            assert not each.engine.remote.arrivals.holders
             assert each.transfer.num_leases == 0
             assert each.memory.available == each.memory.pool.num_pages
         assert not any(each.side._jobs for each in self.prompts)

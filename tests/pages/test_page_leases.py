@@ -32,7 +32,8 @@ def alone(folder: Path) -> Iterator[Single]:
 
 def request_of(pair: Pair, name: str) -> Any:
     """A request of the engine that decodes."""
-    return pair.decode.engine.scheduler._requests[f"{name}/0"]
+    scheduler: Any = pair.decode.engine.scheduler
+    return scheduler._requests[f"{name}/0"]
 
 
 def waits(pair: Pair) -> bool:
@@ -58,7 +59,7 @@ def is_on_its_way(pair: Pair) -> bool:
 
 def waits_for_a_slot(pair: Pair) -> bool:
     """Its pages are there."""
-    return any(each.request_id == "gone" for each in pair.decode.engine.scheduler.remote.arrivals.written)
+    return any(each.request_id == "gone" for each in pair.decode.engine.remote.arrivals.written)
 
 
 def decodes_on(pair: Pair) -> bool:
@@ -166,7 +167,7 @@ def test_pages_are_free_only_when_their_writer_has_let_go(folder: Path, alone: S
 
 def test_pages_that_are_freed_with_the_abort_are_caught(folder: Path, alone: Single) -> None:
     sound = "            if self._transfer.drained(lease):"
-    freed = "            self._engine.scheduler.remote.arrivals.let_go(claim.request)\n" + sound
+    freed = "            self._engine.remote.arrivals.let_go(claim.request)\n" + sound
     broken = planted(decodes, sound, freed).DecodeSide
     with pytest.raises(AssertionError):
         check_late_write(late_write(folder, alone, {**SOUND, "decode": broken}), alone)

@@ -97,7 +97,7 @@ class DecodeSide:
         claim = self._claims.pop(lease, None)
         self._transfer.end(lease)
         if claim is not None:
-            self._engine.scheduler.remote.arrivals.let_go(claim.request)
+            self._engine.remote.arrivals.let_go(claim.request)
         return claim
 
     def _take(self, told: Told) -> list[EngineOutput | None]:
@@ -106,7 +106,7 @@ class DecodeSide:
         if claim is None or claim.peer != told.peer:
             return []
         self._close(message.lease)
-        request, remote = claim.request, self._engine.scheduler.remote
+        request, remote = claim.request, self._engine.remote
         if request.state is State.FINISHED:
             return []
         if isinstance(message, Refusal):
@@ -122,13 +122,11 @@ class DecodeSide:
         for lease, claim in list(self._claims.items()):
             if claim.peer == told.peer:
                 self._close(lease)
-                outputs.append(
-                    self._engine.scheduler.remote.fail(claim.request.rid, f"its prompt is lost: {told.lost}")
-                )
+                outputs.append(self._engine.remote.fail(claim.request.rid, f"its prompt is lost: {told.lost}"))
         return outputs
 
     def _ask(self) -> list[EngineOutput | None]:
-        remote, peers = self._engine.scheduler.remote, self._transfer.peers
+        remote, peers = self._engine.remote, self._transfer.peers
         if not peers:
             why = f"no prompt engine of {', '.join(self._addresses)} can be reached"
             return [remote.fail(request.rid, why) for request in list(remote.arrivals.waiting)]

@@ -111,7 +111,7 @@ class PromptSide:
             return False
         if not job.is_cancelled:
             self._tell(job.peer, self._answer(job))
-        self._engine.scheduler.remote.arrivals.let_go(job.request)
+        self._engine.remote.arrivals.let_go(job.request)
         return True
 
     def _write(self, job: Job) -> None:
