@@ -48,4 +48,8 @@ class RemotePrompts:
     def fail(self, rid: str, error: str, *, refused: bool = False) -> EngineOutput | None:
         """End a request that can not come from another engine; None if it is unknown or has ended."""
         request = self._requests.get(rid)
-        return None if request is None else self._end(request, "error", error=error, refused=refused)
+        if request is None:
+            return None
+        output = self._end(request, "error", error=error)
+        output.refused = output.refused or refused
+        return output
