@@ -220,7 +220,18 @@ def test_only_a_run_of_the_whole_lane_to_its_end_renews(
 
 
 def test_steps_cover_all_that_a_step_runs_through() -> None:
-    parts = ("checkpoint", "device", "engine/ranks", "layers", "models", "runtime", "sampling", "schedule", "step")
+    parts = (
+        "checkpoint",
+        "device",
+        "engine/pages",
+        "engine/ranks",
+        "layers",
+        "models",
+        "runtime",
+        "sampling",
+        "schedule",
+        "step",
+    )
     wanted = {file for part in parts for file in (ROOT / "sglcore" / part).rglob("*.py")}
     for group in groups():
         assert not group.name.startswith("steps-") or wanted <= set(group.files()), group.name
