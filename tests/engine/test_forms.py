@@ -363,3 +363,16 @@ def test_what_a_clusters_file_leaves_out_promises_nothing(tmp_path: Path) -> Non
     assert given.device.flops == given.device.flops_8bit == 989e12 and given.device.launch == 0.0
     assert given.links.between == given.links.inside and given.links.per_host == given.devices == 8
     assert (given.is_copy_per_rank, given.bytes_out, given.imbalance) == (False, None, 1.0)
+
+
+def test_layers_count_what_they_have() -> None:
+    """An output layer that is the embedding once, no block where no expert is shared, and the windows of sparse layers too."""
+    dense, sparse = read_config(CLUSTERS / "dense-8b"), read_config(CLUSTERS / "experts-671b")
+    table = dense.vocab_size * dense.hidden_size
+    tables = [shape.shape_of(replace(dense, tie_word_embeddings=is_tied)).tables for is_tied in (True, False)]
+    assert tables == [table, 2 * table]
+    assert sparse.moe is not None
+    windows = tuple(range(1, sparse.num_hidden_layers + 1))
+    alone = shape.shape_of(replace(sparse, moe=replace(sparse.moe, shared_size=0), sliding_windows=windows))
+    assert [layer.num_blocks for layer in alone.layers] == [0 if each else 1 for each in sparse.moe.layers]
+    assert tuple(layer.window for layer in alone.layers) == windows

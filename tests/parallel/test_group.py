@@ -76,7 +76,8 @@ def test_a_recorded_step_holds_what_goes_round(size: int, tmp_path: Path) -> Non
 )
 def test_with_checks_ranks_that_disagree_are_told_rather_than_mixed_up(body: Body, said: str, tmp_path: Path) -> None:
     found = on_ranks(2, tmp_path, body, checks=True)
-    assert said in found[0] and "CollectiveError" in found[1]
+    assert all("CollectiveError" in each for each in found)
+    assert said in found[0] and said.rpartition(", ")[2] in found[1], "each says so itself"
 
 
 def test_a_tensor_with_holes_is_refused_by_shared_memory_too(tmp_path: Path) -> None:
