@@ -94,6 +94,22 @@ def every_operation(group: Group) -> list[list[torch.Tensor]]:
     return found
 
 
+def _parts(group: Group) -> list[Group]:
+    """Four ranks in pairs, in two ways."""
+    return [group.part("near", [[0, 1], [2, 3]]), group.part("far", [[0, 2], [1, 3]])]
+
+
+def memories(group: Group) -> list[str]:
+    """By name, those of the parts of which this rank is one."""
+    return [str(each.__dict__["_path"].name) for each in _parts(group)]
+
+
+def in_parts(group: Group) -> list[list[float]]:
+    """Sums of numbers of ranks over each part, in turn."""
+    parts = _parts(group)
+    return [[each.all_reduce(torch.full((3,), 2.0**group.rank))[0].item() for each in parts] for _ in range(20)]
+
+
 def _received(group: Group) -> list[int]:
     return [rank + 1 for rank in range(group.size)] if group.rank == 0 else [0] * group.size
 

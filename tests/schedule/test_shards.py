@@ -271,7 +271,9 @@ def test_a_grammar_of_one_shard_has_its_tokens_before_any_shard_plans() -> None:
 
 
 def test_counts_of_all_shards_are_added_but_for_what_is_so_of_all_at_once() -> None:
-    sizes = {f"{name}_bytes": 10 + place for place, name in enumerate(("kv", "window", "state", "snapshot", "host"))}
+    sizes: dict[str, Any] = {
+        f"{name}_bytes": 10 + place for place, name in enumerate(("kv", "window", "state", "snapshot", "host"))
+    }
     drive = Drive(3, **sizes)
     for place in range(2):
         drive.add(f"r{place}", [place + 1, place + 2])
