@@ -133,7 +133,9 @@ def recorded(group: Group) -> list[list[torch.Tensor]]:
     def step() -> torch.Tensor:
         parts = group.all_gather(group.all_reduce(x + 1.0))
         said = group.broadcast(parts.sum(0) * (group.rank + 1), group.size - 1)
-        return torch.cat((parts.view(-1), said.view(-1)))
+        tall = parts.flatten(0, 1) * (group.rank + 1)
+        others = group.reduce_scatter(tall), group.all_to_all(tall)
+        return torch.cat([each.reshape(-1) for each in (parts, said, *others)])
 
     found = []
     with torch.inference_mode():

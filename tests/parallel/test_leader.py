@@ -236,7 +236,7 @@ def test_a_node_that_follows_starts_no_ranks_for_requests() -> None:
     choice: Any = SimpleNamespace(
         package=package, chosen=ChosenDevice("x", "", "", 1, ""), report=SimpleNamespace(devices=[])
     )
-    config = EngineConfig(tp=2, nodes=2, node_rank=1, leader="127.0.0.1:1", join_timeout=0.5)
+    config = EngineConfig(tp=2, nodes=2, node_rank=1, leader="127.0.0.1:1", join_timeout=1.0)
     ledger, told = DecisionLedger(), []
     with pytest.raises(ConfigError, match="this is node 1 by hand, which takes no requests; start it as"):
         start.start_ranks(config, embedded_model(), choice, ledger, lambda *word: told.append(word))
