@@ -113,5 +113,13 @@ def test_what_is_inside_of_shared_experts_is_divided_too() -> None:
             check_topology(config, Topology(8, 1, ep))
 
 
+def test_experts_that_are_whole_need_not_be_divided() -> None:
+    moe = MoeConfig((True, True), 8, 2, 36, True)
+    config = dataclasses.replace(config_with(num_attention_heads=16, num_key_value_heads=8), moe=moe)
+    check_topology(config, Topology(8, 1, 8))
+    with pytest.raises(ConfigError, match="this model has 36 numbers between the two halves of an expert"):
+        check_topology(config, Topology(8))
+
+
 def test_the_embedded_model_may_be_divided_by_two(tmp_path: Path) -> None:
     assert 2 in legal_widths(read_config(embedded_model()))
