@@ -350,3 +350,29 @@ def test_a_clusters_numbers_are_read_in_their_units() -> None:
     assert given.devices == 16 and given.device.memory == 80e9 and given.device.flops_8bit == 1979e12
     assert given.links.between.alpha == pytest.approx(1e-5) and given.links.between.beta == pytest.approx(1 / 50e9)
     assert given.is_copy_per_rank and given.bytes_out == 1 and given.imbalance == 1.3
+
+
+def test_what_a_clusters_file_leaves_out_promises_nothing(tmp_path: Path) -> None:
+    """One host needs no way to another; 8 bits are no faster, kernels begin at once, and each expert has a copy of its rows."""
+    file = tmp_path / "c.toml"
+    file.write_text(
+        "[device]\nmemory_gb = 80\nbandwidth_gb_s = 3350\ntflops = 989\n"
+        "[hosts]\ncount = 1\ndevices = 8\n[inside]\nalpha_us = 3\ngb_s = 450\n"
+    )
+    given = read_cluster(file)
+    assert given.device.flops == given.device.flops_8bit == 989e12 and given.device.launch == 0.0
+    assert given.links.between == given.links.inside and given.links.per_host == given.devices == 8
+    assert (given.is_copy_per_rank, given.bytes_out, given.imbalance) == (False, None, 1.0)
+
+
+def test_layers_count_what_they_have() -> None:
+    """An output layer that is the embedding once, no block where no expert is shared, and the windows of sparse layers too."""
+    dense, sparse = read_config(CLUSTERS / "dense-8b"), read_config(CLUSTERS / "experts-671b")
+    table = dense.vocab_size * dense.hidden_size
+    tables = [shape.shape_of(replace(dense, tie_word_embeddings=is_tied)).tables for is_tied in (True, False)]
+    assert tables == [table, 2 * table]
+    assert sparse.moe is not None
+    windows = tuple(range(1, sparse.num_hidden_layers + 1))
+    alone = shape.shape_of(replace(sparse, moe=replace(sparse.moe, shared_size=0), sliding_windows=windows))
+    assert [layer.num_blocks for layer in alone.layers] == [0 if each else 1 for each in sparse.moe.layers]
+    assert tuple(layer.window for layer in alone.layers) == windows

@@ -94,6 +94,22 @@ def every_operation(group: Group) -> list[list[torch.Tensor]]:
     return found
 
 
+def _parts(group: Group) -> list[Group]:
+    """Four ranks in pairs, in two ways."""
+    return [group.part("near", [[0, 1], [2, 3]]), group.part("far", [[0, 2], [1, 3]])]
+
+
+def memories(group: Group) -> list[str]:
+    """By name, those of the parts of which this rank is one."""
+    return [str(each.__dict__["_path"].name) for each in _parts(group)]
+
+
+def in_parts(group: Group) -> list[list[float]]:
+    """Sums of numbers of ranks over each part, in turn."""
+    parts = _parts(group)
+    return [[each.all_reduce(torch.full((3,), 2.0**group.rank))[0].item() for each in parts] for _ in range(20)]
+
+
 def _received(group: Group) -> list[int]:
     return [rank + 1 for rank in range(group.size)] if group.rank == 0 else [0] * group.size
 
@@ -117,7 +133,9 @@ def recorded(group: Group) -> list[list[torch.Tensor]]:
     def step() -> torch.Tensor:
         parts = group.all_gather(group.all_reduce(x + 1.0))
         said = group.broadcast(parts.sum(0) * (group.rank + 1), group.size - 1)
-        return torch.cat((parts.view(-1), said.view(-1)))
+        tall = parts.flatten(0, 1) * (group.rank + 1)
+        others = group.reduce_scatter(tall), group.all_to_all(tall)
+        return torch.cat([each.reshape(-1) for each in (parts, said, *others)])
 
     found = []
     with torch.inference_mode():

@@ -76,7 +76,18 @@ def test_a_recorded_step_holds_what_goes_round(size: int, tmp_path: Path) -> Non
 )
 def test_with_checks_ranks_that_disagree_are_told_rather_than_mixed_up(body: Body, said: str, tmp_path: Path) -> None:
     found = on_ranks(2, tmp_path, body, checks=True)
-    assert said in found[0] and "CollectiveError" in found[1]
+    assert all("CollectiveError" in each for each in found)
+    assert said in found[0] and said.rpartition(", ")[2] in found[1], "each says so itself"
+
+
+def test_parts_of_a_group_have_memory_of_their_own(tmp_path: Path) -> None:
+    for name in ("first", "then"):
+        (tmp_path / name).mkdir()
+    first, second, third, fourth = on_ranks(4, tmp_path / "first", collectives.memories, shared=True)
+    assert first[0] == second[0] != third[0] == fourth[0] and first[1] == third[1] != second[1] == fourth[1]
+    assert len({*first, *second, *third, *fourth}) == 4
+    found = on_ranks(4, tmp_path / "then", collectives.in_parts, shared=True)
+    assert found == [[wanted] * 20 for wanted in ([3.0, 5.0], [3.0, 10.0], [12.0, 5.0], [12.0, 10.0])]
 
 
 def test_a_tensor_with_holes_is_refused_by_shared_memory_too(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_small_sums_go_through_memory_only_where_it_is_shared() -> None:
     for elsewhere in (
         Place(0, Topology(tp=2), "tcp://10.0.0.1:5", 0, 1),
         Place(0, Topology(tp=2), "tcp://127.0.0.1:5", 0, 2),
+        Place(0, Topology(tp=4, dp=2), "file:///dev/shm/sglcore/meeting", 0, 2),
     ):
         assert sums_for(elsewhere, engine_of_one) is None
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from sglcore.cli.serve import _placed as placed_server
 from sglcore.device.config import EngineConfig, resolve_config, resolve_server_config
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.topology import Communication, Place, Topology
-from sglcore.engine.ranks import host_process, team
-from sglcore.engine.ranks.agreement import differences, files_digest
+from sglcore.engine.ranks import host_process, interface, team
+from sglcore.engine.ranks.agreement import differences, files_digest, shared_facts
 from sglcore.engine.ranks.hosts import Joined
 from sglcore.engine.ranks.interface import interface_of
 from sglcore.engine.ranks.launch import LEADER_PORT, Placement, find_placement
@@ -60,6 +61,7 @@ def test_torchrun_starts_a_node_for_each_of_its_processes() -> None:
     assert found.leader == ("10.0.0.1", 29501), "its own store listens at MASTER_PORT"
     assert "torchrun" in found.row("auto").effective and "RANK" in found.row("auto").reason
     assert placed({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}).nodes == 1
+    assert placed({**TORCHRUN, "LOCAL_WORLD_SIZE": ""}).neighbours == 1
     assert placed(TORCHRUN, leader="10.0.0.9:80").leader == ("10.0.0.9", 80)
 
 
@@ -93,6 +95,10 @@ def test_ray_is_taken_where_it_is_asked_for_or_nothing_else_says_who_starts_the_
         ({}, {"nodes": 3, "node_rank": 0, "leader": "a:1"}, "tp is 4, and there are 3 nodes.*--tp 3"),
         ({}, {"nodes": 2, "node_rank": 0, "leader": "a"}, "leader is 'a'; wanted HOST:PORT"),
         ({}, {"nodes": 2, "node_rank": 0, "leader": "a:70000"}, "leader is 'a:70000'"),
+        *(
+            ({}, {"nodes": 2, "node_rank": 0, "leader": text}, f"leader is '{text}'; wanted HOST:PORT")
+            for text in ("a:0", "a:65536", ":1", "a:-1")
+        ),
         (TORCHRUN, {"nodes": 2}, "nodes is 2, and torchrun has started 4; leave --nodes out"),
         (TORCHRUN, {"tp": 1}, "tp is 1, and there are 4 nodes by torchrun.*--tp 4"),
         ({**TORCHRUN, "WORLD_SIZE": "many"}, {}, "WORLD_SIZE is 'many'; wanted a number"),
@@ -179,3 +185,24 @@ def test_hosts_name_each_thing_in_which_they_differ(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     assert files_digest(tmp_path) != before
     assert EngineConfig().nodes == 1
+
+
+def test_hosts_compare_every_setting_but_where_they_are_and_who(tmp_path: Path) -> None:
+    choice: Any = SimpleNamespace(chosen=SimpleNamespace(name="x", distribution="x", version="1"))
+    facts = shared_facts(EngineConfig(), tmp_path, choice)
+    settings = {f"--{each.name.replace('_', '-')}" for each in fields(EngineConfig)}
+    own = "model hf-token device node-rank leader join-timeout threads system-root sources"
+    assert settings - facts.keys() == {f"--{name}" for name in own.split()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked of Linux")
+def test_the_interface_of_a_longer_address_is_the_one_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [(0xFE80 << 112 | 5, "eth0"), (0xFD00 << 112 | 1, "eth1"), (1, "lo")]
+    (tmp_path / "if_inet6").write_text("".join(f"{address:032x} 02 40 20 80 {name:>8}\n" for address, name in rows))
+    monkeypatch.setattr(interface, "_IPV6", tmp_path / "if_inet6")
+    asked = ("fd00::1", "fe80::5%eth0", "::1", "fd00::2")
+    assert [interface_of(address) for address in asked] == ["eth1", "eth0", "lo", None]
+    monkeypatch.setattr(interface, "_IPV6", tmp_path / "none")
+    assert interface_of("fd00::1") is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglcore.checkpoint.axes import check_topology
-from sglcore.checkpoint.config import ModelConfig, read_config
+from sglcore.checkpoint.config import ModelConfig, MoeConfig, read_config
 from sglcore.checkpoint.shards import MOST_WIDTH, Shard, legal_widths
 from sglcore.device.errors import ConfigError
 from sglcore.device.topology import GROUPS, Place, Topology
@@ -101,6 +101,24 @@ def test_a_width_that_does_not_fit_is_refused_with_all_that_do() -> None:
         max(legal_widths(config_with(num_attention_heads=256, num_key_value_heads=1, intermediate_size=512)))
         == MOST_WIDTH
     )
+
+
+def test_what_is_inside_of_shared_experts_is_divided_too() -> None:
+    """Among all ranks, however experts are dealt out."""
+    moe = MoeConfig((True, True), 8, 2, 64, True, shared_size=36)
+    config = dataclasses.replace(config_with(num_attention_heads=16, num_key_value_heads=8), moe=moe)
+    check_topology(config, Topology(4, 1, 4))
+    for ep in (1, 8):
+        with pytest.raises(ConfigError, match="tp is 8, and this model has 36 numbers inside the shared expert"):
+            check_topology(config, Topology(8, 1, ep))
+
+
+def test_experts_that_are_whole_need_not_be_divided() -> None:
+    moe = MoeConfig((True, True), 8, 2, 36, True)
+    config = dataclasses.replace(config_with(num_attention_heads=16, num_key_value_heads=8), moe=moe)
+    check_topology(config, Topology(8, 1, 8))
+    with pytest.raises(ConfigError, match="this model has 36 numbers between the two halves of an expert"):
+        check_topology(config, Topology(8))
 
 
 def test_the_embedded_model_may_be_divided_by_two(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from sglcore.device.batch import ForwardMode
 from sglcore.device.plan import StepPlan
 from sglcore.schedule import agree as module
-from sglcore.schedule.agree import StepVote, Terms, agree, reduced
+from sglcore.schedule.agree import StepVote, Terms, agree, reduced, vote_of
+from tests.schedule.drive import Drive
 
 CASES = 10_000
 MODES = (ForwardMode.DECODE, ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED)
@@ -135,3 +136,14 @@ def test_rows_are_padded_where_that_moves_less(rows: tuple[int, ...], is_extend:
 
 def test_a_step_without_anybody_is_a_plan_too() -> None:
     assert agree([StepVote(), StepVote()], Terms(2, (4,))) == StepPlan((0, 0), is_padded=True)
+
+
+def test_a_shard_votes_as_its_step_is() -> None:
+    drive = Drive(overlap=False)
+    drive.add("a", 3)
+    prompt = drive.scheduler.next_batch()
+    assert prompt is not None
+    assert vote_of(prompt) == StepVote((3,), ForwardMode.EXTEND, can_replay=True, is_extend=True)
+    prompt.embed_rows = np.zeros(1, np.int32)
+    assert not vote_of(prompt).can_replay
+    assert vote_of(None) == StepVote((0,), ForwardMode.IDLE, can_replay=True, is_extend=False)

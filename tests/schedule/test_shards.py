@@ -15,8 +15,8 @@ from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.shard_loop import Sent, ShardLoop
-from sglcore.schedule.shards import Shards, choose_shard
-from tests.schedule.fake_worker import FakeWorker, Truth, Violation, compose, make_limits, make_params
+from sglcore.schedule.shards import SLACK, Shards, choose_shard
+from tests.schedule.fake_worker import FakeMatcher, FakeWorker, Truth, Violation, compose, make_limits, make_params
 
 
 class Ranks:
@@ -32,6 +32,7 @@ class Ranks:
         self.collected = [0] * count
         self.idle = 0
         self.fails_at: int | None = None
+        self.fails_to_collect: int | None = None
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
         plan = batch.step_plan
@@ -57,6 +58,9 @@ class Ranks:
         shard, inner = payload if isinstance(payload, tuple) else (payload, None)
         plans = self.plans[self.collected[shard]]
         self.collected[shard] += 1
+        if shard == self.fails_to_collect:
+            self.fails_to_collect = None
+            raise RuntimeError("this result is lost")
         if len({plan.of_shard(0) for plan in plans.values()}) != 1 or len(plans) != len(self.workers):
             raise Violation(f"shard {shard} waits for others for ever: {plans}")
         if inner is None:
@@ -126,6 +130,7 @@ def play(rng: Random, loop: type[ShardLoop] = ShardLoop) -> Drive:
         assert request.output_ids == (whole[: len(request.output_ids)] if request.rid in aborted else whole)
     stats = drive.shards.stats()
     assert stats.waiting == stats.running == stats.in_flight == 0
+    assert drive.worker.collected == drive.worker.submitted, "a step is left open"
     return drive
 
 
@@ -223,6 +228,82 @@ def test_a_step_that_fails_ends_its_requests_in_every_shard_and_the_loop_goes_on
     drive.worker.fails_at = 0
     with pytest.raises(RuntimeError, match="too much"):
         drive.step()
-    drive.outputs += drive.loop.drain()
-    assert all(request.finish_reason == "error" for request in failed)
+    assert drive.loop.has_work
+    assert {(each.request_id, each.finish_reason) for each in drive.loop.drain()} == {("a", "error"), ("b", "error")}
+    assert all(request.finish_reason == "error" for request in failed) and not drive.loop.has_work
     drive.shards.audit()
+
+
+def test_what_other_shards_gave_is_kept_where_a_result_is_lost() -> None:
+    drive = Drive(2, overlap=False)
+    spared, lost = drive.add("a", [1, 2], 1), drive.add("b", [3, 4])
+    drive.worker.fails_to_collect = 1
+    with pytest.raises(RuntimeError, match="lost"):
+        drive.step()
+    assert [(each.request_id, each.finish_reason) for each in drive.loop.drain()] == [("a", "length"), ("b", "error")]
+    assert spared.output_ids == drive.alone(spared) and lost.finish_reason == "error"
+    later = drive.add("c", [5, 6])
+    drive.run()
+    assert later.output_ids == drive.alone(later)
+
+
+@pytest.mark.parametrize(("asked", "can"), [(True, True), (False, True), (True, False)])
+def test_a_step_of_every_shard_is_in_flight_at_most_if_asked_and_possible(asked: bool, can: bool) -> None:
+    drive = Drive(2, overlap=asked, can_overlap=can)
+    requests = [drive.add("a", [1, 2]), drive.add("b", [3, 4])]
+    drive.step()
+    assert drive.shards.stats().in_flight == (1 if asked and can else 0)
+    drive.run()
+    assert [request.output_ids for request in requests] == [drive.alone(request) for request in requests]
+
+
+def test_a_grammar_of_one_shard_has_its_tokens_before_any_shard_plans() -> None:
+    """So a step of the loop is one of every shard, and nobody is idle while another plans."""
+    drive = Drive(2)
+    free, bound = drive.add("free", [1, 2], 6), drive.make("bound", [3, 4], 6)
+    bound.matcher = FakeMatcher(bound, None)
+    drive.shards.add(bound)
+    assert drive.holder("free") != drive.holder("bound")
+    drive.run()
+    assert drive.worker.idle == 0
+    for request in (free, bound):
+        assert len(request.output_ids) == 6 and request.output_ids == drive.alone(request)
+
+
+def test_counts_of_all_shards_are_added_but_for_what_is_so_of_all_at_once() -> None:
+    sizes: dict[str, Any] = {
+        f"{name}_bytes": 10 + place for place, name in enumerate(("kv", "window", "state", "snapshot", "host"))
+    }
+    drive = Drive(3, **sizes)
+    for place in range(2):
+        drive.add(f"r{place}", [place + 1, place + 2])
+    drive.step()
+    stats = drive.shards.stats()
+    assert {name: getattr(stats, name) for name in sizes} == sizes, "each device has so many"
+    assert (stats.num_pages, stats.running, stats.in_flight, stats.steps) == (3 * 32, 2, 1, 1)
+    for place, scheduler in enumerate(drive.shards.each):
+        scheduler.drafts[2, 1, 0, 0] += 10**place
+    assert drive.shards.drafts == {(2, 1, 0, 0): 111}
+
+
+def test_the_prefixes_of_every_shard_are_forgotten() -> None:
+    drive = Drive(2)
+    for place in range(2):
+        drive.add(f"r{place}", [10 * place + token for token in range(9)])
+    drive.run()
+    held = [scheduler.stats().cached_pages for scheduler in drive.shards.each]
+    assert all(held) and drive.shards.flush_prefix_cache() == sum(held)
+    assert drive.shards.stats().cached_pages == 0
+
+
+def test_names_of_the_ended_are_forgotten_and_of_nobody_else() -> None:
+    drive = Drive(2)
+    for place in range(SLACK):
+        drive.add(f"ended{place}", [1], 1)
+        drive.run()
+    waiting = [drive.add(f"waits{place}", [2, 3]) for place in range(12)]  # more than run at once
+    drive.step()
+    more = [drive.add(f"more{place}", [4, 5]) for place in range(2)]
+    assert len(drive.shards._placed) < SLACK
+    for request in (*waiting, *more):
+        assert drive.shards.abort(request.rid) is not None and request.state is State.FINISHED
