@@ -50,13 +50,13 @@ def check_pool(sim: Any, capture: StreamCapture) -> None:
 
 
 def check_failure(sim: Any, capture: StreamCapture) -> None:
-    """What the block raises comes out, and the next capture on the stream is as if nothing had been."""
+    """What the block raises comes out, and the next capture on the stream, into a new pool, is as if nothing had been."""
     stream, pool, x = torch.Stream(sim.device()), capture.make_pool(), torch.ones(4, device=sim.device())
     torch.accelerator.synchronize()
     with pytest.raises(LookupError, match="in the block"), capture.capture(stream, pool):
         x.add_(1)
         raise LookupError("in the block")
-    with capture.capture(stream, pool) as segment:
+    with capture.capture(stream, capture.make_pool()) as segment:
         x.add_(1)
     segment.replay()
     torch.accelerator.synchronize()

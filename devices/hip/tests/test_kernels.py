@@ -67,7 +67,7 @@ def test_rows_have_the_floats_that_the_gpu_s_generation_converts(
 def test_the_ledger_says_which_entries_are_replaced() -> None:
     ledger = DecisionLedger()
     table = kernels_step(EngineConfig(), package, ledger, torch.device("cuda:0"))
-    assert "triton" in table.origin["rms_norm"] and "rms_norm" in ledger.rows[-1].reason
+    assert "triton" in table.origin["rms_norm"] and "sglcore.runtime.kernels.triton" in ledger.rows[-1].reason
 
 
 def test_without_triton_the_start_ends_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_each_figure_is_the_drivers_of_that_name(monkeypatch: pytest.MonkeyPatch
 def test_the_ledger_says_which_entries_are_replaced() -> None:
     ledger = DecisionLedger()
     table = kernels_step(EngineConfig(), package, ledger, torch.device("xpu:0"))
-    assert "triton" in table.origin["rms_norm"] and "rms_norm" in ledger.rows[-1].reason
+    assert "triton" in table.origin["rms_norm"] and "sglcore.runtime.kernels.triton" in ledger.rows[-1].reason
 
 
 def test_without_triton_the_start_ends_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
