@@ -124,6 +124,7 @@ def test_what_came_of_proposals_is_told(url: str) -> None:
     with client_of(url) as client:
         model = client.models.list().data[0].id
         body: Any = {"model": model, "prompt": REPEATS, "temperature": 0.0, "max_tokens": 41}
+        wait_until_idle(url)
         before = counters(url)
         usage = client.completions.create(**body, extra_body={"ignore_eos": True}).usage
     assert usage is not None and usage.completion_tokens_details is not None
@@ -144,6 +145,18 @@ def test_what_came_of_proposals_is_told(url: str) -> None:
     assert stats["accepted_tokens"] >= right and stats["verified_steps"] >= 40 - right
     rows = {row["topic"]: row for row in httpx.get(f"{url}/server_info").json()["ledger"]}
     assert rows["speculative"]["effective"] == "ngram, 4 tokens a step"
+
+
+def wait_until_idle(url: str) -> None:
+    """Nothing of an earlier request is still counted: none runs, and the counts stand still."""
+    deadline, seen = time.monotonic() + 10, None
+    while True:
+        stats, now = httpx.get(f"{url}/server_info/stats").json(), counters(url)
+        if stats["running"] == 0 and now == seen:
+            return
+        assert time.monotonic() < deadline, stats
+        seen = now
+        time.sleep(0.2)
 
 
 def test_who_leaves_early_leaves_nothing(url: str) -> None:
