@@ -119,6 +119,11 @@ class EngineConfig:
     )
     graph_token_buckets: tuple[int, ...] = setting((), "Token counts of prefill graphs; may be given several times.")
     overlap: bool | None = setting(None, "Plan a step while the one before is still running.")
+    prompt_slices: str = setting(
+        "off",
+        "Prompts beside running requests by slices of layers, between their steps: auto (slices that a running request hardly feels),"
+        " a number of tokens times layers in each, or off: prompts in chunks, in the same steps.",
+    )
     prefix_cache: bool = setting(True, "Share the pages of prompts with a common beginning.")
     strict: bool = setting(False, "Refuse to start with anything less than was asked for.")
     threads: int | None = setting(None, "Threads of the processor device.", least=1)

@@ -383,6 +383,11 @@ class Architecture(ABC):
         """The same for one name, where each is renamed by itself."""
         return name.removeprefix(cls.stripped)
 
+    @property
+    def sliced_layers(self) -> int:
+        """A forward may be run by slices of so many layers; 0: only whole."""
+        return 0
+
     @abstractmethod
     def __call__(self, batch: Batch) -> Array:
         """Hidden states [T, H] after the last norm. Queues only."""

@@ -284,6 +284,11 @@ class CausalLM(Architecture):
         """T tokens to hidden states [T, H] after the last norm."""
         return self.finish(self.run_layers(self.embed(batch), 0, len(self.layers)))
 
+    @property
+    def sliced_layers(self) -> int:
+        """A forward may be run by slices of so many layers: by `embed`, `run_layers` and `finish`."""
+        return 0 if type(self).__call__ is not CausalLM.__call__ else len(self.layers)
+
     def embed(self, batch: Batch) -> LayerState:
         """What the first layer starts from: the embedded tokens, or what the batch brings in their place."""
         return LayerState(self.embed_tokens.embed(batch), None, batch)

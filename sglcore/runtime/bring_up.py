@@ -37,6 +37,8 @@ from sglcore.runtime.memory.pools import (
 )
 from sglcore.runtime.memory.rows import ROWS, RowPool
 from sglcore.runtime.model_runner import Entered, ModelRunner
+from sglcore.runtime.overlap.bring_up import slice_budget, slice_ledger, slices
+from sglcore.runtime.overlap.slices import Slices
 from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.registry_builders import (
     Compute,
@@ -274,6 +276,7 @@ def limits(
     pools: Pools,
     sizes: MemorySizes,
     hisparse: HiSparseCoordinator | None = None,
+    slices: Slices | None = None,
 ) -> Limits:
     """What a worker that proposes nothing can hold and do."""
     pooling = model.config.pooling
@@ -299,6 +302,8 @@ def limits(
         embed_size=model.config.hidden_size if pooling is None else 0,
         takes_mrope=mrope_axes(model.config) is not None,
         reads_history=model.reads_history,
+        sliced_layers=0 if slices is None else model.sliced_layers,
+        slice_budget=slice_budget(config.prompt_slices) or 0,
     )
 
 
@@ -311,13 +316,14 @@ def worker(
     runner: ModelRunner,
     speculation: Speculation | None,
     draft_runner: ModelRunner | None,
+    slices: Slices | None = None,
 ) -> TpModelWorker:
     """The worker that the scheduler submits to."""
     if speculation is not None:
         return make_speculative_worker(speculation, runner, draft_runner, pools.token_table, limits, facts)
     pooling = model.config.pooling
     pooler = None if pooling is None else Pooler(pooling, model.classify, model.dtype)
-    return resolve(package.worker, package.name)(runner, pools.token_table, limits, pooler)
+    return resolve(package.worker, package.name)(runner, pools.token_table, limits, pooler, slices)
 
 
 STANDARD = BringUp(
@@ -343,6 +349,9 @@ STANDARD = BringUp(
             ("attention", "runner"),
             {"model": "draft", "pools": "draft_pools", "ledger": "draft_ledger"},
         ),
+        slice_ledger,
+        Again("slice_attention", ("attention",), {"ledger": "slice_ledger"}),
+        slices,
         limits,
         worker,
         trial,

@@ -61,6 +61,11 @@ class LoadedModel(Model, Protocol):
         """Numbers that one of its layers hands to the next of each token."""
         ...
 
+    @property
+    def sliced_layers(self) -> int:
+        """A forward may be run by slices of so many layers, as `embed`, `run_layers` and `finish`; 0: it is whole."""
+        ...
+
     def classify(self, pooled: Tensor) -> Tensor:
         """[B, labels] from pooled hidden states [B, H]."""
         ...

@@ -195,17 +195,20 @@ class ModelRunner:
         ValueError for a batch whose lengths only the device knows, where that is not enough."""
         if self._needs_host_lengths and batch.seq_lens_cpu is None:
             raise ValueError("found a batch without seq_lens_cpu; wanted its lengths on the host too, as the facts say")
-        view = self._eager_view(batch)
+        view = self.prepared(batch)
         if view.needs_forward_metadata_init(self.attn_backend):
             view.mark_forward_metadata_ready(self.attn_backend.plan(view))
         with forward_context(self.context(view)):
             return self.model(view)
 
-    def context(self, batch: ForwardBatch | None) -> ForwardContext:
-        """The context in which a batch runs, or, with None, in which batches to come are captured."""
-        return ForwardContext(self.attn_backend, batch, self._layers, state_pool=self.state_pool, history=self.history)
+    def context(self, batch: ForwardBatch | None, attention: AttentionBackend | None = None) -> ForwardContext:
+        """The context in which a batch runs, or, with None, in which batches to come are captured. `attention`: another backend over
+        the same pools."""
+        backend = self.attn_backend if attention is None else attention
+        return ForwardContext(backend, batch, self._layers, state_pool=self.state_pool, history=self.history)
 
-    def _eager_view(self, batch: ForwardBatch) -> ForwardBatch:
+    def prepared(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch as an eager forward reads it, with what is computed of its inputs. Does not wait."""
         ctx = FillContext(batch.batch_size, batch.batch_size, batch.num_tokens, batch.num_tokens)
         registry = self.registry_for(batch)
         if registry.owns(batch):

@@ -17,6 +17,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.page_bytes import PoolPages
 from sglcore.runtime.memory.pools import MHATokenToKVPool
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.overlap.slices import Slices
 from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.readback import Readback, ReadbackQueue
 from sglcore.runtime.sample_step import SampleStep
@@ -25,7 +26,7 @@ from sglcore.runtime.token_table import TokenTable
 from sglcore.sampling.state import SampledTokens
 from sglcore.step.output import StepOutput
 from sglcore.step.pooling import pooled_rows
-from sglcore.step.rows import plan_rows
+from sglcore.step.rows import RowPlan, plan_rows
 from sglcore.step.sampling import SamplingInputs
 from sglcore.step.tickets import Tickets, refuse_hidden_states, take_payload
 
@@ -52,12 +53,17 @@ class TpModelWorker:
     """Generation and embedding on one model runner; `limits` is constant. Not thread-safe: one scheduler owns it."""
 
     def __init__(
-        self, runner: ModelRunner, token_table: TokenTable, limits: Limits, pooler: Pooler | None = None
+        self,
+        runner: ModelRunner,
+        token_table: TokenTable,
+        limits: Limits,
+        pooler: Pooler | None = None,
+        slices: Slices | None = None,
     ) -> None:
-        """`pooler` is that of a model that embeds."""
+        """`pooler` is that of a model that embeds; `slices` run prompts by slices of layers, where `limits` have such."""
         self.runner = runner
         self.limits = limits
-        self._pooler = pooler
+        self._pooler, self._slices = pooler, slices
         self._sampling = SampleStep(runner, token_table, limits.vocab_size, limits.keeps_history)
         self._streams = runner.streams
         self._readbacks = ReadbackQueue(runner.streams, token_table.last.device, runner.staging_ring.pinned)
@@ -87,6 +93,7 @@ class TpModelWorker:
         refuse_hidden_states(batch)
         kinds = {ForwardMode.EMBED: self.forward_batch_embedding, ForwardMode.IDLE: self.forward_idle}
         start = kinds.get(batch.forward_mode, self.forward_batch_generation)
+        start = start if batch.layers is None else self.forward_slice
         if self._streams.is_host:
             return start(batch)
         with self._streams.running():
@@ -106,6 +113,33 @@ class TpModelWorker:
         hisparse = self.runner.attn_backend.hisparse
         swaps = None if hisparse is None else hisparse.count(batch)
         return self._ticket(batch, staged, arrays, StepOutput(rows, path, tokens, prompt, swaps=swaps))
+
+    @torch.inference_mode()
+    def forward_slice(self, batch: ScheduleBatch) -> Ticket:
+        """Some layers of the open prompt on the current stream; with the last one, a sampled token for each row that emits.
+        The batch that runs the first layers opens it. Raises RuntimeError where `limits` have no slices."""
+        if self._slices is None or batch.layers is None:
+            raise RuntimeError("this worker takes prompts whole; submit them without layers")
+        (first, last), states = batch.layers.tolist(), self.runner.state_pool
+        if first == 0:
+            rows = plan_rows(batch)
+            inputs = self._sampling.inputs(batch, rows)
+            staged, arrays = self._stage(batch, inputs, {} if states is None else states.changes(batch))
+            self._slices.open(batch, rows, staged, arrays, inputs)
+        prompt, hidden = self._slices.run(first, last)
+        path = f"layers {first} to {last}"
+        if hidden is None:
+            ids, bad = (
+                torch.zeros(0, dtype=dtype, device=prompt.staged.input_ids.device)
+                for dtype in (torch.int32, torch.bool)
+            )
+            output = StepOutput(RowPlan.silent(), path, SampledTokens(ids, bad))
+            return self._ticket(batch, prompt.staged, prompt.arrays, output)
+        arrived = {} if prompt.arrays is None else prompt.arrays.arrived
+        if states is not None:
+            states.copy_out(arrived)
+        tokens, scores = self._sampling.run(prompt.host, prompt.staged, prompt.rows, hidden, prompt.inputs, arrived)
+        return self._ticket(batch, prompt.staged, prompt.arrays, StepOutput(prompt.rows, path, tokens, scores))
 
     def _stage(
         self, batch: ScheduleBatch, inputs: SamplingInputs, more: Mapping[str, NDArray]
@@ -165,7 +199,7 @@ class TpModelWorker:
                     stream.synchronize()
             self.runner.close()
             self._streams.close()
-            del self.runner, self._sampling, self._pooler
+            del self.runner, self._sampling, self._pooler, self._slices
 
 
 def _prompt_embeds(batch: ScheduleBatch) -> dict[str, NDArray]:

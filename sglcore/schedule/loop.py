@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import perf_counter
+
 from sglcore.device.worker import ModelWorker
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.overlap import BatchRecord, overlap_forward_isolation, record_batch_in_overlap
@@ -59,9 +61,12 @@ class Loop:
             if batch is None:
                 self._refuse_standstill()
                 return None
+            start = perf_counter()
             with overlap_forward_isolation(batch) as view:
                 ticket = self.worker.submit(view)
-            return record_batch_in_overlap(self.scheduler.in_flight, view, ticket)
+            record = record_batch_in_overlap(self.scheduler.in_flight, view, ticket)
+            record.seconds = perf_counter() - start
+            return record
         except BaseException as error:
             self._abandon(error)
             raise
@@ -78,7 +83,11 @@ class Loop:
     def _finish(self, record: BatchRecord) -> list[EngineOutput]:
         ticket, record.ticket = record.ticket, None
         assert ticket is not None
-        return self.scheduler.finish(record, self.worker.collect(ticket))
+        start = perf_counter()
+        result = self.worker.collect(ticket)
+        if record.seconds is not None:
+            record.seconds += perf_counter() - start
+        return self.scheduler.finish(record, result)
 
     def _abandon(self, error: BaseException) -> None:
         """Collect what is in flight; drop the steps that have no ticket any more, or whose collect fails too."""

@@ -23,7 +23,8 @@ class BatchRecord:
     that emit a token. `finishing` emit their last token in this step. `released` gave up their slot and pages while this
     step was the last to name them: both go back at its collect. `has_stale_rows`: since the step was planned, some
     row's request ended or was retracted. `is_masked`: some row emits under a grammar, so that its next mask needs what this
-    step brings.
+    step brings. `layers`: the interval of them that this step runs, over `sliced_tokens`, where prompts come by slices; `is_partial`: it
+    is not the last slice, and brings nothing. `seconds` it took to submit and to collect, so far.
     """
 
     step: int
@@ -34,6 +35,10 @@ class BatchRecord:
     released: list[Request] = field(default_factory=list)
     has_stale_rows: bool = False
     is_masked: bool = False
+    layers: tuple[int, int] | None = None
+    sliced_tokens: int = 0
+    is_partial: bool = False
+    seconds: float | None = None
     batch: ScheduleBatch | None = None
     ticket: Ticket | None = None
 
@@ -79,6 +84,11 @@ class InFlight:
         """Some request ended or was retracted: look at each row of what is in flight when it comes."""
         for record in self._records:
             record.has_stale_rows = True
+
+    @property
+    def newest_slice(self) -> BatchRecord | None:
+        """The step planned last that is not the last slice of a prompt."""
+        return next((record for record in reversed(self._records) if record.is_partial), None)
 
     def naming(self, step: int) -> BatchRecord | None:
         """The record of a step, if it is still in flight."""

@@ -21,6 +21,10 @@ def check_limits(limits: Limits) -> None:
             wanted="room for one request of full length",
             remedy="lower max_model_len or raise kv_cache_memory",
         )
+    if limits.sliced_layers and limits.draft_tokens:
+        raise ConfigError(
+            "a worker that proposes tokens takes prompts by slices", wanted="one of both", remedy="--prompt-slices off"
+        )
     if limits.num_window_pages and limits.num_window_pages < (least := least_window_pages(limits)):
         raise ConfigError(
             f"the KV pool of layers with a window holds {limits.num_window_pages} pages; a window of {limits.window}"
@@ -78,8 +82,8 @@ def _check_embedding(request: Request, limits: Limits) -> None:
 
 def check_result(record: BatchRecord, result: BatchResult, draft_tokens: int = 0) -> None:
     """Raise ValueError if the result is not for this step, not one token per emitting row, or 1 to `draft_tokens` + 1 where it
-    verified proposals, or lacks its embeddings."""
-    rows, tokens = len(record.requests), len(record.slots)
+    verified proposals, or lacks its embeddings, or brings something before the last slice of a prompt."""
+    rows, tokens = (0, 0) if record.is_partial else (len(record.requests), len(record.slots))
     if result.proposed is not None:
         counts = result.token_offsets[1:] - result.token_offsets[:-1]
         tokens = int(result.token_offsets[-1])

@@ -20,6 +20,7 @@ from sglcore.schedule.memory import Memory
 from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue, by_turn
 from sglcore.schedule.request import Ints, Request, State
+from sglcore.schedule.sliced import SlicedPrompt
 
 MOST_PASSED_OVER = 64
 """Waiting requests, so that a step's planning does not grow with the queue."""
@@ -35,6 +36,7 @@ class RunningRequests:
         self._in_batch_prefixes = InBatchPrefixes(self.memory)
         self.rows = DecodeRows(limits.max_requests)
         self.extending: list[Request] = []
+        self.sliced: SlicedPrompt | None = None
         self.waiting = waiting
         self.retractions = 0
         self._limits = limits
@@ -139,6 +141,28 @@ class RunningRequests:
                 all_served = False
         return all_served and rows.version == version
 
+    def plan_chunks(self, budget: int, may_admit: bool) -> list[tuple[Request, int]]:
+        """Chunks for the `budget` that decode rows leave of the step's tokens: running prompts first, then new ones. Where somebody gave
+        way nobody new comes: the pages are for whom they were taken. Prompts that another engine has written hold theirs already."""
+        chunks: list[tuple[Request, int]] = []
+        self.compare_waiting()
+        retractions = self.retractions
+        for request in tuple(self.extending):
+            if budget and request.state is State.EXTENDING:
+                count = self.take_chunk(request, budget)
+                budget -= count
+                chunks += [(request, count)] if count else []
+        while budget and (written := self.admit_written()) is not None:
+            count = self.take_chunk(written, budget)
+            budget -= count
+            chunks += [(written, count)] if count else []
+        may_admit = may_admit and retractions == self.retractions
+        while may_admit and budget and (admitted := self.admit_next()) is not None:
+            count = self.take_chunk(admitted, budget)
+            budget -= count
+            chunks.append((admitted, count))
+        return chunks
+
     def take_chunk(self, request: Request, budget: int) -> int:
         """Tokens (at most `budget`) of the next chunk, its pages in hand; 0 if the request must sit this step out."""
         room = len(request.pages) * self._limits.page_size - request.num_cells
@@ -170,6 +194,28 @@ class RunningRequests:
             else:
                 self.rows.append(request, self._limits.page_size)
 
+    def end_sliced(self, record: BatchRecord, sliced: SlicedPrompt) -> list[tuple[Request, int]]:
+        """The step of a record runs the last layers of the open prompt; its chunks, of the requests that are still there."""
+        self.sliced = None
+        record.is_masked, record.has_stale_rows = sliced.is_masked, bool(sliced.released)
+        record.released += sliced.released
+        if self.memory.keeps_windows:
+            self._chunked += [request for request, _ in sliced.staying]
+        return sliced.staying
+
+    def _leave_sliced(self, sliced: SlicedPrompt, request: Request) -> None:
+        """A request of the open prompt leaves; a prompt that nobody wants any more is given up."""
+        sliced.leave(request)
+        self.in_flight.mark_stale()
+        if sliced.is_wanted:
+            return
+        self.sliced, record = None, self.in_flight.newest_slice
+        if record is not None:
+            record.released += sliced.released
+            return
+        for each in sliced.released:
+            self._release(each)
+
     def _add_spare(self, request: Request) -> None:
         """Cells for what is proposed after a prompt's last chunk, of pages that are promised to nobody."""
         wanted = min(request.target + self._limits.draft_tokens, request.final_seq_len)
@@ -199,6 +245,9 @@ class RunningRequests:
             self.extending.remove(request)
         else:
             self.rows.remove(request)
+        if self.sliced is not None and self.sliced.holds(request):
+            self._leave_sliced(self.sliced, request)
+            return
         record = self.in_flight.naming(request.last_step)
         if record is None:
             self._release(request)
@@ -214,7 +263,13 @@ class RunningRequests:
 
     def holders(self) -> list[Request]:
         """All requests that hold a slot, for audits."""
-        return [*self.rows.requests, *self.extending, *(gone for record in self.in_flight for gone in record.released)]
+        gone = () if self.sliced is None else self.sliced.released
+        return [
+            *self.rows.requests,
+            *self.extending,
+            *gone,
+            *(each for record in self.in_flight for each in record.released),
+        ]
 
     def page_holders(self) -> list[Request]:
         """All requests that hold pages, for audits."""
@@ -282,6 +337,7 @@ class RunningRequests:
         """`count` pages are there once what is in flight was collected."""
         memory = self.memory
         released = [request for record in self.in_flight for request in record.released]
+        released += () if self.sliced is None else self.sliced.released
         pages = memory.available + sum(len(request.pages) for request in released)
         windows = memory.windows.available + memory.windows.kept + sum(len(each.window_pages) for each in released)
         return pages >= count and (windows >= count or not memory.keeps_windows)

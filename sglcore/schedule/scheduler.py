@@ -34,6 +34,8 @@ from sglcore.schedule.results import (
 )
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sampling_rows import SamplingRows
+from sglcore.schedule.sliced import SlicedPrompt
+from sglcore.schedule.slicing import Slicing, further_slice
 from sglcore.schedule.stats import SchedulerStats, memory_counts
 
 
@@ -62,6 +64,7 @@ class Scheduler:
         self.drafts = Counter[tuple[int, int, int, int]]()
         """What came of proposals."""
         self._extended_last = self._embedded_last = False
+        self._slicing = Slicing(limits)
 
     @property
     def has_work(self) -> bool:
@@ -120,8 +123,12 @@ class Scheduler:
 
     def finish(self, record: BatchRecord, result: BatchResult) -> list[EngineOutput]:
         """Take in the results of the oldest step in flight; returns the outputs, in row order."""
+        self._slicing.observe(record)
         check_result(record, result, self.limits.draft_tokens)
         self._close(record)
+        if record.is_partial:
+            self._running.release(record)
+            return []
         ends, drafts, has_final = slice(None), self.limits.draft_tokens, False
         if drafts and not record.spans:
             offsets = result.token_offsets
@@ -180,40 +187,20 @@ class Scheduler:
         return self._embedding if request.task == "embed" else self._waiting
 
     def _generate(self) -> ScheduleBatch | None:
-        running, mixed = self._running, self.limits.allows_mixed_batches
+        running, mixed = self._running, self.limits.allows_mixed_batches and not self._slicing.is_on
+        if running.sliced is not None:
+            return self._go_on(running.sliced)
         prompts = bool(running.extending or len(self._waiting) or running.arrivals.written)
         decodes = mixed or not prompts or (self._extended_last and bool(running.rows.requests))
         running.slide_windows()
         served = running.claim_pages() if decodes else True
         plans = prompts and (mixed or not decodes)
-        chunks = self._plan_chunks(len(running.rows.requests) if decodes else 0, served) if plans else []
+        room = self._slicing.room(running) - (len(running.rows.requests) if decodes else 0)
+        chunks = running.plan_chunks(room, served) if plans else []
         if not chunks and not decodes:
             decodes, served = True, running.claim_pages()
         self._extended_last = not decodes
         return self._advance(decodes, served, chunks)
-
-    def _plan_chunks(self, decodes: int, may_admit: bool) -> list[Chunk]:
-        """Chunks for what the decode rows leave of the step's tokens: running prompts first, then new ones. Where somebody gave
-        way nobody new comes: the pages are for whom they were taken. Prompts that another engine has written hold theirs already."""
-        running, chunks = self._running, []
-        running.compare_waiting()
-        retractions = running.retractions
-        budget = self.limits.max_batch_tokens - decodes
-        for request in tuple(running.extending):
-            if budget and request.state is State.EXTENDING:
-                count = running.take_chunk(request, budget)
-                budget -= count
-                chunks += [(request, count)] if count else []
-        while budget and (written := running.admit_written()) is not None:
-            count = running.take_chunk(written, budget)
-            budget -= count
-            chunks += [(written, count)] if count else []
-        may_admit = may_admit and retractions == running.retractions
-        while may_admit and budget and (admitted := running.admit_next()) is not None:
-            count = running.take_chunk(admitted, budget)
-            budget -= count
-            chunks.append((admitted, count))
-        return chunks
 
     def _advance(self, decodes: bool, served: bool, chunks: list[Chunk]) -> ScheduleBatch | None:
         rows, step = self._running.rows, self._step + 1
@@ -234,9 +221,29 @@ class Scheduler:
             rows.last_steps[chosen] = step
         record = self._open_record(chunks)
         record.is_masked = batch.masks is not None
+        self._slicing.begin(self._running, record, batch, chunks)
         self._part_with_finishing()
-        self._advance_chunks(record, chunks)
+        if not record.is_partial:
+            self._advance_chunks(record, chunks)
         return batch
+
+    def _go_on(self, sliced: SlicedPrompt) -> ScheduleBatch | None:
+        """A step of the decode rows and a slice of the open prompt, by turns."""
+        running = self._running
+        running.slide_windows()
+        if self._extended_last and running.rows.requests:
+            served, self._extended_last = running.claim_pages(), False
+            if (batch := self._advance(True, served, [])) is not None:
+                return batch
+            if running.sliced is None:
+                return self._generate()
+        self._extended_last = True
+        self._step += 1
+        record = self._slicing.go_on(running, sliced, self._step)
+        self.in_flight.open(record)
+        if not record.is_partial:
+            self._advance_chunks(record, running.end_sliced(record, sliced))
+        return further_slice(record)
 
     def _open_record(self, chunks: list[Chunk]) -> BatchRecord:
         self._step += 1

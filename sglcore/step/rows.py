@@ -21,6 +21,11 @@ class RowPlan:
     emitting: NDArray[np.int64] | None
     token_offsets: Ints
 
+    @staticmethod
+    def silent() -> RowPlan:
+        """That of a step that brings nothing."""
+        return RowPlan(0, None, np.zeros(1, dtype=np.int32))
+
     def select(self, values: Array) -> Array:
         """Those of the emitting rows, of values [B, ...]."""
         return values if self.emitting is None else values[self.emitting]  # pyright: ignore[reportReturnType]

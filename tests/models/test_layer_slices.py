@@ -48,7 +48,7 @@ def planned(steps: Steps, part: ForwardBatch) -> forward_context:
 def test_two_halves_that_take_turns_give_what_the_whole_gives(sparse: Any, delta: int, cut: int) -> None:
     tokens = {1: [3, 9, 4, 4, 11], 2: [8, 2]}
     wanted, steps = Steps(sparse).hidden(tokens), Steps(sparse)
-    whole = steps.runner._eager_view(steps.staged(tokens))
+    whole = steps.runner.prepared(steps.staged(tokens))
     halves = filter_batch(whole, 0, cut), filter_batch(whole, cut, 7)
     scopes = [planned(steps, half) for half in halves]
 

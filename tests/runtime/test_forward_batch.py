@@ -22,7 +22,7 @@ facts_of_both = pytest.mark.parametrize("facts", [SHARED, STAGED], ids=["shared"
 def staged(site: Site, batch: ScheduleBatch) -> ForwardBatch:
     """The batch on the device, with its locations computed."""
     made = site.runner.init_batch(batch)
-    site.runner._eager_view(made)
+    site.runner.prepared(made)
     return made
 
 

@@ -128,7 +128,7 @@ class InheritingRunner(ModelRunner):
         """As the true one, but only the outermost runner publishes."""
         if not has_forward_context():
             return super().run_eager(batch)
-        view = self._eager_view(batch)
+        view = self.prepared(batch)
         view.mark_forward_metadata_ready(self.attn_backend.plan(view))
         return self.model(view)
 

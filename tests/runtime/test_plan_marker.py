@@ -178,7 +178,7 @@ class TrustingRunner(ModelRunner):
 
     def run_eager(self, batch: ForwardBatch) -> Tensor:
         """As the true one, without looking at what the plan was made for."""
-        view = self._eager_view(batch)
+        view = self.prepared(batch)
         if view.plan_record is None:
             view.mark_forward_metadata_ready(self.attn_backend.plan(view))
         with forward_context(ForwardContext(self.attn_backend, view, self._layers)):

@@ -51,7 +51,7 @@ def parent(rows: Rows, decode: bool = False, facts: Any = SHARED) -> tuple[Site,
     host = desk.batch(tokens, mode, **extra)
     site.tokens.last[1 : len(rows) + 1] = torch.tensor([found[-1] for found in tokens.values()], dtype=torch.int32)
     batch = site.runner.init_batch(host)
-    site.runner._eager_view(batch)
+    site.runner.prepared(batch)
     batch.input_embeds = torch.arange(2.0 * count).view(count, 2)
     batch.capture_hidden_mode = CaptureHiddenMode.FULL
     batch.sampling = object()

@@ -15,6 +15,7 @@ import numpy as np
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.schedule.request import Request
+from tests.schedule.fake_slices import FakeSlicedWorker
 from tests.schedule.fake_worker import (
     EMPTY,
     NOTHING,
@@ -245,4 +246,6 @@ class FakeSpeculativeWorker(FakeWorker):
 
 def make_worker(limits: Limits, accepts: Accepts = "some") -> FakeWorker:
     """The checking worker with these limits."""
-    return FakeSpeculativeWorker(limits, accepts=accepts) if limits.draft_tokens else FakeWorker(limits)
+    if limits.draft_tokens:
+        return FakeSpeculativeWorker(limits, accepts=accepts)
+    return FakeSlicedWorker(limits) if limits.sliced_layers else FakeWorker(limits)

@@ -1,0 +1,1 @@
+"""Two batches at once: prompts by slices of layers between decode steps."""
