@@ -34,7 +34,7 @@ def slice_ledger(
         return None
     why, remedy = _why_whole(model, speculation, hisparse, groups)
     if why:
-        ledger.record(Row("prompt slices", asked, "off", why, remedy))
+        ledger.record(Row("prompt slices", asked, "off", why, remedy, downgrade=budget > 0))
         return None
     layers = model.sliced_layers
     what = f"{budget} tokens x layers" if budget else "by the clock"
