@@ -37,6 +37,12 @@ def environ() -> dict[str, str]:
     return {name: os.environ[name] for name in ("SGLCORE_SYSTEM_ROOT",) if name in os.environ}
 
 
+def on_this_device() -> dict[str, str]:
+    """The settings of an engine on the lane's device, by functions that a simulated one runs fast."""
+    device = os.environ["LANE_DEVICE"]
+    return {"device": device} | ({} if device == "cpu" else {"attention_backend": "gathered", "kernels": "reference"})
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """One request's tokens with the log-probability of each, and of its prompt where it was scored."""
@@ -77,10 +83,8 @@ class TokenEngine:
 
     def __init__(self, folder: Path, *, scramble_pages: int | None = None, **settings: Any) -> None:
         defaults = {"dtype": "float32", "threads": 1, "max_requests": 6, "page_size": 4, "kv_cache_memory": 8 << 20}
-        defaults |= {"device": os.environ["LANE_DEVICE"], "graph_buckets": BUCKETS, "max_batch_tokens": 128}
-        defaults |= {"graph_token_buckets": TOKEN_BUCKETS}
-        if defaults["device"] != "cpu":
-            defaults |= {"attention_backend": "gathered", "kernels": "reference"}
+        defaults |= {"graph_buckets": BUCKETS, "max_batch_tokens": 128, "graph_token_buckets": TOKEN_BUCKETS}
+        defaults |= on_this_device()
         config = resolve_config({**defaults, **settings, "model": str(folder)}, environ())
         worker = start(config).worker
         assert isinstance(worker, TpModelWorker)

@@ -29,7 +29,7 @@ from tests.checkpoints import (
     qwen3_next,
     save,
 )
-from tests.laws.engine import TokenEngine, check_logprobs, environ, random_prompts
+from tests.laws.engine import TokenEngine, check_logprobs, environ, on_this_device, random_prompts
 
 CONTEXT = 96
 MODELS: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
@@ -202,7 +202,9 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
 def ledger_row(folder: Path, **settings: Any) -> Row:
     """What the ledger says of slices."""
-    config = resolve_config({"model": str(folder), "dtype": "float32", **settings}, environ())
+    config = resolve_config(
+        {**on_this_device(), "model": str(folder), "dtype": "float32", "graph": "off", **settings}, environ()
+    )
     return next(row for row in start(config).ledger.rows if row.topic == "prompt slices")
 
 
