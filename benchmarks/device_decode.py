@@ -29,6 +29,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sglcore import LLM, SamplingParams
 
 GEOMETRIES: Mapping[str, Mapping[str, int | bool]] = {
+    "0.1B": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
     "0.6B": {
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -46,14 +54,15 @@ GEOMETRIES: Mapping[str, Mapping[str, int | bool]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Those of Qwen3, whose heads have 128 values and whose vocabulary is 151,936."""
+"""Those of Qwen3, and one that is smaller; heads have 128 values, and the vocabulary is 151,936."""
 PROMPT, TOKENS, LONG = 128, 128, 2048
 
 
-def make(folder: Path, geometry: str, device: str) -> int:
-    """Write a checkpoint of random bf16 weights, drawn on `device`; returns the bytes that a decode step reads of it."""
+def make(folder: Path, geometry: str, device: str, context: int = 8192) -> int:
+    """Write a checkpoint of random bf16 weights, drawn on `device`, with a context of so many tokens; returns the bytes that a decode
+    step reads of it."""
     config = AutoConfig.for_model(
-        "qwen3", vocab_size=151936, head_dim=128, max_position_embeddings=8192, **GEOMETRIES[geometry]
+        "qwen3", vocab_size=151936, head_dim=128, max_position_embeddings=context, **GEOMETRIES[geometry]
     )
     config.architectures = ["Qwen3ForCausalLM"]
     config.dtype = torch.bfloat16

@@ -37,7 +37,7 @@ from sglcore.runtime.memory.pools import (
 )
 from sglcore.runtime.memory.rows import ROWS, RowPool
 from sglcore.runtime.model_runner import Entered, ModelRunner
-from sglcore.runtime.overlap.bring_up import slice_budget, slice_ledger, slices
+from sglcore.runtime.overlap.bring_up import slice_ledger, slices
 from sglcore.runtime.overlap.slices import Slices
 from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.registry_builders import (
@@ -53,6 +53,7 @@ from sglcore.runtime.speculative.make import make_speculative_worker
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.step.sizing import MemorySizes
+from sglcore.step.slices import slice_budget
 
 if TYPE_CHECKING:
     from sglcore.runtime.parallel.group import Group, Groups

@@ -15,10 +15,10 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
 from sglcore.engine.start import start
 from sglcore.runtime.forward_batch import StalePlanError
-from sglcore.runtime.overlap.bring_up import slice_budget
 from sglcore.runtime.overlap.slices import OpenPrompt, Slices
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.lanes import Pace
+from sglcore.step.slices import slice_budget
 from tests.checkpoints import (
     falcon_h1,
     gemma3,

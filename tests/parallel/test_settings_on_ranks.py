@@ -39,6 +39,7 @@ ASKED: MappingProxyType[str, tuple[Callable[[], Any], dict[str, Any]]] = Mapping
         "cells of 8 bits": (llama, {"kv_cache_dtype": "int8"}),
         "latent rows of 8 bits": (latent.deepseek_v3, {"kv_cache_dtype": "fp8", "page_size": 16}),
         "windows and blocks of 8 bits": (deepseek_v4.deepseek_v4, {"kv_cache_dtype": "fp8", "page_size": 16}),
+        "prompts by slices of layers": (llama, {"prompt_slices": "20"}),
         "rows in host memory": (
             latent.deepseek_v32,
             {"hisparse": json.dumps({"device_buffer_size": 24, "host_to_device_ratio": 100}), "graph": "off"},
@@ -58,6 +59,7 @@ def test_texts_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
         assert texts(engine) == wanted
         assert engine.watched.swaps == alone.watched.swaps
         assert bool(engine.watched.swaps.rows) == ("hisparse" in settings)
+        assert any(path.startswith("layers") for path in engine.paths) == ("prompt_slices" in settings)
     alone.worker.close()
 
 

@@ -21,6 +21,7 @@ from sglcore.device.worker import Limits
 from sglcore.models.implementation import choose_implementation
 from sglcore.step.hisparse import parse_hisparse_config
 from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools
+from sglcore.step.slices import slice_budget, slice_row, whole_row
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.select import select_attention
 from sglcore_mlx.hardware import Hardware, open_hardware
@@ -207,6 +208,21 @@ def attention(
     return kind(model.layers, page_size, hardware.streams)
 
 
+def slices(config: EngineConfig, model: Model, ledger: DecisionLedger) -> int | None:
+    """Token·layers of a slice of a prompt, 0: by the clock; None: prompts come whole. Raises ConfigError for a setting that can not be
+    read."""
+    asked = config.prompt_slices
+    budget = slice_budget(asked)
+    if budget is None:
+        return None
+    if model.config.is_encoder or not model.sliced_layers:
+        why = f"the forward of {model.config.architecture} is not divided into layers"
+        ledger.record(whole_row(asked, budget, why, "--prompt-slices off"))
+        return None
+    ledger.record(slice_row(asked, budget, model.sliced_layers))
+    return budget
+
+
 def worker(
     stream_thread: StreamThread,
     config: EngineConfig,
@@ -217,6 +233,7 @@ def worker(
     attention: DecodeAttention,
     computing: Computing,
     residency: Residency,
+    slices: int | None,
 ) -> MlxWorker:
     """The worker that the scheduler submits to."""
     limits = Limits(
@@ -234,6 +251,8 @@ def worker(
         num_snapshots=sizes.num_snapshots,
         **sizes.num_bytes,
         num_labels=0 if model.config.pooling is None else model.config.pooling.labels,
+        sliced_layers=0 if slices is None else model.sliced_layers,
+        slice_budget=slices or 0,
     )
 
     def make() -> Stepper:
@@ -262,6 +281,7 @@ BRING_UP = BringUp(
         sizes,
         pools,
         attention,
+        slices,
         worker,
     )
 )

@@ -65,6 +65,47 @@ class _Decoding:
         return out[:, 0]
 
 
+@dataclass(slots=True)
+class Extend:
+    """A batch that writes to cells, and what its layers read: `forward` is given to the model."""
+
+    host: ScheduleBatch
+    forward: ForwardBatch
+    step: _Extending
+
+    def continue_on(self, state: DeviceState) -> None:
+        """Read and write the cells as they are now: steps that ran since have handed on others."""
+        self.step.cells = state.cells
+
+    def leave(self, state: DeviceState) -> None:
+        """All layers have run: the states of requests go on."""
+        state.states.leave(self.host, self.step.states)
+
+
+def begin_extend(
+    attention: DecodeAttention,
+    layers: Sequence[LayerShape],
+    batch: ScheduleBatch,
+    table: PageTable,
+    state: DeviceState,
+    batch_type: type[ForwardBatch] = ForwardBatch,
+) -> Extend:
+    """Any batch that writes to cells, as the layers of a model take it."""
+    reader = host_reader(batch_type, is_decode=False)
+    values = extend_values(reader, batch, table)
+    parts: list[_Singles | PromptPlan] = []
+    rows: list[int] = []
+    for part in parts_of(batch, table):
+        is_prompt = isinstance(part, PromptRow)
+        parts.append(part.plan(layers) if is_prompt else _singles(part, attention, batch, table))
+        rows.append(1 if is_prompt else part.last - part.first)
+    own = {"input_ids": resolve_ids(batch.input_ids, state.last), "out_cache_loc": mx.array(values["out_cache_loc"])}
+    states = state.states.take(batch, batch.batch_size)
+    step = _Extending(parts, rows, own["out_cache_loc"], layers, state.cells, list(states))
+    own |= {"attend": step.attend, "recur": step.recur}
+    return Extend(batch, make_batch(batch_type, {**values, **arrays_of(reader, values), **own}), step)
+
+
 def extend_forward(
     model: Model,
     attention: DecodeAttention,
@@ -74,20 +115,9 @@ def extend_forward(
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> mx.array:
     """Hidden states [T, H] of any batch that writes to cells; in `state`, keys, values and states of requests go on."""
-    reader = host_reader(batch_type, is_decode=False)
-    values = extend_values(reader, batch, table)
-    parts: list[_Singles | PromptPlan] = []
-    rows: list[int] = []
-    for part in parts_of(batch, table):
-        is_prompt = isinstance(part, PromptRow)
-        parts.append(part.plan(model.layers) if is_prompt else _singles(part, attention, batch, table))
-        rows.append(1 if is_prompt else part.last - part.first)
-    own = {"input_ids": resolve_ids(batch.input_ids, state.last), "out_cache_loc": mx.array(values["out_cache_loc"])}
-    states = state.states.take(batch, batch.batch_size)
-    step = _Extending(parts, rows, own["out_cache_loc"], model.layers, state.cells, list(states))
-    own |= {"attend": step.attend, "recur": step.recur}
-    hidden = model(make_batch(batch_type, {**values, **arrays_of(reader, values), **own}))
-    state.states.leave(batch, step.states)
+    extend = begin_extend(attention, model.layers, batch, table, state, batch_type)
+    hidden = model(extend.forward)
+    extend.leave(state)
     return hidden
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -22,7 +22,7 @@ from sglcore_mlx.layers.build import Build
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.layers.quantization import read_quantization
 from sglcore_mlx.layers.weights import Weights
-from sglcore_mlx.models.contract import Model
+from sglcore_mlx.models.contract import Model, SlicedModel
 
 MAPPED = ("F32", "F16", "BF16", "U32", "U8", "I64", "I32", "I16", "I8", "U16", "BOOL")
 """The element types that MLX maps."""
@@ -47,6 +47,17 @@ class LoadedModel:
     def __call__(self, batch: ForwardBatch) -> mx.array:
         """T tokens to hidden states [T, H] after the last norm."""
         return self._architecture(batch)
+
+    @property
+    def sliced_layers(self) -> int:
+        """A forward may be run by slices of so many layers; 0: only whole."""
+        return self._architecture.sliced_layers
+
+    @property
+    def sliced(self) -> SlicedModel:
+        """What runs them."""
+        found: Any = self._architecture
+        return found
 
 
 def load_model(

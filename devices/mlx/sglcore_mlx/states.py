@@ -63,10 +63,14 @@ class StatePool:
         if np.array_equal(sources, left.slots):
             self._write(left.kept, left.copies)
             return left.states
-        living = np.flatnonzero(left.slots)
-        self._write(np.concatenate((living, left.kept)), np.concatenate((left.slots[living], left.copies)))
+        self._write_left()
         found = mx.array(sources)
         return [[pool[found] for pool in pools] for pools in self._pools]
+
+    def settle(self) -> None:
+        """What the last step left goes into the pools, before another that took its rows earlier leaves its own. Queues only."""
+        self._write_left()
+        self._left = _Left([], NONE, NONE, NONE)
 
     def leave(self, batch: ScheduleBatch, states: list[States]) -> None:
         """Take up the states after the batch's tokens, rows as `take` gave them. Queues only."""
@@ -91,6 +95,11 @@ class StatePool:
         sources = np.zeros(rows, dtype=np.int32)
         sources[: batch.batch_size] = of_slot[batch.slots]
         return sources
+
+    def _write_left(self) -> None:
+        left = self._left
+        living = np.flatnonzero(left.slots)
+        self._write(np.concatenate((living, left.kept)), np.concatenate((left.slots[living], left.copies)))
 
     def _write(self, rows: Ints, targets: Ints) -> None:
         """These rows of what the last step left become the pools' rows `targets`."""

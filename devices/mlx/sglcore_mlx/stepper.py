@@ -13,13 +13,13 @@ from concurrent.futures import Future
 import mlx.core as mx
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.sampling.state import Logprobs
+from sglcore.sampling.state import Logprobs, SampledTokens
 from sglcore.step.output import StepOutput
-from sglcore.step.rows import plan_rows
+from sglcore.step.rows import RowPlan, plan_rows
 from sglcore.step.sampling import score_prompts
 from sglcore.step.sizing import MemorySizes
 from sglcore_mlx.attention.contract import DecodeAttention
-from sglcore_mlx.forward import DecodeForward, embed_forward, extend_forward
+from sglcore_mlx.forward import DecodeForward, begin_extend, embed_forward, extend_forward
 from sglcore_mlx.forward_batch import ForwardBatch, States
 from sglcore_mlx.inputs import bucket, decode_inputs, row_bucket
 from sglcore_mlx.models.contract import Model
@@ -27,6 +27,7 @@ from sglcore_mlx.pool import DeviceState, PageTable
 from sglcore_mlx.pooling import pool
 from sglcore_mlx.sample_step import SampleStep
 from sglcore_mlx.sampling.logprobs import logprobs_of
+from sglcore_mlx.slices import OpenPrompt
 
 
 class Health:
@@ -75,6 +76,7 @@ class Stepper:
             mx.compile(decode) if compiles else decode
         )
         self._compiles = compiles
+        self._open: OpenPrompt | None = None
         self._running: Future[None] = Future()
         self._running.set_result(None)
         self.health = Health()
@@ -86,11 +88,15 @@ class Stepper:
         the cells hold is unknown then.
         """
         self.health.check()
-        output = self._embed(batch) if batch.forward_mode is ForwardMode.EMBED else self._generate(batch)
+        if batch.layers is not None:
+            output = self._slice(batch, *batch.layers.tolist())
+        else:
+            output = self._embed(batch) if batch.forward_mode is ForwardMode.EMBED else self._generate(batch)
         self.finish(self._running)
         self.health.check()
         try:
-            mx.async_eval(output.arrays(), self._state.arrays())
+            carried = [] if self._open is None else self._open.arrays()
+            mx.async_eval(output.arrays(), self._state.arrays(), carried)
         except BaseException as error:
             self.health.fail(error)
             raise
@@ -127,6 +133,33 @@ class Stepper:
             prompt = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, mx.concatenate)
             logits, path = self._logits(hidden[arrived["last"]]), "eager"
         return StepOutput(rows, path, self._sampling.run(batch, rows, logits, inputs, arrived, self._state), prompt)
+
+    def _slice(self, batch: ScheduleBatch, first: int, last: int) -> StepOutput[mx.array]:
+        """Some layers of the open prompt; with the last one, tokens. The batch that runs the first layers opens it."""
+        if first == 0:
+            self._open = self._begin(batch)
+        if (prompt := self._open) is None:
+            raise ValueError(f"a slice wants the layers from {first} to {last} of a prompt; none is open")
+        hidden, path = prompt.run(self._model.sliced, self._state, first, last), f"layers {first} to {last}"
+        if hidden is None:
+            nothing = SampledTokens(mx.zeros((0,), mx.int32), mx.zeros((0,), mx.bool_))
+            return StepOutput(RowPlan.silent(), path, nothing)
+        self._open, inputs, arrived = None, prompt.inputs, prompt.arrived
+        scores = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, mx.concatenate)
+        logits, host = self._logits(hidden[arrived["last"]]), prompt.extend.host
+        tokens = self._sampling.run(host, prompt.rows, logits, inputs, arrived, self._state)
+        return StepOutput(prompt.rows, path, tokens, scores)
+
+    def _begin(self, batch: ScheduleBatch) -> OpenPrompt:
+        """A prompt of which no layer has run."""
+        rows = plan_rows(batch)
+        self._table.append(batch)
+        self._sampling.admit(batch, self._state)
+        inputs = self._sampling.inputs(batch, rows)
+        arrived = {name: mx.array(values) for name, values in inputs.arrays.items()}
+        given = self._attention, self._model.layers, batch, self._table, self._state, self._batch_type
+        extend = begin_extend(*given)
+        return OpenPrompt(extend, rows, inputs, arrived, self._model.sliced.embed(extend.forward))
 
     def _logits(self, hidden: mx.array) -> mx.array:
         return self._model.logits(hidden) if hidden.shape[0] else mx.zeros((0, self._vocab_size))

@@ -29,6 +29,7 @@ STATE = 2 * 4 * (2 * CHANNELS + 4 * 8 * 6)
 """Bytes of a request's state: in two layers, two tokens of the convolution and a matrix of each head, in float32."""
 SNAPSHOTS = 3
 SEEDS = (3, 4, 13)
+SLICED_SEEDS = (3, 4, 13, 21, 22, 23)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,27 @@ def test_random_lives_give_each_request_what_it_gets_alone(engine: TokenEngine, 
         for name in seen:
             seen[name] += getattr(lived.stats, name) > 0
     assert min(seen.values()) > 0, seen
+
+
+def live_by_slices(folder: Path, truth: Truth) -> set[str]:
+    """Lives whose prompts come by slices of one layer or two; the paths of their steps."""
+    with opened(folder, prompt_slices="12") as engine:
+        for seed in SLICED_SEEDS:
+            check_life(life_of(seed), play(engine.recorder, life_of(seed), overlap=True), truth)
+        return engine.recorder.paths
+
+
+def test_random_lives_by_slices_of_layers_give_each_request_what_it_gets_alone(folder: Path, truth: Truth) -> None:
+    assert any(path.startswith("layers 1 to") for path in live_by_slices(folder, truth))
+
+
+def test_states_that_a_decode_step_left_between_two_slices_are_written(
+    folder: Path, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = "        self._write_left()\n        self._left = _Left"
+    monkeypatch.setattr(bring_up, "StatePool", planted(states, sound, "        self._left = _Left").StatePool)
+    with pytest.raises(AssertionError):
+        live_by_slices(folder, truth)
 
 
 def lost_tails(patch: pytest.MonkeyPatch) -> None:

@@ -126,3 +126,13 @@ def test_tokens_of_the_step_before_are_caught(monkeypatch: pytest.MonkeyPatch) -
     found, _ = run(SAMPLING["greedy"], graph="off")
     with pytest.raises(AssertionError):
         assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+@pytest.mark.parametrize("budget", ["1", "40", "auto"])
+def test_prompts_by_slices_between_decode_steps_give_what_whole_prompts_give(kind: str, budget: str) -> None:
+    wanted, paths = run(SAMPLING[kind], graph="off", max_batch_tokens=16)
+    assert paths == {"eager"}
+    found, paths = run(SAMPLING[kind], graph="off", max_batch_tokens=16, prompt_slices=budget)
+    assert any(path.startswith("layers 0 to ") for path in paths)
+    assert_same(found, wanted)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglcore.device.config import EngineConfig
-from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
 from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.overlap.slices import Slices
 from sglcore.runtime.speculative.choice import Speculation
+from sglcore.step.slices import slice_budget, slice_row, whole_row
 
 if TYPE_CHECKING:
     from sglcore.runtime.parallel.group import Groups
@@ -34,29 +34,10 @@ def slice_ledger(
         return None
     why, remedy = _why_whole(model, speculation, hisparse, groups)
     if why:
-        ledger.record(Row("prompt slices", asked, "off", why, remedy, downgrade=budget > 0))
+        ledger.record(whole_row(asked, budget, why, remedy))
         return None
-    layers = model.sliced_layers
-    what = f"{budget} tokens x layers" if budget else "by the clock"
-    reason = f"{layers} layers, as many at a time as "
-    reason += "hold that" if budget else "take at most 0.7 of a decode step, of chunks of at least 64 tokens"
-    ledger.record(Row("prompt slices", asked, what, reason, "--prompt-slices off"))
+    ledger.record(slice_row(asked, budget, model.sliced_layers))
     return ledger.about("slices")
-
-
-def slice_budget(asked: str) -> int | None:
-    """Token·layers of a slice, 0: by the clock, None: prompts come whole. Raises ConfigError for anything else."""
-    if asked == "off":
-        return None
-    if asked == "auto":
-        return 0
-    if asked.isdecimal() and int(asked):
-        return int(asked)
-    raise ConfigError(
-        f"prompt_slices is {asked!r}",
-        wanted="auto, off, or a number of tokens times layers",
-        remedy="--prompt-slices auto",
-    )
 
 
 def _why_whole(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -35,6 +35,27 @@ class StateShape:
     dtype: mx.Dtype
 
 
+class SlicedModel(Protocol):
+    """A model whose forward is `embed`, `run_layers` over all layers, and `finish`."""
+
+    @property
+    def sliced_layers(self) -> int:
+        """How many layers it has."""
+        ...
+
+    def embed(self, batch: Any) -> Any:
+        """What the first layer starts from."""
+        ...
+
+    def run_layers(self, state: Any, first: int, last: int) -> Any:
+        """The state after the layers first <= i < last; the one before is used up."""
+        ...
+
+    def finish(self, state: Any) -> mx.array:
+        """Hidden states [T, H] after the last norm."""
+        ...
+
+
 class Model(Protocol):
     """A model that a worker drives. Nothing here evaluates or reads on the host, so all of it can be compiled.
 
@@ -48,6 +69,16 @@ class Model(Protocol):
     states: tuple[tuple[StateShape, ...], ...]
     num_bytes: int
     quantization: str
+
+    @property
+    def sliced_layers(self) -> int:
+        """A forward may be run by slices of so many layers; 0: only whole."""
+        ...
+
+    @property
+    def sliced(self) -> SlicedModel:
+        """What runs them."""
+        ...
 
     def __call__(self, batch: ForwardBatch) -> mx.array:
         """T tokens to hidden states [T, H] after the last norm."""

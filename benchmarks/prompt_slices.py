@@ -1,0 +1,137 @@
+"""What running requests feel of a long prompt, as chunks in their own steps and as slices of layers between them.
+
+Some chats decode. After a quiet time a prompt of 8,192 tokens comes; the time between two tokens of the chats is compared with
+what it was before, while that prompt's first token is awaited. Throughput is that of the whole load: all tokens of the chats, and
+the prompt, by the time that all of them took. A chunk has as many tokens as a step may have (`--chunk`).
+
+    python benchmarks/prompt_slices.py [--device NAME] [--geometry 0.1B|0.6B|8B] [--chats N] [--rounds N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from device_decode import GEOMETRIES, make
+from results import machine, write_results
+
+from sglcore import LLM, SamplingParams
+
+LONG, SHORT, QUIET = 8192, 128, 64
+
+
+def params(tokens: int) -> SamplingParams:
+    """Greedy, and exactly so many."""
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def ids(draw: np.random.Generator, length: int) -> list[int]:
+    """A prompt that nobody else has."""
+    return draw.integers(10, 150_000, length).tolist()
+
+
+def play(llm: LLM, chats: int, tokens: int, seed: int) -> dict[str, Any]:
+    """One load: seconds between tokens of a chat, before the long prompt and while it runs, and tokens a second."""
+    draw, step = np.random.default_rng(seed), llm.engine.step
+    outputs = [llm.engine.add(ids(draw, SHORT), params(tokens)) for _ in range(chats)]
+    while not all(output.outputs[0].token_ids for output in outputs):
+        step()
+    first, quiet = outputs[0].outputs[0], list[float]()
+    last, begin = time.perf_counter(), time.perf_counter()
+    while len(quiet) < QUIET:
+        last = take(step, first, last, quiet)
+    had, during, start = len(first.token_ids), list[float](), time.perf_counter()
+    long = llm.engine.add(ids(draw, LONG), params(1))
+    while not long.finished:
+        last = take(step, first, last, during)
+    if not during:
+        during.append(time.perf_counter() - last)
+    first_token = time.perf_counter() - start
+    while not all(output.finished for output in outputs):
+        step()
+    seconds = time.perf_counter() - begin
+    assert len(first.token_ids) == tokens > had + len(during), "the chats end before the prompt does; raise --tokens"
+    return {
+        "quiet": quiet,
+        "during": during,
+        "first_token_seconds": first_token,
+        "tokens_a_second": (chats * (tokens - 1) + LONG) / seconds,
+    }
+
+
+def take(step: Any, output: Any, last: float, into: list[float]) -> float:
+    """One step; if it brought a token, the seconds since the one before, and when it came."""
+    had = len(output.token_ids)
+    step()
+    if len(output.token_ids) == had:
+        return last
+    now = time.perf_counter()
+    into.append(now - last)
+    return now
+
+
+def measure(folder: Path, chosen: argparse.Namespace, slices: str) -> dict[str, Any]:
+    """All rounds of one form; the first, with other tokens, is not counted."""
+    settings = {"device": chosen.device, "max_requests": chosen.chats + 2, "max_model_len": LONG + 2048}
+    llm = LLM(str(folder), prompt_slices=slices, max_batch_tokens=chosen.chunk, prefix_cache=False, **settings)
+    found = [play(llm, chosen.chats, chosen.tokens, seed) for seed in range(chosen.rounds + 1)][1:]
+    ledger = {row.topic: f"{row.effective}: {row.reason}" for row in llm.ledger.rows}
+    llm.started.worker.close()
+    quiet, during = (np.concatenate([each[name] for each in found]) for name in ("quiet", "during"))
+    return {
+        "quiet_p50_ms": 1e3 * float(np.median(quiet)),
+        **{f"during_p{q}_ms": 1e3 * float(np.percentile(during, q)) for q in (50, 90, 99)},
+        "tokens_while_the_prompt_ran": len(during) // len(found),
+        "first_token_seconds": float(np.median([each["first_token_seconds"] for each in found])),
+        "tokens_a_second": float(np.median([each["tokens_a_second"] for each in found])),
+        "slices": ledger.get("prompt slices", "off"),
+    }
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> None:
+    """A row for each form."""
+    whole = found["off"]["tokens_a_second"]
+    for name, each in found.items():
+        quiet = each["quiet_p50_ms"]
+        ratios = "  ".join(f"p{q} {each[f'during_p{q}_ms'] / quiet:7.2f}" for q in (50, 90, 99))
+        print(
+            f"{name:>6}: quiet {quiet:7.2f} ms, while the prompt ran {ratios} times that;"
+            f" prompt {each['first_token_seconds']:6.2f} s; throughput {each['tokens_a_second'] / whole:5.3f} of chunks",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Measure each form on the same weights, print a row for each, write the results."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device")
+    parser.add_argument("--geometry", default="0.1B", choices=GEOMETRIES)
+    parser.add_argument("--chats", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--forms", default="off,auto")
+    parser.add_argument("--json")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        folder, has_other = Path(made), torch.accelerator.is_available() and chosen.device != "cpu"
+        accelerator = torch.accelerator.current_accelerator() if has_other else None
+        make(folder, chosen.geometry, accelerator.type if accelerator else "cpu", context=2 * LONG)
+        found = {form: measure(folder, chosen, form) for form in chosen.forms.split(",")}
+    table(found)
+    content: dict[str, object] = {"machine": machine(), "geometry": chosen.geometry, "chats": chosen.chats}
+    content |= {"prompt": LONG, "chunk": chosen.chunk, "tokens": chosen.tokens, "forms": found}
+    if accelerator:
+        content["hardware"] = torch.get_device_module(accelerator.type).get_device_name()
+    if chosen.json:
+        write_results(chosen.json, content)
+
+
+if __name__ == "__main__":
+    main()
