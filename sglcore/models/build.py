@@ -353,11 +353,12 @@ class Build(Protocol):
 
 
 class Architecture(ABC):
-    """A model. `ignored` are patterns of checkpoint names that it leaves unread; `stripped` is a prefix that a checkpoint's
-    names may have before ours. `attention_layers` has each layer's geometry, by its id, and `state_layers` those that keep a
-    state of each request, by an id of their own; `feature_size` are the numbers of a token between layers. `reads_history`: what
-    it makes of a token depends on the ids before it, which are in the forward's context. `calls_library`: some of its operations are
-    the library's own, between those of the device's kernels. `parts` says what of it the device's kernels compute, if not all."""
+    """A model. `ignored` are patterns of checkpoint names that it leaves unread; `stripped` is a prefix that a checkpoint's names
+    may have before ours. `attention_layers` has each layer's geometry, by its id, and `state_layers` those that keep a state of
+    each request, by an id of their own; `feature_size` are the numbers of a token between layers. `reads_history`: what it makes
+    of a token depends on the ids before it, which are in the forward's context. `calls_library`: some of its operations are the
+    library's own, between those of the device's kernels. `parts` says what of it the device's kernels compute, if not all.
+    `sliced_layers`: its forward may be run by slices of so many layers."""
 
     calls_library: ClassVar[bool] = False
     reads_history: ClassVar[bool] = False
@@ -366,13 +367,12 @@ class Architecture(ABC):
     stripped: ClassVar[str] = ""
     attention_layers: tuple[Any, ...]
     state_layers: tuple[Any, ...] = ()
+    sliced_layers: int = 0
 
     def __init__(self, build: Build) -> None:
         """Subclasses build their layers; weights may still be empty."""
         self.config, self.feature_size = build.config, build.config.hidden_size
-        self.weights = build.weights
-        self.dtype = build.dtype
-        self.kernels = build.kernels
+        self.weights, self.dtype, self.kernels = build.weights, build.dtype, build.kernels
 
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
         """What each tensor in the checkpoint's files, of these shapes, is called in the model's record of its weights."""
@@ -382,11 +382,6 @@ class Architecture(ABC):
     def own_name(cls, name: str) -> str:
         """The same for one name, where each is renamed by itself."""
         return name.removeprefix(cls.stripped)
-
-    @property
-    def sliced_layers(self) -> int:
-        """A forward may be run by slices of so many layers; 0: only whole."""
-        return 0
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Array:

@@ -214,6 +214,7 @@ class CausalLM(Architecture):
         self.local_rotary = self.rotary if config.local_rope is None else build.rotary(config.local_rope)
         self.embed_tokens = inner.embedding("embed_tokens", config.vocab_size, size, self.embedding_scale)
         self.layers = tuple(self.make_layer(inner.at("layers", i), i) for i in range(config.num_hidden_layers))
+        self.sliced_layers = 0 if type(self).__call__ is not CausalLM.__call__ else len(self.layers)
         self.norm = self.make_norm(inner)
         cap = config.options.get("final_logit_softcapping")
         self.softcap = None if cap is None else build.softcap(cap)
@@ -283,11 +284,6 @@ class CausalLM(Architecture):
     def __call__(self, batch: Batch) -> Array:
         """T tokens to hidden states [T, H] after the last norm."""
         return self.finish(self.run_layers(self.embed(batch), 0, len(self.layers)))
-
-    @property
-    def sliced_layers(self) -> int:
-        """A forward may be run by slices of so many layers: by `embed`, `run_layers` and `finish`."""
-        return 0 if type(self).__call__ is not CausalLM.__call__ else len(self.layers)
 
     def embed(self, batch: Batch) -> LayerState:
         """What the first layer starts from: the embedded tokens, or what the batch brings in their place."""

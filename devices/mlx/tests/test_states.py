@@ -71,7 +71,7 @@ def test_random_lives_give_each_request_what_it_gets_alone(engine: TokenEngine, 
 
 def live_by_slices(folder: Path, truth: Truth) -> set[str]:
     """Lives whose prompts come by slices of one layer or two; the paths of their steps."""
-    with opened(folder, prompt_slices="12") as engine:
+    with opened(folder, prompt_slices="1") as engine:
         for seed in SLICED_SEEDS:
             check_life(life_of(seed), play(engine.recorder, life_of(seed), overlap=True), truth)
         return engine.recorder.paths
