@@ -5,11 +5,8 @@ A slice is an interval of a model's layers, over the tokens of one chunk; its co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
-
-DEFAULT_BUDGET = 65_536
-"""Token·layers of a slice where nothing is measured and none is asked for."""
 
 
 def layers_now(tokens: int, budget: int, done: int, total: int) -> int:
@@ -21,51 +18,75 @@ def layers_now(tokens: int, budget: int, done: int, total: int) -> int:
 
 @dataclass(slots=True)
 class Pace:
-    """Slices by the clock: each takes at most `SHARE` of what a decode step takes alone, so that a running request waits at most
-    1 + SHARE times as long for its next token. Seconds are running means; until both are known a slice is as small as one can be."""
+    """Slices by the clock: each takes at most `SHARE` of what a decode step takes alone, so that a running request waits about
+    1 + SHARE times as long for its next token. Seconds are running means, those of a layer for each power of two of tokens: where
+    launching a layer costs more than its arithmetic, more tokens cost no more. Until both are known a slice is as small as one can
+    be."""
 
     SHARE: ClassVar[float] = 0.7
     WEIGHT: ClassVar[float] = 0.3
     LEAST_TOKENS: ClassVar[int] = 64
 
     decode_seconds: float = 0.0
-    token_layer_seconds: float = 0.0
+    layer_seconds: dict[int, float] = field(default_factory=dict)
 
-    @property
-    def budget(self) -> int:
-        """Token·layers of a slice."""
-        if not self.decode_seconds or not self.token_layer_seconds:
-            return self.LEAST_TOKENS
-        return max(1, int(self.SHARE * self.decode_seconds / self.token_layer_seconds))
+    def budget(self, tokens: int) -> int:
+        """Token·layers of a slice of a chunk of `tokens`."""
+        seconds = self.seconds_of(tokens)
+        return max(1, tokens) * max(1, int(self.SHARE * self.decode_seconds / seconds)) if seconds else max(1, tokens)
 
     def tokens(self, most: int) -> int:
-        """Of a chunk of at most `most` tokens, those of which one layer fits in a slice; no fewer than LEAST_TOKENS, with which a
-        layer's weights are read for too little."""
-        return min(most, max(self.LEAST_TOKENS, self.budget))
+        """Of a chunk of at most `most` tokens, those of which one layer fits in a slice: more of them make better use of reading its
+        weights. No fewer than LEAST_TOKENS."""
+        chosen, limit = self.LEAST_TOKENS, self.SHARE * self.decode_seconds
+        while chosen < most and 0 < self.seconds_of(2 * chosen) <= limit:
+            chosen *= 2
+        return min(most, chosen)
 
-    def saw_decode(self, seconds: float) -> None:
-        """A step of decode rows alone took so long."""
-        self.decode_seconds = self._mean(self.decode_seconds, seconds)
+    def seconds_of(self, tokens: int) -> float:
+        """A layer over so many tokens, at most: by what fewer took for each of them, or by what more took. 0: nothing is known."""
+        place = bucket(tokens)
+        if place in self.layer_seconds:
+            return self.layer_seconds[place]
+        fewer = max((size for size in self.layer_seconds if size < place), default=0)
+        bounds = [seconds for size, seconds in self.layer_seconds.items() if size > place]
+        bounds += [self.layer_seconds[fewer] * place / fewer] if fewer else []
+        return min(bounds, default=0.0)
+
+    def saw_decode(self, seconds: float, is_quiet: bool) -> None:
+        """A step of decode rows took so long. One beside slices may have waited for them: it says no more than what a step takes at most."""
+        if is_quiet or not self.decode_seconds or seconds < self.decode_seconds:
+            self.decode_seconds = self._mean(self.decode_seconds, seconds)
 
     def saw_slice(self, tokens: int, layers: int, seconds: float) -> None:
         """So many layers over so many tokens took so long."""
-        self.token_layer_seconds = self._mean(self.token_layer_seconds, seconds / max(1, tokens * layers))
+        place = bucket(tokens)
+        self.layer_seconds[place] = self._mean(self.layer_seconds.get(place, 0.0), seconds / max(1, layers))
 
     def _mean(self, mean: float, value: float) -> float:
         return value if not mean else mean + self.WEIGHT * (value - mean)
 
 
+def bucket(tokens: int) -> int:
+    """The power of two at or above `tokens`."""
+    return 1 << max(0, tokens - 1).bit_length()
+
+
 @dataclass(slots=True)
 class Fixed:
-    """Slices of a budget that was asked for, whatever they take."""
+    """Slices of as many token·layers as were asked for, whatever they take."""
 
-    budget: int = DEFAULT_BUDGET
+    asked: int
+
+    def budget(self, tokens: int) -> int:
+        """What was asked for."""
+        return self.asked
 
     def tokens(self, most: int) -> int:
         """All of them: layers are divided, tokens are not."""
         return most
 
-    def saw_decode(self, seconds: float) -> None:
+    def saw_decode(self, seconds: float, is_quiet: bool) -> None:
         """Nothing follows from it."""
 
     def saw_slice(self, tokens: int, layers: int, seconds: float) -> None:

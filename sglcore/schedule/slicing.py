@@ -22,6 +22,7 @@ class Slicing:
 
     def __init__(self, limits: Limits) -> None:
         self.total, self._most = limits.sliced_layers, limits.max_batch_tokens
+        self._is_quiet = False
         self.pace = Fixed(limits.slice_budget) if limits.slice_budget else Pace()
 
     @property
@@ -53,11 +54,11 @@ class Slicing:
 
     def _advance(self, running: RunningRequests, sliced: SlicedPrompt, record: BatchRecord) -> None:
         """All layers that are left where nothing decodes beside."""
-        first, is_alone = sliced.done, not running.rows.requests
+        first, tokens, is_alone = sliced.done, sliced.tokens, not running.rows.requests
         sliced.done += (
-            self.total - first if is_alone else layers_now(sliced.tokens, self.pace.budget, first, self.total)
+            self.total - first if is_alone else layers_now(tokens, self.pace.budget(tokens), first, self.total)
         )
-        record.layers, record.sliced_tokens = (first, sliced.done), sliced.tokens
+        record.layers, record.sliced_tokens = (first, sliced.done), tokens
         record.is_partial = sliced.done < self.total
 
     def observe(self, record: BatchRecord) -> None:
@@ -68,7 +69,8 @@ class Slicing:
             first, last = record.layers
             self.pace.saw_slice(record.sliced_tokens, last - first, record.seconds)
         elif not record.spans:
-            self.pace.saw_decode(record.seconds)
+            self.pace.saw_decode(record.seconds, self._is_quiet)
+        self._is_quiet = record.layers is None and not record.spans
 
 
 def further_slice(record: BatchRecord) -> ScheduleBatch:

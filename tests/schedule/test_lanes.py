@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
@@ -36,35 +37,74 @@ def test_a_slice_has_what_its_budget_holds(tokens: int, budget: int, done: int, 
     assert layers_now(tokens, budget, done, total) == wanted
 
 
-def test_a_slice_takes_a_share_of_a_decode_step() -> None:
+def known(decode: float = 0.010, **layers: float) -> Pace:
+    """A pace that has seen these: `t64=0.001` is a second of a thousand layers over 64 tokens."""
     pace = Pace()
-    assert pace.budget == pace.tokens(2048) == Pace.LEAST_TOKENS
-    pace.saw_decode(0.010)
-    assert pace.budget == Pace.LEAST_TOKENS, "nothing is known of slices yet"
-    pace.saw_slice(64, 1, 64 * 1e-6)
-    assert pace.budget == 7000 and pace.tokens(2048) == 2048 and pace.tokens(9000) == 7000
+    pace.saw_decode(decode, is_quiet=True)
+    for name, seconds in layers.items():
+        pace.saw_slice(int(name[1:]), 1, seconds)
+    return pace
+
+
+def test_as_long_as_nothing_is_known_a_slice_is_as_small_as_one_can_be() -> None:
+    pace = Pace()
+    assert pace.tokens(2048) == pace.budget(64) == Pace.LEAST_TOKENS
+    pace.saw_decode(0.010, is_quiet=True)
+    assert pace.tokens(2048) == pace.budget(64) == Pace.LEAST_TOKENS, "nothing is known of slices yet"
+    assert known().budget(0) == 1 and known(t64=0.00099).budget(0) == 7
+
+
+def test_a_slice_takes_a_share_of_a_decode_step() -> None:
+    pace = known(t512=0.00099)
+    assert pace.budget(512) == 7 * 512 and layers_now(512, pace.budget(512), 0, 32) == 7
+    assert known(t512=0.008).budget(512) == 512, "one layer at least"
+
+
+def test_a_chunk_has_as_many_tokens_as_one_layer_can_take_in_a_slice() -> None:
+    assert known(t64=0.001).tokens(2048) == 256, "what is known of 64 tokens bounds what four times as many take"
+    assert known(t64=0.001, t256=0.001).tokens(2048) == 1024, (
+        "where launching is all that costs, more tokens cost no more"
+    )
+    assert known(t64=0.001, t256=0.004).tokens(2048) == 256
+    assert known(t64=0.050).tokens(2048) == Pace.LEAST_TOKENS and known(t64=0.050).tokens(5) == 5
+    assert known(t2048=0.005).tokens(2048) == 2048 and known(t2048=0.005).tokens(1500) == 1500
+    assert known(t2048=0.009).tokens(2048) == Pace.LEAST_TOKENS, "the least there is, from which it climbs"
+
+
+def test_what_a_layer_takes_is_bounded_by_fewer_tokens_and_by_more() -> None:
+    pace = known(t64=0.001, t1024=0.003)
+    assert [pace.seconds_of(tokens) for tokens in (64, 100, 128, 129, 512, 1024, 4096)] == pytest.approx(
+        [0.001, 0.002, 0.002, 0.003, 0.003, 0.003, 0.012]
+    )
+    assert pace.seconds_of(3) == 0.001 and Pace().seconds_of(64) == 0
 
 
 def test_what_is_measured_last_counts_most_and_one_measure_does_not_decide() -> None:
-    pace = Pace()
-    pace.saw_decode(0.010)
-    pace.saw_decode(0.020)
+    pace = known(decode=0.010)
+    pace.saw_decode(0.020, is_quiet=True)
     assert pace.decode_seconds == pytest.approx(0.013)
     for _ in range(40):
-        pace.saw_decode(0.020)
+        pace.saw_decode(0.020, is_quiet=True)
+        pace.saw_slice(64, 3, 0.006)
     assert pace.decode_seconds == pytest.approx(0.020, rel=1e-4)
+    assert pace.seconds_of(64) == pytest.approx(0.002, rel=1e-4)
 
 
-def test_a_chunk_has_no_fewer_tokens_than_pay_for_reading_a_layer() -> None:
-    pace = Pace(decode_seconds=0.001, token_layer_seconds=0.001)
-    assert pace.budget == 1 and pace.tokens(2048) == Pace.LEAST_TOKENS and pace.tokens(5) == 5
+def test_a_step_that_waited_for_slices_says_no_more_than_what_one_takes_at_most() -> None:
+    pace = Pace()
+    pace.saw_decode(0.030, is_quiet=False)
+    assert pace.decode_seconds == 0.030, "better than nothing"
+    pace.saw_decode(0.010, is_quiet=False)
+    assert pace.decode_seconds == pytest.approx(0.024)
+    pace.saw_decode(0.050, is_quiet=False)
+    assert pace.decode_seconds == pytest.approx(0.024)
 
 
 def test_a_budget_that_was_asked_for_stays_as_it_is() -> None:
     pace = Fixed(500)
-    pace.saw_decode(9.0)
+    pace.saw_decode(9.0, is_quiet=True)
     pace.saw_slice(1, 1, 9.0)
-    assert pace.budget == 500 and pace.tokens(2048) == 2048
+    assert pace.budget(7) == 500 and pace.tokens(2048) == 2048
 
 
 def test_steps_of_decode_rows_and_slices_are_learned_from_and_others_are_not() -> None:
@@ -73,5 +113,35 @@ def test_steps_of_decode_rows_and_slices_are_learned_from_and_others_are_not() -
     slicing.observe(BatchRecord(1, [], SLOTS, seconds=0.5))
     slicing.observe(BatchRecord(2, [], SLOTS, spans=[(0, 5)], seconds=7.0))
     slicing.observe(BatchRecord(3, [], SLOTS, spans=[(0, 50)], layers=(1, 3), sliced_tokens=50, seconds=0.1))
-    slicing.observe(BatchRecord(4, [], SLOTS))
-    assert (slicing.pace.decode_seconds, slicing.pace.token_layer_seconds) == (0.5, 0.001)
+    slicing.observe(BatchRecord(4, [], SLOTS, seconds=0.9))
+    slicing.observe(BatchRecord(5, [], SLOTS))
+    assert (slicing.pace.decode_seconds, slicing.pace.layer_seconds) == (0.5, {64: 0.05})
+    slicing.observe(BatchRecord(6, [], SLOTS, seconds=0.9))
+    assert slicing.pace.decode_seconds == pytest.approx(0.62), "the step before was one of decode rows too"
+
+
+def test_the_pace_finds_what_hides_beside_a_step_whatever_a_layer_costs() -> None:
+    """Layers that cost a launch and a share for each token: after a few chunks a slice takes no more than its share, and a chunk
+    is as large as that allows."""
+    for launch, token in ((0.0002, 1e-8), (0.00001, 2e-6), (0.0005, 1e-6), (0.00001, 1e-4)):
+        pace, cost = known(decode=0.010), Cost(launch, token)
+        for _ in range(12):
+            tokens = pace.tokens(2048)
+            layers = layers_now(tokens, pace.budget(tokens), 0, 32)
+            pace.saw_slice(tokens, layers, cost.of(tokens) * layers)
+        tokens = pace.tokens(2048)
+        layers = layers_now(tokens, pace.budget(tokens), 0, 32)
+        assert cost.of(tokens) * layers <= 0.0071 or (tokens, layers) == (Pace.LEAST_TOKENS, 1)
+        assert tokens == 2048 or cost.of(2 * tokens) > 0.0035
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a layer."""
+
+    launch: float
+    token: float
+
+    def of(self, tokens: int) -> float:
+        """Over so many tokens."""
+        return self.launch + self.token * tokens
