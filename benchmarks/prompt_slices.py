@@ -2,7 +2,8 @@
 
 Some chats decode. After a quiet time a prompt of 8,192 tokens comes; the time between two tokens of the chats is compared with
 what it was before, while that prompt's first token is awaited. Throughput is that of the whole load: all tokens of the chats, and
-the prompt, by the time that all of them took. A chunk has as many tokens as a step may have (`--chunk`).
+the prompt, by the time that all of them took. A chunk has as many tokens as a step may have (`--chunk`). A form is what is asked of
+slices, and perhaps of their lane: off, auto/interleave, auto/priority, 4096/priority.
 
     python benchmarks/prompt_slices.py [--device NAME] [--geometry 0.1B|0.6B|8B] [--chats N] [--rounds N] [--json FILE]
 """
@@ -79,7 +80,9 @@ def take(step: Any, output: Any, last: float, into: list[float]) -> float:
 def measure(folder: Path, chosen: argparse.Namespace, slices: str) -> dict[str, Any]:
     """All rounds of one form; the first, with other tokens, is not counted."""
     settings = {"device": chosen.device, "max_requests": chosen.chats + 2, "max_model_len": LONG + 2048}
-    llm = LLM(str(folder), prompt_slices=slices, max_batch_tokens=chosen.chunk, prefix_cache=False, **settings)
+    asked, _, lane = slices.partition("/")
+    settings |= {"prompt_slices": asked, "prompt_lane": lane or "auto"}
+    llm = LLM(str(folder), max_batch_tokens=chosen.chunk, prefix_cache=False, **settings)
     found = [play(llm, chosen.chats, chosen.tokens, seed) for seed in range(chosen.rounds + 1)][1:]
     ledger = {row.topic: f"{row.effective}: {row.reason}" for row in llm.ledger.rows}
     llm.started.worker.close()
@@ -91,6 +94,7 @@ def measure(folder: Path, chosen: argparse.Namespace, slices: str) -> dict[str, 
         "first_token_seconds": float(np.median([each["first_token_seconds"] for each in found])),
         "tokens_a_second": float(np.median([each["tokens_a_second"] for each in found])),
         "slices": ledger.get("prompt slices", "off"),
+        "lane": ledger.get("prompt lane", ""),
     }
 
 
@@ -101,7 +105,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> None:
         quiet = each["quiet_p50_ms"]
         ratios = "  ".join(f"p{q} {each[f'during_p{q}_ms'] / quiet:7.2f}" for q in (50, 90, 99))
         print(
-            f"{name:>6}: quiet {quiet:7.2f} ms, while the prompt ran {ratios} times that;"
+            f"{name:>16}: quiet {quiet:7.2f} ms, while the prompt ran {ratios} times that;"
             f" prompt {each['first_token_seconds']:6.2f} s; throughput {each['tokens_a_second'] / whole:5.3f} of chunks",
             flush=True,
         )
@@ -116,7 +120,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--chunk", type=int, default=2048)
-    parser.add_argument("--forms", default="off,auto")
+    parser.add_argument("--forms", default="off,auto/interleave,auto/priority")
     parser.add_argument("--json")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:

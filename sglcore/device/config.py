@@ -124,6 +124,11 @@ class EngineConfig:
         "Prompts beside running requests by slices of layers, between their steps: auto (slices that a running request hardly feels),"
         " a number of tokens times layers in each, or off: prompts in chunks, in the same steps.",
     )
+    prompt_lane: str = setting(
+        "auto",
+        "How prompts by slices stand beside decode steps: priority (on a stream of their own, behind that of decode steps), interleave"
+        " (between them), or auto.",
+    )
     prefix_cache: bool = setting(True, "Share the pages of prompts with a common beginning.")
     strict: bool = setting(False, "Refuse to start with anything less than was asked for.")
     threads: int | None = setting(None, "Threads of the processor device.", least=1)

@@ -37,7 +37,7 @@ from sglcore.runtime.memory.pools import (
 )
 from sglcore.runtime.memory.rows import ROWS, RowPool
 from sglcore.runtime.model_runner import Entered, ModelRunner
-from sglcore.runtime.overlap.bring_up import slice_ledger, slices
+from sglcore.runtime.overlap.bring_up import slice_ledger, slices, why_between
 from sglcore.runtime.overlap.slices import Slices
 from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.registry_builders import (
@@ -102,9 +102,12 @@ def device(facts: Facts) -> torch.device:
     return found
 
 
-def streams(facts: Facts, device: torch.device) -> Streams:
-    """The stream that is current now and the one that steps will run on, or none."""
-    return make_streams(facts)
+def streams(
+    facts: Facts, device: torch.device, config: EngineConfig | None = None, groups: Groups | None = None
+) -> Streams:
+    """The stream that is current now and the one that steps will run on, or none; and a lane for prompts by slices."""
+    has_lane = config is not None and not why_between(config, facts, groups)
+    return make_streams(facts, has_lane=has_lane)
 
 
 def kernels(

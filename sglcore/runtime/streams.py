@@ -1,4 +1,4 @@
-"""The two streams of a device that has them: one that runs forwards, one on which the host prepares and reads back."""
+"""The streams of a device that has them: one that runs forwards, one on which the host prepares and reads back, and perhaps a lane."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from sglcore.device.facts import Facts
 @dataclass(frozen=True, slots=True)
 class Streams:
     """`schedule` is the stream that was current when this was made; `forward` runs every step. None: no streams. `index` is
-    the number of a device without streams; None: it has none."""
+    the number of a device without streams; None: it has none. `lane`: prompts may run on it beside `forward`, which goes first."""
 
     schedule: torch.Stream | None = None
     forward: torch.Stream | None = None
     index: int | None = None
+    lane: torch.Stream | None = None
 
     @property
     def is_host(self) -> bool:
@@ -32,9 +33,11 @@ class Streams:
         return nullcontext() if self.index is None else torch.accelerator.device_index(self.index)
 
     def close(self) -> None:
-        """The forward stream is left to the next engine of this process. What was queued on it must have run."""
+        """Forward stream and lane are left to the next engine of this process. What was queued on them must have run."""
         if self.forward is not None:
-            _spare(self.forward.device).append(self.forward)
+            _spare(self.forward.device, 0 if self.lane is None else FIRST).append(self.forward)
+        if self.lane is not None:
+            _spare(self.lane.device, 0).append(self.lane)
 
 
 def entered(stream: torch.Stream) -> AbstractContextManager[object]:
@@ -43,17 +46,30 @@ def entered(stream: torch.Stream) -> AbstractContextManager[object]:
     return nullcontext() if is_current else stream
 
 
-def make_streams(facts: Facts) -> Streams:
-    """The streams of the facts' device, or none."""
+FIRST = -1
+"""The priority of a stream that goes first; others have 0."""
+
+
+def make_streams(facts: Facts, *, has_lane: bool = False) -> Streams:
+    """The streams of the facts' device, or none. `has_lane`: with one beside the forward stream, which then has priority."""
     device = torch.device(facts.tensor_device)
     if not facts.has_streams:
         return Streams(index=device.index)
-    spare = _spare(device)
-    return Streams(torch.accelerator.current_stream(device), spare.pop() if spare else torch.Stream(device))
+    current = torch.accelerator.current_stream(device)
+    if not has_lane:
+        return Streams(current, _stream(device))
+    return Streams(current, _stream(device, FIRST), lane=_stream(device))
+
+
+def _stream(device: torch.device, priority: int = 0) -> torch.Stream:
+    spare = _spare(device, priority)
+    if spare:
+        return spare.pop()
+    return torch.Stream(device, priority=priority) if priority else torch.Stream(device)
 
 
 @cache
-def _spare(device: torch.device) -> list[torch.Stream]:
-    """Forward streams that no engine of this process uses. Libraries keep a workspace for every stream that they were ever called
+def _spare(device: torch.device, priority: int) -> list[torch.Stream]:
+    """Streams that no engine of this process uses. Libraries keep a workspace for every stream that they were ever called
     on, of up to 32 MiB and as long as the process lives: an engine that is opened again must not add to them."""
     return []

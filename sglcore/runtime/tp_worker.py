@@ -17,7 +17,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.page_bytes import PoolPages
 from sglcore.runtime.memory.pools import MHATokenToKVPool
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.overlap.slices import Slices
+from sglcore.runtime.overlap.slices import Passed, Slices
 from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.readback import Readback, ReadbackQueue
 from sglcore.runtime.sample_step import SampleStep
@@ -39,7 +39,7 @@ class Pending:
     batch: ForwardBatch
     arrays: StagedArrays | None
     output: StepOutput[Tensor]
-    readback: Readback
+    readback: Readback | Passed
 
     @property
     def kept(self) -> list[Tensor]:
@@ -93,7 +93,10 @@ class TpModelWorker:
         refuse_hidden_states(batch)
         kinds = {ForwardMode.EMBED: self.forward_batch_embedding, ForwardMode.IDLE: self.forward_idle}
         start = kinds.get(batch.forward_mode, self.forward_batch_generation)
-        start = start if batch.layers is None else self.forward_slice
+        if batch.layers is not None:
+            start = self.forward_slice
+        elif self._slices is not None and not batch.forward_mode.is_decode:
+            self._slices.forget()
         if self._streams.is_host:
             return start(batch)
         with self._streams.running():
@@ -122,6 +125,7 @@ class TpModelWorker:
             raise RuntimeError("this worker takes prompts whole; submit them without layers")
         (first, last), states = batch.layers.tolist(), self.runner.state_pool
         if first == 0:
+            self._slices.forget()
             rows = plan_rows(batch)
             inputs = self._sampling.inputs(batch, rows)
             staged, arrays = self._stage(batch, inputs, {} if states is None else states.changes(batch))
@@ -134,7 +138,7 @@ class TpModelWorker:
                 for dtype in (torch.int32, torch.bool)
             )
             output = StepOutput(RowPlan.silent(), path, SampledTokens(ids, bad))
-            return self._ticket(batch, prompt.staged, prompt.arrays, output)
+            return self._ticket(batch, prompt.staged, prompt.arrays, output, self._slices.end())
         arrived = {} if prompt.arrays is None else prompt.arrays.arrived
         if states is not None:
             states.copy_out(arrived)
@@ -174,9 +178,14 @@ class TpModelWorker:
         return self._ticket(batch, staged, None, StepOutput(plan_rows(batch), path, SampledTokens(ids, bad)))
 
     def _ticket(
-        self, batch: ScheduleBatch, staged: ForwardBatch, arrays: StagedArrays | None, output: StepOutput[Tensor]
+        self,
+        batch: ScheduleBatch,
+        staged: ForwardBatch,
+        arrays: StagedArrays | None,
+        output: StepOutput[Tensor],
+        end: Passed | None = None,
     ) -> Ticket:
-        readback = self._readbacks.post(output.arrays())
+        readback = self._readbacks.post(output.arrays()) if end is None else end
         return self._tickets.issue(batch.step, Pending(staged, arrays, output, readback))
 
     def collect(self, ticket: Ticket) -> BatchResult:
@@ -194,7 +203,7 @@ class TpModelWorker:
         """Wait for the device, free the graphs, and let go of weights and pools. Idempotent."""
         if not self._closed:
             self._closed = True
-            for stream in (self._streams.forward, self._streams.schedule):
+            for stream in (self._streams.forward, self._streams.lane, self._streams.schedule):
                 if stream is not None:
                     stream.synchronize()
             self.runner.close()

@@ -6,6 +6,9 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
 
 TOPIC = "prompt slices"
+PRIORITY, INTERLEAVE = "priority", "interleave"
+LANES = ("auto", PRIORITY, INTERLEAVE)
+"""How slices may stand beside decode steps."""
 
 
 def slice_budget(asked: str) -> int | None:
@@ -23,12 +26,27 @@ def slice_budget(asked: str) -> int | None:
     )
 
 
+def check_lane(asked: str) -> None:
+    """Raise ConfigError for a lane that nobody knows."""
+    if asked not in LANES:
+        raise ConfigError(f"prompt_lane is {asked!r}", wanted=f"one of {', '.join(LANES)}", remedy="--prompt-lane auto")
+
+
 def slice_row(asked: str, budget: int, layers: int) -> Row:
     """What the ledger says where prompts come by slices."""
     what = f"{budget} tokens x layers" if budget else "by the clock"
     reason = f"{layers} layers, as many at a time as "
     reason += "hold that" if budget else "take at most 0.7 of a decode step, of chunks of at least 64 tokens"
     return Row(TOPIC, asked, what, reason, "--prompt-slices off")
+
+
+def lane_row(asked: str, why_between: str) -> Row:
+    """What the ledger says of the lane of slices: they run between decode steps for some reason, or beside them for none."""
+    if why_between:
+        return Row("prompt lane", asked, INTERLEAVE, why_between, "", downgrade=asked == PRIORITY)
+    return Row(
+        "prompt lane", asked, PRIORITY, "a stream of its own, behind that of decode steps", "--prompt-lane interleave"
+    )
 
 
 def whole_row(asked: str, budget: int, why: str, remedy: str) -> Row:

@@ -200,12 +200,12 @@ def test_a_pool_that_moved_between_two_slices_is_an_error(plain: Case) -> None:
 PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
 
-def ledger_row(folder: Path, **settings: Any) -> Row:
-    """What the ledger says of slices."""
+def ledger_row(folder: Path, topic: str = "prompt slices", **settings: Any) -> Row:
+    """What the ledger says of slices, or of another topic."""
     config = resolve_config(
         {**on_this_device(), "model": str(folder), "dtype": "float32", "graph": "off", **settings}, environ()
     )
-    return next(row for row in start(config).ledger.rows if row.topic == "prompt slices")
+    return next(row for row in start(config).ledger.rows if row.topic == topic)
 
 
 def test_the_ledger_says_how_prompts_come(plain: Case, tmp_path: Path) -> None:

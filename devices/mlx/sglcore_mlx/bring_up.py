@@ -21,7 +21,7 @@ from sglcore.device.worker import Limits
 from sglcore.models.implementation import choose_implementation
 from sglcore.step.hisparse import parse_hisparse_config
 from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools
-from sglcore.step.slices import slice_budget, slice_row, whole_row
+from sglcore.step.slices import check_lane, lane_row, slice_budget, slice_row, whole_row
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.select import select_attention
 from sglcore_mlx.hardware import Hardware, open_hardware
@@ -212,6 +212,7 @@ def slices(config: EngineConfig, model: Model, ledger: DecisionLedger) -> int | 
     """Token·layers of a slice of a prompt, 0: by the clock; None: prompts come whole. Raises ConfigError for a setting that can not be
     read."""
     asked = config.prompt_slices
+    check_lane(config.prompt_lane)
     budget = slice_budget(asked)
     if budget is None:
         return None
@@ -220,6 +221,7 @@ def slices(config: EngineConfig, model: Model, ledger: DecisionLedger) -> int | 
         ledger.record(whole_row(asked, budget, why, "--prompt-slices off"))
         return None
     ledger.record(slice_row(asked, budget, model.sliced_layers))
+    ledger.record(lane_row(config.prompt_lane, "this device runs one thing after the other"))
     return budget
 
 

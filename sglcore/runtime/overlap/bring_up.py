@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglcore.device.config import EngineConfig
+from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
@@ -12,7 +13,7 @@ from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.overlap.slices import Slices
 from sglcore.runtime.speculative.choice import Speculation
-from sglcore.step.slices import slice_budget, slice_row, whole_row
+from sglcore.step.slices import INTERLEAVE, check_lane, lane_row, slice_budget, slice_row, whole_row
 
 if TYPE_CHECKING:
     from sglcore.runtime.parallel.group import Groups
@@ -22,6 +23,7 @@ def slice_ledger(
     config: EngineConfig,
     ledger: DecisionLedger,
     model: LoadedModel,
+    facts: Facts,
     speculation: Speculation | None = None,
     hisparse: HiSparseCoordinator | None = None,
     groups: Groups | None = None,
@@ -37,7 +39,21 @@ def slice_ledger(
         ledger.record(whole_row(asked, budget, why, remedy))
         return None
     ledger.record(slice_row(asked, budget, model.sliced_layers))
+    ledger.record(lane_row(config.prompt_lane, why_between(config, facts, groups)))
     return ledger.about("slices")
+
+
+def why_between(config: EngineConfig, facts: Facts, groups: Groups | None) -> str:
+    """Why slices run between decode steps; "": they run beside them, on a lane. Raises ConfigError for a setting that can not be
+    read."""
+    check_lane(config.prompt_lane)
+    if slice_budget(config.prompt_slices) is None:
+        return "prompts come whole"
+    if config.prompt_lane == INTERLEAVE:
+        return "asked for"
+    if not facts.has_streams:
+        return "this device runs one thing after the other"
+    return "" if groups is None else "ranks call their collectives in one order"
 
 
 def _why_whole(
@@ -61,4 +77,4 @@ def _why_whole(
 def slices(runner: ModelRunner, model: LoadedModel, slice_attention: AttentionBackend | None) -> Slices | None:
     """What runs prompts by slices; None where they come whole."""
     sliced: Any = model
-    return None if slice_attention is None else Slices(runner, sliced, slice_attention)
+    return None if slice_attention is None else Slices(runner, sliced, slice_attention, runner.streams)

@@ -2,13 +2,20 @@
 
 It has an attention backend of its own over the same pools, so that a decode step between two slices plans elsewhere. The plan
 is made once; a slice whose batch is not as it was planned is an error.
+
+On a lane, a stream of their own, slices run beside decode steps. The lane waits for the inputs, steps behind the last slice for
+the lane; between them neither waits for the other: they write to cells, states and slots of different requests.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
@@ -17,6 +24,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import forward_context
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.staging import StagedArrays
+from sglcore.runtime.streams import Streams, entered
 from sglcore.step.rows import RowPlan
 from sglcore.step.sampling import SamplingInputs
 
@@ -60,10 +68,23 @@ class OpenPrompt:
 class Slices:
     """Runs the open prompt's layers. One prompt is open at a time; the next one that opens takes its place."""
 
-    def __init__(self, runner: ModelRunner, model: SlicedModel, attention: AttentionBackend) -> None:
-        """`attention` is not the runner's own, and over the same pools."""
+    def __init__(
+        self, runner: ModelRunner, model: SlicedModel, attention: AttentionBackend, streams: Streams = Streams()
+    ) -> None:
+        """`attention` is not the runner's own, and over the same pools. Slices run on the lane of `streams`, if it has one."""
         self._runner, self._model, self._attention = runner, model, attention
+        self._forward, self._lane = streams.forward, streams.lane
         self._open: OpenPrompt | None = None
+
+    def forget(self) -> None:
+        """Nobody wants the open prompt any more. What is queued from here on waits until the device has done with its inputs."""
+        if self._open is not None:
+            self._open = None
+            self._join()
+
+    def end(self) -> Passed | None:
+        """The end of what was queued last, where that is on a lane: other steps do not wait for it."""
+        return None if self._lane is None else Passed(self._lane)
 
     def open(
         self,
@@ -74,10 +95,13 @@ class Slices:
         inputs: SamplingInputs,
     ) -> None:
         """Embed and plan a prompt, which is the open one from now on. Does not wait."""
-        view = self._runner.prepared(replace(staged, plan_record=None))
-        view.mark_forward_metadata_ready(self._attention.plan(view))
-        with forward_context(self._runner.context(view, self._attention)):
-            state = self._model.embed(view)
+        if self._lane is not None and self._forward is not None:
+            self._lane.wait_stream(self._forward)
+        with self._running():
+            view = self._runner.prepared(replace(staged, plan_record=None))
+            view.mark_forward_metadata_ready(self._attention.plan(view))
+            with forward_context(self._runner.context(view, self._attention)):
+                state = self._model.embed(view)
         self._open = OpenPrompt(host, rows, staged, arrays, inputs, view, state)
 
     def run(self, first: int, last: int) -> tuple[OpenPrompt, Tensor | None]:
@@ -91,10 +115,39 @@ class Slices:
             found = "none is open" if prompt is None else f"{prompt.done} of {self._model.sliced_layers} have run"
             raise ValueError(f"a slice wants the layers from {first} to {last} of a prompt; {found}")
         prompt.view.needs_forward_metadata_init(self._attention)
-        with forward_context(self._runner.context(prompt.view, self._attention)):
-            prompt.state = self._model.run_layers(prompt.state, first, last)
-            prompt.done = last
+        with self._running(), forward_context(self._runner.context(prompt.view, self._attention)):
+            prompt.state, prompt.done = self._model.run_layers(prompt.state, first, last), last
             if last < self._model.sliced_layers:
                 return prompt, None
-            self._open = None
-            return prompt, self._model.finish(prompt.state)
+            hidden = self._model.finish(prompt.state)
+        self._open = None
+        self._join()
+        return prompt, hidden
+
+    def _running(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._lane is None else entered(self._lane)
+
+    def _join(self) -> None:
+        """What runs from here on on the forward stream waits for the lane."""
+        if self._lane is not None and self._forward is not None:
+            self._forward.wait_stream(self._lane)
+
+
+class Passed:
+    """The end of what was queued on a lane, where a step's results would be: there are none."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, lane: torch.Stream) -> None:
+        self._event = torch.Event(lane.device)
+        self._event.record(lane)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Nothing: the lane's tensors are used there alone."""
+        return []
+
+    def read(self) -> list[NDArray]:
+        """No tokens. Waits for the lane to come here."""
+        self._event.synchronize()
+        return [np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool)]

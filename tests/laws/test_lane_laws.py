@@ -1,0 +1,145 @@
+"""Prompts by slices on a lane: a stream of their own beside decode steps. The edges between both are all there, and all needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore.runtime.overlap.slices import Passed, Slices
+from sglcore.sampling.params import SamplingParams
+from sglcore.step.slices import INTERLEAVE, PRIORITY
+from tests.checkpoints import qwen3_next, save
+from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
+from tests.laws.test_slice_laws import CONTEXT, Case, ledger_row
+
+pytestmark = pytest.mark.needs("streams", "simulator")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case("llama", tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    """A model whose layers keep states of requests too."""
+    oracle = qwen3_next(max_position_embeddings=CONTEXT)
+    yield save(oracle, tmp_path_factory.mktemp("hybrid")), oracle
+
+
+def slices_of(engine: TokenEngine) -> Slices:
+    """What runs its slices."""
+    found = engine.worker._slices
+    assert found is not None
+    return found
+
+
+def test_slices_have_a_stream_behind_that_of_decode_steps(plain: Case) -> None:
+    engine = plain.engine()
+    streams = engine.worker.runner.streams
+    assert streams.lane is not None and streams.lane not in (streams.forward, streams.schedule)
+    assert slices_of(engine)._lane is streams.lane
+    plain.check(engine)
+    row = ledger_row(plain.folder, prompt_slices="auto", topic="prompt lane")
+    assert (row.effective, row.remedy) == (PRIORITY, "--prompt-lane interleave")
+
+
+def test_slices_between_decode_steps_have_no_stream(plain: Case) -> None:
+    engine = plain.engine(prompt_lane=INTERLEAVE)
+    assert engine.worker.runner.streams.lane is None and slices_of(engine)._lane is None
+    plain.check(engine)
+    assert (
+        ledger_row(plain.folder, prompt_slices="9", prompt_lane=INTERLEAVE, topic="prompt lane").reason == "asked for"
+    )
+
+
+def test_prompts_that_come_whole_have_no_lane(plain: Case) -> None:
+    assert plain.engine(prompt_slices="off").worker.runner.streams.lane is None
+
+
+def test_a_lane_that_nobody_knows_is_refused(plain: Case) -> None:
+    with pytest.raises(ConfigError, match="prompt_lane is 'fast'; wanted one of auto, priority, interleave"):
+        plain.engine(prompt_lane="fast")
+
+
+def test_prompts_that_are_given_up_leave_their_inputs_before_others_come(plain: Case) -> None:
+    """Aborted while their layers run, again and again; those that come after them are right."""
+    engine = plain.engine(prompt_slices="1")
+    for seed in range(4):
+        prompts = random_prompts(seed, (6, 24, 30, 22))
+        engine.scheduler.add(engine._request(prompts[0], SHORT))
+        for _ in range(3):
+            engine.loop.step()
+        gone = engine._request(prompts[1], SHORT)
+        engine.scheduler.add(gone)
+        for _ in range(4 + seed):
+            engine.loop.step()
+        engine.scheduler.abort(gone.rid)
+        check_logprobs(engine.run(prompts[2:], 5, stagger=1), plain.oracle)
+
+
+SHORT = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+class StartsBeforeItsInputs(Slices):
+    """The lane does not wait for what was staged."""
+
+    def open(self, *given: Any) -> None:
+        self._forward, forward = None, self._forward
+        super().open(*given)
+        self._forward = forward
+
+
+class DrawsBeforeTheLastLayer(Slices):
+    """The forward stream does not wait for the lane."""
+
+    def _join(self) -> None:
+        """Nothing."""
+
+
+class EndsAtOnce(Slices):
+    """A slice counts as run when it was queued, so that what it writes is given to others."""
+
+    def end(self) -> Passed | None:
+        made = super().end()
+        assert made is not None and self._forward is not None
+        made._event.record(self._forward)
+        return made
+
+
+@pytest.mark.sim_faults("race")
+@pytest.mark.parametrize("kind", [StartsBeforeItsInputs, DrawsBeforeTheLastLayer])
+def test_an_edge_that_is_missing_is_caught(kind: type, hybrid: tuple[Path, Any]) -> None:
+    folder, oracle = hybrid
+    settings = {"max_model_len": CONTEXT, "max_batch_tokens": 24, "poison": True, "graph": "off"}
+    engine = TokenEngine(folder, prompt_slices="1", **settings)
+    slices_of(engine).__class__ = kind
+    with pytest.raises(Exception, match=r"\[race\]"):
+        check_logprobs(engine.run(random_prompts(0, (5, 40, 33, 20, 1, 17)), 9, stagger=2), oracle)
+
+
+def run_short_of_pages(case: Case, kind: type) -> None:
+    """Decode rows take the pages of prompts whose layers still run."""
+    probe = case.engine().worker.limits
+    size = probe.kv_bytes // (probe.num_pages + 1)
+    engine = case.engine(
+        kv_cache_memory=(CONTEXT // 4 + 2) * size, prefix_cache=False, prompt_slices="1", max_batch_tokens=8
+    )
+    slices_of(engine).__class__ = kind
+    for seed in range(4):
+        check_logprobs(engine.run(random_prompts(seed, (20, 21, 30, 22)), 30, stagger=3), case.oracle)
+    assert engine.scheduler.stats().retractions
+
+
+def test_pages_of_who_gives_way_are_others_when_the_lane_has_done_with_them(plain: Case) -> None:
+    run_short_of_pages(plain, Slices)
+
+
+@pytest.mark.sim_faults("race")
+def test_pages_that_are_given_away_too_early_are_caught(plain: Case) -> None:
+    with pytest.raises(Exception, match=r"\[race\]"):
+        run_short_of_pages(plain, EndsAtOnce)
