@@ -21,14 +21,16 @@ class Pace:
     """Slices by the clock: each takes at most `SHARE` of what a decode step takes alone, so that a running request waits about
     1 + SHARE times as long for its next token. Seconds are running means, those of a layer for each power of two of tokens: where
     launching a layer costs more than its arithmetic, more tokens cost no more. Until both are known a slice is as small as one can
-    be."""
+    be. What a decode step takes alone is asked again after `LASTS` slices."""
 
     SHARE: ClassVar[float] = 0.7
     WEIGHT: ClassVar[float] = 0.3
     LEAST_TOKENS: ClassVar[int] = 64
+    LASTS: ClassVar[int] = 64
 
     decode_seconds: float = 0.0
     layer_seconds: dict[int, float] = field(default_factory=dict)
+    slices: int = 0
 
     def budget(self, tokens: int) -> int:
         """Token·layers of a slice of a chunk of `tokens`."""
@@ -53,15 +55,21 @@ class Pace:
         bounds += [self.layer_seconds[fewer] * place / fewer] if fewer else []
         return min(bounds, default=0.0)
 
-    def saw_decode(self, seconds: float, is_quiet: bool) -> None:
-        """A step of decode rows took so long. One beside slices may have waited for them: it says no more than what a step takes at most."""
-        if is_quiet or not self.decode_seconds or seconds < self.decode_seconds:
-            self.decode_seconds = self._mean(self.decode_seconds, seconds)
+    @property
+    def wants_quiet(self) -> bool:
+        """What a decode step takes alone is not known, or was long ago."""
+        return not self.decode_seconds or self.slices >= self.LASTS
+
+    def saw_decode(self, seconds: float) -> None:
+        """A step of decode rows with no slice beside it took so long."""
+        self.decode_seconds, self.slices = self._mean(self.decode_seconds, seconds), 0
 
     def saw_slice(self, tokens: int, layers: int, seconds: float) -> None:
-        """So many layers over so many tokens took so long."""
-        place = bucket(tokens)
-        self.layer_seconds[place] = self._mean(self.layer_seconds.get(place, 0.0), seconds / max(1, layers))
+        """So many layers over so many tokens took so long, or made a decode step so much longer: it counts as a hundredth of that at
+        least."""
+        place, each = bucket(tokens), max(seconds, self.decode_seconds / 100) / max(1, layers)
+        self.layer_seconds[place] = self._mean(self.layer_seconds.get(place, 0.0), each)
+        self.slices += 1
 
     def _mean(self, mean: float, value: float) -> float:
         return value if not mean else mean + self.WEIGHT * (value - mean)
@@ -77,6 +85,7 @@ class Fixed:
     """Slices of as many token·layers as were asked for, whatever they take."""
 
     asked: int
+    decode_seconds: float = 0.0
 
     def budget(self, tokens: int) -> int:
         """What was asked for."""
@@ -86,7 +95,12 @@ class Fixed:
         """All of them: layers are divided, tokens are not."""
         return most
 
-    def saw_decode(self, seconds: float, is_quiet: bool) -> None:
+    @property
+    def wants_quiet(self) -> bool:
+        """Nothing is measured."""
+        return False
+
+    def saw_decode(self, seconds: float) -> None:
         """Nothing follows from it."""
 
     def saw_slice(self, tokens: int, layers: int, seconds: float) -> None:

@@ -86,7 +86,8 @@ class Loop:
         start = perf_counter()
         result = self.worker.collect(ticket)
         if record.seconds is not None:
-            record.seconds += perf_counter() - start
+            record.ended = perf_counter()
+            record.seconds += record.ended - start
         return self.scheduler.finish(record, result)
 
     def _abandon(self, error: BaseException) -> None:

@@ -24,7 +24,8 @@ class BatchRecord:
     step was the last to name them: both go back at its collect. `has_stale_rows`: since the step was planned, some
     row's request ended or was retracted. `is_masked`: some row emits under a grammar, so that its next mask needs what this
     step brings. `layers`: the interval of them that this step runs, over `sliced_tokens`, where prompts come by slices; `is_partial`: it
-    is not the last slice, and brings nothing. `seconds` it took to submit and to collect, so far.
+    is not the last slice, and brings nothing. `seconds` it took to submit and to collect, so far;
+    `ended`: when it was collected, by the same clock.
     """
 
     step: int
@@ -39,6 +40,7 @@ class BatchRecord:
     sliced_tokens: int = 0
     is_partial: bool = False
     seconds: float | None = None
+    ended: float = 0.0
     batch: ScheduleBatch | None = None
     ticket: Ticket | None = None
 

@@ -123,7 +123,7 @@ class Scheduler:
 
     def finish(self, record: BatchRecord, result: BatchResult) -> list[EngineOutput]:
         """Take in the results of the oldest step in flight; returns the outputs, in row order."""
-        self._slicing.observe(record)
+        self._slicing.observe(record, self.in_flight)
         check_result(record, result, self.limits.draft_tokens)
         self._close(record)
         if record.is_partial:
@@ -231,7 +231,7 @@ class Scheduler:
         """A step of the decode rows and a slice of the open prompt, by turns."""
         running = self._running
         running.slide_windows()
-        if self._extended_last and running.rows.requests:
+        if running.rows.requests and (self._extended_last or self._slicing.takes_quiet()):
             served, self._extended_last = running.claim_pages(), False
             if (batch := self._advance(True, served, [])) is not None:
                 return batch

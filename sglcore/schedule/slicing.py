@@ -6,6 +6,8 @@ tokens. Pages become visible to other requests when the last one is collected, a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch, offsets_of
@@ -16,13 +18,18 @@ from sglcore.schedule.request import Request
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sliced import SlicedPrompt
 
+MOST_QUIET = 4
+"""Decode steps in a row that a prompt waits for their time to be known."""
+
 
 class Slicing:
     """How large the next slice is, by what is asked for or by what steps take."""
 
     def __init__(self, limits: Limits) -> None:
         self.total, self._most = limits.sliced_layers, limits.max_batch_tokens
-        self._is_quiet = False
+        self._runs_ahead, self._quiet, self._ended = limits.runs_ahead, 0, 0.0
+        self._before: BatchRecord | None = None
+        self._between: list[BatchRecord] = []
         self.pace = Fixed(limits.slice_budget) if limits.slice_budget else Pace()
 
     @property
@@ -54,6 +61,7 @@ class Slicing:
 
     def _advance(self, running: RunningRequests, sliced: SlicedPrompt, record: BatchRecord) -> None:
         """All layers that are left where nothing decodes beside."""
+        self._quiet = 0
         first, tokens, is_alone = sliced.done, sliced.tokens, not running.rows.requests
         sliced.done += (
             self.total - first if is_alone else layers_now(tokens, self.pace.budget(tokens), first, self.total)
@@ -61,16 +69,41 @@ class Slicing:
         record.layers, record.sliced_tokens = (first, sliced.done), tokens
         record.is_partial = sliced.done < self.total
 
-    def observe(self, record: BatchRecord) -> None:
-        """Learn from how long a step took."""
-        if record.seconds is None:
+    def takes_quiet(self) -> bool:
+        """Another decode step goes first, with no slice beside it, so that its time is known. At most MOST_QUIET in a row."""
+        self._quiet += 1
+        return self.pace.wants_quiet and self._quiet <= MOST_QUIET
+
+    def observe(self, record: BatchRecord, in_flight: Iterable[BatchRecord] = ()) -> None:
+        """Learn from how long a step took, which others may have been submitted behind.
+
+        Of a worker that runs ahead, what a slice costs is by how much longer its decode step took from the end of the one before:
+        it may have run beside either. Elsewhere each step takes its own time.
+        """
+        if record.seconds is None or not self.is_on:
             return
-        if record.layers is not None:
-            first, last = record.layers
-            self.pace.saw_slice(record.sliced_tokens, last - first, record.seconds)
-        elif not record.spans:
-            self.pace.saw_decode(record.seconds, self._is_quiet)
-        self._is_quiet = record.layers is None and not record.spans
+        is_decode, before = record.layers is None and not record.spans, self._before
+        self._before = record
+        if self._runs_ahead:
+            self._observe_period(record, is_decode, any(each.layers is not None for each in in_flight))
+        elif record.layers is not None:
+            self.pace.saw_slice(record.sliced_tokens, record.layers[1] - record.layers[0], record.seconds)
+        elif is_decode and (before is None or before.layers is None):
+            self.pace.saw_decode(record.seconds)
+
+    def _observe_period(self, record: BatchRecord, is_decode: bool, has_launched: bool) -> None:
+        """`has_launched`: a slice was submitted before the step was collected."""
+        if not is_decode:
+            self._between.append(record)
+            return
+        between, self._between, begun, self._ended = self._between, [], self._ended, record.ended
+        if not begun:
+            return
+        if not between and not has_launched:
+            self.pace.saw_decode(record.ended - begun)
+        elif len(between) == 1 and (layers := between[0].layers) is not None and self.pace.decode_seconds:
+            longer = record.ended - begun - self.pace.decode_seconds
+            self.pace.saw_slice(between[0].sliced_tokens, layers[1] - layers[0], longer)
 
 
 def further_slice(record: BatchRecord) -> ScheduleBatch:

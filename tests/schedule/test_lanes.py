@@ -40,7 +40,7 @@ def test_a_slice_has_what_its_budget_holds(tokens: int, budget: int, done: int, 
 def known(decode: float = 0.010, **layers: float) -> Pace:
     """A pace that has seen these: `t64=0.001` is a second of a thousand layers over 64 tokens."""
     pace = Pace()
-    pace.saw_decode(decode, is_quiet=True)
+    pace.saw_decode(decode)
     for name, seconds in layers.items():
         pace.saw_slice(int(name[1:]), 1, seconds)
     return pace
@@ -49,7 +49,7 @@ def known(decode: float = 0.010, **layers: float) -> Pace:
 def test_as_long_as_nothing_is_known_a_slice_is_as_small_as_one_can_be() -> None:
     pace = Pace()
     assert pace.tokens(2048) == pace.budget(64) == Pace.LEAST_TOKENS
-    pace.saw_decode(0.010, is_quiet=True)
+    pace.saw_decode(0.010)
     assert pace.tokens(2048) == pace.budget(64) == Pace.LEAST_TOKENS, "nothing is known of slices yet"
     assert known().budget(0) == 1 and known(t64=0.00099).budget(0) == 7
 
@@ -81,33 +81,41 @@ def test_what_a_layer_takes_is_bounded_by_fewer_tokens_and_by_more() -> None:
 
 def test_what_is_measured_last_counts_most_and_one_measure_does_not_decide() -> None:
     pace = known(decode=0.010)
-    pace.saw_decode(0.020, is_quiet=True)
+    pace.saw_decode(0.020)
     assert pace.decode_seconds == pytest.approx(0.013)
     for _ in range(40):
-        pace.saw_decode(0.020, is_quiet=True)
+        pace.saw_decode(0.020)
         pace.saw_slice(64, 3, 0.006)
     assert pace.decode_seconds == pytest.approx(0.020, rel=1e-4)
     assert pace.seconds_of(64) == pytest.approx(0.002, rel=1e-4)
 
 
-def test_a_step_that_waited_for_slices_says_no_more_than_what_one_takes_at_most() -> None:
+def test_what_a_step_takes_alone_is_asked_again_after_some_slices() -> None:
     pace = Pace()
-    pace.saw_decode(0.030, is_quiet=False)
-    assert pace.decode_seconds == 0.030, "better than nothing"
-    pace.saw_decode(0.010, is_quiet=False)
-    assert pace.decode_seconds == pytest.approx(0.024)
-    pace.saw_decode(0.050, is_quiet=False)
-    assert pace.decode_seconds == pytest.approx(0.024)
+    assert pace.wants_quiet
+    pace.saw_decode(0.010)
+    for _ in range(Pace.LASTS):
+        assert not pace.wants_quiet
+        pace.saw_slice(64, 1, 0.001)
+    assert pace.wants_quiet
+    pace.saw_decode(0.010)
+    assert not pace.wants_quiet and not Fixed(9).wants_quiet
+
+
+def test_a_slice_that_is_hidden_costs_a_little() -> None:
+    pace = known(decode=0.010)
+    pace.saw_slice(64, 4, -0.003)
+    assert pace.seconds_of(64) == pytest.approx(0.0001 / 4)
 
 
 def test_a_budget_that_was_asked_for_stays_as_it_is() -> None:
     pace = Fixed(500)
-    pace.saw_decode(9.0, is_quiet=True)
+    pace.saw_decode(9.0)
     pace.saw_slice(1, 1, 9.0)
     assert pace.budget(7) == 500 and pace.tokens(2048) == 2048
 
 
-def test_steps_of_decode_rows_and_slices_are_learned_from_and_others_are_not() -> None:
+def test_where_each_step_takes_its_own_time_a_step_behind_a_slice_is_not_counted() -> None:
     slicing = Slicing(make_limits(sliced_layers=4))
     assert isinstance(slicing.pace, Pace)
     slicing.observe(BatchRecord(1, [], SLOTS, seconds=0.5))
@@ -118,6 +126,20 @@ def test_steps_of_decode_rows_and_slices_are_learned_from_and_others_are_not() -
     assert (slicing.pace.decode_seconds, slicing.pace.layer_seconds) == (0.5, {64: 0.05})
     slicing.observe(BatchRecord(6, [], SLOTS, seconds=0.9))
     assert slicing.pace.decode_seconds == pytest.approx(0.62), "the step before was one of decode rows too"
+
+
+def test_where_the_worker_runs_ahead_a_slice_costs_what_its_decode_step_took_longer() -> None:
+    slicing = Slicing(make_limits(sliced_layers=4, runs_ahead=True))
+    assert isinstance(slicing.pace, Pace)
+    slice_of = {"spans": [(0, 50)], "layers": (1, 3), "sliced_tokens": 50, "seconds": 0.1}
+    for step, ended in ((1, 10.0), (2, 10.5), (3, 11.0)):
+        slicing.observe(BatchRecord(step, [], SLOTS, seconds=0.1, ended=ended))
+    slicing.observe(BatchRecord(4, [], SLOTS, ended=11.1, **slice_of))
+    slicing.observe(BatchRecord(5, [], SLOTS, seconds=0.1, ended=11.7))
+    assert slicing.pace.decode_seconds == 0.5 and slicing.pace.layer_seconds[64] == pytest.approx(0.1)
+    slicing.observe(BatchRecord(6, [], SLOTS, spans=[(0, 5)], seconds=0.1, ended=13.0))
+    slicing.observe(BatchRecord(7, [], SLOTS, seconds=0.1, ended=19.0))
+    assert slicing.pace.decode_seconds == 0.5, "a whole prompt came between"
 
 
 def test_the_pace_finds_what_hides_beside_a_step_whatever_a_layer_costs() -> None:

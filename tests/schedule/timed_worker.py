@@ -1,0 +1,95 @@
+"""A worker in time of its own: what it is given takes so long on the host, and so long on a device, which it waits for at collect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from sglcore.device.batch import ScheduleBatch, offsets_of
+from sglcore.device.worker import BatchResult, Limits, Ticket
+
+LAYERS = 32
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds: of a decode step on the device; of a layer over a chunk, by its launch on the host and by each token on the device;
+    of planning a step on the host. `is_ahead`: the device runs beside the host. `has_lane`: prompts run beside decode steps, each at
+    this share of its speed while both run."""
+
+    decode: float
+    launch: float
+    token: float
+    host: float = 0.0002
+    is_ahead: bool = True
+    has_lane: bool = False
+    share: float = 0.7
+
+
+@dataclass
+class TimedWorker:
+    """Emits token 5 for each row that emits."""
+
+    limits: Limits
+    costs: Costs
+    now: float = 0.0
+    free: float = 0.0
+    lane: float = 0.0
+    rows: int = 0
+    ends: dict[int, float] = field(default_factory=dict)
+
+    def clock(self) -> float:
+        """Seconds so far."""
+        return self.now
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        """Queue it; wait where the device does not run beside the host."""
+        costs, total = self.costs, LAYERS
+        first, last = (0, total) if batch.layers is None else batch.layers.tolist()
+        is_decode = batch.forward_mode.is_decode
+        if batch.num_tokens and not is_decode:
+            self.tokens = batch.num_tokens
+        device = costs.decode if is_decode else (last - first) * costs.token * self.tokens
+        self.now += costs.host + (0.0 if is_decode else (last - first) * costs.launch)
+        on_lane = costs.has_lane and batch.layers is not None
+        begin = max(self.now, self.lane if on_lane else self.free)
+        other = self.free if on_lane else self.lane
+        both = max(0.0, min(other - begin, device / costs.share)) if costs.has_lane else 0.0
+        end = begin + device + both * (1 - costs.share)
+        if on_lane:
+            self.lane = end
+            self.free = end if last == total else self.free
+        else:
+            self.free = end
+        self.now = self.now if costs.is_ahead else end
+        self.ends[batch.step] = end
+        return Ticket(batch.step, self._result(batch, first, last, total))
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        """Wait for its end."""
+        self.now = max(self.now, self.ends.pop(ticket.step))
+        assert isinstance(ticket.payload, BatchResult)
+        return ticket.payload
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def _result(self, batch: ScheduleBatch, first: int, last: int, total: int) -> BatchResult:
+        if batch.layers is not None and first == 0:
+            self.emits = batch.emits
+        if last < total:
+            return self._empty(batch.step)
+        emits = batch.emits if batch.layers is None else self.emits
+        rows, made = len(emits), int(emits.sum())
+        offsets = offsets_of(emits.astype(np.int32))
+        return replace(
+            self._empty(batch.step),
+            token_offsets=offsets,
+            token_ids=np.full(made, 5, dtype=np.int32),
+            bad_rows=np.zeros(rows, dtype=bool),
+        )
+
+    def _empty(self, step: int) -> BatchResult:
+        none = np.zeros(0, dtype=np.int32)
+        return BatchResult(step, np.zeros(1, dtype=np.int32), none, np.zeros(0, dtype=bool))
