@@ -16,6 +16,10 @@ def layers_now(tokens: int, budget: int, done: int, total: int) -> int:
     return min(max(1, budget // max(tokens, 1)), left)
 
 
+FLAT = 1.2
+"""A layer over twice as many tokens that takes no more than so many times as long is bound by something else than tokens."""
+
+
 @dataclass(slots=True)
 class Pace:
     """Slices by the clock: each takes at most `SHARE` of what a decode step takes alone, so that a running request waits about
@@ -38,10 +42,13 @@ class Pace:
         return max(1, tokens) * max(1, int(self.SHARE * self.decode_seconds / seconds)) if seconds else max(1, tokens)
 
     def tokens(self, most: int) -> int:
-        """Of a chunk of at most `most` tokens, those of which one layer fits in a slice: more of them make better use of reading its
-        weights. No fewer than LEAST_TOKENS."""
+        """Of a chunk of at most `most` tokens, those of which one layer fits in a slice, or costs hardly more than one over half of
+        them: more tokens make better use of a launch, and of reading weights. A size that was not tried is tried once half of it was. No
+        fewer than LEAST_TOKENS."""
         chosen, limit = self.LEAST_TOKENS, self.SHARE * self.decode_seconds
-        while chosen < most and 0 < self.seconds_of(2 * chosen) <= limit:
+        while chosen < most and chosen in self.layer_seconds:
+            if self.layer_seconds.get(2 * chosen, 0.0) > max(limit, FLAT * self.layer_seconds[chosen]):
+                break
             chosen *= 2
         return min(most, chosen)
 

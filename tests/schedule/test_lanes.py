@@ -61,14 +61,13 @@ def test_a_slice_takes_a_share_of_a_decode_step() -> None:
 
 
 def test_a_chunk_has_as_many_tokens_as_one_layer_can_take_in_a_slice() -> None:
-    assert known(t64=0.001).tokens(2048) == 256, "what is known of 64 tokens bounds what four times as many take"
-    assert known(t64=0.001, t256=0.001).tokens(2048) == 1024, (
-        "where launching is all that costs, more tokens cost no more"
-    )
-    assert known(t64=0.001, t256=0.004).tokens(2048) == 256
-    assert known(t64=0.050).tokens(2048) == Pace.LEAST_TOKENS and known(t64=0.050).tokens(5) == 5
-    assert known(t2048=0.005).tokens(2048) == 2048 and known(t2048=0.005).tokens(1500) == 1500
-    assert known(t2048=0.009).tokens(2048) == Pace.LEAST_TOKENS, "the least there is, from which it climbs"
+    assert known(t64=0.001).tokens(2048) == 128, "twice as many are tried"
+    assert known(t64=0.001, t128=0.004).tokens(2048) == 256
+    assert known(t64=0.001, t128=0.004, t256=0.009).tokens(2048) == 128, "and found too long"
+    assert known(t64=0.009, t128=0.012).tokens(2048) == 64 and known(t64=0.009).tokens(5) == 5
+    assert known(t64=0.009, t128=0.010).tokens(2048) == 256, "a launch is longer than a step, whatever it is of"
+    assert known(t64=0.001, t128=0.001).tokens(200) == 200
+    assert known(t2048=0.001).tokens(2048) == Pace.LEAST_TOKENS, "the least there is, from which it climbs"
 
 
 def test_what_a_layer_takes_is_bounded_by_fewer_tokens_and_by_more() -> None:

@@ -27,6 +27,7 @@ DEVICES = {
     "a small model, whose layers are launches": Costs(decode=0.0016, launch=0.00025, token=1e-7),
     "a large model with a lane": Costs(decode=0.007, launch=0.0002, token=8e-7, has_lane=True),
     "a small model with a lane": Costs(decode=0.0016, launch=0.00025, token=1e-7, has_lane=True),
+    "a small model whose slices are work for the host": Costs(decode=0.0016, launch=0.0001, token=1e-8, slicing=0.0015),
     "a long step beside short layers": Costs(decode=0.050, launch=0.0001, token=1e-7, has_lane=True),
 }
 
@@ -81,13 +82,13 @@ def test_running_requests_wait_at_most_twice_as_long(name: str, monkeypatch: pyt
     gaps = load.gaps(awaited=load.add(LONG, 1))
     taken = load.worker.now - begin
     print(name, np.percentile(gaps, [50, 90, 99]) / quiet, taken, len(gaps))
-    assert np.percentile(gaps, 50) <= 2.0 * quiet and np.percentile(gaps, 99) <= 2.6 * quiet
+    assert np.percentile(gaps, 50) <= 2.0 * quiet and np.percentile(gaps, 99) <= 2.8 * quiet
     assert taken <= most_seconds(DEVICES[name], quiet)
 
 
 def most_seconds(costs: Costs, quiet: float) -> float:
     """The prompt's own time, of which SHARE of a decode step passes with each, and as much again as whole layers leave of it; and a step for each chunk."""
-    device, host = LAYERS * costs.token * LONG, LAYERS * costs.launch * LONG / 2048
+    device, host = LAYERS * costs.token * LONG, LAYERS * (costs.launch * LONG / 2048 + costs.slicing)
     work = max(device, host) if costs.is_ahead else device + host
     return 1.6 * work * (1 + 1 / Pace.SHARE) + quiet * (LONG / 2048 + 2)
 

@@ -15,13 +15,14 @@ LAYERS = 32
 @dataclass(frozen=True)
 class Costs:
     """Seconds: of a decode step on the device; of a layer over a chunk, by its launch on the host and by each token on the device;
-    of planning a step on the host. `is_ahead`: the device runs beside the host. `has_lane`: prompts run beside decode steps, each at
+    of planning a step on the host, and of a slice beside that. `is_ahead`: the device runs beside the host. `has_lane`: prompts run beside decode steps, each at
     this share of its speed while both run."""
 
     decode: float
     launch: float
     token: float
     host: float = 0.0002
+    slicing: float = 0.0
     is_ahead: bool = True
     has_lane: bool = False
     share: float = 0.7
@@ -51,7 +52,7 @@ class TimedWorker:
         if batch.num_tokens and not is_decode:
             self.tokens = batch.num_tokens
         device = costs.decode if is_decode else (last - first) * costs.token * self.tokens
-        self.now += costs.host + (0.0 if is_decode else (last - first) * costs.launch)
+        self.now += costs.host + (0.0 if is_decode else costs.slicing + (last - first) * costs.launch)
         on_lane = costs.has_lane and batch.layers is not None
         begin = max(self.now, self.lane if on_lane else self.free)
         other = self.free if on_lane else self.lane

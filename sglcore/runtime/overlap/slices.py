@@ -83,8 +83,9 @@ class Slices:
             self._join()
 
     def end(self) -> Passed | None:
-        """The end of what was queued last, where that is on a lane: other steps do not wait for it."""
-        return None if self._lane is None else Passed(self._lane)
+        """The end of what was queued last, for which no other step waits. None without streams."""
+        stream = self._forward if self._lane is None else self._lane
+        return None if stream is None else Passed(stream)
 
     def open(
         self,
@@ -134,20 +135,20 @@ class Slices:
 
 
 class Passed:
-    """The end of what was queued on a lane, where a step's results would be: there are none."""
+    """The end of what was queued on a stream, where a step's results would be: there are none."""
 
     __slots__ = ("_event",)
 
-    def __init__(self, lane: torch.Stream) -> None:
-        self._event = torch.Event(lane.device)
-        self._event.record(lane)
+    def __init__(self, stream: torch.Stream) -> None:
+        self._event = torch.Event(stream.device)
+        self._event.record(stream)
 
     @property
     def kept(self) -> list[Tensor]:
-        """Nothing: the lane's tensors are used there alone."""
+        """Nothing: what layers hand on is used on this stream alone."""
         return []
 
     def read(self) -> list[NDArray]:
-        """No tokens. Waits for the lane to come here."""
+        """No tokens. Waits for the stream to come here."""
         self._event.synchronize()
         return [np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool)]
