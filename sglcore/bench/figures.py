@@ -41,7 +41,8 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A load's outcome. Rates are per second between the first arrival and the last end, and count whole requests only.
+    """A load's outcome. Rates are per second between the first arrival and the last end, and count whole requests only. Latencies
+    are those of requests that are no long prompts.
 
     `lag` is how late requests were sent, by the client's own delay or held back by --max-concurrency; None for a load
     without times of its own.
@@ -100,7 +101,8 @@ def figures(records: Sequence[Record], goals: Mapping[str, float] | None = None)
     per_s = 1 / seconds if seconds > 0 else 0.0
     inputs, outputs = sum(r.input_tokens for r in whole), sum(r.output_tokens for r in whole)
     lags = [record.sent - record.due for record in records]
-    values = {name: [value for record in whole for value in values_of(record, name)] for name in LATENCIES}
+    chats = [record for record in whole if not record.is_long]
+    values = {name: [value for record in chats for value in values_of(record, name)] for name in LATENCIES}
     return Figures(
         requests=len(records),
         whole=len(whole),

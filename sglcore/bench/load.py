@@ -74,7 +74,7 @@ async def _offer(offer: Offer, jobs: Sequence[Job], done: Done) -> list[Record]:
         return loop.time() - begin
 
     async def one(job: Job, request: bytes) -> Record:
-        async with gate:
+        async with nullcontext() if job.is_long else gate:
             record = await _send(offer, host, job, request, clock)
         done(record)
         return record
@@ -133,6 +133,7 @@ async def _send(offer: Offer, host: str, job: Job, request: bytes, clock: Callab
         fault or reply.fault,
         accepted + (drafted.get("rejected_prediction_tokens") or 0),
         accepted,
+        job.is_long,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sglcore.bench.beside import awaited
 from sglcore.bench.figures import Figures, percentile, values_of
 from sglcore.bench.record import Record
 from sglcore.device.errors import ConfigError
@@ -22,15 +23,19 @@ def require_matplotlib() -> None:
 
 
 def save_plot(path: Path, records: Sequence[Record], found: Figures, title: str) -> None:
-    """Write a PNG with five panels, and two more where tokens were proposed."""
+    """Write a PNG with five panels, two more where tokens were proposed, and one of what long prompts do to the others."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drafted = [record for record in records if record.is_whole and record.acceptance_length is not None]
-    sheet = Figure(figsize=(11, 10 if drafted else 7), layout="constrained")
+    has_long = any(record.is_long for record in records)
+    sheet = Figure(figsize=(11, 7 + 3 * bool(drafted) + 3 * has_long), layout="constrained")
     FigureCanvasAgg(sheet)
-    panels: Any = sheet.subplot_mosaic("LLLGGG;TTOOFF" + (";CCCPPP" if drafted else ""))
-    whole = [record for record in records if record.is_whole]
+    rows = "LLLGGG;TTOOFF" + (";CCCPPP" if drafted else "") + (";BBBBBB" if has_long else "")
+    panels: Any = sheet.subplot_mosaic(rows)
+    if has_long:
+        _beside(panels["B"], records)
+    whole = [record for record in records if record.is_whole and not record.is_long]
     _distribution(panels["L"], whole, ("ttft", "e2e"), "Latency: share of requests that took at most")
     _distribution(panels["G"], whole, ("itl",), "Between pieces of text: share that took at most")
     _over_time(panels["T"], records)
@@ -111,6 +116,22 @@ def _in_steps(output: Any, flight: Any, records: Sequence[Record]) -> None:
         panel.fill_between(times, values, color=ACCENT, alpha=0.14)
         panel.plot(times, values, color=ACCENT, linewidth=1.4)
         panel.set_ylim(bottom=0)
+
+
+def _beside(panel: Any, records: Sequence[Record]) -> None:
+    """Times between pieces of text by when they ended; shaded where a long prompt was awaited."""
+    panel.set_title("Between pieces of text, while long prompts are awaited (shaded) and while none is")
+    panel.set_xlabel("s")
+    panel.set_ylabel("ms")
+    for start, end in awaited(records):
+        panel.axvspan(start, end, color=SECOND, alpha=0.16, linewidth=0)
+    chats = [record for record in records if record.is_whole and not record.is_long]
+    ends = [mark for record in chats for mark in record.marks[1:]]
+    gaps = [gap * 1000 for record in chats for gap in record.gaps]
+    panel.plot(ends, gaps, "o", color=ACCENT, markersize=2, alpha=0.5)
+    if gaps and min(gaps) > 0:
+        panel.set_yscale("log")
+        panel.yaxis.set_major_formatter("{x:g}")
 
 
 def _calm(panel: Any) -> None:

@@ -11,7 +11,8 @@ from sglcore.bench.reply import Fault
 @dataclass(frozen=True, slots=True)
 class Record:
     """One request: when it was due, when it was sent, when its pieces of text came, and what went wrong (None: nothing). Of its
-    output tokens `accepted_tokens` were among `proposed_tokens` that its steps verified."""
+    output tokens `accepted_tokens` were among `proposed_tokens` that its steps verified. `is_long`: it is one of the long prompts that
+    come beside the others."""
 
     number: int
     due: float
@@ -24,6 +25,7 @@ class Record:
     fault: Fault | None = None
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    is_long: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -69,6 +71,7 @@ class Record:
             "cached_tokens": self.cached_tokens,
             "proposed_tokens": self.proposed_tokens,
             "accepted_tokens": self.accepted_tokens,
+            "is_long": self.is_long,
             "error": f"{self.fault.kind}: {self.fault.said}" if self.fault else None,
         }
 

@@ -29,7 +29,8 @@ class Span:
 class Workload:
     """A load. `request_rate` is in requests per second, arriving at random (Poisson); infinity: all at once.
 
-    Every prompt begins with the same `shared_prefix` tokens; `input_len` counts the tokens after them.
+    Every prompt begins with the same `shared_prefix` tokens; `input_len` counts the tokens after them. Beside these requests
+    `long_prompts` of `long_len` tokens come, which share nothing and want one token, one every `long_every` seconds.
     """
 
     num_prompts: int
@@ -38,6 +39,9 @@ class Workload:
     shared_prefix: int = 0
     request_rate: float = math.inf
     seed: int = 0
+    long_prompts: int = 0
+    long_len: int = 8192
+    long_every: float = 5.0
 
     def __post_init__(self) -> None:
         if self.num_prompts < 1:
@@ -46,6 +50,12 @@ class Workload:
             raise ConfigError(f"request-rate is {self.request_rate}", wanted="requests per second above 0, or inf")
         if self.shared_prefix < 0:
             raise ConfigError(f"shared-prefix is {self.shared_prefix}", wanted="0 or more tokens")
+
+        if self.long_prompts < 0 or self.long_len < 1 or not 0 < self.long_every < math.inf:
+            raise ConfigError(
+                f"long-prompts is {self.long_prompts}, of {self.long_len} tokens every {self.long_every:g} s",
+                wanted="0 or more, of at least 1 token, some seconds apart",
+            )
 
     @property
     def is_open(self) -> bool:
@@ -66,6 +76,9 @@ class Workload:
             "shared_prefix": self.shared_prefix,
             "request_rate": self.request_rate if self.is_open else "inf",
             "seed": self.seed,
+            "long_prompts": self.long_prompts,
+            "long_len": self.long_len,
+            "long_every": self.long_every,
         }
 
 
@@ -77,6 +90,7 @@ class Job:
     arrival: float
     prompt: tuple[int, ...]
     output_len: int
+    is_long: bool = False
 
 
 def span(name: str, text: str, least: int = 1) -> Span:
@@ -107,6 +121,11 @@ def make_jobs(load: Workload, vocab_size: int, max_model_len: int | None = None)
             f"its own, up to {load.output_len.high} to generate) and the model takes {max_model_len}",
             remedy="lower --shared-prefix, --random-input-len or --random-output-len",
         )
+    if max_model_len is not None and load.long_prompts and load.long_len >= max_model_len:
+        raise ConfigError(
+            f"a long prompt has {load.long_len} tokens and one to generate, and the model takes {max_model_len}",
+            remedy=f"--long-tokens {max_model_len - 1} or less",
+        )
     arrivals, lengths, tokens = (Random(f"{load.seed}/{part}") for part in ("arrivals", "lengths", "tokens"))
     gaps = (arrivals.expovariate(load.request_rate) if load.is_open else 0.0 for _ in range(load.num_prompts))
     shared = _tokens(tokens, load.shared_prefix, vocab_size)
@@ -114,7 +133,11 @@ def make_jobs(load: Workload, vocab_size: int, max_model_len: int | None = None)
     for number, arrival in enumerate(accumulate(gaps)):
         own = _tokens(tokens, load.input_len.draw(lengths), vocab_size)
         jobs.append(Job(number, arrival, shared + own, load.output_len.draw(lengths)))
-    return jobs
+    own = Random(f"{load.seed}/long")
+    for place in range(load.long_prompts):
+        prompt = _tokens(own, load.long_len, vocab_size)
+        jobs.append(Job(load.num_prompts + place, load.long_every * (place + 1), prompt, 1, is_long=True))
+    return sorted(jobs, key=lambda job: job.arrival)
 
 
 def _tokens(source: Random, count: int, vocab_size: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from sglcore.device.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglcore.bench.address import Address
+    from sglcore.bench.beside import Beside
     from sglcore.bench.figures import Figures
     from sglcore.bench.record import Record
     from sglcore.bench.workload import Job, Workload
@@ -57,6 +59,12 @@ def serve(
     shared_prefix: SharedPrefix = 0,
     seed: Seed = 0,
     temperature: Temperature = 0.0,
+    long_prompts: Annotated[
+        int,
+        typer.Option(help="Long prompts beside the requests, to see how much longer those wait for their next token."),
+    ] = 0,
+    long_tokens: Annotated[int, typer.Option(help="Tokens of each long prompt.")] = 8192,
+    long_every: Annotated[float, typer.Option(help="Seconds before each long prompt.")] = 5.0,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 600.0,
     goodput: Goodput = None,
     json_file: Json = None,
@@ -76,6 +84,7 @@ def serve(
     from sglcore.bench.load import Offer, run_load
 
     load = _workload(num_prompts, random_input_len, random_output_len, shared_prefix, seed, request_rate)
+    load = replace(load, long_prompts=long_prompts, long_len=long_tokens, long_every=long_every)
     goals = goals_of(goodput or ())
     _check_outputs(json_file, plot)
     if max_concurrency is not None and max_concurrency < 1:
@@ -209,31 +218,40 @@ def _report(
     plot: Path | None,
 ) -> None:
     from sglcore import __version__
+    from sglcore.bench.beside import beside
     from sglcore.bench.figures import figures
 
-    found = figures(records, goals)
+    found, mixed = figures(records, goals), beside(records)
     if json_file is not None:
         about = {"sglcore": __version__, **about, "workload": load.as_json()}
         rows = [record.as_json() for record in records]
-        json_file.write_text(json.dumps({**about, "figures": found.as_json(), "requests": rows}, indent=1) + "\n")
+        json_file.write_text(
+            json.dumps({**about, "figures": found.as_json(), **_mixed(mixed), "requests": rows}, indent=1) + "\n"
+        )
     if plot is not None:
         from sglcore.bench.plot import save_plot
 
         save_plot(plot, records, found, f"sglcore bench {about['kind']}")
-    _show(found)
+    _show(found, mixed)
     if found.whole < found.requests:
         raise typer.Exit(1)
 
 
-def _show(found: Figures) -> None:
+def _mixed(mixed: Beside | None) -> dict[str, object]:
+    return {} if mixed is None else {"beside_long_prompts": mixed.as_json()}
+
+
+def _show(found: Figures, mixed: Beside | None) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from sglcore.cli.bench_table import latency_table, totals_table
+    from sglcore.cli.bench_table import beside_table, latency_table, totals_table
 
     console = Console(highlight=False)
     console.print(totals_table(found))
     console.print(latency_table(found))
+    if mixed is not None:
+        console.print(beside_table(mixed))
     for kind, failures in found.failures.items():
         line = f"{failures.count} failed: {kind}; the first said: {failures.first}"
         console.print(Text(line, style="red"), soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
+from sglcore.bench.beside import Beside
 from sglcore.bench.figures import LATENCIES, Figures, Spread
 
 
@@ -40,6 +41,21 @@ def latency_table(found: Figures) -> Table:
         table.add_row(f"{name.upper()} ({LATENCIES[name]})", *_cells(spread))
     if found.lag is not None:
         table.add_row("lag (sent later than due)", *_cells(found.lag))
+    return table
+
+
+def beside_table(found: Beside) -> Table:
+    """What requests wait for their next piece of text, in milliseconds, with a long prompt awaited and with none."""
+    names = ("mean", "p50", "p90", "p99", "max")
+    table = Table("ms between pieces", *names, box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for label, spread in (("no long prompt awaited", found.quiet), ("a long prompt awaited", found.during)):
+        table.add_row(label, *(("-",) * len(names) if spread is None else _cells(spread)))
+    ratios = {name: found.ratio(name) for name in names}
+    table.add_row("times as long", *("-" if value is None else f"{value:.2f}" for value in ratios.values()))
+    if found.first is not None:
+        table.add_row(f"first token of {found.prompts} long prompts", *_cells(found.first))
     return table
 
 
