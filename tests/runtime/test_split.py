@@ -196,9 +196,10 @@ def test_an_interval_outside_the_batch_is_an_error() -> None:
 @pytest.mark.parametrize(("first", "last", "real"), [(0, 3, 3), (0, 5, 4), (3, 6, 1), (4, 6, 0), (5, 5, 0)])
 def test_a_child_counts_its_own_real_tokens(first: int, last: int, real: int) -> None:
     _, batch = parent([(0, 6)])
-    child = filter_batch(batch, first, last, real_tokens=4)
+    batch.num_token_non_padded = torch.tensor([4], dtype=torch.int32)
+    child = filter_batch(batch, first, last)
     assert child.num_token_non_padded.tolist() == [real]
-    assert batch.num_token_non_padded.tolist() == [6]
+    assert batch.num_token_non_padded.tolist() == [4]
 
 
 def padded(batch: ForwardBatch, site: Site, bs: int, tokens: int) -> ForwardBatch:
@@ -223,7 +224,7 @@ def test_children_of_a_padded_decode_have_padding_rows_that_the_host_does_not_kn
     site, batch = parent(rows, decode=True)
     view = padded(batch, site, 6, 6)
     for first, last in ((0, 6), (2, 4), (3, 6), (1, 3), (6, 6)):
-        child = filter_batch(view, first, last, real_tokens=3)
+        child = filter_batch(view, first, last)
         raw = filter_batch(batch, min(first, 3), min(last, 3))
         assert child.seq_lens_cpu is not None and raw.seq_lens_cpu is not None
         padding = last - first - raw.batch_size
@@ -240,11 +241,11 @@ def test_padding_tokens_of_a_long_batch_belong_to_no_row() -> None:
     rows = [(2, 1), (0, 4)]
     site, batch = parent(rows)
     view = padded(batch, site, 4, 8)
-    child = filter_batch(view, 4, 8, real_tokens=5)
+    child = filter_batch(view, 4, 8)
     assert (child.batch_size, child.num_tokens) == (1, 4)
     assert _list(child.extend_seq_lens) == _list(child.extend_seq_lens_cpu) == [1]
     assert _list(child.num_token_non_padded) == [1]
-    assert _list(filter_batch(view, 6, 8, real_tokens=5).seq_lens) == []
+    assert _list(filter_batch(view, 6, 8).seq_lens) == []
 
 
 # -- kinds of fields that no batch has yet -----------------------------------------------------------------------------

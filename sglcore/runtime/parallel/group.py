@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sglcore.device.topology import Communication, Place
+from sglcore.runtime.overlap.turns import takes_turns
 from sglcore.runtime.parallel.alone import Alone
+from sglcore.runtime.parallel.handle import CollectiveError, Finished, Handle, Launched
 
 if TYPE_CHECKING:
     from sglcore.runtime.parallel.dispatch import Dispatcher, MakeDispatcher
@@ -28,15 +30,11 @@ MEETING = timedelta(seconds=120)
 """How long ranks may take to find each other."""
 
 
-class CollectiveError(RuntimeError):
-    """A collective failed, most often because another rank has ended: a consequence, not a cause."""
-
-
 class Group:
     """By the names that every torch from 2.11 on has: those that take one tensor for all parts change theirs.
 
     Ranks 0..size - 1; this process is `rank`. Sums are made in place. Whether a call waits is the back end's affair: a
-    tensor on a stream is ordered with it."""
+    tensor on a stream is ordered with it. In one of two halves of a batch the other half runs before it waits."""
 
     def __init__(
         self,
@@ -62,37 +60,41 @@ class Group:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in `x`, which must be contiguous."""
         self._check("all_reduce", x)
-        self._run(lambda: dist.all_reduce(x, group=self._group))
-        return x
+        return self._launch(lambda later: dist.all_reduce(x, group=self._group, async_op=later), x, x).wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *shape of x]: everybody's, by rank. `x` must be contiguous."""
         self._check("all_gather", x)
         out = x.new_empty((self.size, *x.shape))
-        self._run(lambda: dist.all_gather(list(out.unbind(0)), x, group=self._group))
-        return out
+        parts = list(out.unbind(0))
+        return self._launch(
+            lambda later: dist.all_gather(parts, x, group=self._group, async_op=later), out, x
+        ).wait()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Of the sum of everybody's [size * N, ...], this rank's N rows."""
         self._check("reduce_scatter", x)
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        self._run(lambda: dist.reduce_scatter(out, list(x.chunk(self.size)), group=self._group))
-        return out
+        parts = list(x.chunk(self.size))
+        return self._launch(
+            lambda later: dist.reduce_scatter(out, parts, group=self._group, async_op=later), out, x
+        ).wait()
 
     def all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
         """Rows [sum of received, ...]: from each rank, in order, those that it sent here. `sent` are this rank's rows for each,
         in order; both None: equally many."""
-        self._check("all_to_all", x, by_shape=sent is None)
-        rows = x.shape[0] if received is None else sum(received)
-        out = x.new_empty((rows, *x.shape[1:]))
-        self._run(lambda: dist.all_to_all_single(out, x, received, sent, group=self._group))
-        return out
+        return self._exchange(x, sent, received).wait()
+
+    def launch_all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Handle:
+        """The same, under way: `x` is read until it is waited for."""
+        return self._exchange(x, sent, received)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """`x` as the rank `source` of this group has it, in `x`."""
         self._check("broadcast", x)
-        self._run(lambda: dist.broadcast(x, group=self._group, group_src=source))
-        return x
+        return self._launch(
+            lambda later: dist.broadcast(x, group=self._group, group_src=source, async_op=later), x, x
+        ).wait()
 
     def least(self, value: int) -> int:
         """The smallest of everybody's numbers; waits for all."""
@@ -125,6 +127,22 @@ class Group:
         if dist.is_initialized():
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()
+
+    def _exchange(self, x: Tensor, sent: list[int] | None, received: list[int] | None) -> Handle:
+        self._check("all_to_all", x, by_shape=sent is None)
+        rows = x.shape[0] if received is None else sum(received)
+        out = x.new_empty((rows, *x.shape[1:]))
+        return self._launch(
+            lambda later: dist.all_to_all_single(out, x, received, sent, group=self._group, async_op=later), out, x
+        )
+
+    def _launch(self, collective: Callable[[bool], dist.Work | None], out: Tensor, read: Tensor) -> Handle:
+        """Of a collective that takes whether it is waited for later: it is where two halves of a batch take turns."""
+        try:
+            work = collective(takes_turns())
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError(f"a collective among {self.size} ranks failed: {error}") from error
+        return Finished(out) if work is None else Launched(work, out, read, self.size)
 
     def _run(self, collective: Callable[[], object]) -> None:
         try:
