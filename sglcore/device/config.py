@@ -119,6 +119,11 @@ class EngineConfig:
     )
     graph_token_buckets: tuple[int, ...] = setting((), "Token counts of prefill graphs; may be given several times.")
     overlap: bool | None = setting(None, "Plan a step while the one before is still running.")
+    two_batch_overlap: str = setting(
+        "off",
+        "Run a batch as two halves, of which one computes where the other waits for other ranks: on, off, or auto: where the start"
+        " measures that it is faster.",
+    )
     prefix_cache: bool = setting(True, "Share the pages of prompts with a common beginning.")
     strict: bool = setting(False, "Refuse to start with anything less than was asked for.")
     threads: int | None = setting(None, "Threads of the processor device.", least=1)

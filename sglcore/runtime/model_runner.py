@@ -187,10 +187,11 @@ class ModelRunner:
         return staged
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, str]:
-        """Hidden states [T, hidden] and the path that ran ("eager", or the graph's kind and bucket)."""
+        """Hidden states [T, hidden] and the path that ran ("eager", "eager:halves", or the graph's kind and bucket)."""
         if self.graphs is not None and self.graphs.can_run(batch):
             return self.graphs.run(batch), self.graphs.path(batch)
-        return self.run_eager(batch), "eager"
+        is_whole = self.halves is None or self.halves.cut_of(batch) is None
+        return self.run_eager(batch), "eager" if is_whole else "eager:halves"
 
     def run_eager(self, batch: ForwardBatch) -> Tensor:
         """One forward of the batch as it is. The runner publishes its own context and never inherits an outer one. Raises
