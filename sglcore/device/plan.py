@@ -13,7 +13,8 @@ from itertools import accumulate
 class StepPlan:
     """`global_num_tokens` are the token rows of every shard of requests; an idle one has none. `is_padded`: where shards exchange
     rows each brings as many as the largest, else as many as it has. `bucket`: every shard replays the graph of so many rows
-    (None: nobody replays). `cuts`: every shard runs as two halves, of which the first has so many rows (None: all run whole).
+    (None: nobody replays). `cuts`: every shard runs as two halves, of which the first has so many rows (None: all run whole);
+    `is_decode`: no shard has rows of prompts, by which all of them order their halves.
     `shard`: whose part of the step this is, which is all in which the plans of a step differ."""
 
     global_num_tokens: tuple[int, ...]
@@ -21,6 +22,7 @@ class StepPlan:
     bucket: int | None = None
     shard: int = 0
     cuts: tuple[int, ...] | None = None
+    is_decode: bool = False
 
     def of_shard(self, shard: int) -> StepPlan:
         """The same for one of the shards."""

@@ -12,6 +12,7 @@ import torch
 from sglcore.checkpoint.rotary import mrope_axes
 from sglcore.device.bring_up import Again, BringUp
 from sglcore.device.config import EngineConfig
+from sglcore.device.cut import CutTerms
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, Ref, resolve
@@ -278,9 +279,11 @@ def limits(
     pools: Pools,
     sizes: MemorySizes,
     hisparse: HiSparseCoordinator | None = None,
+    cut_terms: CutTerms | None = None,
 ) -> Limits:
     """What a worker that proposes nothing can hold and do."""
     pooling = model.config.pooling
+    cut = CutTerms(0, 0, 0.0) if cut_terms is None else cut_terms
     return Limits(
         max_model_len=sizes.max_model_len,
         max_requests=sizes.max_requests,
@@ -303,6 +306,9 @@ def limits(
         embed_size=model.config.hidden_size if pooling is None else 0,
         takes_mrope=mrope_axes(model.config) is not None,
         reads_history=model.reads_history,
+        cut_least=cut.least,
+        cut_least_decode=cut.least_decode,
+        cut_theta=cut.theta,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.cut import CutTerms
 from sglcore.device.plan import StepPlan
 from sglcore.device.worker import Limits, ModelWorker, Ticket
 from sglcore.schedule.agree import agree, vote_of
@@ -39,6 +40,7 @@ class ShardLoop:
         self._running: list[Sent] = []
         self._unsent: list[EngineOutput] = []
         self._idle_steps = count(1)
+        self._cut = cut_terms(worker.limits)
 
     @property
     def has_work(self) -> bool:
@@ -75,7 +77,7 @@ class ShardLoop:
             if not any(batch is not None for batch in batches):
                 self._refuse_standstill()
                 return []
-            plan = agree([vote_of(batch) for batch in batches])
+            plan = agree([vote_of(batch, self._cut) for batch in batches])
             return [self._send(plan.of_shard(shard), batch) for shard, batch in enumerate(batches)]
         except BaseException as error:
             self._abandon(error)
@@ -135,6 +137,13 @@ class ShardLoop:
     def _take_unsent(self) -> list[EngineOutput]:
         unsent, self._unsent = self._unsent, []
         return unsent
+
+
+def cut_terms(limits: Limits) -> CutTerms | None:
+    """Which steps a worker with these limits runs as two halves; None: none."""
+    if not limits.cut_least:
+        return None
+    return CutTerms(limits.cut_least, limits.cut_least_decode, limits.cut_theta)
 
 
 def idle_batch(step: int, plan: StepPlan, limits: Limits) -> ScheduleBatch:

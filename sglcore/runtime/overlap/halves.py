@@ -47,7 +47,7 @@ class Halves:
         """Tokens of its first half, or None for a batch that runs whole. Where shards of requests agreed, that is what they agreed
         on, and an idle one's halves are empty; else it is a function of the lengths alone, the same on every rank."""
         plan = batch.step_plan
-        if plan is not None and len(plan.global_num_tokens) > 1:
+        if plan is not None:
             return None if plan.cuts is None else plan.cuts[plan.shard]
         if refusal(batch):
             return None
@@ -79,7 +79,9 @@ class Halves:
             replace(context, attn_backend=backend, batch=part)
             for backend, part in zip(self.backends, parts, strict=True)
         ]
-        stagger = self.staggers.decode if parts[0].forward_mode.is_decode else self.staggers.prompts
+        plan = parts[0].step_plan
+        is_decode = parts[0].forward_mode.is_decode if plan is None else plan.is_decode
+        stagger = self.staggers.decode if is_decode else self.staggers.prompts
         first, second = (partial(_forward, model, each, part) for each, part in zip(contexts, parts, strict=True))
         return torch.cat(take_turns(first, second, stagger))
 
