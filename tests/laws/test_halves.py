@@ -20,11 +20,11 @@ from sglcore.runtime.forward_context import forward_context, get_forward_context
 from sglcore.runtime.overlap import halves as module
 from sglcore.runtime.overlap.halves import Halves
 from sglcore.runtime.overlap.turns import pause
-from sglcore.runtime.parallel import handle
 from sglcore.runtime.parallel.group import Groups
 from tests.checkpoints import llama, mistral, qwen3_moe, save
 from tests.laws.halves import (
     BOUND,
+    InFlight,
     StandIn,
     all_steps,
     difference,
@@ -72,9 +72,7 @@ def differences_on_ranks(groups: Groups, given: dict[str, Any]) -> list[float]:
     """Of halves from the whole, for every stagger and part."""
     model = loaded(given["folder"], groups)
     wanted = all_steps(poisoned(model))
-    return [
-        difference(all_steps(in_halves(model, stagger, part)), wanted) for stagger in (0, 1, 2) for part in PARTS
-    ]
+    return [difference(all_steps(in_halves(model, stagger, part)), wanted) for stagger in (0, 1, 2) for part in PARTS]
 
 
 @pytest.mark.parametrize("topology", [Topology(2), Topology(2, 1, 2)], ids=["parts of experts", "whole experts"])
@@ -211,8 +209,7 @@ def merged_in_another_order(patch: Patch) -> None:
 
 def not_waited_for(patch: Patch) -> None:
     """What is under way is taken as done: a half reads, or frees, what is still written."""
-    patch.setattr(handle.Launched, "finish", lambda self: self._result)
-
+    patch.setattr(InFlight, "wait", lambda self: None)
 
 
 @pytest.mark.parametrize("plant", [prefix_not_advanced, second_before_first, merged_in_another_order, not_waited_for])

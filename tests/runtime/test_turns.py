@@ -10,7 +10,7 @@ import pytest
 from greenlet import GreenletExit
 
 from sglcore.runtime.overlap import turns
-from sglcore.runtime.overlap.turns import pause, take_turns, takes_turns
+from sglcore.runtime.overlap.turns import current_turn, pause, take_turns
 
 COLOUR: ContextVar[str] = ContextVar("colour", default="none")
 
@@ -46,7 +46,7 @@ def test_one_that_has_ended_is_waited_for_no_more() -> None:
 
 
 def test_a_pause_outside_of_turns_does_nothing() -> None:
-    assert not takes_turns()
+    assert current_turn() is None
     pause()
 
 
@@ -57,7 +57,7 @@ def test_each_has_a_context_of_its_own_that_begins_as_the_callers() -> None:
             for shade in ("light", "dark"):
                 COLOUR.set(f"{shade} {colour}")
                 pause()
-                assert takes_turns()
+                assert current_turn() is not None
                 found.append(COLOUR.get())
             return found
 
@@ -105,7 +105,7 @@ def test_an_error_in_one_ends_the_other_and_is_raised(is_first: bool, after: int
     with pytest.raises(ValueError, match="first"):
         take_turns(*pair)
     assert seen == ([] if is_first and not after else ["ended", "cleaned"])
-    assert not takes_turns()
+    assert current_turn() is None
 
 
 def test_what_fails_while_it_is_ended_is_a_note_on_the_first_error() -> None:

@@ -40,9 +40,7 @@ def _vote(kind: float, size: float, other: float) -> StepVote:
     mode = MODES[int(kind * 1.24 * len(MODES)) % len(MODES)]
     rows = int(size * (12 if mode is ForwardMode.DECODE else 40)) + 1
     cut = rows // 2 if other > 0.1 else 0
-    return StepVote(
-        (rows,), mode, can_replay=other < 0.9, is_extend=not mode.is_decode, cuts=(cut,), may_cut=cut > 0
-    )
+    return StepVote((rows,), mode, can_replay=other < 0.9, is_extend=not mode.is_decode, cuts=(cut,), may_cut=cut > 0)
 
 
 def order_is_nothing(agreed: Callable[..., StepPlan], case: Case) -> bool:
@@ -143,9 +141,7 @@ def idle_is_not_cut(votes: list[StepVote], terms: Terms) -> StepPlan:
     return agree([replace(vote, may_cut=vote.cuts != (0,)) for vote in votes], terms)
 
 
-@pytest.mark.parametrize(
-    "mutant", [by_the_first, with_idle_votes, without_rounding, cut_by_the_first, idle_is_not_cut]
-)
+@pytest.mark.parametrize("mutant", [by_the_first, with_idle_votes, without_rounding, cut_by_the_first, idle_is_not_cut])
 def test_a_rule_that_looks_at_one_shard_is_caught(mutant: Callable[..., StepPlan]) -> None:
     assert any(not law(mutant, case) for case in drawn(2, 4000) for law in LAWS)
 

@@ -40,7 +40,9 @@ class Halves:
     ) -> None:
         """Raises ValueError for one backend given twice: the second half would overwrite what the first is still to read."""
         if backends[0] is backends[1]:
-            raise ValueError("both halves were given one attention backend; wanted one for each, with its own workspace")
+            raise ValueError(
+                "both halves were given one attention backend; wanted one for each, with its own workspace"
+            )
         self.backends, self.terms, self.staggers = backends, terms, staggers
 
     def cut_of(self, batch: ForwardBatch) -> int | None:

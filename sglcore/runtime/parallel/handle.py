@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from sglcore.runtime.overlap.turns import pause
-
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from sglcore.runtime.overlap.turns import Turn
 
 
 class CollectiveError(RuntimeError):
@@ -49,28 +49,27 @@ class Finished:
 class Launched:
     """A back end's work. It holds what is read and written until the work is done, so that neither is used again before."""
 
-    __slots__ = ("_held", "_result", "_size", "_work")
+    __slots__ = ("_held", "_result", "_size", "_turn", "_work")
 
-    def __init__(self, work: dist.Work, result: Tensor, held: Tensor, size: int) -> None:
-        """`held` is what is read, and `size` how many ranks there are."""
+    def __init__(self, work: dist.Work, turn: Turn[Any], result: Tensor, held: Tensor, size: int) -> None:
+        """`turn` is that of the half which launched it, `held` what is read, and `size` how many ranks there are."""
         self._work: dist.Work | None = work
-        self._result, self._held, self._size = result, held, size
+        self._turn, self._result, self._held, self._size = turn, result, held, size
 
     def wait(self) -> Tensor:
         """See `Handle`."""
         if self._work is not None:
-            pause()
+            self._turn.pause()
         return self.finish()
 
     def finish(self) -> Tensor:
         """See `Handle`."""
-        work, self._work = self._work, None
-        if work is not None:
+        if self._work is not None:
             try:
-                work.wait()
+                self._work.wait()
             except (RuntimeError, ValueError) as error:
                 raise CollectiveError(f"a collective among {self._size} ranks failed: {error}") from error
-        self._held = self._result
+            self._work, self._held = None, self._result
         return self._result
 
 
