@@ -283,7 +283,6 @@ def limits(
 ) -> Limits:
     """What a worker that proposes nothing can hold and do."""
     pooling = model.config.pooling
-    cut = CutTerms(0, 0, 0.0) if cut_terms is None else cut_terms
     return Limits(
         max_model_len=sizes.max_model_len,
         max_requests=sizes.max_requests,
@@ -306,9 +305,7 @@ def limits(
         embed_size=model.config.hidden_size if pooling is None else 0,
         takes_mrope=mrope_axes(model.config) is not None,
         reads_history=model.reads_history,
-        cut_least=cut.least,
-        cut_least_decode=cut.least_decode,
-        cut_theta=cut.theta,
+        cut=cut_terms,
     )
 
 

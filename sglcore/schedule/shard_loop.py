@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.device.cut import CutTerms
 from sglcore.device.plan import StepPlan
 from sglcore.device.worker import Limits, ModelWorker, Ticket
 from sglcore.schedule.agree import agree, vote_of
@@ -40,7 +39,7 @@ class ShardLoop:
         self._running: list[Sent] = []
         self._unsent: list[EngineOutput] = []
         self._idle_steps = count(1)
-        self._cut = cut_terms(worker.limits)
+        self._cut = worker.limits.cut
 
     @property
     def has_work(self) -> bool:
@@ -137,13 +136,6 @@ class ShardLoop:
     def _take_unsent(self) -> list[EngineOutput]:
         unsent, self._unsent = self._unsent, []
         return unsent
-
-
-def cut_terms(limits: Limits) -> CutTerms | None:
-    """Which steps a worker with these limits runs as two halves; None: none."""
-    if not limits.cut_least:
-        return None
-    return CutTerms(limits.cut_least, limits.cut_least_decode, limits.cut_theta)
 
 
 def idle_batch(step: int, plan: StepPlan, limits: Limits) -> ScheduleBatch:

@@ -186,7 +186,7 @@ def prefix_not_advanced(patch: Patch) -> None:
             child.extend_prefix_lens = batch.extend_prefix_lens[rows:]  # pyright: ignore[reportOptionalSubscript]
             child.seq_lens = child.extend_prefix_lens + child.extend_seq_lens
             child.extend_prefix_lens_cpu = batch.extend_prefix_lens_cpu[rows:]
-            child.seq_lens_cpu = child.extend_prefix_lens_cpu + child.extend_seq_lens_cpu
+            child.seq_lens_cpu = child.seq_lens.numpy()
         return child
 
     patch.setattr(module, "filter_batch", wrong)
