@@ -68,7 +68,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 def test_a_model_in_halves_gives_the_oracles_logprobs(name: str, tmp_path: Path, told: Told) -> None:
     make, where, changes = MODELS[name]
     oracle = make(max_position_embeddings=CONTEXT, **changes)
-    page = {"page_size": 16} if name.startswith("deepseek") else {}
+    rows = {"deepseek_v32": "latent", "deepseek_v4": "compressed"}
+    page: dict[str, Any] = {"page_size": 16, "attention_backend": rows[name]} if name in rows else {}
     engine = TokenEngine(
         save(oracle, tmp_path), two_batch_overlap="on", graph="off", max_batch_tokens=24, max_model_len=CONTEXT, **page
     )
