@@ -105,5 +105,5 @@ def test_two_devices_run_halves_in_turn(lane: Lane, settings: dict[str, Any], tm
     oracle = qwen3_moe(num_experts=4, max_position_embeddings=128)
     given = {**PLAIN, "two_batch_overlap": "on", "max_batch_tokens": 12, **settings}
     with RankedEngine(save(oracle, tmp_path), kind, **given) as engine:
-        check_logprobs(engine.run(random_prompts(5, (1, 5, 17)), 6, stagger=2), oracle)
+        check_logprobs(engine.run(random_prompts(5, (3, 5, 17, 9)), 6), oracle)
         assert "eager:halves" in engine.paths
