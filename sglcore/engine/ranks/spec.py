@@ -83,7 +83,7 @@ def spec_of(config: EngineConfig, chosen: ChosenDevice, place: Place, *, is_host
 
 def limits_of_plain(values: Mapping[str, Any]) -> Limits:
     """Limits as a rank told them: `asdict` of its own."""
-    cut = values["cut"]
+    cut = values.get("cut")
     return Limits(**{**values, "cut": None if cut is None else CutTerms(**cut)})
 
 
