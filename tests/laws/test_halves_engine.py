@@ -4,10 +4,12 @@ graphs. One rank is enough: where nothing is waited for, the halves run one afte
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sglcore.device.errors import ConfigError
@@ -16,7 +18,8 @@ from sglcore.engine import start as starting
 from tests.checkpoints import llama, mistral, qwen3_moe, qwen3_next, save
 from tests.deepseek_v4 import deepseek_v4
 from tests.latent import deepseek_v32
-from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
+from tests.laws.engine import TOLERANCE, TokenEngine, check_logprobs, random_prompts
+from tests.laws.test_pooling_laws import CASES, embed, expected, open_engine
 
 pytestmark = pytest.mark.needs("device")
 
@@ -78,10 +81,22 @@ def test_a_model_in_halves_gives_the_oracles_logprobs(name: str, tmp_path: Path,
     assert told.of("two-batch overlap").reason.endswith(where)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ngram", id="ngram")])
-def test_steps_that_verify_proposals_are_cut_between_requests(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_vectors_of_texts_that_are_embedded_in_halves(name: str, tmp_path: Path, told: Told) -> None:
+    case, texts = CASES[name], random_prompts(5, (1, 17, 6, 30, 2))
+    oracle = case.oracle()
+    made = open_engine(replace(case, settings={**case.settings, "two_batch_overlap": "on"}), oracle, tmp_path)
+    np.testing.assert_allclose(embed(made, texts), expected(case, oracle, texts), atol=TOLERANCE)
+    assert made.paths == {"eager:halves"}
+    is_encoder = made.worker.runner.attn_backend.shape.is_encoder
+    assert told.of("two-batch overlap").reason.endswith("in both directions") == is_encoder
+
+
+def test_steps_that_verify_proposals_are_cut_between_requests(tmp_path: Path) -> None:
     oracle = llama(max_position_embeddings=CONTEXT)
-    engine = TokenEngine(save(oracle, tmp_path), two_batch_overlap="on", graph="off", speculative=kind, draft_tokens=3)
+    engine = TokenEngine(
+        save(oracle, tmp_path), two_batch_overlap="on", graph="off", speculative="ngram", draft_tokens=3
+    )
     prompts = [prompt * 3 for prompt in random_prompts(5, (5, 9, 4))]
     check_logprobs(engine.run(prompts, 12), oracle, 2e-4)
     assert "eager:halves" in engine.paths
@@ -105,7 +120,7 @@ def test_a_recorded_step_runs_whole_and_says_so(tmp_path: Path, told: Told) -> N
     assert any(path.startswith("native:") for path in engine.paths) and "eager:halves" in engine.paths
     row = told.of("two-batch overlap of graphs")
     assert (row.effective, row.downgrade) == ("off", True)
-    assert row.reason.endswith("decodes replay whole")
+    assert row.reason.endswith("what they hold replays whole")
 
 
 def test_rows_in_host_memory_are_refused_by_name(tmp_path: Path, told: Told) -> None:

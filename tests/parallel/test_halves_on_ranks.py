@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 
+from sglcore.device.errors import WorkerLost
 from tests.checkpoints import gemma3, llama, qwen3_moe, qwen3_next, save
 from tests.laws.engine import check_logprobs, random_prompts
 from tests.parallel import defects
@@ -94,13 +98,28 @@ def cut_by_itself(rank: int) -> None:
     Halves.cut_of = cut_of
 
 
-def test_a_shard_that_decides_for_itself_is_caught(tmp_path: Path) -> None:
-    from sglcore.device.errors import WorkerLost
+def ordered_by_its_own_mode(rank: int) -> None:
+    """A shard staggers its halves by what it runs itself, whatever the others run."""
+    from sglcore.runtime.overlap.halves import Halves
+    from sglcore.runtime.parallel import group
 
+    own, group.TIMEOUT = Halves.forward, timedelta(seconds=3)
+
+    def forward(self: Halves, model: Any, context: Any, parts: Any) -> Any:
+        for part in parts:
+            part.step_plan = dataclasses.replace(part.step_plan, is_decode=part.forward_mode.is_decode)
+        return own(self, model, context, parts)
+
+    Halves.forward = forward
+
+
+@pytest.mark.parametrize("defect", [cut_by_itself, ordered_by_its_own_mode])
+def test_a_shard_that_decides_for_itself_is_caught(defect: Callable[[int], None], tmp_path: Path) -> None:
     oracle = qwen3_moe(num_experts=8, max_position_embeddings=CONTEXT)
-    settings = {"two_batch_overlap": "on", "graph": "off", "max_batch_tokens": 11, "poison": True, "tp": 2, "dp": 2}
+    settings: dict[str, Any] = {"two_batch_overlap": "on", "graph": "off", "max_batch_tokens": 11, "poison": True}
     with (
-        RankedEngine(save(oracle, tmp_path), cut_by_itself, **settings) as engine,
+        RankedEngine(save(oracle, tmp_path), defect, tp=2, dp=2, **settings) as engine,
         pytest.raises((WorkerLost, AssertionError)),
     ):
-        check_logprobs(engine.run(random_prompts(SEED, (9, 17, 5)), 8), oracle, 1e-4)
+        prompts = random_prompts(SEED, (9, 8, 5, 4, 30, 30))
+        check_logprobs(engine.run(prompts, 12, stagger=1), oracle, 1e-4)

@@ -63,6 +63,7 @@ def test_what_halves_save_is_what_they_hide_less_what_is_paid_twice() -> None:
 
 
 def test_a_line_through_two_measurements_has_no_number_below_zero() -> None:
-    assert Affine.through((10, 3.0), (110, 4.0)) == Affine(pytest.approx(2.9), pytest.approx(0.01))
+    line = Affine.through((10, 3.0), (110, 4.0))
+    assert (line.fixed, line.each) == (pytest.approx(2.9), pytest.approx(0.01))
     assert Affine.through((10, 4.0), (110, 3.0)) == Affine(3.0, 0.0)
     assert Affine.through((10, 1.0), (20, 5.0)).fixed == 0.0
