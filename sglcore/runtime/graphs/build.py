@@ -165,7 +165,12 @@ def _halves_row(config: EngineConfig, captured: GraphRunner, against: str) -> Ro
     topic, asked, sizes = "two-batch overlap of graphs", config.two_batch_overlap, captured.decode.in_halves
     if against:
         return Row(
-            topic, asked, "off", f"{against}: what they hold replays whole", "--graph full or off", downgrade=asked == "on"
+            topic,
+            asked,
+            "off",
+            f"{against}: what they hold replays whole",
+            "--graph full or off",
+            downgrade=asked == "on",
         )
     if not sizes:
         return Row(topic, asked, "off", "no captured batch size is cut: decodes replay whole", "--graph off")

@@ -12,7 +12,6 @@ from sglcore.device.cut import THETA, CutTerms
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.attention.contract import AttentionBackend
-from sglcore.runtime.attention.sparse.compressed import COMPRESSED
 from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
 from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.memory.make import Pools
@@ -77,6 +76,8 @@ def _reason_against(asked: str, hisparse: HiSparseCoordinator | None, groups: Gr
 
 def _theta(model: LoadedModel, pools: Pools, attention: AttentionBackend) -> tuple[float, str]:
     """How even halves must be, and what that means."""
+    from sglcore.runtime.attention.sparse.compressed import COMPRESSED
+
     if pools.states is not None:
         return 0.0, "between requests, each of which keeps a state"
     if model.config.is_encoder:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglcore.device.config import EngineConfig
 from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.overlap.cost import Affine, LayerCost
-from sglcore.runtime.parallel.group import Groups
+
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.group import Groups
 
 SUMS = 2
 """Collectives of a layer: one ends its attention, one its feed-forward block."""
