@@ -12,7 +12,6 @@ import torch
 from sglcore.checkpoint.rotary import mrope_axes
 from sglcore.device.bring_up import Again, BringUp
 from sglcore.device.config import EngineConfig
-from sglcore.device.cut import CutTerms
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, Ref, resolve
@@ -279,7 +278,6 @@ def limits(
     pools: Pools,
     sizes: MemorySizes,
     hisparse: HiSparseCoordinator | None = None,
-    cut_terms: CutTerms | None = None,
 ) -> Limits:
     """What a worker that proposes nothing can hold and do."""
     pooling = model.config.pooling
@@ -305,7 +303,6 @@ def limits(
         embed_size=model.config.hidden_size if pooling is None else 0,
         takes_mrope=mrope_axes(model.config) is not None,
         reads_history=model.reads_history,
-        cut=cut_terms,
     )
 
 

@@ -99,7 +99,7 @@ def agree(votes: Sequence[StepVote], terms: Terms = Terms()) -> StepPlan:
 
     All replay, in the smallest bucket that holds the largest shard and is not more than twice its rows, or nobody does. Rows
     are padded where the transport or a graph needs it; else where gathering the largest moves no more than summing all, which
-    steps with prompts, whose sizes differ most, never try. All run as two halves, idle ones as two empty ones, or nobody does."""
+    steps with prompts, whose sizes differ most, never try. All have two halves, idle ones two empty ones, or nobody has."""
     total = reduced(votes)
     shards, rounded = len(total.rows), [-(-count // terms.width) * terms.width for count in total.rows]
     largest = max(rounded, default=0)

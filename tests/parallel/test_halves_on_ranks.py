@@ -84,7 +84,6 @@ def test_a_start_measures_whether_halves_are_faster(tmp_path: Path) -> None:
         row = next(row for row in engine.started.ledger.rows if row.topic == "two-batch overlap")
         assert row.effective in ("on", "off")
         assert row.reason.startswith("of a layer of 128 rows, computing takes ")
-        assert (engine.worker.limits.cut is not None) == (row.effective == "on")
 
 
 def cut_by_itself(rank: int) -> None:

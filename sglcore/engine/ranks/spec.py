@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
@@ -13,9 +13,7 @@ import msgspec
 
 from sglcore.device.choice import ChosenDevice
 from sglcore.device.config import EngineConfig, plain_config
-from sglcore.device.cut import CutTerms
 from sglcore.device.topology import Place
-from sglcore.device.worker import Limits
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -79,12 +77,6 @@ def spec_of(config: EngineConfig, chosen: ChosenDevice, place: Place, *, is_host
     device = own.name if is_host else f"{own.name}:{own.index}"
     plain = plain_config(replace(config, device=device))
     return RankSpec(plain, own.encode(), place.as_plain(), **told)
-
-
-def limits_of_plain(values: Mapping[str, Any]) -> Limits:
-    """Limits as a rank told them: `asdict` of its own."""
-    cut = values.get("cut")
-    return Limits(**{**values, "cut": None if cut is None else CutTerms(**cut)})
 
 
 def limits_text(limits: object) -> str:

@@ -25,7 +25,7 @@ from sglcore.device.topology import Topology
 from sglcore.device.worker import Limits
 from sglcore.engine.ranks.group import RankGroup, close_all, end_all
 from sglcore.engine.ranks.launch import ALONE, Placement, find_placement
-from sglcore.engine.ranks.spec import RankProcess, Spawn, limits_of_plain, limits_text, spawn_local
+from sglcore.engine.ranks.spec import RankProcess, Spawn, limits_text, spawn_local
 from sglcore.engine.ranks.team import SILENCES, Maker
 from sglcore.engine.ranks.watch import Member, Patience, Watch, ended
 from sglcore.engine.ranks.wire import Channel, Gone
@@ -212,7 +212,7 @@ def _come_up(watch: Watch) -> Limits:
         failure = watch.go_round()
         if failure is not None:
             raise failure
-    limits = [limits_of_plain(_ready(member)["limits"]) for member in watch.members]
+    limits = [Limits(**_ready(member)["limits"]) for member in watch.members]
     for rank, other in enumerate(limits):
         if other != limits[0]:
             raise WorkerLost(

@@ -47,7 +47,8 @@ def cut_terms(
         if groups is not None:
             ledger.record(Row(TOPIC, asked, "off", "it was not asked for", "--two-batch-overlap on or auto"))
         return None
-    reason = _reason_against(asked, hisparse, groups)
+    theta, where = _theta(model, pools, attention)
+    reason = _reason_against(asked, hisparse, groups) or _reason_of_shards(model, theta, pools, groups)
     if reason:
         ledger.record(Row(TOPIC, asked, "off", reason, "--two-batch-overlap off", downgrade=asked == "on"))
         return None
@@ -56,7 +57,6 @@ def cut_terms(
         assert groups is not None
         terms, why = measured_terms(layer_cost(config, model, groups, device), groups, config)
     if terms is not None:
-        theta, where = _theta(model, pools, attention)
         terms = replace(terms, theta=theta)
         why = f"{why}; {_told(terms)}; {where}"
     effective = "off" if terms is None else "on"
@@ -72,6 +72,14 @@ def _reason_against(asked: str, hisparse: HiSparseCoordinator | None, groups: Gr
     if asked == "auto" and groups is None:
         return "one rank waits for no other"
     return ""
+
+
+def _reason_of_shards(model: LoadedModel, theta: float, pools: Pools, groups: Groups | None) -> str:
+    """Why shards of requests can not agree on cuts; empty if they can. They know of states and of encoders, and of nothing else for
+    which no request is cut."""
+    if groups is None or groups.place.topology.dp == 1 or theta or pools.states is not None or model.config.is_encoder:
+        return ""
+    return "shards of requests agree on where they are cut, and do not know that blocks of rows are not parted"
 
 
 def _theta(model: LoadedModel, pools: Pools, attention: AttentionBackend) -> tuple[float, str]:

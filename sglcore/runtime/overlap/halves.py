@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sglcore.device.cut import CutTerms
+from sglcore.device.plan import StepPlan
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
@@ -46,11 +47,10 @@ class Halves:
         self.backends, self.terms, self.staggers = backends, terms, staggers
 
     def cut_of(self, batch: ForwardBatch) -> int | None:
-        """Tokens of its first half, or None for a batch that runs whole. Where shards of requests agreed, that is what they agreed
-        on, and an idle one's halves are empty; else it is a function of the lengths alone, the same on every rank."""
-        plan = batch.step_plan
-        if plan is not None:
-            return None if plan.cuts is None else plan.cuts[plan.shard]
+        """Tokens of its first half, or None for a batch that runs whole: a function of what every rank knows. Where shards of requests
+        agreed on a step that is their plan alone, and an idle one's halves are empty; else it is the lengths."""
+        if batch.step_plan is not None:
+            return self._planned_cut(batch.step_plan)
         if refusal(batch):
             return None
         lengths = batch.extend_seq_lens_cpu
@@ -58,6 +58,13 @@ class Halves:
             return self.terms.of_prompts(lengths) or None
         width = batch.width or 1
         return self.terms.of_decode(batch.batch_size // width, width) or None
+
+    def _planned_cut(self, plan: StepPlan) -> int | None:
+        """All shards that have rows have enough of them, or no shard is cut."""
+        least = self.terms.least_decode if plan.is_decode else self.terms.least
+        if plan.cuts is None or any(0 < rows < least for rows in plan.global_num_tokens):
+            return None
+        return plan.cuts[plan.shard]
 
     def run(self, model: Model, context: ForwardContext, batch: ForwardBatch, cut: int) -> Tensor:
         """Hidden states [T, H] of a batch whose first half has `cut` tokens. `context` is what both halves have in common. Does not

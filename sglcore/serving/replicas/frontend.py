@@ -15,10 +15,10 @@ import numpy as np
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
+from sglcore.device.worker import Limits
 from sglcore.engine.core import Prompt, check_ids, cut_tokens, read_prompt
 from sglcore.engine.hub import is_hub_name
 from sglcore.engine.output_processor import OutputProcessor
-from sglcore.engine.ranks.spec import limits_of_plain
 from sglcore.engine.start import choose_sampling, model_folder
 from sglcore.engine.text import EncodedPair, TextCodec, TextError
 from sglcore.sampling.params import SamplingParams, fresh_seed
@@ -246,7 +246,7 @@ class Frontend:
         if most is not None and len(ids) > most:
             raise TextError(f"the prompt has {len(ids)} tokens", wanted=f"at most {most}", remedy="shorten the prompt")
         request = Request("unsent", np.array(ids), params, task=task)  # pyright: ignore[reportArgumentType]
-        check_request(request, limits_of_plain(info.limits))
+        check_request(request, Limits(**info.limits))
 
     def _count_closed(self, samples: int) -> None:
         self._open -= samples
