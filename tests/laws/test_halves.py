@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from sglcore.device.cut import CutTerms
+from sglcore.device.plan import StepPlan
 from sglcore.device.topology import Topology
 from sglcore.runtime.attention.contract import AttentionPlan
 from sglcore.runtime.attention.reference import ReferenceAttention
@@ -282,3 +285,26 @@ def test_an_error_in_one_half_ends_the_other_and_leaves_no_context(one: Any, fai
             halves.run(model, outer, batch, 2)
         assert get_forward_context() is outer
     assert sorted(ended) == [0, 1]
+
+
+def decided(halves: Halves, plan: StepPlan) -> list[int | None]:
+    """What each shard does with a plan."""
+    shards = range(len(plan.global_num_tokens))
+    return [halves.cut_of(ForwardBatch(step_plan=plan.of_shard(shard))) for shard in shards]  # pyright: ignore[reportCallIssue]
+
+
+def test_all_shards_make_the_same_of_a_plan(one: Any) -> None:
+    """Each with rows is cut where the plan says, idle ones in two empty halves, or none is: by their own rows alone some would be."""
+    backend = poisoned(one).runner.attn_backend
+    halves = Halves((backend, like(backend)), CutTerms(least=8, least_decode=4))
+    rng, outcomes = np.random.default_rng(3), set()
+    for _ in range(2000):
+        rows = tuple(int(each) for each in rng.integers(0, 20, 3))
+        cuts = tuple(count // 2 for count in rows) if rng.random() < 0.8 else None
+        plan = StepPlan(rows, cuts=cuts, is_decode=bool(rng.random() < 0.5))
+        found = decided(halves, plan)
+        least = 4 if plan.is_decode else 8
+        should = cuts is not None and all(count == 0 or count >= least for count in rows)
+        assert found == (list(cuts) if should and cuts is not None else [None] * 3)
+        outcomes.add(should)
+    assert outcomes == {True, False}
