@@ -129,6 +129,11 @@ class EngineConfig:
         "How prompts by slices stand beside decode steps: priority (on a stream of their own, behind that of decode steps), interleave"
         " (between them), or auto.",
     )
+    two_batch_overlap: str = setting(
+        "off",
+        "Run a batch as two halves, of which one computes where the other waits for other ranks: on, off, or auto: where the start"
+        " measures that it is faster.",
+    )
     prefix_cache: bool = setting(True, "Share the pages of prompts with a common beginning.")
     strict: bool = setting(False, "Refuse to start with anything less than was asked for.")
     threads: int | None = setting(None, "Threads of the processor device.", least=1)

@@ -13,16 +13,28 @@ from itertools import accumulate
 class StepPlan:
     """`global_num_tokens` are the token rows of every shard of requests; an idle one has none. `is_padded`: where shards exchange
     rows each brings as many as the largest, else as many as it has. `bucket`: every shard replays the graph of so many rows
-    (None: nobody replays). `shard`: whose part of the step this is, which is all in which the plans of a step differ."""
+    (None: nobody replays). `cuts`: rows of the first half of every shard, if ranks run this step as two halves (None: some shard has no two);
+    `is_decode`: no shard has rows of prompts, by which all of them order their halves.
+    `shard`: whose part of the step this is, which is all in which the plans of a step differ."""
 
     global_num_tokens: tuple[int, ...]
     is_padded: bool = False
     bucket: int | None = None
     shard: int = 0
+    cuts: tuple[int, ...] | None = None
+    is_decode: bool = False
 
     def of_shard(self, shard: int) -> StepPlan:
         """The same for one of the shards."""
         return replace(self, shard=shard)
+
+    def halves(self) -> tuple[StepPlan, StepPlan]:
+        """The plans of both halves, which have none. Raises ValueError for a step without."""
+        if self.cuts is None:
+            raise ValueError("found a step that some shard can not cut in two; wanted one with cuts")
+        rest = tuple(count - cut for count, cut in zip(self.global_num_tokens, self.cuts, strict=True))
+        first, second = (replace(self, global_num_tokens=rows, cuts=None) for rows in (self.cuts, rest))
+        return first, second
 
     def copy_for_forward(self) -> StepPlan:
         """Itself: nobody changes it."""

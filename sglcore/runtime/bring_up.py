@@ -38,6 +38,8 @@ from sglcore.runtime.memory.pools import (
 from sglcore.runtime.memory.rows import ROWS, RowPool
 from sglcore.runtime.model_runner import Entered, ModelRunner
 from sglcore.runtime.overlap.bring_up import slice_ledger, slices, why_between
+from sglcore.runtime.overlap.bring_up_halves import cut_terms, halves, second_ledger
+from sglcore.runtime.overlap.halves import Halves
 from sglcore.runtime.overlap.slices import Slices
 from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.registry_builders import (
@@ -213,6 +215,7 @@ def runner(
     speculation: Speculation | None = None,
     hisparse: HiSparseCoordinator | None = None,
     groups: Groups | None = None,
+    halves: Halves | None = None,
 ) -> ModelRunner:
     """The runner with its registries, and the graphs that were asked for or that the device takes by itself."""
     backend = make_backend(config, package, facts, streams, attention, ledger, groups)
@@ -247,6 +250,7 @@ def runner(
         reads_history=model.reads_history,
         entered=entered,
         groups=groups,
+        halves=halves if halves is not None and halves.backends[0] is attention else None,  # not a draft's
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")
@@ -346,6 +350,10 @@ STANDARD = BringUp(
         draft_pools,
         hisparse,
         attention,
+        cut_terms,
+        second_ledger,
+        Again("second_attention", ("attention",), {"ledger": "second_ledger"}),
+        halves,
         runner,
         draft_ledger,
         Again(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from sglcore.runtime.graphs.policy import planned, real_view
 from sglcore.runtime.graphs.prompts import PromptForward, PromptGraphs
 from sglcore.runtime.graphs.shadow import Held, Shadow, leaving_cells
 from sglcore.runtime.streams import Streams
+
+if TYPE_CHECKING:
+    from sglcore.runtime.overlap.halves import Halves
 
 Policy = DecodeGraphs | PromptGraphs
 
@@ -43,15 +47,16 @@ class GraphRunner:
         streams: Streams = Streams(),
         shadow: int = 0,
         needs_host_lengths: bool = False,
+        halves: Halves | None = None,
     ) -> None:
         """Capture `forward` for every bucket, the largest first. Waits; `progress(done, total)` after each.
 
-        All device work, the capture included, goes to the forward stream of `streams`.
+        All device work, the capture included, goes to the forward stream of `streams`. `halves`: how decodes are cut in two.
         """
         self.backend = backend
         self.memory: int | None = None
         self.shadow = Shadow(shadow) if shadow else None
-        self.decode = DecodeGraphs(backend, registry, context, forward, buckets, needs_host_lengths)
+        self.decode = DecodeGraphs(backend, registry, context, forward, buckets, needs_host_lengths, halves)
         self.prompts: PromptGraphs | None = None
         if prompts is not None:
             if not isinstance(backend, PromptBackend):

@@ -26,6 +26,7 @@ from sglcore.step.states import entering_slots
 from sglcore.step.tables import new_history
 
 if TYPE_CHECKING:
+    from sglcore.runtime.overlap.halves import Halves
     from sglcore.runtime.parallel.group import Groups
 
 
@@ -80,10 +81,11 @@ class ModelRunner:
         reads_history: bool = False,
         entered: Sequence[Entered] = (),
         groups: Groups | None = None,
+        halves: Halves | None = None,
     ) -> None:
         """`is_narrow`: no tensor on the device may hold integers of 64 bits. `needs_host_lengths`: no forward runs without the
         host's mirrors of its lengths. `window_table`: of a worker that keeps windows. `entered` are told of slots that are
-        given to requests. `groups`: of one of several ranks."""
+        given to requests. `groups`: of one of several ranks. `halves`: how batches run that are cut in two."""
         self.model = model
         self.attn_backend = attn_backend
         self.decode_registry = decode_registry
@@ -91,7 +93,7 @@ class ModelRunner:
         self.token_table = token_table
         self.graphs = graphs
         self.streams = streams
-        self.groups = groups
+        self.groups, self.halves = groups, halves
         self.is_narrow = is_narrow
         self.state_pool = state_pool
         self.window_table = window_table
@@ -185,10 +187,11 @@ class ModelRunner:
         return staged
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, str]:
-        """Hidden states [T, hidden] and the path that ran ("eager", or the graph's kind and bucket)."""
+        """Hidden states [T, hidden] and the path that ran ("eager", "eager:halves", or the graph's kind and bucket)."""
         if self.graphs is not None and self.graphs.can_run(batch):
             return self.graphs.run(batch), self.graphs.path(batch)
-        return self.run_eager(batch), "eager"
+        is_whole = self.halves is None or self.halves.cut_of(batch) is None
+        return self.run_eager(batch), "eager" if is_whole else "eager:halves"
 
     def run_eager(self, batch: ForwardBatch) -> Tensor:
         """One forward of the batch as it is. The runner publishes its own context and never inherits an outer one. Raises
@@ -196,6 +199,9 @@ class ModelRunner:
         if self._needs_host_lengths and batch.seq_lens_cpu is None:
             raise ValueError("found a batch without seq_lens_cpu; wanted its lengths on the host too, as the facts say")
         view = self.prepared(batch)
+        cut = None if self.halves is None else self.halves.cut_of(view)
+        if self.halves is not None and cut is not None:
+            return self.halves.run(self.model, self.context(view), view, cut)
         if view.needs_forward_metadata_init(self.attn_backend):
             view.mark_forward_metadata_ready(self.attn_backend.plan(view))
         with forward_context(self.context(view)):

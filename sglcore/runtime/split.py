@@ -1,11 +1,14 @@
 """Children of a batch: a child is an interval of tokens, made field by field from the declarations.
 
-One clip formula serves decode, extend, splits at request boundaries and splits inside a request.
+One clip formula serves decode, extend, splits at request boundaries and splits inside a request. It reads the parent's own
+values where they are: nothing is copied from the host, so a child can be made inside a captured stream too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.step.fields import Axis, FieldSpec, Split, spec_of, specs
+from sglcore.step.fields import Axis, FieldSpec, Split, leaves, specs
 
 Record = TypeVar("Record")
 Ints = NDArray[np.int32]
@@ -27,72 +30,94 @@ class SplitRefusedError(ValueError):
 class Clip:
     """A child's tokens [first, last) of its parent, in terms of requests.
 
-    `rows` are the requests with tokens in it; of each, `lengths` tokens belong to the child, after `skipped` tokens of
-    this step and `prefix_lens` cells in all, so that `seq_lens` tokens are known once the child has run; layers with windows
-    count from `window_starts` on. `real` of its tokens are not padding; the first `mirrored` rows are not, and have host
-    mirrors.
+    `rows` are the requests with tokens in it. Of the first of them `skipped` tokens of this step are before the child, and of the
+    last `rest` are behind it; of all others every token is inside.
     """
 
     first: int
     last: int
     rows: slice
-    lengths: Ints
-    skipped: Ints
-    prefix_lens: Ints
-    window_starts: Ints
-    real: int
-    mirrored: int
+    skipped: int
+    rest: int
 
     @property
-    def values(self) -> dict[str, Any]:
-        """What each clipped field becomes, as host values; a host mirror becomes those of its field that are `mirrored`."""
-        starts = np.cumsum(self.lengths, dtype=np.int32) - self.lengths
-        seq_lens = (self.prefix_lens + self.lengths).astype(np.int32)
-        return {
-            "batch_size": len(self.lengths),
-            "num_tokens": self.last - self.first,
-            "seq_lens": seq_lens,
-            "window_seq_lens": seq_lens - self.window_starts,
-            "extend_seq_lens": self.lengths,
-            "extend_prefix_lens": self.prefix_lens,
-            "extend_start_loc": starts,
-            "req_lens": self.lengths,
-        }
+    def batch_size(self) -> int:
+        """Requests with tokens in it."""
+        return self.rows.stop - self.rows.start
 
 
-def clip(batch: ForwardBatch, first: int, last: int, real_tokens: int) -> Clip:
-    """The interval [first, last) of a batch of which `real_tokens` are not padding."""
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What becomes of a number of each request where only some of its tokens are in a child: so many times `skipped` are added for
+    the request that began before it, so many times `rest` taken away for the one that goes on behind it."""
+
+    by_skipped: int = 0
+    by_rest: int = 0
+
+
+LENGTHS: Mapping[str, Moved] = MappingProxyType(
+    {
+        "seq_lens": Moved(by_rest=1),
+        "window_seq_lens": Moved(by_rest=1),
+        "extend_seq_lens": Moved(by_skipped=-1, by_rest=1),
+        "extend_prefix_lens": Moved(by_skipped=1),
+        "req_lens": Moved(by_skipped=-1, by_rest=1),
+    }
+)
+"""Clipped fields with a number of each request; mirrors go as what they mirror."""
+SIZES = frozenset({"batch_size", "num_tokens", "extend_start_loc"})
+"""Clipped fields that have formulas of their own."""
+
+
+def check_declarations(batch_type: type) -> None:
+    """Raise TypeError for a batch type with a field that is to be clipped and that nobody knows how to clip."""
+    for spec in leaves(batch_type):
+        name = (spec.mirror or spec.name).rpartition(".")[2]
+        if spec.split is Split.CLIP and name not in LENGTHS and name not in SIZES:
+            raise TypeError(f"{batch_type.__name__}.{spec.name} is clipped, and nothing says what a child has of it")
+
+
+check_declarations(ForwardBatch)
+
+
+def clip(batch: ForwardBatch, first: int, last: int) -> Clip:
+    """The interval [first, last) of a batch. Raises ValueError for one that is not inside, or that parts the rows of a request that
+    has several of a decode."""
     if not 0 <= first <= last <= batch.num_tokens:
         raise ValueError(f"tokens [{first}, {last}) do not lie in a batch of {batch.num_tokens} tokens")
-    assert batch.seq_lens_cpu is not None
-    lengths, seq_lens = batch.extend_seq_lens_cpu, batch.seq_lens_cpu
+    width = batch.width or 1
+    if first % width or last % width:
+        raise ValueError(f"tokens [{first}, {last}) part a request of {width} rows; wanted multiples of {width}")
+    lengths = batch.extend_seq_lens_cpu
     if lengths is None:
-        lengths = np.ones(batch.batch_size, dtype=np.int32)
-        padding = int(spec_of(ForwardBatch, "seq_lens").padding.value)
-        seq_lens = np.append(seq_lens, np.full(batch.batch_size - len(seq_lens), padding, dtype=np.int32))
+        return Clip(first, last, slice(first, last), 0, 0)
     ends = np.cumsum(lengths)
     starts = ends - lengths
     inside = np.flatnonzero(np.minimum(ends, last) > np.maximum(starts, first))
-    rows = slice(int(inside[0]), int(inside[-1]) + 1) if len(inside) else slice(0, 0)
-    skipped = np.maximum(first - starts[rows], 0).astype(np.int32)
-    kept = np.minimum(ends[rows], last) - np.maximum(starts[rows], first)
-    prefix = seq_lens[rows] - lengths[rows] + skipped
-    real = min(max(real_tokens - first, 0), last - first)
-    mirrored = max(min(len(batch.seq_lens_cpu), rows.stop) - rows.start, 0)
-    hidden = np.zeros_like(seq_lens)
-    if batch.window_seq_lens_cpu is not None:
-        hidden[: len(batch.seq_lens_cpu)] = batch.seq_lens_cpu - batch.window_seq_lens_cpu
-    kept, prefix = kept.astype(np.int32), prefix.astype(np.int32)
-    return Clip(first, last, rows, kept, skipped, prefix, hidden[rows], real, mirrored)
+    if not len(inside):
+        return Clip(first, last, slice(0, 0), 0, 0)
+    left, right = int(inside[0]), int(inside[-1])
+    skipped, rest = max(first - int(starts[left]), 0), max(int(ends[right]) - last, 0)
+    return Clip(first, last, slice(left, right + 1), skipped, rest)
 
 
-def filter_batch(batch: ForwardBatch, first: int, last: int, real_tokens: int | None = None) -> ForwardBatch:
+def filter_batch(batch: ForwardBatch, first: int, last: int) -> ForwardBatch:
     """The child that holds tokens [first, last). It starts without a plan; the parent is left as it is.
 
-    Raises SplitRefusedError if a field forbids it. Tensors are views where the axis is only cut.
+    Raises SplitRefusedError if a field forbids it. Tensors are views where the axis is only cut. Does not wait.
     """
-    part = clip(batch, first, last, batch.num_tokens if real_tokens is None else real_tokens)
-    return _child(batch, part)
+    return _child(batch, clip(batch, first, last))
+
+
+def refusal(record: object) -> str:
+    """The name of the first field there that forbids splitting a batch; empty if none does."""
+    for spec in specs(type(record)):
+        value = getattr(record, spec.name)
+        if value is not None and spec.split is Split.REFUSE:
+            return spec.name
+        if value is not None and spec.split is Split.NESTED and (inner := refusal(value)):
+            return inner
+    return ""
 
 
 def _child(record: Record, part: Clip) -> Record:
@@ -115,11 +140,34 @@ def _child_value(spec: FieldSpec, value: Any, part: Clip) -> Any:
     if spec.split is Split.NESTED:
         return _child(value, part)
     if spec.split is Split.COUNT:
-        return torch.full_like(value, part.real)
+        return (value - part.first).clamp_(0, part.last - part.first)
     if spec.split is Split.CLIP:
-        clipped = part.values[spec.mirror][: part.mirrored] if spec.mirror else part.values[spec.name]
-        return torch.from_numpy(clipped).to(value.device, value.dtype) if isinstance(value, torch.Tensor) else clipped
+        return _clipped(spec.mirror or spec.name, value, part)
     if spec.split is Split.ADVANCE:
-        return value[part.rows] + torch.from_numpy(part.skipped).to(value.device)
+        return _moved(value, part, Moved(by_skipped=1))
     where = slice(part.first, part.last) if spec.axis is Axis.TOKENS else part.rows
     return value[(slice(None),) * spec.dim + (where,)]
+
+
+def _clipped(name: str, value: Any, part: Clip) -> Any:
+    if name == "batch_size":
+        return part.batch_size
+    if name == "num_tokens":
+        return part.last - part.first
+    if name == "extend_start_loc":
+        starts = value[part.rows] - part.first
+        return starts.clamp_(min=0) if isinstance(starts, torch.Tensor) else np.maximum(starts, 0)
+    return _moved(value, part, LENGTHS[name])
+
+
+def _moved(value: Any, part: Clip, moved: Moved) -> Any:
+    """One number of each request, of tensors and of host arrays, which may know fewer requests than there are."""
+    found = value[part.rows]
+    before, behind = moved.by_skipped * part.skipped, -moved.by_rest * part.rest
+    if not (before or behind) or not len(found):
+        return found
+    found = found.clone() if isinstance(found, torch.Tensor) else found.copy()
+    head, tail = found[:1], found[part.batch_size - 1 :]
+    head += before
+    tail += behind
+    return found

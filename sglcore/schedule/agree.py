@@ -12,7 +12,10 @@ from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import Any
 
+import numpy as np
+
 from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.cut import CutTerms
 from sglcore.device.plan import StepPlan
 
 
@@ -51,6 +54,8 @@ class StepVote:
     mode: ForwardMode = _vote(SAME)
     can_replay: bool = _vote(ALL)
     is_extend: bool = _vote(ANY)
+    cuts: tuple[int, ...] = _vote(EACH, (0,))
+    may_cut: bool = _vote(ALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +68,21 @@ class Terms:
     needs_equal_rows: bool = False
 
 
-def vote_of(batch: ScheduleBatch | None) -> StepVote:
-    """The vote of a shard with this step, None for one that has nothing to run."""
+def vote_of(batch: ScheduleBatch | None, cut: CutTerms | None = None) -> StepVote:
+    """The vote of a shard with this step, None for one that has nothing to run. `cut`: which steps it would run as two halves."""
     if batch is None:
         return StepVote()
-    mode = batch.forward_mode
-    return StepVote((batch.num_tokens,), mode, can_replay=batch.embed_rows is None, is_extend=not mode.is_decode)
+    mode, where = batch.forward_mode, 0
+    if cut is not None:
+        where = cut.of_decode(batch.batch_size) if mode.is_decode else cut.of_prompts(np.diff(batch.token_offsets))
+    return StepVote(
+        (batch.num_tokens,),
+        mode,
+        can_replay=batch.embed_rows is None,
+        is_extend=not mode.is_decode,
+        cuts=(where,),
+        may_cut=where > 0,
+    )
 
 
 def reduced(votes: Sequence[StepVote]) -> StepVote:
@@ -85,7 +99,7 @@ def agree(votes: Sequence[StepVote], terms: Terms = Terms()) -> StepPlan:
 
     All replay, in the smallest bucket that holds the largest shard and is not more than twice its rows, or nobody does. Rows
     are padded where the transport or a graph needs it; else where gathering the largest moves no more than summing all, which
-    steps with prompts, whose sizes differ most, never try."""
+    steps with prompts, whose sizes differ most, never try. All have two halves, idle ones two empty ones, or nobody has."""
     total = reduced(votes)
     shards, rounded = len(total.rows), [-(-count // terms.width) * terms.width for count in total.rows]
     largest = max(rounded, default=0)
@@ -97,7 +111,8 @@ def agree(votes: Sequence[StepVote], terms: Terms = Terms()) -> StepPlan:
         is_padded = False
     else:
         is_padded = 2 * sum(rounded) >= shards * largest
-    return StepPlan(total.rows, is_padded, bucket)
+    cuts = total.cuts if total.may_cut and any(total.cuts) and bucket is None else None
+    return StepPlan(total.rows, is_padded, bucket, cuts=cuts, is_decode=total.mode.is_decode)
 
 
 def _bucket(rows: int, buckets: tuple[int, ...]) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.cut import THETA, CutTerms
 from sglcore.device.plan import StepPlan
 from sglcore.device.worker import Limits, ModelWorker, Ticket
 from sglcore.schedule.agree import agree, vote_of
@@ -39,6 +40,9 @@ class ShardLoop:
         self._running: list[Sent] = []
         self._unsent: list[EngineOutput] = []
         self._idle_steps = count(1)
+        # Requests that keep a state, or are read in both directions, are not cut. From how many rows on, ranks know.
+        may_cut_requests = worker.limits.generates and not worker.limits.keeps_state
+        self._cut = CutTerms(theta=THETA if may_cut_requests else 0.0)
 
     @property
     def has_work(self) -> bool:
@@ -75,7 +79,7 @@ class ShardLoop:
             if not any(batch is not None for batch in batches):
                 self._refuse_standstill()
                 return []
-            plan = agree([vote_of(batch) for batch in batches])
+            plan = agree([vote_of(batch, self._cut) for batch in batches])
             return [self._send(plan.of_shard(shard), batch) for shard, batch in enumerate(batches)]
         except BaseException as error:
             self._abandon(error)

@@ -86,7 +86,7 @@ class ForwardInputs(Generic[Array]):
     forward_mode: ForwardMode = batch_field(axis=NONE, split=Split.COPY, read="forward_mode", default=ForwardMode.IDLE)
     batch_size: int = batch_field(axis=NONE, split=Split.CLIP, read="batch_size", default=0)
     num_tokens: int = batch_field(axis=NONE, split=Split.CLIP, read="num_tokens", default=0)
-    width: int | None = batch_field(axis=NONE, split=Split.REFUSE, owner="speculative")
+    width: int | None = batch_field(axis=NONE, split=Split.COPY, owner="speculative")
 
     req_pool_indices: Array = batch_field(axis=REQUESTS, dtype="int32", padding=zero(), read="slots")
     seq_lens: Array = batch_field(axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_seq_lens)

@@ -96,3 +96,14 @@ def test_proposals_of_a_divided_draft_leave_no_trace_in_a_text(lane: Lane, tmp_p
             found.append([result.tokens for result in results])
             assert bool(engine.scheduler.drafts) == (speculative == "eagle")
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("settings", [{}, {"dp": 2, "ep": 2}], ids=str)
+def test_two_devices_run_halves_in_turn(lane: Lane, settings: dict[str, Any], tmp_path: Path) -> None:
+    """On one stream, where nothing of one half races with what the other computes."""
+    kind = partial(defects.simulated, lane.simulator)
+    oracle = qwen3_moe(num_experts=4, max_position_embeddings=128)
+    given = {**PLAIN, "two_batch_overlap": "on", "max_batch_tokens": 12, **settings}
+    with RankedEngine(save(oracle, tmp_path), kind, **given) as engine:
+        check_logprobs(engine.run(random_prompts(5, (3, 5, 17, 9)), 6), oracle)
+        assert "eager:halves" in engine.paths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,8 +18,8 @@ from sglcore.device.batch import CaptureHiddenMode, ForwardMode
 from sglcore.runtime.buffer_registry import FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
-from sglcore.runtime.split import SplitRefusedError, filter_batch
-from sglcore.step.fields import Axis, Split, batch_field, specs
+from sglcore.runtime.split import SplitRefusedError, check_declarations, filter_batch, refusal
+from sglcore.step.fields import Axis, Split, When, batch_field, specs
 from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from tests.runtime.tiny import PAGE, SHARED, STAGED, Site, assert_close, ints, random_tokens
 from tests.runtime.windows import WindowDesk, make_windowed
@@ -196,9 +197,10 @@ def test_an_interval_outside_the_batch_is_an_error() -> None:
 @pytest.mark.parametrize(("first", "last", "real"), [(0, 3, 3), (0, 5, 4), (3, 6, 1), (4, 6, 0), (5, 5, 0)])
 def test_a_child_counts_its_own_real_tokens(first: int, last: int, real: int) -> None:
     _, batch = parent([(0, 6)])
-    child = filter_batch(batch, first, last, real_tokens=4)
+    batch.num_token_non_padded = torch.tensor([4], dtype=torch.int32)
+    child = filter_batch(batch, first, last)
     assert child.num_token_non_padded.tolist() == [real]
-    assert batch.num_token_non_padded.tolist() == [6]
+    assert batch.num_token_non_padded.tolist() == [4]
 
 
 def padded(batch: ForwardBatch, site: Site, bs: int, tokens: int) -> ForwardBatch:
@@ -223,7 +225,7 @@ def test_children_of_a_padded_decode_have_padding_rows_that_the_host_does_not_kn
     site, batch = parent(rows, decode=True)
     view = padded(batch, site, 6, 6)
     for first, last in ((0, 6), (2, 4), (3, 6), (1, 3), (6, 6)):
-        child = filter_batch(view, first, last, real_tokens=3)
+        child = filter_batch(view, first, last)
         raw = filter_batch(batch, min(first, 3), min(last, 3))
         assert child.seq_lens_cpu is not None and raw.seq_lens_cpu is not None
         padding = last - first - raw.batch_size
@@ -240,11 +242,11 @@ def test_padding_tokens_of_a_long_batch_belong_to_no_row() -> None:
     rows = [(2, 1), (0, 4)]
     site, batch = parent(rows)
     view = padded(batch, site, 4, 8)
-    child = filter_batch(view, 4, 8, real_tokens=5)
+    child = filter_batch(view, 4, 8)
     assert (child.batch_size, child.num_tokens) == (1, 4)
     assert _list(child.extend_seq_lens) == _list(child.extend_seq_lens_cpu) == [1]
     assert _list(child.num_token_non_padded) == [1]
-    assert _list(filter_batch(view, 6, 8, real_tokens=5).seq_lens) == []
+    assert _list(filter_batch(view, 6, 8).seq_lens) == []
 
 
 # -- kinds of fields that no batch has yet -----------------------------------------------------------------------------
@@ -285,3 +287,105 @@ def test_views_of_a_child_share_the_parents_memory_where_the_axis_is_only_cut() 
     for name in ("input_ids", "positions", "out_cache_loc", "token_type_ids", "mrope_positions"):
         mine, theirs = getattr(batch, name), getattr(child, name)
         assert mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
+
+
+# -- every declared field ----------------------------------------------------------------------------------------------
+
+
+def values_of_every_field(rows: Rows) -> tuple[ForwardBatch, dict[str, Any]]:
+    """A batch, and for each of its fields that may be absent a value by which its entries are told apart."""
+    _, batch = parent(rows)
+    count = sum(length for _, length in rows)
+    batch.features = torch.arange(3.0 * count).view(count, 3)
+    batch.spec_info = Draft(torch.arange(1.0 * len(rows)), depth=2)
+    optional = {
+        spec.name: getattr(batch, spec.name)
+        for spec in specs(ForwardBatch)
+        if spec.when is When.IF_GIVEN or spec.when is When.WINDOWS
+    }
+    return batch, optional
+
+
+def sizes_fit(child: ForwardBatch) -> bool:
+    """Every field with an axis has an entry for each of the child's requests or tokens."""
+    for record in (child, child.ngram_embedding_info, child.spec_info):
+        for spec in () if record is None else specs(type(record)):
+            value = getattr(record, spec.name)
+            if value is None or spec.axis is Axis.NONE:
+                continue
+            wanted = child.num_tokens if spec.axis is Axis.TOKENS else child.batch_size
+            if value.shape[spec.dim] != wanted:
+                return False
+    return True
+
+
+@settings(deadline=None, max_examples=60)
+@given(ROWS, st.data())
+def test_children_have_every_declared_field_that_the_parent_has_and_no_other(rows: Rows, data: st.DataObject) -> None:
+    batch, optional = values_of_every_field(rows)
+    for name in optional:
+        if name != "plan_record" and not data.draw(st.booleans(), label=name):
+            setattr(batch, name, None)
+    first = data.draw(st.integers(0, batch.num_tokens), label="first")
+    last = data.draw(st.integers(first, batch.num_tokens), label="last")
+    child = filter_batch(batch, first, last)
+    left = {Split.DROP, Split.FRESH}
+    for spec in specs(ForwardBatch):
+        was, now = getattr(batch, spec.name), getattr(child, spec.name)
+        if spec.split in left:
+            assert now == spec_default(spec.name), spec.name
+        else:
+            assert (was is None) == (now is None), spec.name
+    assert sizes_fit(child)
+
+
+def spec_default(name: str) -> Any:
+    return next(item.default for item in dataclasses.fields(ForwardBatch) if item.name == name)
+
+
+def test_a_child_that_keeps_a_whole_field_is_caught() -> None:
+    batch, _ = values_of_every_field([(0, 3), (2, 2)])
+    child = filter_batch(batch, 0, 2)
+    assert sizes_fit(child)
+    for name in ("features", "req_pool_indices", "mrope_positions", "seq_lens_cpu", "window_positions"):
+        assert not sizes_fit(dataclasses.replace(child, **{name: getattr(batch, name)})), name
+
+
+def test_a_clipped_field_that_nobody_knows_to_clip_fails_when_it_is_declared() -> None:
+    @dataclass(slots=True)
+    class New(ForwardBatch):
+        fresh_lens: Tensor | None = batch_field(axis=Axis.REQUESTS, split=Split.CLIP, owner="test")
+
+    with pytest.raises(TypeError, match=r"New\.fresh_lens is clipped, and nothing says what a child has of it"):
+        check_declarations(New)
+    check_declarations(ForwardBatch)
+
+
+def test_rows_of_a_request_that_verifies_proposals_stay_together() -> None:
+    rows = [(4, 1), (4, 1), (2, 1), (2, 1), (5, 1), (5, 1)]
+    _, batch = parent(rows, decode=True)
+    batch.width = 2
+    child = filter_batch(batch, 2, 6)
+    assert (child.width, child.batch_size, child.num_tokens) == (2, 4, 4)
+    assert child.seq_lens.tolist() == batch.seq_lens.tolist()[2:6]
+    for first, last in ((1, 4), (0, 3)):
+        with pytest.raises(ValueError, match="part a request of 2 rows; wanted multiples of 2"):
+            filter_batch(batch, first, last)
+
+
+def test_lengths_that_only_the_device_knows_are_cut_there() -> None:
+    """The host's mirrors may be absent, or say what is the most: a child has the device's own numbers."""
+    _, batch = parent([(4, 1), (2, 1), (5, 1)], decode=True)
+    batch.seq_lens = batch.seq_lens - 1
+    for mirror in (batch.seq_lens_cpu, None):
+        batch.seq_lens_cpu = mirror
+        child = filter_batch(batch, 1, 3)
+        assert child.seq_lens.tolist() == [2, 5]
+        assert child.num_token_non_padded.tolist() == [2]
+
+
+def test_what_forbids_a_split_is_named() -> None:
+    _, batch = parent([(0, 2), (1, 2)])
+    assert refusal(batch) == ""
+    batch.spec_info = Draft(torch.tensor([1.0, 2.0]), tree=torch.zeros(2))
+    assert refusal(batch) == "tree"

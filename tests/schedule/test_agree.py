@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sglcore.device.batch import ForwardMode
+from sglcore.device.cut import CutTerms
 from sglcore.device.plan import StepPlan
 from sglcore.schedule import agree as module
 from sglcore.schedule.agree import StepVote, Terms, agree, reduced, vote_of
@@ -38,14 +39,16 @@ def _vote(kind: float, size: float, other: float) -> StepVote:
         return StepVote()
     mode = MODES[int(kind * 1.24 * len(MODES)) % len(MODES)]
     rows = int(size * (12 if mode is ForwardMode.DECODE else 40)) + 1
-    return StepVote((rows,), mode, can_replay=other < 0.9, is_extend=not mode.is_decode)
+    cut = rows // 2 if other > 0.1 else 0
+    return StepVote((rows,), mode, can_replay=other < 0.9, is_extend=not mode.is_decode, cuts=(cut,), may_cut=cut > 0)
 
 
 def order_is_nothing(agreed: Callable[..., StepPlan], case: Case) -> bool:
     votes, terms, order = case
     plan, turned = agreed(votes, terms), agreed([votes[place] for place in order], terms)
     rows = tuple(plan.global_num_tokens[place] for place in order)
-    return turned == replace(plan, global_num_tokens=rows)
+    cuts = None if plan.cuts is None else tuple(plan.cuts[place] for place in order)
+    return turned == replace(plan, global_num_tokens=rows, cuts=cuts)
 
 
 def idle_is_neutral(agreed: Callable[..., StepPlan], case: Case) -> bool:
@@ -55,7 +58,22 @@ def idle_is_neutral(agreed: Callable[..., StepPlan], case: Case) -> bool:
     plan, more = agreed(votes, terms), agreed([*votes[:place], StepVote(), *votes[place:]], terms)
     rows = plan.global_num_tokens
     wanted = (*rows[:place], 0, *rows[place:])
-    return (more.global_num_tokens, more.bucket) == (wanted, plan.bucket)
+    cuts = None if plan.cuts is None else (*plan.cuts[:place], 0, *plan.cuts[place:])
+    return (more.global_num_tokens, more.bucket, more.cuts) == (wanted, plan.bucket, cuts)
+
+
+def all_are_cut_or_none(agreed: Callable[..., StepPlan], case: Case) -> bool:
+    """Every busy shard has two halves with rows, an idle one two without, and together they are what it has."""
+    votes, terms, _ = case
+    plan = agreed(votes, terms)
+    busy = [vote for vote in votes if vote.rows != (0,)]
+    if not busy or plan.bucket is not None or not all(vote.may_cut for vote in busy):
+        return plan.cuts is None
+    if plan.cuts is None:
+        return False
+    first, second = plan.halves()
+    both = zip(first.global_num_tokens, second.global_num_tokens, votes, strict=True)
+    return all(a + b == vote.rows[0] and ((a > 0 and b > 0) or vote.rows == (0,)) for a, b, vote in both)
 
 
 def all_or_none(agreed: Callable[..., StepPlan], case: Case) -> bool:
@@ -83,7 +101,7 @@ def padding_has_an_inverse(agreed: Callable[..., StepPlan], case: Case) -> bool:
     )
 
 
-LAWS = (order_is_nothing, idle_is_neutral, all_or_none, padding_has_an_inverse)
+LAWS = (order_is_nothing, idle_is_neutral, all_or_none, all_are_cut_or_none, padding_has_an_inverse)
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -112,7 +130,18 @@ def without_rounding(votes: list[StepVote], terms: Terms) -> StepPlan:
     return replace(plan, bucket=bucket, is_padded=plan.is_padded or bucket is not None)
 
 
-@pytest.mark.parametrize("mutant", [by_the_first, with_idle_votes, without_rounding])
+def cut_by_the_first(votes: list[StepVote], terms: Terms) -> StepPlan:
+    """The first shard decides whether all are cut."""
+    plan = agree(votes, terms)
+    return replace(plan, cuts=reduced(votes).cuts if votes[0].may_cut else None)
+
+
+def idle_is_not_cut(votes: list[StepVote], terms: Terms) -> StepPlan:
+    """An idle shard, which has nothing to cut, keeps the others from it."""
+    return agree([replace(vote, may_cut=vote.cuts != (0,)) for vote in votes], terms)
+
+
+@pytest.mark.parametrize("mutant", [by_the_first, with_idle_votes, without_rounding, cut_by_the_first, idle_is_not_cut])
 def test_a_rule_that_looks_at_one_shard_is_caught(mutant: Callable[..., StepPlan]) -> None:
     assert any(not law(mutant, case) for case in drawn(2, 4000) for law in LAWS)
 
@@ -143,7 +172,9 @@ def test_a_shard_votes_as_its_step_is() -> None:
     drive.add("a", 3)
     prompt = drive.scheduler.next_batch()
     assert prompt is not None
-    assert vote_of(prompt) == StepVote((3,), ForwardMode.EXTEND, can_replay=True, is_extend=True)
+    assert vote_of(prompt) == StepVote((3,), ForwardMode.EXTEND, can_replay=True, is_extend=True, may_cut=False)
+    assert (vote_of(prompt, CutTerms(2)).cuts, vote_of(prompt, CutTerms(2)).may_cut) == ((1,), True)
+    assert (vote_of(prompt, CutTerms(4)).cuts, vote_of(prompt, CutTerms(4)).may_cut) == ((0,), False)
     prompt.embed_rows = np.zeros(1, np.int32)
     assert not vote_of(prompt).can_replay
     assert vote_of(None) == StepVote((0,), ForwardMode.IDLE, can_replay=True, is_extend=False)

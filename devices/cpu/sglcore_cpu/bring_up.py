@@ -23,6 +23,7 @@ from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, PoolKind, cell_bytes
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.overlap.halves import Halves
 from sglcore.runtime.speculative.choice import Speculation
 from sglcore.runtime.streams import Streams
 from sglcore.step.sizing import MemoryBudget, MemorySizes
@@ -223,6 +224,7 @@ def processor_runner(
     speculation: Speculation | None = None,
     hisparse: HiSparseCoordinator | None = None,
     groups: Groups | None = None,
+    halves: Halves | None = None,
 ) -> ModelRunner:
     """The standard runner. A step is recorded only where native kernels compute all of it."""
     if facts.graph_kind(config.graph) == "native":
@@ -232,7 +234,7 @@ def processor_runner(
         if reason:
             ledger.record(Row("native graph", "auto", "off", reason, "--graph compiled"))
             facts = replace(facts, default_graph="off")
-    parts = model, pools, sizes, attention, kernels, ledger, progress, streams, speculation, hisparse, groups
+    parts = model, pools, sizes, attention, kernels, ledger, progress, streams, speculation, hisparse, groups, halves
     try:
         return runner(config, package, facts, *parts)
     except NotCapturable as error:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from sglcore.device.topology import Place
+from sglcore.runtime.overlap.turns import pause
 from sglcore.runtime.parallel.group import Group
+from sglcore.runtime.parallel.handle import Finished, Handle
 from sglcore_cpu.meeting import Meeting, memory_size
 from sglcore_cpu.native import TYPES, Engine, recorder
 
@@ -63,6 +65,7 @@ class SharedSums(Group):
             return super().all_reduce(x)
         self._check("all_reduce", x)
         if is_native:
+            pause()
             self._meeting.sum(x)
         else:
             torch.sum(torch.stack(self._exchanged(x)), 0, out=x.view(-1))
@@ -101,6 +104,12 @@ class SharedSums(Group):
             self._exchange_rows(x, out, sent, received)
         return out
 
+    def launch_all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Handle:
+        """As that of `Group`; a recorded step has made it by then."""
+        if recorder.get() is not None:
+            return Finished(self.all_to_all(x, sent, received))
+        return super().launch_all_to_all(x, sent, received)
+
     def _gather(self, x: Tensor, out: Tensor) -> None:
         if x.nbytes > MOST:
             out.copy_(super().all_gather(x))
@@ -120,7 +129,9 @@ class SharedSums(Group):
         return SharedSums(*parts, path=path, make_engine=make, checks=self._checks, in_graphs=self._in_graphs)
 
     def _exchanged(self, x: Tensor) -> list[Tensor]:
-        """Everybody's, by rank, flat, readable until the call after the next. Waits for all."""
+        """Everybody's, by rank, flat, readable until the call after the next. Waits for all; before that another half of the batch
+        runs, if there is one."""
+        pause()
         half = self._meeting.exchange(x)
         return [place[: x.nbytes].view(x.dtype) for place in self._places[half]]
 

@@ -107,6 +107,10 @@ def computing(config: EngineConfig, hardware: Hardware, ledger: DecisionLedger) 
     if config.shadow:
         why = "nothing is captured, so there is no replay to compare"
         ledger.record(Row("shadow", str(config.shadow), "off", why, "leave shadow out", downgrade=True))
+    asked = config.two_batch_overlap
+    if asked != "off":
+        why = "one rank waits for no other"
+        ledger.record(Row("two-batch overlap", asked, "off", why, "--two-batch-overlap off", downgrade=asked == "on"))
     # A processor's draw is compiled by its C++ compiler, for seconds, at the first request of each kind.
     return Computing(compiles, compiles and hardware.kind != "cpu")
 

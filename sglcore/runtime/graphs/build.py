@@ -121,6 +121,7 @@ def capture(
 ) -> GraphRunner:
     """Capture every bucket, of batch sizes with so many rows a request, and say in the ledger what replays from now on. Waits for the device."""
     buckets, prompts = _within_limit(config, facts, runner, _prompt_forward(config, backend, runner), ledger, widths)
+    against = "" if runner.halves is None else reason_against_halves(backend, widths)
     captured = GraphRunner(
         backend,
         runner.decode_registry,
@@ -132,6 +133,7 @@ def capture(
         streams=runner.streams,
         shadow=config.shadow,
         needs_host_lengths=facts.needs_host_lengths,
+        halves=None if against else runner.halves,
     )
     if not captured.buckets:
         captured.close()
@@ -141,10 +143,40 @@ def capture(
         )
     kind = facts.graph_kind(config.graph)
     ledger.record(Row("graph", config.graph, kind, _summary(captured), "--graph off"))
+    if runner.halves is not None:
+        ledger.record(_halves_row(config, captured, against))
     if config.shadow:
         what = f"every replay of {config.shadow} also runs eagerly and is compared"
         ledger.record(Row("shadow", str(config.shadow), what, "asked for; each comparison waits", "shadow=0"))
     return captured
+
+
+def reason_against_halves(backend: GraphBackend, widths: tuple[int, ...]) -> str:
+    """Why decode graphs of this mechanism hold no two halves; empty if they do."""
+    if backend.kind != "full":
+        return f"graphs of kind {backend.kind} are captured in parts, or as a list of calls, which two halves would mix"
+    if widths != (1,):
+        return "steps that verify proposals have several numbers of rows a request, and a graph is cut at one place"
+    return ""
+
+
+def _halves_row(config: EngineConfig, captured: GraphRunner, against: str) -> Row:
+    """What becomes of decodes that would be cut, where graphs replay them."""
+    topic, asked, sizes = "two-batch overlap of graphs", config.two_batch_overlap, captured.decode.in_halves
+    if against:
+        return Row(
+            topic,
+            asked,
+            "off",
+            f"{against}: what they hold replays whole",
+            "--graph full or off",
+            downgrade=asked == "on",
+        )
+    if not sizes:
+        return Row(topic, asked, "off", "no captured batch size is cut: decodes replay whole", "--graph off")
+    return Row(
+        topic, asked, "on", f"decodes at batch sizes {', '.join(map(str, sizes))} hold two halves", "--graph off"
+    )
 
 
 def _summary(captured: GraphRunner) -> str:

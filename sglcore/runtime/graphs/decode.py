@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from sglcore.device.batch import ForwardMode
-from sglcore.runtime.attention.contract import AttentionPlan, Bucket
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket, HostUpdate
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.graphs.backend import CapturedStep, Forward, GraphBackend
 from sglcore.runtime.graphs.policy import SizedGraphs, carry_host_arrays, check_generation, generation, read_host_arrays
+from sglcore.runtime.overlap.captured import CapturedHalves
+
+if TYPE_CHECKING:
+    from sglcore.runtime.overlap.halves import Halves
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedBucket:
-    """A graph with everything it reads: its static batch view, its plan, and the generation of the pools it was captured on."""
+    """A graph with everything it reads: its static batch view, its plan or those of its halves, and the generation of the pools it was
+    captured on."""
 
     batch: ForwardBatch
-    plan: AttentionPlan
+    plan: AttentionPlan | CapturedHalves
     generation: tuple[int, int]
     step: CapturedStep
+
+
+def _refresh(
+    attention: AttentionBackend, plan: AttentionPlan | CapturedHalves, batch: ForwardBatch
+) -> HostUpdate | None:
+    if isinstance(plan, CapturedHalves):
+        return plan.refresh(batch)
+    return attention.refresh(plan, batch)
 
 
 class DecodeGraphs(SizedGraphs[CapturedBucket]):
@@ -36,11 +50,18 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         forward: Forward,
         buckets: tuple[int, ...],
         needs_host_lengths: bool = False,
+        halves: Halves | None = None,
     ) -> None:
-        """`needs_host_lengths`: a replay must be told lengths from the host."""
+        """`needs_host_lengths`: a replay must be told lengths from the host. `halves`: a graph holds two halves that take turns, where
+        they say so."""
         super().__init__(registry, context, forward, buckets, registry.max_bs)
         self.backend = backend
-        self._needs_host_lengths = needs_host_lengths
+        self._needs_host_lengths, self._halves = needs_host_lengths, halves
+
+    @property
+    def in_halves(self) -> tuple[int, ...]:
+        """The captured sizes whose graphs hold two halves."""
+        return tuple(size for size in self.sizes if isinstance(self._captured[size].plan, CapturedHalves))
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """The batch has a bucket, and no input that the graphs do not read; its lengths are on the host if need be."""
@@ -62,7 +83,7 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         self.registry.fill_from(batch, FillContext(batch.batch_size, size, batch.num_tokens, size))
         carry_host_arrays(batch, captured.batch)
         captured.batch.width = batch.width
-        update = attention.refresh(captured.plan, captured.batch)
+        update = _refresh(attention, captured.plan, captured.batch)
         with forward_context(replace(self._context, batch=captured.batch)):
             output = captured.step.replay(update)
         return output[: batch.num_tokens]
@@ -70,9 +91,17 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
     def _capture(self, size: int) -> CapturedBucket:
         attention, batch = self._context.attn_backend, self._static_batch(size, size, ForwardMode.DECODE)
         read_host_arrays(batch)
-        plan = attention.capture_plan(Bucket(size, size))
-        attention.refresh(plan, batch)
+        plan = self._plan(size)
+        _refresh(attention, plan, batch)
+        context = replace(self._context, batch=batch)
+        if isinstance(plan, CapturedHalves):
+            step = self.backend.capture(lambda: plan.forward(self._forward, context, batch))
+            return CapturedBucket(batch, plan, generation(self._context), step)
         batch.mark_forward_metadata_ready(plan)
-        with forward_context(replace(self._context, batch=batch)):
+        with forward_context(context):
             step = self.backend.capture(lambda: self._forward(batch))
         return CapturedBucket(batch, plan, generation(self._context), step)
+
+    def _plan(self, size: int) -> AttentionPlan | CapturedHalves:
+        found = None if self._halves is None else CapturedHalves.of(self._halves, size)
+        return self._context.attn_backend.capture_plan(Bucket(size, size)) if found is None else found

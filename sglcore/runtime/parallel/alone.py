@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sglcore.runtime.parallel.handle import Finished, Handle
+
 
 class Alone:
     """Every operation gives what this rank has."""
@@ -29,6 +31,10 @@ class Alone:
     def all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
         """`x` itself."""
         return x
+
+    def launch_all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Handle:
+        """`x` itself."""
+        return Finished(x)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """`x` itself."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.parallel.group import AnyGroup
+from sglcore.runtime.parallel.handle import Handle, wait_all
 
 
 class CapacityExceeded(RuntimeError):
@@ -84,22 +85,29 @@ class MakeDispatcher(Protocol):
 class _Ragged:
     """What was sent: `order` int64 [S] are the choices, of T * K, in the order of sending; `sent` and `received` count rows by rank."""
 
-    given: ExpertInput
+    rows: Handle
+    experts: Handle
     order: Tensor
     sent: list[int]
     received: list[int]
     shape: tuple[int, int]
 
     def wait(self) -> ExpertInput:
-        return self.given
+        return ExpertInput(*wait_all(self.rows, self.experts))
 
 
 @dataclass(slots=True)
-class _Whole:
-    found: Tensor
+class _RaggedBack:
+    """What comes back, and to which choices."""
+
+    back: Handle
+    dispatched: _Ragged
 
     def wait(self) -> Tensor:
-        return self.found
+        back, (tokens, choices) = self.back.wait(), self.dispatched.shape
+        found = back.new_zeros(tokens * choices, back.shape[1])
+        found[self.dispatched.order] = back
+        return found.view(tokens, choices, back.shape[1])
 
 
 class RaggedDispatcher:
@@ -121,27 +129,42 @@ class RaggedDispatcher:
         received = self._group.all_to_all(counts).tolist()
         sent = counts.tolist()
         order = order[: sum(sent)]
-        given = self._group.all_to_all(rows[order // places.shape[1]], sent, received)
-        experts = self._group.all_to_all((flat[order] % self._each).int(), sent, received)
-        return _Ragged(ExpertInput(given, experts), order, sent, received, (len(rows), places.shape[1]))
+        given = self._group.launch_all_to_all(rows[order // places.shape[1]], sent, received)
+        experts = self._group.launch_all_to_all((flat[order] % self._each).int(), sent, received)
+        return _Ragged(given, experts, order, sent, received, (len(rows), places.shape[1]))
 
     def launch_combine(self, made: Tensor, dispatched: Dispatched) -> Combining:
         """See `Dispatcher`."""
         assert isinstance(dispatched, _Ragged)
-        back = self._group.all_to_all(made.contiguous(), dispatched.received, dispatched.sent)
-        tokens, choices = dispatched.shape
-        found = made.new_zeros(tokens * choices, made.shape[1])
-        found[dispatched.order] = back
-        return _Whole(found.view(tokens, choices, made.shape[1]))
+        back = self._group.launch_all_to_all(made.contiguous(), dispatched.received, dispatched.sent)
+        return _RaggedBack(back, dispatched)
 
 
 @dataclass(slots=True)
 class _Fixed:
-    given: ExpertInput
+    """Rows by the rank that they are for, under way, and int32 [R]: whose each of those that come is."""
+
+    rows: Handle
+    experts: Tensor
     places: Tensor
 
     def wait(self) -> ExpertInput:
-        return self.given
+        return ExpertInput(self.rows.wait(), self.experts)
+
+
+@dataclass(slots=True)
+class _FixedBack:
+    """What comes back, of how many rows of each rank."""
+
+    back: Handle
+    places: Tensor
+    max_rows: int
+
+    def wait(self) -> Tensor:
+        back, places = self.back.wait(), self.places
+        row = torch.arange(len(places), device=back.device).unsqueeze(1).expand_as(places)
+        found = back.view(-1, self.max_rows, back.shape[-1])[places.clamp(min=0).long(), row]
+        return found.masked_fill((places < 0).unsqueeze(-1), 0)
 
 
 class FixedDispatcher:
@@ -165,21 +188,15 @@ class FixedDispatcher:
         every = rows.new_zeros(size * self._each + 1, self.max_rows, rows.shape[1])
         row = torch.arange(count, device=rows.device).unsqueeze(1).expand_as(places)
         every[places.long(), row] = rows.unsqueeze(1)  # none is the last, which stays here
-        here = self._exchanged(every[:-1])
         experts = torch.arange(self._each, dtype=torch.int32, device=rows.device)
-        flat = ExpertInput(here.flatten(0, 2), experts.repeat_interleave(self.max_rows).repeat(size))
-        return _Fixed(flat, places)
+        every_expert = experts.repeat_interleave(self.max_rows).repeat(size)
+        return _Fixed(self._exchanged(every[:-1]), every_expert, places)
 
     def launch_combine(self, made: Tensor, dispatched: Dispatched) -> Combining:
         """See `Dispatcher`."""
         assert isinstance(dispatched, _Fixed)
-        places, width = dispatched.places, made.shape[1]
-        back = self._exchanged(made.view(-1, self.max_rows, width)).view(-1, self.max_rows, width)
-        row = torch.arange(len(places), device=made.device).unsqueeze(1).expand_as(places)
-        found = back[places.clamp(min=0).long(), row]
-        return _Whole(found.masked_fill((places < 0).unsqueeze(-1), 0))
+        return _FixedBack(self._exchanged(made), dispatched.places, self.max_rows)
 
-    def _exchanged(self, rows: Tensor) -> Tensor:
-        """[ranks * each, max_rows, H], by the rank that it is for, to [ranks, each, max_rows, H], by the rank that it is from."""
-        received = self._group.all_to_all(rows.contiguous())
-        return received.view(self._group.size, self._each, self.max_rows, rows.shape[2])
+    def _exchanged(self, rows: Tensor) -> Handle:
+        """[..., H], in the order of [ranks, each, max_rows] by the rank that it is for, to [R, H] in that by the rank that it is from."""
+        return self._group.launch_all_to_all(rows.reshape(-1, rows.shape[-1]).contiguous())

@@ -10,16 +10,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sglcore.device.topology import Communication, Place
+from sglcore.runtime.overlap.turns import current_turn
 from sglcore.runtime.parallel.alone import Alone
+from sglcore.runtime.parallel.handle import CollectiveError, Finished, Handle, Launched
 
 if TYPE_CHECKING:
+    from sglcore.runtime.overlap.turns import Turn
     from sglcore.runtime.parallel.dispatch import Dispatcher, MakeDispatcher
 
 TIMEOUT = timedelta(seconds=30)
@@ -27,16 +30,15 @@ TIMEOUT = timedelta(seconds=30)
 MEETING = timedelta(seconds=120)
 """How long ranks may take to find each other."""
 
-
-class CollectiveError(RuntimeError):
-    """A collective failed, most often because another rank has ended: a consequence, not a cause."""
+Collective = Callable[[bool], dist.Work | None]
+"""Starts a collective; True: it is waited for later, and the work is given."""
 
 
 class Group:
     """By the names that every torch from 2.11 on has: those that take one tensor for all parts change theirs.
 
     Ranks 0..size - 1; this process is `rank`. Sums are made in place. Whether a call waits is the back end's affair: a
-    tensor on a stream is ordered with it."""
+    tensor on a stream is ordered with it. In one of two halves of a batch the other half runs before it waits."""
 
     def __init__(
         self,
@@ -62,47 +64,48 @@ class Group:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in `x`, which must be contiguous."""
         self._check("all_reduce", x)
-        self._run(lambda: dist.all_reduce(x, group=self._group))
-        return x
+        return self._run(lambda later: dist.all_reduce(x, group=self._group, async_op=later), x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *shape of x]: everybody's, by rank. `x` must be contiguous."""
         self._check("all_gather", x)
         out = x.new_empty((self.size, *x.shape))
-        self._run(lambda: dist.all_gather(list(out.unbind(0)), x, group=self._group))
-        return out
+        parts = list(out.unbind(0))
+        return self._run(lambda later: dist.all_gather(parts, x, group=self._group, async_op=later), out)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Of the sum of everybody's [size * N, ...], this rank's N rows."""
         self._check("reduce_scatter", x)
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        self._run(lambda: dist.reduce_scatter(out, list(x.chunk(self.size)), group=self._group))
-        return out
+        parts = list(x.chunk(self.size))
+        return self._run(lambda later: dist.reduce_scatter(out, parts, group=self._group, async_op=later), out)
 
     def all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
         """Rows [sum of received, ...]: from each rank, in order, those that it sent here. `sent` are this rank's rows for each,
         in order; both None: equally many."""
-        self._check("all_to_all", x, by_shape=sent is None)
-        rows = x.shape[0] if received is None else sum(received)
-        out = x.new_empty((rows, *x.shape[1:]))
-        self._run(lambda: dist.all_to_all_single(out, x, received, sent, group=self._group))
-        return out
+        out, collective = self._exchange(x, sent, received)
+        return self._run(collective, out)
+
+    def launch_all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Handle:
+        """The same, under way: `x` is read until it is waited for."""
+        out, collective = self._exchange(x, sent, received)
+        work, turn = self._started(collective)
+        return Finished(out) if work is None or turn is None else Launched(work, turn, out, x, self.size)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """`x` as the rank `source` of this group has it, in `x`."""
         self._check("broadcast", x)
-        self._run(lambda: dist.broadcast(x, group=self._group, group_src=source))
-        return x
+        return self._run(lambda later: dist.broadcast(x, group=self._group, group_src=source, async_op=later), x)
 
     def least(self, value: int) -> int:
         """The smallest of everybody's numbers; waits for all."""
         found = torch.tensor(value, dtype=torch.int64)
-        self._run(lambda: dist.all_reduce(found, dist.ReduceOp.MIN, group=self._host))
+        self._wait(lambda: dist.all_reduce(found, dist.ReduceOp.MIN, group=self._host))
         return int(found)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self._run(lambda: dist.barrier(group=self._host))
+        self._wait(lambda: dist.barrier(group=self._host))
 
     def part(self, name: str, groups: Sequence[Sequence[int]]) -> Group:
         """Of these groups of ranks, which divide this one, the one of this rank; `name` tells them from other divisions. Every
@@ -126,11 +129,41 @@ class Group:
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()
 
-    def _run(self, collective: Callable[[], object]) -> None:
+    def _exchange(self, x: Tensor, sent: list[int] | None, received: list[int] | None) -> tuple[Tensor, Collective]:
+        self._check("all_to_all", x, by_shape=sent is None)
+        rows = x.shape[0] if received is None else sum(received)
+        out = x.new_empty((rows, *x.shape[1:]))
+        return out, lambda later: dist.all_to_all_single(out, x, received, sent, group=self._group, async_op=later)
+
+    def _run(self, collective: Collective, out: Tensor) -> Tensor:
+        """`out`, once it is there. Of two halves of a batch this one is launched, the other runs, and then it is waited for; what the
+        collective reads and writes is held meanwhile."""
+        work, turn = self._started(collective)
+        if work is None or turn is None:
+            return out
+        turn.pause()
         try:
-            collective()
+            work.wait()
         except (RuntimeError, ValueError) as error:
-            raise CollectiveError(f"a collective among {self.size} ranks failed: {error}") from error
+            raise self._failed(error) from error
+        return out
+
+    def _started(self, collective: Collective) -> tuple[dist.Work | None, Turn[Any] | None]:
+        """The work, of a half that takes turns with another; elsewhere it is done already."""
+        turn = current_turn()
+        try:
+            return collective(turn is not None), turn
+        except (RuntimeError, ValueError) as error:
+            raise self._failed(error) from error
+
+    def _wait(self, function: Callable[[], object]) -> None:
+        try:
+            function()
+        except (RuntimeError, ValueError) as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> CollectiveError:
+        return CollectiveError(f"a collective among {self.size} ranks failed: {error}")
 
     def _check(self, operation: str, x: Tensor, by_shape: bool = True) -> None:
         """With `checks`, raise CollectiveError unless all ranks are at the same operation of a tensor of the same kind."""

@@ -1,0 +1,252 @@
+"""How much of the waiting two halves of a batch hide, beside what the cost model says, and what their driver costs.
+
+One rank, with a group whose sums take alpha + beta * bytes by themselves, one after the other, as on a link; who waits for one spins
+until it is there. Waits are set to parts of the computing, which is measured first.
+
+    python benchmarks/two_batch_overlap.py [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from results import machine, write_results
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sglcore.checkpoint.config import read_config
+from sglcore.device.batch import ForwardMode
+from sglcore.device.cut import CutTerms
+from sglcore.device.topology import Communication, Place, Topology
+from sglcore.models.loader import load_model
+from sglcore.models.steps import Steps
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.overlap.halves import Halves, Staggers
+from sglcore.runtime.overlap.turns import take_turns
+from sglcore.runtime.parallel.dispatch import RaggedDispatcher
+from sglcore.runtime.parallel.group import Group, Groups
+
+LAYERS, HIDDEN, HEADS, HEAD_DIM, INNER, VOCAB, TOKENS = 12, 512, 8, 64, 1024, 64, 126
+PARTS = (0.25, 0.5, 1.0, 2.0)
+"""Waiting of a step, in parts of its computing."""
+ROUNDS, WANTED_SHARE, WANTED_US = 15, 0.8, 40.0
+DRIVER_SUMS = (25, 57)
+"""Sums of a half in models of 12 and of 28 layers."""
+
+
+@dataclass
+class Link:
+    """Seconds of a message and of a byte; `free_at` is when the last message will have come."""
+
+    alpha: float = 0.0
+    beta: float = 0.0
+    free_at: float = 0.0
+    launched: int = 0
+
+    def launch(self, size: int) -> float:
+        self.launched += 1
+        self.free_at = max(self.free_at, time.perf_counter()) + self.alpha + self.beta * size
+        return self.free_at
+
+
+class Spun:
+    """Work that is done at a time."""
+
+    __slots__ = ("_done_at",)
+
+    def __init__(self, done_at: float) -> None:
+        self._done_at = done_at
+
+    def wait(self) -> None:
+        while time.perf_counter() < self._done_at:
+            pass
+
+
+class SlowGroup(Group):
+    """A group of one rank whose sums take as long as the link says."""
+
+    def __init__(self, link: Link) -> None:
+        none: Any = None
+        super().__init__(none, 0, 1, none)
+        self._link = link
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._run(partial(self._start, x), x)
+
+    def _start(self, x: Tensor, later: bool) -> Any:
+        work = Spun(self._link.launch(x.nbytes))
+        if later:
+            return work
+        work.wait()
+        return None
+
+
+def write_checkpoint(folder: Path) -> None:
+    """A model of zeros, in which every layer computes what any of its size does."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "rope_theta": 10000.0,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    width = HEADS * HEAD_DIM
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
+    for layer in range(LAYERS):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        shapes |= {f"{attention}.{name}_proj.weight": (width, HIDDEN) for name in "qkv"}
+        shapes |= {f"{attention}.o_proj.weight": (HIDDEN, width), f"{mlp}.down_proj.weight": (HIDDEN, INNER)}
+        shapes |= {f"{mlp}.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+        norms = ("input_layernorm", "post_attention_layernorm")
+        shapes |= {f"model.layers.{layer}.{name}.weight": (HIDDEN,) for name in norms}
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+
+
+class Site:
+    """A batch of prompts, whole and in halves, over a link."""
+
+    def __init__(self, folder: Path) -> None:
+        write_checkpoint(folder)
+        self.link = Link()
+        group = SlowGroup(self.link)
+        place = Place(0, Topology(1), "", 0, 1)
+        groups = Groups(group, place, Communication("gloo"), group, group, RaggedDispatcher, 0)
+        model = load_model(
+            folder, read_config(folder), kernels=KernelTable(), device="cpu", dtype=torch.float32, groups=groups
+        )
+        steps = Steps(model)
+        self.runner, backend = steps.runner, steps.runner.attn_backend
+        pools = backend.req_to_token_pool, backend.token_to_kv_pool, backend.kernels
+        self.batch: ForwardBatch = self.runner.prepared(
+            steps.staged({1: [3] * (TOKENS // 2), 2: [5] * (TOKENS // 2)}, ForwardMode.EXTEND)
+        )
+        self.backends = backend, type(backend)(backend.shape, *pools)
+
+    def whole(self) -> None:
+        """One forward."""
+        self.runner.halves, self.batch.plan_record = None, None
+        self.runner.run_eager(self.batch)
+
+    def in_halves(self, stagger: int) -> None:
+        """The same in halves."""
+        self.runner.halves = Halves(self.backends, CutTerms(), Staggers(stagger, stagger))
+        self.runner.run_eager(self.batch)
+
+
+def seconds(ways: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+    """Medians of several ways, by turns."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS + 1):
+        for name, run in ways.items():
+            begun = time.perf_counter()
+            run()
+            found[name].append(time.perf_counter() - begun)
+    return {name: median(times[1:]) for name, times in found.items()}
+
+
+def measure() -> dict[str, Any]:
+    """Computing of the whole and of halves, and for every part of it what is hidden."""
+    with tempfile.TemporaryDirectory() as name, torch.inference_mode():
+        site = Site(Path(name))
+        free = seconds({"whole": site.whole, "halves": partial(site.in_halves, 0)})
+        site.link.launched = 0
+        site.whole()
+        sums, size = site.link.launched, TOKENS * HIDDEN * 4
+        rows = [measured(site, free, part, sums, size) for part in PARTS]
+    return {"whole_ms": ms(free["whole"]), "halves_ms": ms(free["halves"]), "sums": sums, "waits": rows}
+
+
+def measured(site: Site, free: dict[str, float], part: float, sums: int, size: int) -> dict[str, float]:
+    """With waits that are `part` of the computing, a tenth of each for the message itself. What halves can hide is the shorter of
+    their computing and their waits."""
+    each = part * free["whole"] / sums
+    site.link.alpha, site.link.beta = each / 10, each * 0.9 / size
+    waits = sums * 2 * (site.link.alpha + site.link.beta * size / 2)
+    found = seconds({"whole": site.whole, **{f"stagger {d}": partial(site.in_halves, d) for d in (0, 1, 2)}})
+    best = min(time for name, time in found.items() if name != "whole")
+    hideable, hidden = min(free["halves"], waits), free["halves"] + waits - best
+    site.link.alpha = site.link.beta = 0.0
+    return {
+        "waits_by_computing": part,
+        **{f"{name.replace(' ', '_')}_ms": ms(time) for name, time in found.items()},
+        "model_ms": ms(max(free["halves"], waits)),
+        "hideable_ms": ms(hideable),
+        "hidden_ms": ms(hidden),
+        "share": round(hidden / hideable, 3),
+        "speedup": round(found["whole"] / best, 3),
+    }
+
+
+def driver(sums: int) -> float:
+    """Microseconds of a step with so many sums a half that two halves take beyond the same sums one half after the other, where nothing else is computed."""
+    group, x = SlowGroup(Link()), torch.zeros(1)
+
+    def half() -> Tensor:
+        for _ in range(sums):
+            group.all_reduce(x)
+        return x
+
+    def in_turn() -> None:
+        half()
+        half()
+
+    found = [seconds({"plain": in_turn, "turns": lambda: take_turns(half, half) and None}) for _ in range(20)]
+    return round(median(each["turns"] - each["plain"] for each in found) * 1e6, 1)
+
+
+def ms(value: float) -> float:
+    """Milliseconds, to the microsecond."""
+    return round(value * 1e3, 3)
+
+
+def main() -> None:
+    """Print, and write where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="write the figures to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {"driver_us": {str(2 * sums): driver(sums) for sums in DRIVER_SUMS}, **measure()}
+    for sums, took in found["driver_us"].items():
+        print(f"driver: {took} us a step of {sums} sums (wanted: at most {WANTED_US})")
+    print(f"computing: {found['whole_ms']} ms whole, {found['halves_ms']} ms in halves; {found['sums']} sums")
+    for row in found["waits"]:
+        print(
+            f"waits {row['waits_by_computing']:4.2f} of it: whole {row['whole_ms']:8.3f} ms, halves at best"
+            f" {min(row[f'stagger_{d}_ms'] for d in (0, 1, 2)):8.3f} (model {row['model_ms']:8.3f}),"
+            f" hidden {row['share']:5.0%} of what can be, {row['speedup']:.2f} times as fast"
+        )
+    print(f"wanted: {WANTED_SHARE:.0%} hidden")
+    if options.json:
+        sizes = {"layers": LAYERS, "hidden": HIDDEN, "inner": INNER, "tokens": TOKENS}
+        write_results(
+            options.json,
+            {"machine": machine(), **sizes, "wanted_share": WANTED_SHARE, "wanted_driver_us": WANTED_US, **found},
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What a start decides of two halves of a batch: whether there are any, from how many rows on, and their attention backends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.cut import THETA, CutTerms
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.runtime.attention.contract import AttentionBackend
+from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
+from sglcore.runtime.loaded_model import LoadedModel
+from sglcore.runtime.memory.make import Pools
+from sglcore.runtime.overlap.cost import LayerCost
+from sglcore.runtime.overlap.halves import Halves
+from sglcore.runtime.overlap.measure import layer_cost
+
+if TYPE_CHECKING:
+    from sglcore.runtime.parallel.group import Groups
+
+TOPIC = "two-batch overlap"
+ASKED = ("off", "on", "auto")
+NEVER = 1 << 30
+"""More rows than a step has."""
+
+
+def cut_terms(
+    config: EngineConfig,
+    ledger: DecisionLedger,
+    model: LoadedModel,
+    pools: Pools,
+    attention: AttentionBackend,
+    device: torch.device,
+    hisparse: HiSparseCoordinator | None = None,
+    groups: Groups | None = None,
+) -> CutTerms | None:
+    """Which batches run as two halves; None: none do. Raises ConfigError for a word that is none of `ASKED`; waits for all ranks
+    where it measures."""
+    asked = config.two_batch_overlap
+    if asked not in ASKED:
+        raise ConfigError(f"two_batch_overlap is {asked!r}", wanted=" or ".join(ASKED))
+    if asked == "off":
+        if groups is not None:
+            ledger.record(Row(TOPIC, asked, "off", "it was not asked for", "--two-batch-overlap on or auto"))
+        return None
+    theta, where = _theta(model, pools, attention)
+    reason = _reason_against(asked, hisparse, groups) or _reason_of_shards(model, theta, pools, groups)
+    if reason:
+        ledger.record(Row(TOPIC, asked, "off", reason, "--two-batch-overlap off", downgrade=asked == "on"))
+        return None
+    terms, why = CutTerms(), "asked for"
+    if asked == "auto":
+        assert groups is not None
+        terms, why = measured_terms(layer_cost(config, model, groups, device), groups, config)
+    if terms is not None:
+        terms = replace(terms, theta=theta)
+        why = f"{why}; {_told(terms)}; {where}"
+    effective = "off" if terms is None else "on"
+    other = "on" if terms is None else "off"
+    ledger.record(Row(TOPIC, asked, effective, why, f"--two-batch-overlap {other}"))
+    return terms
+
+
+def _reason_against(asked: str, hisparse: HiSparseCoordinator | None, groups: Groups | None) -> str:
+    """Why no batch may be cut; empty if some may."""
+    if hisparse is not None:
+        return "rows lie in host memory, and both halves would bring theirs to the same places of the device"
+    if asked == "auto" and groups is None:
+        return "one rank waits for no other"
+    return ""
+
+
+def _reason_of_shards(model: LoadedModel, theta: float, pools: Pools, groups: Groups | None) -> str:
+    """Why shards of requests can not agree on cuts; empty if they can. They know of states and of encoders, and of nothing else for
+    which no request is cut."""
+    if groups is None or groups.place.topology.dp == 1 or theta or pools.states is not None or model.config.is_encoder:
+        return ""
+    return "shards of requests agree on where they are cut, and do not know that blocks of rows are not parted"
+
+
+def _theta(model: LoadedModel, pools: Pools, attention: AttentionBackend) -> tuple[float, str]:
+    """How even halves must be, and what that means."""
+    from sglcore.runtime.attention.sparse.compressed import COMPRESSED
+
+    if pools.states is not None:
+        return 0.0, "between requests, each of which keeps a state"
+    if model.config.is_encoder:
+        return 0.0, "between requests, whose tokens see each other in both directions"
+    if COMPRESSED in attention.shape.features:
+        return 0.0, "between requests, whose blocks of rows are not parted"
+    return THETA, "inside a request where its neighbours leave the halves too uneven"
+
+
+def _told(terms: CutTerms) -> str:
+    decode = "no decode" if terms.least_decode >= NEVER else f"decodes of {terms.least_decode} rows"
+    prompts = "no prompts" if terms.least >= NEVER else f"prompts of {terms.least} tokens"
+    return f"{prompts} and {decode} or more are cut"
+
+
+def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig) -> tuple[CutTerms | None, str]:
+    """By the cost of a layer as this rank measured it, the terms of all: of every rank's the ones that cut least. A rank by itself
+    would send others into collectives that it does not join."""
+    rows = config.max_batch_tokens
+    found = _for_all(cost.least_rows(rows) or NEVER, groups)
+    decode = _for_all(cost.least_rows(config.max_requests) or NEVER, groups)
+    numbers = (
+        f"of a layer of {rows} rows, computing takes {cost.compute.seconds(rows) * 1e6:.0f} us, of which {cost.share(rows):.0%} for any"
+        f" number of rows, and waiting {cost.waiting.seconds(rows) * 1e6:.0f} us: {cost.whole(rows) * 1e6:.0f} us whole,"
+        f" {cost.halves(rows) * 1e6:.0f} us in halves"
+    )
+    if found >= NEVER:
+        return None, f"{numbers}; halves are not faster"
+    return CutTerms(least=found, least_decode=max(decode, found)), numbers
+
+
+def _for_all(rows: int, groups: Groups) -> int:
+    """The most of all ranks."""
+    return -groups.tp.least(-rows)
+
+
+def second_ledger(cut_terms: CutTerms | None, ledger: DecisionLedger) -> DecisionLedger | None:
+    """Where what is decided for the second half goes; None: there are no halves."""
+    return None if cut_terms is None else ledger.about("second half:")
+
+
+def halves(
+    cut_terms: CutTerms | None, attention: AttentionBackend, second_attention: AttentionBackend | None
+) -> Halves | None:
+    """What runs batches as two halves: the first on the runner's own backend, the second on one like it."""
+    if cut_terms is None or second_attention is None:
+        return None
+    return Halves((attention, second_attention), cut_terms)

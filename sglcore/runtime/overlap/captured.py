@@ -1,0 +1,48 @@
+"""Two halves of a decode inside one captured graph: the cut is that of the bucket, so it never changes; the plans are refreshed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sglcore.runtime.attention.contract import AttentionPlan, Bucket
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.forward_context import ForwardContext
+from sglcore.runtime.overlap.halves import Halves, Model
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedHalves:
+    """The halves of one bucket: where it is cut, and the plan of each."""
+
+    halves: Halves
+    cut: int
+    plans: tuple[AttentionPlan, AttentionPlan]
+
+    @staticmethod
+    def of(halves: Halves, size: int) -> CapturedHalves | None:
+        """Of the decodes of `size` rows; None for those that run whole."""
+        cut = halves.terms.of_decode(size)
+        if not cut:
+            return None
+        first, second = halves.backends
+        plans = first.capture_plan(Bucket(cut, cut)), second.capture_plan(Bucket(size - cut, size - cut))
+        return CapturedHalves(halves, cut, plans)
+
+    def refresh(self, batch: ForwardBatch) -> None:
+        """Bring both plans up to date with a captured batch, before a replay. Raises TypeError for a backend that would have to tell
+        the graph something: a graph takes one update."""
+        parts = self.halves.parts(batch, self.cut)
+        backend: Any
+        for backend, plan, part in zip(self.halves.backends, self.plans, parts, strict=True):
+            if backend.refresh(plan, part) is not None:
+                raise TypeError(f"{type(backend).__name__} updates captured graphs, which can not hold two halves")
+
+    def forward(self, model: Model, context: ForwardContext, batch: ForwardBatch) -> Tensor:
+        """Hidden states [T, H] of the captured batch. Inside of the capture: how many rows of a half are real is worked out there."""
+        parts = self.halves.parts(batch, self.cut)
+        for part, plan in zip(parts, self.plans, strict=True):
+            part.mark_forward_metadata_ready(plan)
+        return self.halves.forward(model, context, parts)

@@ -1,0 +1,100 @@
+"""A batch as two halves: each with its own plan, workspace and context, taking turns where collectives are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore.device.cut import CutTerms
+from sglcore.device.plan import StepPlan
+from sglcore.runtime.attention.contract import AttentionBackend
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.forward_context import ForwardContext, forward_context
+from sglcore.runtime.overlap.turns import take_turns
+from sglcore.runtime.split import filter_batch, refusal
+
+Model = Callable[[ForwardBatch], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Staggers:
+    """By how many pauses the first half is ahead, in steps with prompts and in others. It changes when things run, never what
+    comes out."""
+
+    prompts: int = 0
+    decode: int = 1
+
+
+class Halves:
+    """Runs batches as two halves, by an attention backend for each."""
+
+    def __init__(
+        self,
+        backends: tuple[AttentionBackend[Any], AttentionBackend[Any]],
+        terms: CutTerms,
+        staggers: Staggers = Staggers(),
+    ) -> None:
+        """Raises ValueError for one backend given twice: the second half would overwrite what the first is still to read."""
+        if backends[0] is backends[1]:
+            raise ValueError(
+                "both halves were given one attention backend; wanted one for each, with its own workspace"
+            )
+        self.backends, self.terms, self.staggers = backends, terms, staggers
+
+    def cut_of(self, batch: ForwardBatch) -> int | None:
+        """Tokens of its first half, or None for a batch that runs whole: a function of what every rank knows. Where shards of requests
+        agreed on a step that is their plan alone, and an idle one's halves are empty; else it is the lengths."""
+        if batch.step_plan is not None:
+            return self._planned_cut(batch.step_plan)
+        if refusal(batch):
+            return None
+        lengths = batch.extend_seq_lens_cpu
+        if lengths is not None:
+            return self.terms.of_prompts(lengths) or None
+        width = batch.width or 1
+        return self.terms.of_decode(batch.batch_size // width, width) or None
+
+    def _planned_cut(self, plan: StepPlan) -> int | None:
+        """All shards that have rows have enough of them, or no shard is cut."""
+        least = self.terms.least_decode if plan.is_decode else self.terms.least
+        if plan.cuts is None or any(0 < rows < least for rows in plan.global_num_tokens):
+            return None
+        return plan.cuts[plan.shard]
+
+    def run(self, model: Model, context: ForwardContext, batch: ForwardBatch, cut: int) -> Tensor:
+        """Hidden states [T, H] of a batch whose first half has `cut` tokens. `context` is what both halves have in common. Does not
+        wait for the device; raises what one half raises, once the other has been ended."""
+        parts = self.parts(batch, cut)
+        for part, backend in zip(parts, self.backends, strict=True):
+            part.mark_forward_metadata_ready(backend.plan(part))
+        return self.forward(model, context, parts)
+
+    def parts(self, batch: ForwardBatch, cut: int) -> tuple[ForwardBatch, ForwardBatch]:
+        """Its halves, neither planned."""
+        first, second = filter_batch(batch, 0, cut), filter_batch(batch, cut, batch.num_tokens)
+        plan = batch.step_plan
+        if plan is not None and plan.cuts is not None:
+            first.step_plan, second.step_plan = plan.halves()
+        return first, second
+
+    def forward(self, model: Model, context: ForwardContext, parts: tuple[ForwardBatch, ForwardBatch]) -> Tensor:
+        """Hidden states [T, H] of two halves that are planned."""
+        contexts = [
+            replace(context, attn_backend=backend, batch=part)
+            for backend, part in zip(self.backends, parts, strict=True)
+        ]
+        plan = parts[0].step_plan
+        is_decode = parts[0].forward_mode.is_decode if plan is None else plan.is_decode
+        stagger = self.staggers.decode if is_decode else self.staggers.prompts
+        first, second = (partial(_forward, model, each, part) for each, part in zip(contexts, parts, strict=True))
+        return torch.cat(take_turns(first, second, stagger))
+
+
+def _forward(model: Model, context: ForwardContext, part: ForwardBatch) -> Tensor:
+    with forward_context(context):
+        return model(part)

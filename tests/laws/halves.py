@@ -1,0 +1,132 @@
+"""What laws of two halves drive them by: collectives that are under way, a model that ends in them, and steps of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore.checkpoint.config import read_config
+from sglcore.device.batch import ForwardMode
+from sglcore.device.cut import CutTerms
+from sglcore.device.topology import Communication, Place, Topology
+from sglcore.models.loader import load_model
+from sglcore.models.steps import Steps
+from sglcore.runtime.attention.contract import AttentionBackend
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.overlap.halves import Halves, Staggers
+from sglcore.runtime.parallel.dispatch import RaggedDispatcher
+from sglcore.runtime.parallel.group import Group, Groups
+
+BOUND = 3.6e-14
+"""Of hidden states in float64."""
+STEPS: tuple[tuple[dict[int, list[int]], ForwardMode], ...] = (
+    ({1: [3, 9, 4, 4, 11, 5, 6], 2: [8, 2]}, ForwardMode.EXTEND),
+    ({3: [7], 1: [1, 2], 2: [5, 5, 31]}, ForwardMode.MIXED),
+    ({1: [6], 2: [40], 3: [12]}, ForwardMode.DECODE),
+    ({3: [9, 8, 7, 6, 5, 4, 3, 2, 1]}, ForwardMode.EXTEND),
+    ({2: [30], 3: [14]}, ForwardMode.DECODE),
+)
+"""Prompts, one of which goes on beside rows with one token, and decodes."""
+
+
+class Reused(RuntimeError):
+    """A buffer was written while a collective worked on it."""
+
+
+class InFlight:
+    """A sum under way: its tensor holds NaN until it is waited for, and nobody may write there before."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x, self._sum = x, x.clone()
+        x.fill_(torch.nan)
+
+    def wait(self) -> None:
+        if not self._x.isnan().all():
+            raise Reused("a buffer was written while a sum was under way in it")
+        self._x.copy_(self._sum)
+
+
+class StandIn(Group):
+    """A group of one rank whose sums take as long as those of several."""
+
+    def __init__(self) -> None:
+        none: Any = None
+        super().__init__(none, 0, 1, none)
+        self.sums = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.sums += 1
+        run: Any = lambda later: InFlight(x) if later else None  # noqa: E731
+        return self._run(run, x)
+
+
+def stand_in_groups() -> Groups:
+    place, group = Place(0, Topology(1), "", 0, 1), StandIn()
+    return Groups(group, place, Communication("gloo"), group, group, RaggedDispatcher, 0)
+
+
+def loaded(folder: Path, groups: Groups, dtype: torch.dtype = torch.float64) -> Any:
+    return load_model(folder, read_config(folder), kernels=KernelTable(), device="cpu", dtype=dtype, groups=groups)
+
+
+class Cuts(Halves):
+    """Cuts each batch at this part of its tokens, wherever that is, but decodes between requests."""
+
+    part = 0.5
+
+    def cut_of(self, batch: ForwardBatch) -> int | None:
+        return round(self.part * batch.num_tokens)
+
+
+def like(backend: AttentionBackend[Any]) -> AttentionBackend[Any]:
+    """Another over the same pools."""
+    return type(backend)(backend.shape, backend.req_to_token_pool, backend.token_to_kv_pool, backend.kernels)
+
+
+def poisoned(model: Any) -> Steps:
+    """Its cells hold NaN until they are written."""
+    steps, cells = Steps(model), 0
+    for pair in steps.runner.attn_backend.token_to_kv_pool.__dict__.values():
+        for storage in _tensors(pair):
+            storage.fill_(torch.nan)
+            cells += 1
+    assert cells
+    return steps
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return []
+
+
+def in_halves(model: Any, stagger: int, part: float, make: Callable[..., Halves] = Cuts) -> Steps:
+    """Steps that run as halves."""
+    steps = poisoned(model)
+    backend = steps.runner.attn_backend
+    steps.runner.halves = halves = make((backend, like(backend)), CutTerms(), Staggers(stagger, stagger))
+    halves.__class__ = type("CutsHere", (type(halves),), {"part": part})
+    return steps
+
+
+def all_steps(steps: Steps) -> list[Tensor]:
+    """Hidden states of each of `STEPS`, one after the other."""
+    found = []
+    for tokens, mode in STEPS:
+        if mode is ForwardMode.DECODE:
+            for slot, ids in tokens.items():
+                steps.runner.token_table.last[slot] = ids[0]
+        found.append(steps.hidden(tokens, mode))
+    return found
+
+
+def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest; NaN counts as infinity."""
+    return max(float((one - other).abs().nan_to_num(torch.inf).max()) for one, other in zip(found, wanted, strict=True))
