@@ -63,7 +63,7 @@ class TransformersModel(Architecture):
         head = replaced.ends.head
         self._output = None if head is None else output_of(model, head, build)
         self._naming = Naming(model, build.weights.targets)
-        behind = build.config.raw.get("num_nextn_predict_layers", 0)
+        behind = build.config.raw.get("num_nextn_predict_layers") or 0
         unread = sorted(model._keys_to_ignore_on_load_unexpected or ())
         self.ignored = (*(f".*(?:{each}).*" for each in unread), *names_behind(build.config.num_hidden_layers, behind))
         choose_experts(model, build)

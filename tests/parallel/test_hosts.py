@@ -193,7 +193,8 @@ def test_a_rank_that_dies_ends_those_of_every_host(
     with pytest.raises(WorkerLost, match=rf"rank [01] \({where}\) ended by SIGKILL"):
         engine.run(random_prompts(1, (5, 9)), 100)
     engine.worker.close()
-    assert other.ended() == host_process.FAILED
+    # It may hear why before it sees its leader leave, or after.
+    assert other.ended() in (host_process.FAILED, LEADER_GONE)
     assert all(each.poll() is not None for each in engine.forking.processes)
 
 

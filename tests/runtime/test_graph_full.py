@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sglcore.device.collection import no_collection
-from sglcore.runtime.attention.contract import Bucket
+from sglcore.runtime.attention.contract import AttentionPlan, Bucket
 from sglcore.runtime.attention.gathered import GatheredAttention
 from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
@@ -266,7 +266,9 @@ def test_a_graph_keeps_alive_all_that_it_baked_in() -> None:
     graphs = made.graphs
     kept = [made.site.model, made.site.attention, made.site.cells, made.site.table, made.site.runner.decode_registry]
     alive = [weakref.ref(thing) for thing in kept]
-    captured = weakref.ref(graphs.decode._captured[2].plan.planner)
+    plan = graphs.decode._captured[2].plan
+    assert isinstance(plan, AttentionPlan)
+    captured = weakref.ref(plan.planner)
     del made, kept
     gc.collect()
     assert all(ref() is not None for ref in [*alive, captured])
