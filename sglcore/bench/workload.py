@@ -10,6 +10,10 @@ from random import Random
 from sglcore.device.errors import ConfigError
 
 
+LONG_OUTPUT = 8
+"""Tokens that a long prompt asks for: one alone may be no text."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Whole numbers from `low` to `high`, both included, all equally likely."""
@@ -30,7 +34,8 @@ class Workload:
     """A load. `request_rate` is in requests per second, arriving at random (Poisson); infinity: all at once.
 
     Every prompt begins with the same `shared_prefix` tokens; `input_len` counts the tokens after them. Beside these requests
-    `long_prompts` of `long_len` tokens come, which share nothing and want one token, one every `long_every` seconds.
+    `long_prompts` of `long_len` tokens come, which share nothing and want LONG_OUTPUT tokens, one every
+    `long_every` seconds.
     """
 
     num_prompts: int
@@ -121,10 +126,10 @@ def make_jobs(load: Workload, vocab_size: int, max_model_len: int | None = None)
             f"its own, up to {load.output_len.high} to generate) and the model takes {max_model_len}",
             remedy="lower --shared-prefix, --random-input-len or --random-output-len",
         )
-    if max_model_len is not None and load.long_prompts and load.long_len >= max_model_len:
+    if max_model_len is not None and load.long_prompts and load.long_len + LONG_OUTPUT > max_model_len:
         raise ConfigError(
-            f"a long prompt has {load.long_len} tokens and one to generate, and the model takes {max_model_len}",
-            remedy=f"--long-tokens {max_model_len - 1} or less",
+            f"a long prompt has {load.long_len} tokens and {LONG_OUTPUT} to generate, and the model takes {max_model_len}",
+            remedy=f"--long-tokens {max_model_len - LONG_OUTPUT} or less",
         )
     arrivals, lengths, tokens = (Random(f"{load.seed}/{part}") for part in ("arrivals", "lengths", "tokens"))
     gaps = (arrivals.expovariate(load.request_rate) if load.is_open else 0.0 for _ in range(load.num_prompts))
@@ -136,7 +141,7 @@ def make_jobs(load: Workload, vocab_size: int, max_model_len: int | None = None)
     own = Random(f"{load.seed}/long")
     for place in range(load.long_prompts):
         prompt = _tokens(own, load.long_len, vocab_size)
-        jobs.append(Job(load.num_prompts + place, load.long_every * (place + 1), prompt, 1, is_long=True))
+        jobs.append(Job(load.num_prompts + place, load.long_every * (place + 1), prompt, LONG_OUTPUT, is_long=True))
     return sorted(jobs, key=lambda job: job.arrival)
 
 

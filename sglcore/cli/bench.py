@@ -87,22 +87,20 @@ def serve(
     load = replace(load, long_prompts=long_prompts, long_len=long_tokens, long_every=long_every)
     goals = goals_of(goodput or ())
     _check_outputs(json_file, plot)
-    if max_concurrency is not None and max_concurrency < 1:
-        raise ConfigError(f"max-concurrency is {max_concurrency}", wanted="at least 1")
+    _check_concurrency(max_concurrency)
     where = address(url, api_key)
-    name = model_name or served_model(where)
     vocabulary, longest = (vocab_size, None) if vocab_size else _limits(where)
     jobs = workload.make_jobs(load, vocabulary, longest)
     offer = Offer(
         where=where,
-        model=name,
+        model=model_name or served_model(where),
         is_open=load.is_open,
         max_concurrency=max_concurrency,
         timeout=timeout,
         temperature=temperature,
     )
     records = _with_bar(lambda done: run_load(offer, jobs, done), jobs, quiet=quiet)
-    about = {"kind": "serve", "url": str(where), "model": name, "max_concurrency": max_concurrency}
+    about = {"kind": "serve", "url": str(where), "model": offer.model, "max_concurrency": max_concurrency}
     _report(about, load, records, goals, json_file, plot)
 
 
@@ -177,6 +175,11 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
         from sglcore.bench.plot import require_matplotlib
 
         require_matplotlib()
+
+
+def _check_concurrency(most: int | None) -> None:
+    if most is not None and most < 1:
+        raise ConfigError(f"max-concurrency is {most}", wanted="at least 1")
 
 
 def _limits(where: Address) -> tuple[int, int]:

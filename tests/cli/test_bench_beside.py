@@ -141,4 +141,4 @@ def test_a_server_that_stalls_beside_long_prompts_is_seen(
 def test_a_long_prompt_that_does_not_fit_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("bench", "serve", "--url", url, "--long-prompts", "1")) == 2
     seen = capsys.readouterr().err
-    assert "a long prompt has 8192 tokens" in seen and "--long-tokens 511 or less" in seen and seen.count("\n") == 1
+    assert "a long prompt has 8192 tokens" in seen and "--long-tokens 504 or less" in seen and seen.count("\n") == 1

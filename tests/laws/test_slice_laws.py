@@ -216,6 +216,10 @@ def test_the_ledger_says_how_prompts_come(plain: Case, tmp_path: Path) -> None:
     row = ledger_row(plain.folder, prompt_slices="auto", speculative="ngram")
     assert (row.effective, row.remedy, row.downgrade) == ("off", "--speculative off", False)
     assert ledger_row(plain.folder, prompt_slices="64", speculative="ngram").downgrade
+    row = ledger_row(plain.folder, topic="speculative", prompt_slices="auto", speculative="auto")
+    assert (row.effective, row.remedy) == ("off", "--prompt-slices off"), (
+        "what may be tried gives way to what is asked for"
+    )
     other = save(falcon_h1(max_position_embeddings=CONTEXT), tmp_path)
     assert "not divided into layers" in ledger_row(other, prompt_slices="auto").reason
 

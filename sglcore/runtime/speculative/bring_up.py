@@ -56,6 +56,8 @@ def speculation(
         # Each rank would time a trial for itself.
         why = "several ranks hold this model, which do not try whether proposals are faster"
         remedy = "--speculative with a kind, which is then taken as it is"
+    elif config.speculative == "auto" and config.prompt_slices != "off":
+        why, remedy = "prompts come by slices of layers, as was asked for", "--prompt-slices off"
     if why:
         ledger.record(Row("speculative", config.speculative or "not asked", "off", why, remedy))
         return None
