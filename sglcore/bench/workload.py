@@ -9,7 +9,6 @@ from random import Random
 
 from sglcore.device.errors import ConfigError
 
-
 LONG_OUTPUT = 8
 """Tokens that a long prompt asks for: one alone may be no text."""
 
