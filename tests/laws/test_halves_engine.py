@@ -123,6 +123,7 @@ def test_a_recorded_step_runs_whole_and_says_so(tmp_path: Path, told: Told) -> N
     assert row.reason.endswith("what they hold replays whole")
 
 
+@pytest.mark.needs("host_rows")
 def test_rows_in_host_memory_are_refused_by_name(tmp_path: Path, told: Told) -> None:
     folder = save(deepseek_v4(max_position_embeddings=CONTEXT), tmp_path)
     settings: dict[str, Any] = {"two_batch_overlap": "on", "graph": "off", "page_size": 16, "max_model_len": CONTEXT}

@@ -15,6 +15,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
 from sglcore.engine.start import start
 from sglcore.runtime.forward_batch import StalePlanError
+from sglcore.runtime.forward_context import forward_context
 from sglcore.runtime.overlap.slices import OpenPrompt, Slices
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.lanes import Pace
@@ -149,7 +150,8 @@ class ForgetsItsState(Slices):
 
     def run(self, first: int, last: int) -> tuple[OpenPrompt, Tensor | None]:
         if self._open is not None and first:
-            self._open.state = self._model.embed(self._open.view)
+            with self._running(), forward_context(self._runner.context(self._open.view, self._attention)):
+                self._open.state = self._model.embed(self._open.view)
         return super().run(first, last)
 
 
@@ -166,7 +168,8 @@ class ForgetsTheNorm(Slices):
 
     def run(self, first: int, last: int) -> tuple[OpenPrompt, Tensor | None]:
         if self._open is not None and last == self._model.sliced_layers:
-            self._open.state = self._open.state._replace(hidden=self._open.state.hidden * 0.5)
+            with self._running():
+                self._open.state = self._open.state._replace(hidden=self._open.state.hidden * 0.5)
         return super().run(first, last)
 
 

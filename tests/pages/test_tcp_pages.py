@@ -6,14 +6,17 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.page_transfer import Bytes, Ints, Layout, PeerLost, Progress, Region, Told, layout_of
 from sglcore.engine.pages import tcp
-from sglcore.engine.pages.frames import MAGIC, Kind, send_frame
+from sglcore.engine.pages.frames import MAGIC, Frame, Kind, Lost, send_frame
 
 PAGES, SIZES = 12, (8, 8, 20)
 
@@ -191,6 +194,32 @@ def test_noise_on_the_port_harms_nobody(ends: Ends, noise: bytes) -> None:
         assert is_hung_up(stream)
     ends.source.tell(ends.at_source, b"still here")
     assert heard(ends.target) == [Told(ends.at_target, b"still here")]
+
+
+class KnowsWho(tcp.TcpPages):
+    """Keeps who was a peer when something came from it."""
+
+    def __init__(self, *given: Any) -> None:
+        self.known: list[bool] = []
+        super().__init__(*given)
+
+    def _post(self, each: Frame | Lost) -> None:
+        self.known.append(each.peer in self.peers)
+        super()._post(each)
+
+
+def test_who_speaks_at_once_is_known_by_then(stack: ExitStack) -> None:
+    memory = Memory()
+    source = KnowsWho(memory, layout_of(memory, "m"), "127.0.0.1:0", "word", 30.0)
+    stack.callback(source.close)
+    host, _, port = source.address.rpartition(":")
+    for number in range(40):
+        stream = stack.enter_context(socket.create_connection((host, int(port))))
+        hello = msgspec.msgpack.encode({"layout": asdict(layout_of(memory, "m")), "secret": "word"})
+        send_frame(stream, Kind.HELLO, parts=(hello,))
+        send_frame(stream, Kind.TOLD, parts=(b"%d" % number,))
+    until(lambda: len(source.known) == 40)
+    assert all(source.known)
 
 
 def test_a_frame_of_another_kind_first_is_refused(ends: Ends) -> None:

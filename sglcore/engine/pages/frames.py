@@ -92,8 +92,8 @@ class _Outgoing:
 
 
 class Connection:
-    """A peer's stream, after both have greeted. `post` is called by its threads with what came and, once and at last, with its
-    loss; what was queued and not sent has then FAILED."""
+    """A peer's stream, after both have greeted. From `start` on, `post` is called by its threads with what came and, once and at
+    last, with its loss; what was queued and not sent has then FAILED."""
 
     def __init__(
         self, number: int, stream: socket.socket, name: str, silence: float, post: Callable[[Frame | Lost], None]
@@ -108,6 +108,9 @@ class Connection:
         self._threads = [
             threading.Thread(target=target, name=f"pages {name}", daemon=True) for target in (self._send, self._receive)
         ]
+
+    def start(self) -> None:
+        """Send and receive."""
         for thread in self._threads:
             thread.start()
 

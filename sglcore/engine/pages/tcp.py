@@ -223,10 +223,16 @@ class TcpPages:
             os.write(self._wake, b"\0")
 
     def _greet(self, stream: socket.socket, name: str) -> int:
+        """The peer is known before anything is taken that comes from it."""
         with self._lock:
+            if self._is_closed:
+                stream.close()
+                raise PeerLost("this engine has ended")
             self._numbers += 1
             number = self._numbers
-            self._connections[number] = Connection(number, stream, name, self._silence, self._post)
+            connection = Connection(number, stream, name, self._silence, self._post)
+            self._connections[number] = connection
+            connection.start()
         return number
 
     def _hello(self, secret: str) -> bytes:
@@ -256,10 +262,6 @@ class TcpPages:
             stream.close()
             return
         send_frame(stream, Kind.WELCOME, parts=(self._hello(""),))
-        with self._lock:
-            if self._is_closed:
-                stream.close()
-                return
         self._greet(stream, name)
 
     def _objection(self, hello: Hello) -> str:
