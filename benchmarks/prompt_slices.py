@@ -1,7 +1,8 @@
 """What running requests feel of a long prompt, as chunks in their own steps and as slices of layers between them.
 
-Some chats decode. After a quiet time a prompt of 8,192 tokens comes; the time between two tokens of the chats is compared with
-what it was before, while that prompt's first token is awaited. Throughput is that of the whole load: all tokens of the chats, and
+Some chats decode. Between two quiet times a prompt of 8,192 tokens comes; the time between two tokens of the chats while that
+prompt's first token is awaited is compared with what it is when nothing else runs, half of it before and half of it after, because a
+step takes longer as the chats grow. Throughput is that of the whole load: all tokens of the chats, and
 the prompt, by the time that all of them took. A chunk has as many tokens as a step may have (`--chunk`). A form is what is asked of
 slices, and perhaps of their lane: off, auto/interleave, auto/priority, 4096/priority.
 
@@ -53,7 +54,10 @@ def play(llm: LLM, chats: int, tokens: int, seed: int) -> dict[str, Any]:
         last = take(step, first, last, during)
     if not during:
         during.append(time.perf_counter() - last)
-    first_token = time.perf_counter() - start
+    first_token, after = time.perf_counter() - start, list[float]()
+    last = take(step, first, time.perf_counter(), [])
+    while len(after) < QUIET and len(first.token_ids) < tokens:
+        last = take(step, first, last, after)
     while not all(output.finished for output in outputs):
         step()
     seconds = time.perf_counter() - begin
@@ -62,7 +66,8 @@ def play(llm: LLM, chats: int, tokens: int, seed: int) -> dict[str, Any]:
             f"the chats ended before the prompt did, after {len(during)} tokens beside it; raise --tokens", flush=True
         )
     return {
-        "quiet": quiet,
+        "before": quiet,
+        "after": after,
         "during": during,
         "first_token_seconds": first_token,
         "tokens_a_second": (chats * (tokens - 1) + LONG) / seconds,
@@ -89,9 +94,11 @@ def measure(folder: Path, chosen: argparse.Namespace, slices: str) -> dict[str, 
     found = [play(llm, chosen.chats, chosen.tokens, seed) for seed in range(chosen.rounds + 1)][1:]
     ledger = {row.topic: f"{row.effective}: {row.reason}" for row in llm.ledger.rows}
     llm.started.worker.close()
-    quiet, during = (np.concatenate([each[name] for each in found]) for name in ("quiet", "during"))
+    before, after, during = (np.concatenate([each[name] for each in found]) for name in ("before", "after", "during"))
     return {
-        "quiet_p50_ms": 1e3 * float(np.median(quiet)),
+        "quiet_p50_ms": 1e3 * float(np.median(np.concatenate([before, after]))),
+        "quiet_before_p50_ms": 1e3 * float(np.median(before)),
+        "quiet_after_p50_ms": 1e3 * float(np.median(after)),
         **{f"during_p{q}_ms": 1e3 * float(np.percentile(during, q)) for q in (50, 90, 99)},
         "tokens_while_the_prompt_ran": len(during) // len(found),
         "first_token_seconds": float(np.median([each["first_token_seconds"] for each in found])),

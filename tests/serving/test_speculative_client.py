@@ -104,6 +104,17 @@ def check_answers(url: str, wanted: list[list[Any]]) -> None:
                 same(one, other)
 
 
+def test_nothing_is_told_before_the_first_request() -> None:
+    """What the start proposed to warm up is nobody's."""
+    with served_here(embedded_model(), speculative="ngram", draft_tokens=4, **MODEL) as fresh:
+        deadline = time.monotonic() + 10
+        while not counters(fresh).get("sglcore_steps_total"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert "sglcore_draft_tokens_total" not in counters(fresh)
+        assert httpx.get(f"{fresh}/server_info/stats").json()["verified_steps"] == 0
+
+
 def test_every_answer_is_that_of_a_server_without_proposals(url: str, wanted: list[list[Any]]) -> None:
     check_answers(url, wanted)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from msgspec import structs
@@ -59,13 +60,14 @@ class EngineService:
         self._failures = self._failed_steps = 0
         self._requests = self._prompt_tokens = self._generated = 0
         self._step_seconds = self._device_before = 0.0
+        self._drafts_before = Counter[tuple[int, int, int, int]]()
         self._host_steps = 0
         self._next_stats = 0.0
 
     def run(self) -> int:
         """Serve until the frontend says to shut down (0), or the device fails again and again (1). Raises WorkerLost: then this
         process has to end, and another one is started."""
-        self._device_before = self._meter.device_seconds
+        self._device_before, self._drafts_before = self._meter.device_seconds, self.engine.scheduler.drafts.copy()
         while not self._shutting_down:
             busy = self._may_step
             for request in self._channel.receive(0 if busy else IDLE_MS):
@@ -215,7 +217,7 @@ class EngineService:
             host_steps=self._host_steps,
             step_seconds=self._step_seconds,
             paths=dict(self._meter.paths),
-            drafts=dict(self.engine.scheduler.drafts),
+            drafts=dict(self.engine.scheduler.drafts - self._drafts_before),
             swap_rows=swaps.rows,
             swap_hits=swaps.hits,
             swap_waits=swaps.waits,
