@@ -8,14 +8,19 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from sglcore.checkpoint.config import read_config
 from sglcore.device.config import resolve_config
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
 from sglcore.engine.start import start
+from sglcore.models.llama import LlamaForCausalLM
+from sglcore.models.loader import load_model
 from sglcore.runtime.forward_batch import StalePlanError
 from sglcore.runtime.forward_context import forward_context
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.overlap.slices import OpenPrompt, Slices
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.lanes import Pace
@@ -30,6 +35,7 @@ from tests.checkpoints import (
     qwen3_next,
     save,
 )
+from tests.latent import deepseek_v32
 from tests.laws.engine import TokenEngine, check_logprobs, environ, on_this_device, random_prompts
 
 CONTEXT = 96
@@ -115,6 +121,21 @@ def test_grammars_and_draws_are_those_of_whole_prompts(plain: Case) -> None:
         for asked in ("off", "24")
     )
     assert [each.tokens for each in found] == [each.tokens for each in wanted]
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("name", ["qwen3-next", "granite-hybrid"])
+def test_states_that_a_prompt_by_slices_leaves_are_hit_by_others(name: str, tmp_path: Path) -> None:
+    """While another decodes, so that no prompt runs all of its layers in one step."""
+    case = Case(name, tmp_path)
+    engine = case.engine(prompt_slices="1", max_batch_tokens=40)
+    base = random_prompts(8, (33,))[0]
+    first = [base[:21] + tail for tail in random_prompts(9, (3, 1, 6))]
+    for others in ([base], first, first):
+        found = engine.run([random_prompts(7, (5,))[0], *others], 40, stagger=3)
+        check_logprobs(found, case.oracle)
+    whole = {path for path in engine.paths if path.endswith(f"layers 0 to {engine.worker.limits.sliced_layers}")}
+    assert engine.scheduler.stats().snapshot_hits >= 4 and not whole, engine.paths
 
 
 def test_slices_plan_by_a_backend_of_their_own_over_the_same_pools(plain: Case) -> None:
@@ -225,6 +246,44 @@ def test_the_ledger_says_how_prompts_come(plain: Case, tmp_path: Path) -> None:
     )
     other = save(falcon_h1(max_position_embeddings=CONTEXT), tmp_path)
     assert "not divided into layers" in ledger_row(other, prompt_slices="auto").reason
+
+
+@pytest.mark.needs("host_rows")
+def test_rows_in_host_memory_are_refused_by_name(tmp_path: Path) -> None:
+    folder = save(deepseek_v32(max_position_embeddings=CONTEXT), tmp_path)
+    hisparse = '{"device_buffer_size": 16, "host_to_device_ratio": 100}'
+    given: dict[str, Any] = {
+        "hisparse": hisparse,
+        "attention_backend": "latent",
+        "page_size": 16,
+        "max_model_len": CONTEXT,
+    }
+    row = ledger_row(folder, prompt_slices="64", **given)
+    assert (row.effective, row.remedy, row.downgrade) == ("off", "--hisparse off", True)
+    assert row.reason.endswith("which lie in host memory")
+
+
+class OwnForward(LlamaForCausalLM):
+    """What `run_layers` computes is not its forward."""
+
+    def __call__(self, batch: Any) -> Any:
+        return self.finish(self.run_layers(self.embed(batch), 0, len(self.layers)))
+
+
+def test_a_class_with_a_forward_of_its_own_is_not_divided(plain: Case) -> None:
+    def layers(made: type) -> int:
+        found = load_model(
+            plain.folder,
+            read_config(plain.folder),
+            kernels=KernelTable(),
+            device="cpu",
+            dtype=torch.float32,
+            architectures={"LlamaForCausalLM": f"{made.__module__}:{made.__name__}"},
+        )
+        assert isinstance(found, made)
+        return found.sliced_layers
+
+    assert (layers(LlamaForCausalLM), layers(OwnForward)) == (4, 0)
 
 
 @pytest.mark.parametrize("asked", ["on", "0", "-3", "2.5", ""])

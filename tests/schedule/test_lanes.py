@@ -139,6 +139,11 @@ def test_where_the_worker_runs_ahead_a_slice_costs_what_its_decode_step_took_lon
     slicing.observe(BatchRecord(6, [], SLOTS, spans=[(0, 5)], seconds=0.1, ended=13.0))
     slicing.observe(BatchRecord(7, [], SLOTS, seconds=0.1, ended=19.0))
     assert slicing.pace.decode_seconds == 0.5, "a whole prompt came between"
+    known = dict(slicing.pace.layer_seconds)
+    for step in (8, 9):
+        slicing.observe(BatchRecord(step, [], SLOTS, ended=19.1, **slice_of))
+    slicing.observe(BatchRecord(10, [], SLOTS, seconds=0.1, ended=23.0))
+    assert slicing.pace.layer_seconds == known, "two slices came between"
 
 
 def test_the_pace_finds_what_hides_beside_a_step_whatever_a_layer_costs() -> None:

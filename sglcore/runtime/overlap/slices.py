@@ -10,7 +10,7 @@ the lane; between them neither waits for the other: they write to cells, states 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -99,7 +99,7 @@ class Slices:
         if self._lane is not None and self._forward is not None:
             self._lane.wait_stream(self._forward)
         with self._running():
-            view = self._runner.prepared(replace(staged, plan_record=None))
+            view = self._runner.prepared(staged)
             view.mark_forward_metadata_ready(self._attention.plan(view))
             with forward_context(self._runner.context(view, self._attention)):
                 state = self._model.embed(view)
