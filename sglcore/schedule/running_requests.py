@@ -197,7 +197,7 @@ class RunningRequests:
     def end_sliced(self, record: BatchRecord, sliced: SlicedPrompt) -> list[tuple[Request, int]]:
         """The step of a record runs the last layers of the open prompt; its chunks, of the requests that are still there."""
         self.sliced = None
-        record.is_masked, record.has_stale_rows = sliced.is_masked, bool(sliced.released)
+        record.is_masked = sliced.is_masked
         record.released += sliced.released
         if self.memory.keeps_windows:
             self._chunked += [request for request, _ in sliced.staying]

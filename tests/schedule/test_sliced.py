@@ -1,0 +1,71 @@
+"""What an open prompt does to the plan of others: who waits for its tokens, and for the pages of those of it that left."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import Limits, Ticket
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request
+from sglcore.schedule.scheduler import Scheduler
+from tests.schedule.fake_slices import FakeSlicedWorker
+from tests.schedule.fake_worker import FakeMatcher, compose, make_limits, make_params
+
+
+class Watched(FakeSlicedWorker):
+    """Keeps of each slice whether the scheduler can plan no step behind it."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.scheduler = Scheduler(limits, prefix_cache=False, compose=compose)
+        self.waits = list[tuple[int, bool]]()
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        if batch.layers is not None:
+            self.waits.append((int(batch.layers[1]), self.scheduler.awaits_tokens))
+        return super().submit(batch)
+
+
+class Beside:
+    """A request that decodes, and a loop to which prompts are added."""
+
+    def __init__(self, layers: int) -> None:
+        sizes = {"page_size": 1, "num_pages": 28, "max_model_len": 28, "max_batch_tokens": 28}
+        limits = make_limits(sliced_layers=layers, slice_budget=1, **sizes)
+        self.worker = Watched(limits)
+        self.scheduler = self.worker.scheduler
+        self.loop = Loop(self.scheduler, self.worker)
+        self.first = self.add("first", 2, 20)
+        while not self.first.output_ids:
+            self.loop.step()
+
+    def add(self, name: str, length: int, tokens: int, *, is_masked: bool = False) -> Request:
+        """Queue a prompt."""
+        made = Request(name, np.arange(length, dtype=np.int32), make_params(tokens))
+        made.matcher = FakeMatcher(made) if is_masked else None
+        self.scheduler.add(made)
+        return made
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_steps_behind_a_slice_wait_for_its_tokens_where_it_brings_some_under_a_grammar(is_masked: bool) -> None:
+    found = Beside(4)
+    prompt = found.add("prompt", 5, 1, is_masked=is_masked)
+    while not prompt.output_ids:
+        found.loop.step()
+    assert found.worker.waits == [(1, False), (2, False), (3, False), (4, is_masked)]
+
+
+def test_pages_of_who_left_an_open_prompt_are_awaited_and_nobody_gives_way_for_them() -> None:
+    found = Beside(12)
+    gone, staying = found.add("gone", 15, 2), found.add("staying", 4, 2)
+    while not found.worker.waits:
+        found.loop.step()
+    found.scheduler.abort(gone.rid)
+    while found.loop.has_work:
+        found.loop.step()
+        found.scheduler.audit()
+    assert len(found.first.output_ids) == 20 and len(staying.output_ids) == 2
+    assert found.scheduler.stats().retractions == 0
