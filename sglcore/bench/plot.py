@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sglcore.bench.beside import awaited
@@ -12,6 +13,11 @@ from sglcore.bench.record import Record
 from sglcore.device.errors import ConfigError
 
 INK, ACCENT, SECOND, BAD, LINE = "#24221e", "#0b6e63", "#b3640a", "#a3262c", "#e5e1d8"
+RIGHT: Mapping[str, Any] = MappingProxyType({"xytext": (6, -10), "ha": "left"})
+LEFT: Mapping[str, Any] = MappingProxyType({"xytext": (-6, 5), "ha": "right"})
+"""Where the words of a point of a curve stand: below the first, above the second."""
+TOGETHER_MS = 0.01
+"""Pieces of text no further apart than so came together."""
 
 
 def require_matplotlib() -> None:
@@ -57,7 +63,7 @@ def _distribution(panel: Any, records: Sequence[Record], names: Sequence[str], t
     panel.set_title(title)
     panel.set_xlabel("ms")
     panel.set_ylim(0, 1.02)
-    for name, color in zip(names, (ACCENT, SECOND), strict=False):
+    for name, color, aside in zip(names, (ACCENT, SECOND), (RIGHT, LEFT), strict=False):
         values = sorted(value * 1000 for record in records for value in values_of(record, name))
         if not values:
             continue
@@ -66,9 +72,7 @@ def _distribution(panel: Any, records: Sequence[Record], names: Sequence[str], t
         for share in (0.5, 0.9, 0.99):
             at = percentile(values, share)
             panel.plot([at], [share], "o", color=color, markersize=4)
-            panel.annotate(
-                f"p{share * 100:.0f} {at:.1f}", (at, share), (6, -10), textcoords="offset points", fontsize=8
-            )
+            panel.annotate(f"p{share * 100:.0f} {at:.1f}", (at, share), textcoords="offset points", fontsize=8, **aside)
     if panel.lines:
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter("{x:g}")
@@ -127,9 +131,9 @@ def _beside(panel: Any, records: Sequence[Record]) -> None:
         panel.axvspan(start, end, color=SECOND, alpha=0.16, linewidth=0)
     chats = [record for record in records if record.is_whole and not record.is_long]
     ends = [mark for record in chats for mark in record.marks[1:]]
-    gaps = [gap * 1000 for record in chats for gap in record.gaps]
+    gaps = [max(gap * 1000, TOGETHER_MS) for record in chats for gap in record.gaps]
     panel.plot(ends, gaps, "o", color=ACCENT, markersize=2, alpha=0.5)
-    if gaps and min(gaps) > 0:
+    if gaps:
         panel.set_yscale("log")
         panel.yaxis.set_major_formatter("{x:g}")
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from matplotlib.figure import Figure
 
 from sglcore.bench.beside import Beside, awaited, beside, gaps_beside
 from sglcore.bench.figures import figures
+from sglcore.bench.plot import TOGETHER_MS, _beside
 from sglcore.bench.record import Record
 from sglcore.bench.reply import Fault
 from sglcore.bench.workload import Span, Workload, make_jobs
@@ -61,6 +63,16 @@ def test_the_figures_are_those_of_both_times() -> None:
     written = found.as_json()
     assert written["prompts"] == 1 and written["ratios"] == {"p50": 3.5, "p99": pytest.approx(3.99, abs=0.01)}
     assert beside([CHAT]) is None and Beside(None, None, None, 0).ratio("p50") is None
+
+
+def test_the_plot_shades_when_a_long_prompt_was_awaited_and_has_all_gaps_of_the_others() -> None:
+    panel: Any = Figure().add_subplot()
+    _beside(panel, [CHAT, PROMPT, record(2, 3.0, 3.0)])
+    (shaded,), (points,) = panel.patches, panel.lines
+    assert (shaded.get_x(), shaded.get_x() + shaded.get_width()) == (pytest.approx(1.45), pytest.approx(1.85))
+    assert points.get_xdata() == [1.1, 1.2, 1.5, 1.9, 2.0, 3.0]
+    assert points.get_ydata() == pytest.approx([100, 100, 300, 400, 100, TOGETHER_MS])
+    assert panel.get_yscale() == "log"
 
 
 def test_long_prompts_are_in_no_latency_of_the_others() -> None:
