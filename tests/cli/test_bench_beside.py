@@ -70,8 +70,8 @@ def test_the_plot_shades_when_a_long_prompt_was_awaited_and_has_all_gaps_of_the_
     _beside(panel, [CHAT, PROMPT, record(2, 3.0, 3.0)])
     (shaded,), (points,) = panel.patches, panel.lines
     assert (shaded.get_x(), shaded.get_x() + shaded.get_width()) == (pytest.approx(1.45), pytest.approx(1.85))
-    assert points.get_xdata() == [1.1, 1.2, 1.5, 1.9, 2.0, 3.0]
-    assert points.get_ydata() == pytest.approx([100, 100, 300, 400, 100, TOGETHER_MS])
+    assert list(points.get_xdata()) == [1.1, 1.2, 1.5, 1.9, 2.0, 3.0]
+    assert list(points.get_ydata()) == pytest.approx([100, 100, 300, 400, 100, TOGETHER_MS])
     assert panel.get_yscale() == "log"
 
 
