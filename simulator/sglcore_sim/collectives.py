@@ -1,8 +1,10 @@
 """Collectives of the simulated device: gloo between processes, with the order of streams that the vendor's library has.
 
 A collective reads and writes its tensors on the stream that is current when it is called, as one piece of work there, so
-tensors of another stream race with it unless it waits. It finishes before it returns: what `wait()` on its work orders is
-there already, and `async_op=True` takes no stream of its own. Nothing runs in a capture: that is a fault.
+tensors of another stream race with it unless it waits. With `async_op=True` it runs on a stream of the group's own, which
+waits for the current one; `wait()` on its work has the stream that is current then wait for it, and until that was called
+nothing may write what it reads, or touch what it writes. The work holds what comes of it; what is read, the caller has to
+hold, as not every library does. Nothing runs in a capture: that is a fault.
 """
 
 # The type stubs of torch.distributed lack what its Python subclasses override.
@@ -20,16 +22,22 @@ from torch.distributed import distributed_c10d
 
 
 class Done(dist._Work):
-    """A collective that has happened; `result` is what it gave."""
+    """A collective that has happened, perhaps on a stream that is not the caller's; `result` is what it gave."""
 
-    def __init__(self, tensors: list[Any]) -> None:
+    def __init__(self, tensors: list[Any], stream: torch.Stream | None = None) -> None:
         super().__init__()
         self._tensors = tensors
+        self._device, self._end = None if stream is None else stream.device, None
+        if stream is not None:
+            self._end = torch.Event(stream.device)
+            self._end.record(stream)
         self._future: Any = torch.futures.Future()
         self._future.set_result(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Nothing is left to wait for."""
+        """The current stream waits for it; the host does not."""
+        if self._end is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._end)
         return True
 
     def is_completed(self) -> bool:
@@ -49,19 +57,41 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, size)
         self._sim = sim
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("simulated", store), rank, size, timeout)
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     def getBackendName(self) -> str:
         return self._sim.kind.collectives
 
     def _run(
-        self, name: str, fn: Callable[[Any], Any], reads: Sequence[Any], writes: Sequence[Any], result: list[Any]
+        self,
+        name: str,
+        fn: Callable[[Any], Any],
+        reads: Sequence[Any],
+        writes: Sequence[Any],
+        result: list[Any],
+        opts: Any = None,
     ) -> Done:
         if self._sim.core.is_capturing():
             text = f"{name} at {self._sim.core.site()} in a capture: collectives of processes are not simulated there"
             raise self._sim.log.make("wrong_capture", text)
         over = self._sim.host_view
-        self._sim.launch(name, lambda: fn(over).wait(), reads=list(reads), writes=list(writes))
-        return Done(result)
+
+        def launch() -> None:
+            self._sim.launch(name, lambda: fn(over).wait(), reads=list(reads), writes=list(writes))
+
+        if opts is None or not opts.asyncOp:
+            launch()
+            return Done(result)
+        device = (*reads, *writes)[0].device
+        own = self._streams.setdefault(device, torch.Stream(device))
+        self.behind(own, device)
+        with own:
+            launch()
+        return Done(result, own)
+
+    def behind(self, own: torch.Stream, device: torch.device) -> None:
+        """The group's stream waits for what was queued on the current one."""
+        own.wait_stream(torch.accelerator.current_stream(device))
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Done:
         """Every tensor becomes the reduction over all ranks."""
@@ -72,6 +102,7 @@ class Group(dist.ProcessGroup):
             tensors,
             tensors,
             tensors,
+            options,
         )
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Done:
@@ -80,13 +111,13 @@ class Group(dist.ProcessGroup):
         root = options.rootRank == self.rank()
         touched = (tensors, ()) if root else ((), tensors)
         return self._run(
-            "broadcast", lambda over: self._gloo.broadcast([over(t) for t in tensors], options), *touched, tensors
+            "broadcast", lambda over: self._gloo.broadcast([over(t) for t in tensors], options), *touched, tensors, opts
         )
 
     def reduce(self, tensors: Any, opts: Any) -> Done:
         """The root's tensor becomes the reduction."""
         return self._run(
-            "reduce", lambda over: self._gloo.reduce([over(t) for t in tensors], opts), tensors, tensors, tensors
+            "reduce", lambda over: self._gloo.reduce([over(t) for t in tensors], opts), tensors, tensors, tensors, opts
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
@@ -96,7 +127,7 @@ class Group(dist.ProcessGroup):
         def gather(over: Any) -> Any:
             return self._gloo.allgather([[over(t) for t in row] for row in outputs], [over(t) for t in inputs])
 
-        return self._run("all_gather", gather, inputs, flat, outputs)
+        return self._run("all_gather", gather, inputs, flat, outputs, opts)
 
     def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> Done:
         """One tensor that holds every rank's, by rank."""
@@ -105,7 +136,7 @@ class Group(dist.ProcessGroup):
             parts = list(over(output).view(self.size(), *given.shape).unbind(0))
             return self._gloo.allgather([parts], [over(given)])
 
-        return self._run("all_gather_into_tensor", gather, [given], [output], [output])
+        return self._run("all_gather_into_tensor", gather, [given], [output], [output], opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
         """This rank's part of the reduction, of lists of parts."""
@@ -120,7 +151,9 @@ class Group(dist.ProcessGroup):
                 over(output).copy_(whole[self.rank()])
             return work
 
-        return self._run("reduce_scatter", scatter, [part for parts in inputs for part in parts], outputs, outputs)
+        return self._run(
+            "reduce_scatter", scatter, [part for parts in inputs for part in parts], outputs, outputs, opts
+        )
 
     def _reduce_scatter_base(self, output: Any, given: Any, opts: Any = None) -> Done:
         """This rank's part of the reduction."""
@@ -134,7 +167,7 @@ class Group(dist.ProcessGroup):
             over(output).copy_(whole.view(self.size(), *output.shape)[self.rank()])
             return work
 
-        return self._run("reduce_scatter_tensor", scatter, [given], [output], [output])
+        return self._run("reduce_scatter_tensor", scatter, [given], [output], [output], opts)
 
     def alltoall_base(self, output: Any, given: Any, output_sizes: Any, input_sizes: Any, opts: Any = None) -> Done:
         """Rows to and from every rank."""
@@ -144,7 +177,7 @@ class Group(dist.ProcessGroup):
                 over(output), over(given), output_sizes, input_sizes, opts or dist.AllToAllOptions()
             )
 
-        return self._run("all_to_all_single", exchange, [given], [output], [output])
+        return self._run("all_to_all_single", exchange, [given], [output], [output], opts)
 
     all_gather_single = allgather_into_tensor = _allgather_base
     reduce_scatter_single = reduce_scatter_tensor = _reduce_scatter_base

@@ -1,4 +1,5 @@
-"""Collectives between two processes, each with its own simulated device: right, ordered by streams, refused in a capture."""
+"""Collectives between two processes, each with its own simulated device: right, ordered by streams whether they are waited for at
+once or are under way, refused in a capture."""
 
 from __future__ import annotations
 
@@ -59,6 +60,33 @@ with sim.expect("race"):
     x.add_(1)
 torch.accelerator.current_stream().wait_stream(side)
 assert x.tolist() == [2.0] * 4
+
+# Under way: good, if the consumer waits, on whichever stream it is; bad, if nobody waits, another stream does, or what is read is
+# written again or freed before.
+work = dist.all_reduce(x, async_op=True)
+with sim.expect("race") as caught:
+    x.add_(1)
+assert "all_reduce" in caught.text
+work.wait()
+x.add_(1)
+assert x.tolist() == [5.0] * 4
+work = dist.all_reduce(x, async_op=True)
+side.wait_stream(torch.accelerator.current_stream())
+with side:
+    work.wait()
+with sim.expect("race"):
+    x.add_(1)
+torch.accelerator.current_stream().wait_stream(side)
+given, parts = torch.ones(2, device=dev), torch.empty(4, device=dev)
+work = dist.all_gather_into_tensor(parts, given, async_op=True)
+with sim.expect("race"):
+    given.zero_()
+work.wait()
+assert parts.tolist() == [1.0] * 4
+work = dist.all_to_all_single(parts, torch.zeros(4, device=dev), async_op=True)
+with sim.expect("use_after_free"):
+    torch.ones(4, device=dev)
+work.wait()
 assert not sim.faults
 dist.destroy_process_group()
 print("good")

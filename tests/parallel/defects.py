@@ -16,7 +16,7 @@ from sglcore.device import bring_up
 from sglcore.layers.parallel import build, norms, roles, vocab
 from sglcore.runtime import tp_worker
 from sglcore.runtime.kernels import reference, reference_recurrent
-from sglcore.runtime.parallel import decided, group
+from sglcore.runtime.parallel import decided, group, handle
 from sglcore.sampling.sampler import Sampler
 from sglcore_cpu import recording, shared_sums
 from sglcore_cpu.native import recorder
@@ -348,6 +348,66 @@ def unordered(kind: str, rank: int) -> None:
             return own(self, x)
 
     group.Group.all_reduce = all_reduce
+
+
+def launched_unordered(kind: str, rank: int) -> None:
+    """A sum under way does not wait for what it sums."""
+    simulated(kind, rank)
+    from sglcore_sim import collectives
+
+    collectives.Group.behind = lambda self, own, device: None
+
+
+def never_awaited(kind: str, rank: int) -> None:
+    """Who uses what comes of a collective does not wait for it."""
+    simulated(kind, rank)
+    from sglcore_sim import collectives
+
+    collectives.Done.wait = lambda self, timeout=None: True
+
+
+def awaited_elsewhere(kind: str, rank: int) -> None:
+    """Another stream waits than the one that uses what comes of it."""
+    simulated(kind, rank)
+    from sglcore_sim import collectives
+
+    own = collectives.Done.wait
+
+    def wait(self: Any, timeout: Any = None) -> bool:
+        if self._device is None:
+            return own(self, timeout)
+        with torch.Stream(self._device):
+            return own(self, timeout)
+
+    collectives.Done.wait = wait
+
+
+def written_while_under_way(kind: str, rank: int) -> None:
+    """What a sum reads is written again before it is waited for."""
+    simulated(kind, rank)
+    own = group.Group._run
+
+    def run(self: Any, collective: Any, out: torch.Tensor) -> torch.Tensor:
+        def started(later: bool) -> Any:
+            work = collective(later)
+            if work is not None:
+                out.mul_(1)
+            return work
+
+        return own(self, started, out)
+
+    group.Group._run = run
+
+
+def freed_while_under_way(kind: str, rank: int) -> None:
+    """Nobody holds what is sent until it has arrived."""
+    simulated(kind, rank)
+    own = handle.Launched.__init__
+
+    def init(self: Any, work: Any, turn: Any, result: torch.Tensor, held: torch.Tensor, size: int) -> None:
+        own(self, work, turn, result, result, size)
+
+    handle.Launched.__init__ = init
 
 
 def sums_not_recorded(rank: int) -> None:

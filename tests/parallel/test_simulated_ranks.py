@@ -100,10 +100,31 @@ def test_proposals_of_a_divided_draft_leave_no_trace_in_a_text(lane: Lane, tmp_p
 
 @pytest.mark.parametrize("settings", [{}, {"dp": 2, "ep": 2}], ids=str)
 def test_two_devices_run_halves_in_turn(lane: Lane, settings: dict[str, Any], tmp_path: Path) -> None:
-    """On one stream, where nothing of one half races with what the other computes."""
+    """Beside collectives on a stream of their own: nothing of one half races with what the other computes."""
     kind = partial(defects.simulated, lane.simulator)
     oracle = qwen3_moe(num_experts=4, max_position_embeddings=128)
     given = {**PLAIN, "two_batch_overlap": "on", "max_batch_tokens": 12, **settings}
     with RankedEngine(save(oracle, tmp_path), kind, **given) as engine:
         check_logprobs(engine.run(random_prompts(5, (3, 5, 17, 9)), 6), oracle)
         assert "eager:halves" in engine.paths
+
+
+WHOLE_EXPERTS = {"ep": 2, "expert_dispatch": "ragged"}
+DEFECTS: list[tuple[Any, dict[str, Any], str]] = [
+    (defects.launched_unordered, {}, "race"),
+    (defects.never_awaited, {}, "race"),
+    (defects.awaited_elsewhere, {}, "race"),
+    (defects.written_while_under_way, {}, "race"),
+    (defects.freed_while_under_way, WHOLE_EXPERTS, "use_after_free"),
+]
+
+
+@pytest.mark.parametrize(("defect", "settings", "fault"), DEFECTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_missing_edge_between_halves_and_collectives_is_a_fault(
+    defect: Any, settings: dict[str, Any], fault: str, lane: Lane, tmp_path: Path
+) -> None:
+    oracle = qwen3_moe(num_experts=4, max_position_embeddings=128)
+    given = {**PLAIN, "two_batch_overlap": "on", "max_batch_tokens": 12, **settings}
+    kind = partial(defect, lane.simulator)
+    with RankedEngine(save(oracle, tmp_path), kind, **given) as engine, pytest.raises(WorkerLost, match=fault):
+        engine.run(random_prompts(5, (3, 5, 17, 9)), 6)
