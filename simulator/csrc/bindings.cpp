@@ -346,6 +346,9 @@ void bind_streams(py::module_& m) {
     });
   });
   m.def("busy", [](double milliseconds) { guarded([&] { busy(milliseconds); }); });
+  m.def("virtual_time", &virtual_time);
+  m.def("pass_time", &pass);
+  m.def("set_share", [](double share) { set_share(current_actor(current_device()), share); });
   m.def("no_sync", [](int by) { no_sync_depth() += by; });
   m.def("untracked", [](int by) { untracked_depth() += by; });
 }

@@ -47,10 +47,15 @@ thread_local int untracked = 0;
 
 double now_ms() {
   using namespace std::chrono;
+  if (state().is_virtual) return state().virtual_ms;
   return duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
 }
 
 void rest_until(double milliseconds) {
+  if (state().is_virtual) {
+    state().virtual_ms = std::max(state().virtual_ms, milliseconds);
+    return;
+  }
   double left = milliseconds - now_ms();
   if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(left));
 }
@@ -58,9 +63,36 @@ void rest_until(double milliseconds) {
 void lengthen(int actor, double milliseconds) {
   Lock lock(state().mutex);
   Stream& stream = state().streams.at(actor);
-  stream.until = std::max(stream.until, now_ms()) + milliseconds;
+  double begin = std::max(stream.until, now_ms()), together = 0;
+  if (state().is_virtual && stream.share > 0) {  // as long as others of the device work too, it has a share
+    for (const Stream& other : state().streams)
+      if (&other != &stream && other.device == stream.device && other.share > 0) together = std::max(together, other.until - begin);
+    together = std::min(together, milliseconds / stream.share);
+  }
+  stream.until = begin + milliseconds + together * (1 - stream.share);
 }
 }  // namespace
+
+void virtual_time(bool is_on) {
+  State& s = state();
+  Lock lock(s.mutex);
+  s.is_virtual = is_on;
+  s.virtual_ms = 0;
+  for (Stream& stream : s.streams) {
+    stream.until = 0;
+    stream.share = 0.5;
+  }
+}
+
+double pass(double milliseconds) {
+  Lock lock(state().mutex);
+  return state().virtual_ms += milliseconds;
+}
+
+void set_share(int actor, double share) {
+  Lock lock(state().mutex);
+  state().streams.at(actor).share = share;
+}
 
 int& no_sync_depth() { return forbidden; }
 int& untracked_depth() { return untracked; }

@@ -153,6 +153,7 @@ struct Stream {
   Capture* capture = nullptr;
   Clock captured;  // clock inside the capture
   double until = 0;  // when the work that `busy` gave it will be done, in milliseconds of the host's steady clock
+  double share = 0.5;  // in virtual time: of the device, while other streams work; 0: it neither takes nor leaves anything
 };
 
 struct Event {
@@ -232,6 +233,8 @@ struct State {
   c10::DeviceType type = c10::DeviceType::PrivateUse1;
   c10::DispatchKey key = c10::DispatchKey::PrivateUse1;
   bool installed = false;
+  bool is_virtual = false;  // time passes where `pass`, `busy` and waits say so, and nowhere else
+  double virtual_ms = 0;
   std::vector<Device> devices;
   std::vector<Stream> streams;  // index: actor; entry 0 is the host
   Clock host;
@@ -281,6 +284,9 @@ bool query(Event& event);
 bool query_stream(int actor);
 void synchronize(Event& event);
 void busy(double milliseconds);  // so much work on the current stream: the host goes on, and whoever waits for it waits so long
+void virtual_time(bool is_on);
+double pass(double milliseconds);  // of the host, in virtual time; the time then
+void set_share(int actor, double share);
 void follow(int actor, double milliseconds);  // its next work begins no earlier
 void register_guard();
 int& no_sync_depth();

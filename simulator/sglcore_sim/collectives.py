@@ -80,14 +80,21 @@ class Group(dist.ProcessGroup):
             self._sim.launch(name, lambda: fn(over).wait(), reads=list(reads), writes=list(writes))
 
         if opts is None or not opts.asyncOp:
-            launch()
-            return Done(result)
+            return self._at_once(launch, writes, result)
         device = (*reads, *writes)[0].device
         own = self._streams.setdefault(device, torch.Stream(device))
         self.behind(own, device)
         with own:
             launch()
+        if self._sim.timing is not None:
+            self._sim.timing.collective(own, writes)
         return Done(result, own)
+
+    def _at_once(self, launch: Callable[[], None], writes: Sequence[Any], result: list[Any]) -> Done:
+        launch()
+        if self._sim.timing is not None and writes:
+            self._sim.timing.wait_for_collective(writes)
+        return Done(result)
 
     def behind(self, own: torch.Stream, device: torch.device) -> None:
         """The group's stream waits for what was queued on the current one."""
@@ -102,7 +109,7 @@ class Group(dist.ProcessGroup):
             tensors,
             tensors,
             tensors,
-            options,
+            opts,
         )
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Done:

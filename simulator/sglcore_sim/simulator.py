@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import backend_registration
@@ -18,6 +18,9 @@ from sglcore_sim.kinds import kind_of, resolve
 from sglcore_sim.machine import lay_out
 from sglcore_sim.native import native
 
+if TYPE_CHECKING:
+    from sglcore_sim.clocks import VirtualTime
+
 Touched = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -27,7 +30,7 @@ def pair_of(touched: Touched) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 class Simulator:
     """The simulated device of this process. `core`: the native module, for faces and libraries that are planted over it;
-    `log` makes and keeps faults."""
+    `log` makes and keeps faults; `timing` is there in virtual time alone."""
 
     def __init__(self, core: ModuleType, kind: Any, devices: int, memory: int, log: FaultLog) -> None:
         self.kind = kind
@@ -35,6 +38,7 @@ class Simulator:
         self.memory = memory
         self.core = core
         self.log = log
+        self.timing: VirtualTime | None = None
         self.watch(lambda: None, lambda: None)
 
     def watch(self, unfinished: Callable[[], None], forget: Callable[[], None]) -> None:
