@@ -31,18 +31,20 @@ FACTS = Facts(tensor_device="cpu", shares_host_memory=True)
 
 
 class Steps:
-    """A model on the processor, with its runner. Slots 1 to 3 hold one sequence each; pages are handed out from the top, interleaved."""
+    """A model on a device, with its runner; steps run on the current stream. Slots 1 to 3 hold one sequence each; pages are handed out from the top,
+    interleaved."""
 
-    def __init__(self, model: Architecture, snapshots: int = 0) -> None:
-        encoder, table = model.config.is_encoder, ReqToTokenPool(SLOTS, CONTEXT, PAGE, "cpu")
+    def __init__(self, model: Architecture, snapshots: int = 0, device: str = "cpu") -> None:
+        facts = FACTS if device == "cpu" else Facts(tensor_device=device)
+        encoder, table = model.config.is_encoder, ReqToTokenPool(SLOTS, CONTEXT, PAGE, device)
         self.model = model
         self.runner = ModelRunner(
             model,
-            _attention(model, table),
-            build_decode_registry(FACTS, None if encoder else table, max_bs=SLOTS),
-            build_prefill_registry(FACTS, None if encoder else table, max_bs=SLOTS, max_num_tokens=CONTEXT),
-            TokenTable(SLOTS, CONTEXT, "cpu"),
-            state_pool=StatePool(model.state_layers, SLOTS, snapshots, "cpu"),
+            _attention(model, table, device),
+            build_decode_registry(facts, None if encoder else table, max_bs=SLOTS),
+            build_prefill_registry(facts, None if encoder else table, max_bs=SLOTS, max_num_tokens=CONTEXT),
+            TokenTable(SLOTS, CONTEXT, device),
+            state_pool=StatePool(model.state_layers, SLOTS, snapshots, device),
         )
         self._free = list(range(1, SLOTS * CONTEXT // PAGE + 1))
         self._pages = dict.fromkeys(range(1, SLOTS + 1), 0)
@@ -91,17 +93,17 @@ class Steps:
         return [self._free.pop() for _ in range(wanted)]
 
 
-def _attention(model: Architecture, table: ReqToTokenPool) -> AttentionBackend:
+def _attention(model: Architecture, table: ReqToTokenPool, device: str) -> AttentionBackend:
     """The reference over cells; over rows of other forms the first backend that serves such layers."""
     layers, pages = model.attention_layers, SLOTS * CONTEXT // PAGE
     shape = shape_of(layers, model.config.is_encoder)
     if any(layer.rows for layer in layers):
         pool = DeepSeekV4TokenToKVPool if any(has_window(layer) for layer in layers) else RowPool
-        rows = pool([layer.rows for layer in layers], PAGE, RowCounts(pages, 0, SLOTS), "cpu", poison=True)
+        rows = pool([layer.rows for layer in layers], PAGE, RowCounts(pages, 0, SLOTS), device, poison=True)
         offered = (resolve(each) for each in OF_ROWS.values())
         backend = next(each for each in offered if shape.features <= each.facts.features)
         return backend(shape, table, rows, model.kernels)
-    cells = MHATokenToKVPool(pages, PAGE, layer_shapes(layers, lambda layer: True), model.dtype, "cpu", model.kernels)
+    cells = MHATokenToKVPool(pages, PAGE, layer_shapes(layers, lambda layer: True), model.dtype, device, model.kernels)
     return ReferenceAttention(shape, table, cells, model.kernels)
 
 

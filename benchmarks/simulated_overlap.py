@@ -1,0 +1,244 @@
+"""What two halves hide of collectives, and what running requests feel of a long prompt, on a simulated device in virtual time.
+
+No accelerator is needed: `sglcore_sim.clocks` gives operations, links and streams the time that they would take by the speeds below,
+whatever this machine takes. One rank, whose sums take as long as the link says.
+
+    python benchmarks/simulated_overlap.py [--kind NAME] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from results import machine, write_results
+from torch import Tensor
+from two_batch_overlap import HIDDEN, PARTS, TOKENS, WANTED_SHARE, write_checkpoint
+
+import sglcore_sim
+from sglcore import LLM, SamplingParams
+from sglcore.checkpoint.config import read_config
+from sglcore.device.batch import ForwardMode
+from sglcore.device.cut import CutTerms
+from sglcore.device.topology import Communication, Place, Topology
+from sglcore.engine.start import embedded_model
+from sglcore.models.loader import load_model
+from sglcore.models.steps import Steps
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.overlap.halves import Halves, Staggers
+from sglcore.runtime.parallel.dispatch import RaggedDispatcher
+from sglcore.runtime.parallel.group import Group, Groups
+from sglcore.schedule import loop
+from sglcore_sim.clocks import Speeds, VirtualTime, virtual_time
+from sglcore_sim.collectives import Group as SimulatedGroup
+
+SPEEDS = Speeds(flops=1e12, bandwidth=1e11, start=1e-6, launch=1e-7, alpha=0.0, beta=0.0)
+STAGGERS = (0, 1, 2)
+
+
+class OneRank(Group):
+    """Its sums go over the link of the simulated device."""
+
+    def __init__(self, simulated: Any) -> None:
+        none: Any = None
+        super().__init__(none, 0, 1, none)
+        self._simulated, self.sums = simulated, 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._run(partial(self._start, x), x)
+
+    def _start(self, x: Tensor, later: bool) -> Any:
+        options = dist.AllreduceOptions()
+        options.asyncOp, self.sums = later, self.sums + 1
+        work = self._simulated.allreduce([x], options)
+        return work if later else None
+
+
+class Site:
+    """A batch of prompts on the simulated device, whole and in halves."""
+
+    def __init__(self, sim: Any, folder: Path) -> None:
+        write_checkpoint(folder)
+        self.sim, device = sim, str(sim.device())
+        self.group = OneRank(SimulatedGroup(sim, dist.HashStore(), 0, 1, timedelta(seconds=60)))
+        place = Place(0, Topology(1), "", 0, 1)
+        groups = Groups(self.group, place, Communication("gloo"), self.group, self.group, RaggedDispatcher, 0)
+        kernels, config = KernelTable(), read_config(folder)
+        model = load_model(folder, config, kernels=kernels, device=device, dtype=torch.float32, groups=groups)
+        steps = Steps(model, device=device)
+        self.runner, backend = steps.runner, steps.runner.attn_backend
+        self.backends = (
+            backend,
+            type(backend)(backend.shape, backend.req_to_token_pool, backend.token_to_kv_pool, backend.kernels),
+        )
+        prompts = {1: [3] * (TOKENS // 2), 2: [5] * (TOKENS // 2)}
+        self.batch = self.runner.prepared(steps.staged(prompts, ForwardMode.EXTEND))
+
+    def seconds(self, speeds: Speeds, stagger: int | None) -> float:
+        """Of a step, whole or in halves; virtual, so that once is enough."""
+        self.batch.plan_record = None
+        halves = None if stagger is None else Halves(self.backends, CutTerms(), Staggers(stagger, stagger))
+        self.runner.halves = halves
+        torch.accelerator.synchronize()
+        with virtual_time(self.sim, speeds) as clock:
+            self.runner.run_eager(self.batch)
+            torch.accelerator.synchronize()
+            return clock.now
+
+
+def halves_table(sim: Any) -> dict[str, Any]:
+    """Computing of the whole and of halves, and for every part of it as waits what is hidden."""
+    with tempfile.TemporaryDirectory() as name, torch.inference_mode():
+        site = Site(sim, Path(name))
+        whole = site.seconds(SPEEDS, None)
+        sums, size = site.group.sums, TOKENS * HIDDEN * 4
+        computing = site.seconds(SPEEDS, 0)
+        rows = [halves_row(site, whole, computing, part, sums, size) for part in PARTS]
+    return {"whole_ms": ms(whole), "halves_ms": ms(computing), "sums": sums, "waits": rows}
+
+
+def halves_row(site: Site, whole: float, computing: float, part: float, sums: int, size: int) -> dict[str, float]:
+    """As in two_batch_overlap.py: waits are `part` of the computing, a tenth of each for the message itself."""
+    each = part * whole / sums
+    speeds = Speeds(
+        SPEEDS.flops, SPEEDS.bandwidth, SPEEDS.start, SPEEDS.launch, alpha=each / 10, beta=each * 0.9 / size
+    )
+    waits = 2 * sums * speeds.collective(size // 2)
+    found = {f"stagger_{stagger}": site.seconds(speeds, stagger) for stagger in STAGGERS}
+    unsplit, best = site.seconds(speeds, None), min(found.values())
+    hideable = min(computing, waits)
+    return {
+        "waits_by_computing": part,
+        "whole_ms": ms(unsplit),
+        **{f"{name}_ms": ms(value) for name, value in found.items()},
+        "model_ms": ms(max(computing, waits)),
+        "share": round((computing + waits - best) / hideable, 3),
+        "speedup": round(unsplit / best, 3),
+    }
+
+
+def ms(seconds: float) -> float:
+    """Milliseconds, to the microsecond."""
+    return round(seconds * 1e3, 3)
+
+
+LONG, SHORT, CHATS, QUIET, TOKENS_OF_CHATS = 2048, 16, 4, 24, 600
+FORMS = ("off/auto", "auto/interleave", "auto/priority")
+LANE_SHARE = 0.4
+"""Of the device, that what runs beside a decode step, which goes first, gets: such a step waits for memory most of the time."""
+
+
+def slices_table(kind: str) -> dict[str, Any]:
+    """The time between two tokens of chats while a long prompt is awaited, as a multiple of what it is before and after."""
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        write_checkpoint(Path(name))
+        config = Path(name) / "config.json"
+        config.write_text(
+            config.read_text().replace('"max_position_embeddings": 256', '"max_position_embeddings": 4096')
+        )
+        shutil.copy(Path(embedded_model()) / "tokenizer.json", name)
+        for form in FORMS:
+            found[form] = slices_row(Path(name), kind, *form.split("/"))
+    for each in found.values():
+        each["throughput"] = round(each["tokens_a_second"] / found[FORMS[0]]["tokens_a_second"], 3)
+    return found
+
+
+def slices_row(folder: Path, kind: str, asked: str, lane: str) -> dict[str, Any]:
+    """One form. The pace of slices learns from virtual time."""
+    settings: dict[str, Any] = {"device": kind, "graph": "off", "kernels": "reference", "attention_backend": "gathered"}
+    settings |= {"max_requests": CHATS + 2, "max_model_len": LONG + TOKENS_OF_CHATS, "max_batch_tokens": 1024}
+    llm = LLM(str(folder), prompt_slices=asked, prompt_lane=lane, prefix_cache=False, **settings)
+    sim = sglcore_sim.current()
+    assert sim is not None
+    with virtual_time(sim, SPEEDS) as clock, mock.patch.object(loop, "perf_counter", lambda: clock.now):
+        streams = llm.started.worker.runner.streams
+        clock.share(streams.forward, 1.0)
+        if streams.lane is not None:
+            clock.share(streams.lane, LANE_SHARE)
+        found = played(llm, clock)
+    llm.started.worker.close()
+    return found
+
+
+def played(llm: LLM, clock: VirtualTime) -> dict[str, Any]:
+    """Chats that decode all along, and in their midst a long prompt."""
+    engine, draw = llm.engine, np.random.default_rng(0)
+
+    def add(length: int, tokens: int) -> Any:
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        return engine.add(draw.integers(1, 60, length).tolist(), params)
+
+    chats = [add(SHORT, TOKENS_OF_CHATS) for _ in range(CHATS)]
+    while not all(chat.outputs[0].token_ids for chat in chats):
+        engine.step()
+    begin, first = clock.now, chats[0].outputs[0]
+    before = gaps(engine.step, first, clock, lambda found: len(found) < QUIET)
+    long = add(LONG, 1)
+    during = gaps(engine.step, first, clock, lambda found: not long.finished)
+    after = gaps(engine.step, first, clock, lambda found: len(found) < QUIET)
+    if len(first.token_ids) >= TOKENS_OF_CHATS:
+        raise SystemExit("the chats ended before the prompt did; raise TOKENS_OF_CHATS")
+    while engine.has_work:
+        engine.step()
+    quiet = float(np.median(before + after))
+    return {
+        "quiet_ms": ms(quiet),
+        **{f"p{q}": round(float(np.percentile(during, q)) / quiet, 2) for q in (50, 90, 99)},
+        "tokens_while_the_prompt_ran": len(during),
+        "tokens_a_second": round((CHATS * (TOKENS_OF_CHATS - 1) + LONG) / (clock.now - begin), 1),
+    }
+
+
+def gaps(
+    step: Callable[[], object], output: Any, clock: VirtualTime, goes_on: Callable[[list[float]], bool]
+) -> list[float]:
+    """Virtual seconds between tokens of an output."""
+    found, last, had = list[float](), clock.now, len(output.token_ids)
+    while goes_on(found):
+        step()
+        if len(output.token_ids) > had:
+            found.append(clock.now - last)
+            last, had = clock.now, len(output.token_ids)
+    return found
+
+
+def main() -> None:
+    """Print, and write where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", default="cuda", help="of the simulated device")
+    parser.add_argument("--json", help="write the figures to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    sim = sglcore_sim.install(options.kind)
+    halves, slices = halves_table(sim), slices_table(options.kind)
+    for row in halves["waits"]:
+        print(
+            f"waits {row['waits_by_computing']:4.2f} of the computing: whole {row['whole_ms']:7.3f} ms, halves"
+            f" {min(row[f'stagger_{each}_ms'] for each in STAGGERS):7.3f} (model {row['model_ms']:7.3f}), hidden"
+            f" {row['share']:4.0%} of what can be (wanted {WANTED_SHARE:.0%}), {row['speedup']:.2f} times as fast"
+        )
+    for form, row in slices.items():
+        print(
+            f"{form:>16}: while the prompt ran p50 {row['p50']:6.2f}  p90 {row['p90']:6.2f}  p99 {row['p99']:6.2f} times the quiet"
+            f" {row['quiet_ms']:.3f} ms; throughput {row['throughput']:.3f} of chunks"
+        )
+    if options.json:
+        content = {"machine": machine(), "kind": options.kind, "speeds": asdict(SPEEDS), "lane_share": LANE_SHARE}
+        write_results(options.json, {**content, "halves": halves, "slices": slices})
+
+
+if __name__ == "__main__":
+    main()
