@@ -30,13 +30,13 @@ import sglcore_sim
 from sglcore import LLM, SamplingParams
 from sglcore.checkpoint.config import read_config
 from sglcore.device.batch import ForwardMode
-from sglcore.device.cut import CutTerms
+from sglcore.device.cut import CutTerms, Staggers
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.engine.start import embedded_model
 from sglcore.models.loader import load_model
 from sglcore.models.steps import Steps
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.overlap.halves import Halves, Staggers
+from sglcore.runtime.overlap.halves import Halves
 from sglcore.runtime.parallel.dispatch import RaggedDispatcher
 from sglcore.runtime.parallel.group import Group, Groups
 from sglcore.schedule import loop
@@ -71,7 +71,8 @@ class Site:
     def __init__(self, sim: Any, folder: Path) -> None:
         write_checkpoint(folder)
         self.sim, device = sim, str(sim.device())
-        self.group = OneRank(SimulatedGroup(sim, dist.HashStore(), 0, 1, timedelta(seconds=60)))
+        store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        self.group = OneRank(SimulatedGroup(sim, store, 0, 1, timedelta(seconds=60)))
         place = Place(0, Topology(1), "", 0, 1)
         groups = Groups(self.group, place, Communication("gloo"), self.group, self.group, RaggedDispatcher, 0)
         kernels, config = KernelTable(), read_config(folder)
@@ -88,7 +89,7 @@ class Site:
     def seconds(self, speeds: Speeds, stagger: int | None) -> float:
         """Of a step, whole or in halves; virtual, so that once is enough."""
         self.batch.plan_record = None
-        halves = None if stagger is None else Halves(self.backends, CutTerms(), Staggers(stagger, stagger))
+        halves = None if stagger is None else Halves(self.backends, CutTerms(staggers=Staggers(stagger, stagger)))
         self.runner.halves = halves
         torch.accelerator.synchronize()
         with virtual_time(self.sim, speeds) as clock:
@@ -164,7 +165,8 @@ def slices_row(folder: Path, kind: str, asked: str, lane: str) -> dict[str, Any]
     sim = sglcore_sim.current()
     assert sim is not None
     with virtual_time(sim, SPEEDS) as clock, mock.patch.object(loop, "perf_counter", lambda: clock.now):
-        streams = llm.started.worker.runner.streams
+        worker: Any = llm.started.worker
+        streams = worker.runner.streams
         clock.share(streams.forward, 1.0)
         if streams.lane is not None:
             clock.share(streams.lane, LANE_SHARE)

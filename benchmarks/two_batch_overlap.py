@@ -26,13 +26,13 @@ from torch import Tensor
 
 from sglcore.checkpoint.config import read_config
 from sglcore.device.batch import ForwardMode
-from sglcore.device.cut import CutTerms
+from sglcore.device.cut import CutTerms, Staggers
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.models.loader import load_model
 from sglcore.models.steps import Steps
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.overlap.halves import Halves, Staggers
+from sglcore.runtime.overlap.halves import Halves
 from sglcore.runtime.overlap.turns import take_turns
 from sglcore.runtime.parallel.dispatch import RaggedDispatcher
 from sglcore.runtime.parallel.group import Group, Groups
@@ -153,7 +153,7 @@ class Site:
 
     def in_halves(self, stagger: int) -> None:
         """The same in halves."""
-        self.runner.halves = Halves(self.backends, CutTerms(), Staggers(stagger, stagger))
+        self.runner.halves = Halves(self.backends, CutTerms(staggers=Staggers(stagger, stagger)))
         self.runner.run_eager(self.batch)
 
 

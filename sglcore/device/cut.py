@@ -34,14 +34,25 @@ def cut(lengths: NDArray[np.int32], theta: float = THETA, align: int = 1) -> int
 
 
 @dataclass(frozen=True, slots=True)
+class Staggers:
+    """By how many pauses the first half is ahead, in steps with prompts and in others. It changes when things run, never what
+    comes out."""
+
+    prompts: int = 0
+    decode: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class CutTerms:
     """Which steps run as two halves: those of `least` tokens or more with prompts, of `least_decode` rows or more without. `theta` and
-    `align` are those of `cut`; a decode never parts the rows of a request."""
+    `align` are those of `cut`; a decode never parts the rows of a request. Every rank has the same: with other `staggers` it would
+    call collectives in another order."""
 
     least: int = 2
     least_decode: int = 2
     theta: float = THETA
     align: int = 1
+    staggers: Staggers = Staggers()
 
     def of_prompts(self, lengths: NDArray[np.int32]) -> int:
         """Tokens of the first half of requests with so many; 0: whole."""

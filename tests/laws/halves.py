@@ -11,14 +11,14 @@ from torch import Tensor
 
 from sglcore.checkpoint.config import read_config
 from sglcore.device.batch import ForwardMode
-from sglcore.device.cut import CutTerms
+from sglcore.device.cut import CutTerms, Staggers
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.models.loader import load_model
 from sglcore.models.steps import Steps
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.overlap.halves import Halves, Staggers
+from sglcore.runtime.overlap.halves import Halves
 from sglcore.runtime.parallel.dispatch import RaggedDispatcher
 from sglcore.runtime.parallel.group import Group, Groups
 
@@ -111,7 +111,7 @@ def in_halves(model: Any, stagger: int, part: float, make: Callable[..., Halves]
     """Steps that run as halves."""
     steps = poisoned(model)
     backend = steps.runner.attn_backend
-    steps.runner.halves = halves = make((backend, like(backend)), CutTerms(), Staggers(stagger, stagger))
+    steps.runner.halves = halves = make((backend, like(backend)), CutTerms(staggers=Staggers(stagger, stagger)))
     halves.__class__ = type("CutsHere", (type(halves),), {"part": part})
     return steps
 

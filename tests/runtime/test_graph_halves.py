@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.cut import CutTerms
+from sglcore.device.cut import CutTerms, Staggers
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, get_forward_context
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.graphs.full import FullGraphs
 from sglcore.runtime.overlap.captured import CapturedHalves
-from sglcore.runtime.overlap.halves import Halves, Staggers
+from sglcore.runtime.overlap.halves import Halves
 from sglcore.runtime.overlap.turns import pause
 from tests.runtime.recording import GraphSite, RecordingCapture, make_graph_site
 from tests.runtime.test_graph_full import PlannedLengths, differs
@@ -45,8 +45,7 @@ def halved(stagger: int = 1, least: int = 2) -> GraphSite:
     pools = attention.req_to_token_pool, attention.token_to_kv_pool, attention.kernels
     halves = Halves(
         (attention, type(attention)(attention.shape, *pools)),
-        CutTerms(least=1 << 20, least_decode=least),
-        Staggers(0, stagger),
+        CutTerms(least=1 << 20, least_decode=least, staggers=Staggers(0, stagger)),
     )
     made.site.model.seen.clear()
     capture = RecordingCapture()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglcore.device.config import EngineConfig
-from sglcore.device.cut import THETA, CutTerms
+from sglcore.device.cut import THETA, CutTerms, Staggers
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.attention.contract import AttentionBackend
@@ -55,7 +55,9 @@ def cut_terms(
     terms, why = CutTerms(), "asked for"
     if asked == "auto":
         assert groups is not None
-        terms, why = measured_terms(layer_cost(config, model, groups, device), groups, config)
+        terms, why = measured_terms(
+            layer_cost(config, model, groups, device), groups, config, model.config.num_hidden_layers
+        )
     if terms is not None:
         terms = replace(terms, theta=theta)
         why = f"{why}; {_told(terms)}; {where}"
@@ -98,12 +100,13 @@ def _theta(model: LoadedModel, pools: Pools, attention: AttentionBackend) -> tup
 def _told(terms: CutTerms) -> str:
     decode = "no decode" if terms.least_decode >= NEVER else f"decodes of {terms.least_decode} rows"
     prompts = "no prompts" if terms.least >= NEVER else f"prompts of {terms.least} tokens"
-    return f"{prompts} and {decode} or more are cut"
+    ahead = f"the first half is {terms.staggers.prompts} and {terms.staggers.decode} waits ahead"
+    return f"{prompts} and {decode} or more are cut, and {ahead}"
 
 
-def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig) -> tuple[CutTerms | None, str]:
-    """By the cost of a layer as this rank measured it, the terms of all: of every rank's the ones that cut least. A rank by itself
-    would send others into collectives that it does not join."""
+def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig, layers: int) -> tuple[CutTerms | None, str]:
+    """By the cost of one of `layers` layers as this rank measured it, the terms of all: of every rank's the ones that cut least, and
+    the largest staggers. A rank by itself would send others into collectives that it does not join."""
     rows = config.max_batch_tokens
     found = _for_all(cost.least_rows(rows) or NEVER, groups)
     decode = _for_all(cost.least_rows(config.max_requests) or NEVER, groups)
@@ -114,7 +117,10 @@ def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig) -> tup
     )
     if found >= NEVER:
         return None, f"{numbers}; halves are not faster"
-    return CutTerms(least=found, least_decode=max(decode, found)), numbers
+    staggers = Staggers(
+        _for_all(cost.stagger(rows, layers), groups), _for_all(cost.stagger(config.max_requests, layers), groups)
+    )
+    return CutTerms(least=found, least_decode=max(decode, found), staggers=staggers), numbers
 
 
 def _for_all(rows: int, groups: Groups) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,30 +21,16 @@ from sglcore.runtime.split import filter_batch, refusal
 Model = Callable[[ForwardBatch], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Staggers:
-    """By how many pauses the first half is ahead, in steps with prompts and in others. It changes when things run, never what
-    comes out."""
-
-    prompts: int = 0
-    decode: int = 1
-
-
 class Halves:
     """Runs batches as two halves, by an attention backend for each."""
 
-    def __init__(
-        self,
-        backends: tuple[AttentionBackend[Any], AttentionBackend[Any]],
-        terms: CutTerms,
-        staggers: Staggers = Staggers(),
-    ) -> None:
+    def __init__(self, backends: tuple[AttentionBackend[Any], AttentionBackend[Any]], terms: CutTerms) -> None:
         """Raises ValueError for one backend given twice: the second half would overwrite what the first is still to read."""
         if backends[0] is backends[1]:
             raise ValueError(
                 "both halves were given one attention backend; wanted one for each, with its own workspace"
             )
-        self.backends, self.terms, self.staggers = backends, terms, staggers
+        self.backends, self.terms = backends, terms
 
     def cut_of(self, batch: ForwardBatch) -> int | None:
         """Tokens of its first half, or None for a batch that runs whole: a function of what every rank knows. Where shards of requests
@@ -90,7 +76,7 @@ class Halves:
         ]
         plan = parts[0].step_plan
         is_decode = parts[0].forward_mode.is_decode if plan is None else plan.is_decode
-        stagger = self.staggers.decode if is_decode else self.staggers.prompts
+        stagger = self.terms.staggers.decode if is_decode else self.terms.staggers.prompts
         first, second = (partial(_forward, model, each, part) for each, part in zip(contexts, parts, strict=True))
         return torch.cat(take_turns(first, second, stagger))
 

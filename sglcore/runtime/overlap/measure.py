@@ -1,4 +1,4 @@
-"""What a layer costs here, measured before the first step: products as large as its own, and the sums that end its blocks."""
+"""What a layer costs here, measured before the first step: products as large as its own, and the collectives that end its blocks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from sglcore.runtime.overlap.cost import Affine, LayerCost
 if TYPE_CHECKING:
     from sglcore.runtime.parallel.group import Groups
 
-SUMS = 2
-"""Collectives of a layer: one ends its attention, one its feed-forward block."""
 BURSTS, IN_BURST = 3, 4
 
 
@@ -26,20 +24,41 @@ def layer_cost(config: EngineConfig, model: LoadedModel, groups: Groups, device:
     size, many = model.config.hidden_size, max(config.max_batch_tokens, 64)
     few = many // 8
     weight = torch.zeros(size, size, dtype=model.dtype, device=device)
-    times = _elements(model) / groups.tp.size / weight.numel()
+    attention, feed_forward = _elements(model)
+    times = (attention + feed_forward) / groups.tp.size / weight.numel()
     scaled = [(rows, times * _seconds(lambda x: x @ weight, rows, weight)) for rows in (few, many)]
-    waited = [(rows, SUMS * _seconds(groups.tp.all_reduce, rows, weight, groups)) for rows in (few, many)]
-    return LayerCost(Affine.through(scaled[0], scaled[1]), Affine.through(waited[0], waited[1]))
+    waited = [(rows, _waits(rows, weight, model, groups)) for rows in (few, many)]
+    compute, waiting = (
+        Affine.through(*found) for found in (scaled, [(rows, sum(seconds)) for rows, seconds in waited])
+    )
+    part, (total, seconds) = attention / (attention + feed_forward), (sum(waited[1][1]), waited[1][1])
+    computed = (part, *(0.0 for _ in seconds[2:]), 1 - part)
+    return LayerCost(
+        compute, waiting, tuple((each, wait / total) for each, wait in zip(computed, seconds, strict=True))
+    )
 
 
-def _elements(model: LoadedModel) -> float:
-    """Of the matrices of a layer that a token passes."""
+def _waits(rows: int, like: torch.Tensor, model: LoadedModel, groups: Groups) -> list[float]:
+    """Seconds that a layer waits for each of its collectives: a sum behind attention, and behind the feed-forward block another, or
+    where experts are whole what goes to them and comes back."""
+    behind = _seconds(groups.tp.all_reduce, rows, like, groups)
+    moe = model.config.moe
+    if moe is None or not groups.has_experts_whole:
+        return [behind, behind]
+    size = groups.ep.size
+    sent = max(1, rows * min(moe.experts_per_token, size) // size**2) * size
+    exchange = _seconds(groups.ep.all_to_all, sent, like, groups)
+    return [behind, exchange, exchange]
+
+
+def _elements(model: LoadedModel) -> tuple[float, float]:
+    """Of the matrices of a layer's attention, and of its feed-forward block, that a token passes."""
     config = model.config
     heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     inside = config.intermediate_size
     if config.moe is not None:
         inside = config.moe.intermediate_size * config.moe.experts_per_token
-    return config.hidden_size * (heads + 3 * inside)
+    return config.hidden_size * heads, config.hidden_size * 3.0 * inside
 
 
 @torch.inference_mode()
