@@ -78,7 +78,7 @@ def paused_often(seen: list[str]) -> Callable[[], None]:
         try:
             for _ in range(9):
                 pause()
-        except GreenletExit:
+        except (GreenletExit, ValueError):
             seen.append("ended")
             raise
         finally:
@@ -121,14 +121,25 @@ def test_what_fails_while_it_is_ended_is_a_note_on_the_first_error() -> None:
 
 
 def test_an_error_that_is_swallowed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = turns.Turn._run
+    own = turns._Second.beside
 
-    def swallowing(self: turns.Turn[None]) -> None:
+    def swallowing(self: turns._Second[None], function: Callable[[], None]) -> None:
         try:
-            own(self)
+            own(self, function)
         except ValueError:
             return
 
-    monkeypatch.setattr(turns.Turn, "_run", swallowing)
+    monkeypatch.setattr(turns._Second, "beside", swallowing)
     with pytest.raises(pytest.fail.Exception):
         test_an_error_in_one_ends_the_other_and_is_raised(is_first=True, after=0)
+
+
+def test_an_error_of_the_second_that_the_first_swallows_is_raised_nonetheless() -> None:
+    def swallowing() -> None:
+        try:
+            pause()
+        except ValueError:
+            pause()
+
+    with pytest.raises(ValueError, match="first"):
+        take_turns(swallowing, failing(0))

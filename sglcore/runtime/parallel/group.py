@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from sglcore.runtime.parallel.alone import Alone
 from sglcore.runtime.parallel.handle import CollectiveError, Finished, Handle, Launched
 
 if TYPE_CHECKING:
-    from sglcore.runtime.overlap.turns import Turn
     from sglcore.runtime.parallel.dispatch import Dispatcher, MakeDispatcher
 
 TIMEOUT = timedelta(seconds=30)
@@ -89,7 +88,11 @@ class Group:
     def launch_all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Handle:
         """The same, under way: `x` is read until it is waited for."""
         out, collective = self._exchange(x, sent, received)
-        work, turn = self._started(collective)
+        turn = current_turn()
+        try:
+            work = collective(turn is not None)
+        except (RuntimeError, ValueError) as error:
+            raise self._failed(error) from error
         return Finished(out) if work is None or turn is None else Launched(work, turn, out, x, self.size)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
@@ -138,8 +141,12 @@ class Group:
     def _run(self, collective: Collective, out: Tensor) -> Tensor:
         """`out`, once it is there. Of two halves of a batch this one is launched, the other runs, and then it is waited for; what the
         collective reads and writes is held meanwhile."""
-        work, turn = self._started(collective)
-        if work is None or turn is None:
+        turn = current_turn()
+        try:
+            work = collective(turn is not None)
+        except (RuntimeError, ValueError) as error:
+            raise self._failed(error) from error
+        if turn is None or work is None:
             return out
         turn.pause()
         try:
@@ -147,14 +154,6 @@ class Group:
         except (RuntimeError, ValueError) as error:
             raise self._failed(error) from error
         return out
-
-    def _started(self, collective: Collective) -> tuple[dist.Work | None, Turn[Any] | None]:
-        """The work, of a half that takes turns with another; elsewhere it is done already."""
-        turn = current_turn()
-        try:
-            return collective(turn is not None), turn
-        except (RuntimeError, ValueError) as error:
-            raise self._failed(error) from error
 
     def _wait(self, function: Callable[[], object]) -> None:
         try:

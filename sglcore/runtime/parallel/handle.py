@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -51,7 +51,7 @@ class Launched:
 
     __slots__ = ("_held", "_result", "_size", "_turn", "_work")
 
-    def __init__(self, work: dist.Work, turn: Turn[Any], result: Tensor, held: Tensor, size: int) -> None:
+    def __init__(self, work: dist.Work, turn: Turn, result: Tensor, held: Tensor, size: int) -> None:
         """`turn` is that of the half which launched it, `held` what is read, and `size` how many ranks there are."""
         self._work: dist.Work | None = work
         self._turn, self._result, self._held, self._size = turn, result, held, size
