@@ -286,8 +286,41 @@ def test_where_nothing_fits_it_is_said_how_much_weights_need() -> None:
 def test_commands_say_widths_and_hosts() -> None:
     config, given = read_config(CLUSTERS / "experts-671b"), read_cluster(CLUSTERS / "two-hosts.toml")
     commands = {each.command("M", 8) for each in advise(config, given, Load(64, 2048, 512))}
-    assert "sglcore serve M" in commands and "sglcore serve M --tp 8 --dp 2 --ep 8" in commands
-    assert "sglcore serve M --tp 16 --dp 8 --ep 16 --nodes 2 --node-rank R --leader HOST:PORT" in commands
+    plain = {command.replace(" --two-batch-overlap auto", "") for command in commands}
+    assert "sglcore serve M" in plain and "sglcore serve M --tp 8 --dp 2 --ep 8" in plain
+    assert "sglcore serve M --tp 16 --dp 8 --ep 16 --nodes 2 --node-rank R --leader HOST:PORT" in plain
+
+
+def test_two_halves_take_the_longer_of_what_each_computes_and_waits_for_twice() -> None:
+    """Nothing is hidden on one rank, where all is paid twice that does not shrink with the rows."""
+    rows = cost.Rows(64, 8, 100)
+    for alpha in (1.0, 1e6):
+        found = cost.Costs(DENSE, cluster(Links(Link(alpha, 0.0), Link(alpha, 0.0), 8)), Topology(2))
+        half = found.step(cost.Rows(32, 4, 100))
+        assert half.links > 0
+        assert found.halves(rows) == pytest.approx(2 * max(half.links, half.total - half.links))
+    alone = cost.Costs(DENSE, cluster(), Topology(1))
+    assert alone.halves(rows) == pytest.approx(2 * alone.step(cost.Rows(32, 4, 100)).total) > alone.step(rows).total
+
+
+@pytest.mark.parametrize(("prompts", "step", "is_said"), [(1.06, 0.5, True), (0.5, 1.06, True), (1.04, 1.04, False)])
+def test_a_command_has_halves_where_one_of_both_is_enough_faster(prompts: float, step: float, is_said: bool) -> None:
+    found = advise(read_config(CLUSTERS / "dense-8b"), read_cluster(CLUSTERS / "one-host.toml"), Load(8, 512, 128))
+    each = replace(found[0], topology=Topology(2), halved_prompts=prompts, halved_step=step)
+    assert ("--two-batch-overlap auto" in each.command("M", 8)) == is_said
+
+
+def test_halves_of_a_form_are_predicted_for_its_prompts_and_its_steps() -> None:
+    config, given, load = (
+        read_config(CLUSTERS / "dense-8b"),
+        read_cluster(CLUSTERS / "one-host.toml"),
+        Load(8, 512, 128),
+    )
+    each = next(each for each in advise(config, given, load) if each.topology.tp == 8 and each.topology.dp == 1)
+    costs = cost.Costs(shape.shape_of(config), given, each.topology)
+    chunk, rows = cost.Rows(512, 1, 256), cost.Rows(8, 8, 576)
+    assert each.halved_prompts == pytest.approx(costs.step(chunk).total / costs.halves(chunk))
+    assert each.halved_step == pytest.approx(costs.step(rows).total / costs.halves(rows))
 
 
 @pytest.mark.parametrize(

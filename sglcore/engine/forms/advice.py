@@ -17,6 +17,8 @@ from sglcore.engine.forms.shape import shape_of
 
 CHUNK = 2048
 """Tokens of prompts in one step of a shard."""
+ENOUGH = 1.05
+"""How much faster halves have to be at best; a start with `auto` measures and decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class Load:
 class Advice:
     """A form: so many `copies` of the model, each divided by `topology`. `step` are the seconds of a decode step and what they go for,
     `prompt_rate` tokens of prompts a second and `rate` tokens of answers a second of all copies together, prompts between
-    them counted; `running` of the requests run at once, `cache_tokens` fit. `rate` is 0 where not one request fits."""
+    them counted; `running` of the requests run at once, `cache_tokens` fit. `rate` is 0 where not one request fits. As two halves
+    a step of prompts would be `halved_prompts` times as fast, and a decode step `halved_step` times."""
 
     topology: Topology
     copies: int
@@ -53,12 +56,20 @@ class Advice:
     running: int
     cache_tokens: int
     weight_bytes: float
+    halved_prompts: float = 1.0
+    halved_step: float = 1.0
+
+    @property
+    def is_for_halves(self) -> bool:
+        """Two halves would be faster by enough for a start to try it."""
+        return max(self.halved_prompts, self.halved_step) >= ENOUGH
 
     def command(self, model: str, per_host: int) -> str:
         """What starts a copy, on each of its hosts."""
         topology = self.topology
         widths = (("tp", topology.tp), ("dp", topology.dp), ("ep", topology.ep))
         words = [f"--{name} {value}" for name, value in widths if value > 1]
+        words += ["--two-batch-overlap auto"] if self.is_for_halves else []
         if topology.tp > per_host:
             words += [f"--nodes {topology.tp // per_host}", "--node-rank R", "--leader HOST:PORT"]
         return " ".join(("sglcore serve", model, *words))
@@ -104,14 +115,24 @@ def _advice(costs: Costs, load: Load) -> Advice:
     fitting = tokens // dp // load.length
     each = min(-(-load.requests // (copies * dp)), fitting)  # of a shard
     running = min(load.requests, each * copies * dp)
-    step = costs.step(Rows(max(each, 1), max(each, 1), load.input_len + load.output_len // 2))
+    rows = Rows(max(each, 1), max(each, 1), load.input_len + load.output_len // 2)
     chunk = min(CHUNK, load.input_len)
-    prompts = costs.step(Rows(chunk, 1, load.input_len // 2))
+    chunks = Rows(chunk, 1, load.input_len // 2)
+    step, prompts = costs.step(rows), costs.step(chunks)
     prompt_rate = copies * dp * chunk / prompts.total
     answers = running * load.output_len
     seconds = load.output_len * step.total + running * load.input_len / prompt_rate
     return Advice(
-        topology, copies, step, prompt_rate, answers / seconds, running, tokens * copies, costs.weight_bytes()
+        topology,
+        copies,
+        step,
+        prompt_rate,
+        answers / seconds,
+        running,
+        tokens * copies,
+        costs.weight_bytes(),
+        halved_prompts=prompts.total / costs.halves(chunks),
+        halved_step=step.total / costs.halves(rows),
     )
 
 
@@ -128,6 +149,9 @@ def text_of(found: Sequence[Advice], model: str, cluster: Cluster, top: int) -> 
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     best = fitting[0]
     lines += ["", f"fastest: {best.command(model, per_host)}"]
+    if best.topology.tp > 1:
+        faster = f"prompts {best.halved_prompts:.2f}, decode steps {best.halved_step:.2f} times as fast"
+        lines.append(f"in two halves (--two-batch-overlap): {faster}, at best")
     if best.copies > 1:
         lines.append(f"{best.copies} servers of it, each with devices of its own")
     if len(found) > len(fitting):

@@ -68,6 +68,12 @@ class Costs:
             total += times(each + Seconds(launches=LAUNCHES * self.cluster.device.launch), count)
         return total
 
+    def halves(self, rows: Rows) -> float:
+        """Seconds of the same step as two halves, of which one computes while the other waits for its collectives."""
+        half = Rows(max(rows.count // 2, 1), max(rows.sequences // 2, 1), rows.context)
+        found = self.step(half)
+        return 2 * max(found.total - found.links, found.links)
+
     def attention(self, layer: LayerShape, rows: Rows) -> Seconds:
         """Projections and scores of a shard's rows, and the sum over its ranks."""
         model, width = self.model, self.topology.attn_tp
