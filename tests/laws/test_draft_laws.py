@@ -18,6 +18,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.engine import trial
 from sglcore.models.deepseek_v4_nextn import DeepseekV4NextN
+from sglcore.runtime.overlap import halves
 from sglcore.runtime.speculative.choice import choose_speculation
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.worker import SpeculativeWorker
@@ -112,6 +113,7 @@ def run(folder: Path, kind: str, dense: DenseDraft | DenseStreams, target: Any, 
         (result,) = engine.run([prompt], 10, temperature=1.0)
         assert len(recording.steps) > 2
         worst = max(worst, furthest(target, dense, kind, prompt + result.tokens, recording.steps))
+    assert ("eager:halves" in engine.paths) == ("two_batch_overlap" in settings)
     engine.worker.close()
     return worst
 
@@ -166,6 +168,23 @@ def test_proposals_are_drawn_of_what_dense_torch_gives_on_the_text(drafts, kind:
     folder, dense = made[kind]
     # The longest text takes all pages that there are.
     assert run(folder, kind, dense, target, graph="off", max_requests=1, max_model_len=32) < TOLERANCE
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
+def test_what_drafts_read_of_prompts_in_two_halves_is_what_they_read_of_the_whole(drafts, kind: str) -> None:
+    target, made = drafts
+    folder, dense = made[kind]
+    assert run(folder, kind, dense, target, graph="off", two_batch_overlap="on") < TOLERANCE
+
+
+@pytest.mark.needs("device")
+def test_halves_whose_features_are_put_together_wrongly_show(drafts, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, made = drafts
+    folder, dense = made["eagle3"]
+    own = halves.take_turns
+    monkeypatch.setattr(halves, "take_turns", lambda *given: own(*given)[::-1])
+    assert run(folder, "eagle3", dense, target, graph="off", two_batch_overlap="on") > 0.1
 
 
 @pytest.mark.needs("device")
