@@ -45,7 +45,7 @@ class Staggers:
 @dataclass(frozen=True, slots=True)
 class CutTerms:
     """Which steps run as two halves: those of `least` tokens or more with prompts, of `least_decode` rows or more without. `theta` and
-    `align` are those of `cut`; a decode never parts the rows of a request. Every rank has the same: with other `staggers` it would
+    `align` are those of `cut` for steps with prompts; a decode never parts the rows of a request. Every rank has the same: with other `staggers` it would
     call collectives in another order."""
 
     least: int = 2
@@ -64,4 +64,4 @@ class CutTerms:
         """Rows of the first half of requests with `width` rows each; 0: whole."""
         if requests * width < max(self.least_decode, 2):
             return 0
-        return cut(np.full(requests, width, np.int32), 0.0, self.align)
+        return cut(np.full(requests, width, np.int32), 0.0)

@@ -47,6 +47,7 @@ def test_halves_give_the_logprobs_of_transformers(name: str, tmp_path: Path) -> 
         check(engine, oracle)
         row = next(row for row in engine.started.ledger.rows if row.topic == "two-batch overlap")
         assert (row.requested, row.effective) == ("on", "on")
+        assert ("cut, in multiples of 2, and" in row.reason) == (name == "tp, experts on 2"), row.reason
 
 
 def test_in_float64_nothing_is_left_of_the_difference(tmp_path: Path) -> None:

@@ -101,6 +101,11 @@ def test_a_decode_is_cut_between_requests_however_many_rows_they_have() -> None:
     assert [terms.of_decode(count) for count in (5, 6, 7)] == [0, 3, 3]
 
 
+def test_prompts_alone_are_cut_in_multiples() -> None:
+    terms = CutTerms(align=4)
+    assert terms.of_prompts(np.array([11, 3], np.int32)) == 8 and terms.of_decode(6) == 3
+
+
 def test_small_steps_run_whole() -> None:
     terms = CutTerms(least=10)
     assert terms.of_prompts(np.array([9], np.int32)) == 0

@@ -59,7 +59,7 @@ def cut_terms(
             layer_cost(config, model, groups, device), groups, config, model.config.num_hidden_layers
         )
     if terms is not None:
-        terms = replace(terms, theta=theta)
+        terms = replace(terms, theta=theta, align=_align(theta, groups))
         why = f"{why}; {_told(terms)}; {where}"
     effective = "off" if terms is None else "on"
     other = "on" if terms is None else "off"
@@ -97,11 +97,20 @@ def _theta(model: LoadedModel, pools: Pools, attention: AttentionBackend) -> tup
     return THETA, "inside a request where its neighbours leave the halves too uneven"
 
 
+def _align(theta: float, groups: Groups | None) -> int:
+    """Of how many tokens the first half of prompts has a multiple: with whole experts rows are divided among the ranks, which otherwise
+    would add rows to both halves. Where requests are not cut, boundaries matter more; shards agree on cuts without knowing of it."""
+    if not theta or groups is None or groups.place.topology.dp > 1 or not groups.has_experts_whole:
+        return 1
+    return groups.attn_tp.size
+
+
 def _told(terms: CutTerms) -> str:
     decode = "no decode" if terms.least_decode >= NEVER else f"decodes of {terms.least_decode} rows"
     prompts = "no prompts" if terms.least >= NEVER else f"prompts of {terms.least} tokens"
+    even = f", in multiples of {terms.align}" if terms.align > 1 else ""
     ahead = f"the first half is {terms.staggers.prompts} and {terms.staggers.decode} waits ahead"
-    return f"{prompts} and {decode} or more are cut, and {ahead}"
+    return f"{prompts} and {decode} or more are cut{even}, and {ahead}"
 
 
 def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig, layers: int) -> tuple[CutTerms | None, str]:
