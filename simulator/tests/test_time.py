@@ -94,7 +94,7 @@ SLOW = Speeds(flops=1e9, bandwidth=1e9, start=1e-3, launch=1e-4, alpha=2e-3, bet
 def test_an_operation_takes_its_arithmetic_or_its_bytes_and_the_host_only_queues_it(sim, dev):
     x, y = torch.ones(64, 64, device=dev), torch.ones(2048, device=dev)
     with virtual_time(sim, SLOW) as clock:
-        x @ x
+        _ = x @ x
         assert clock.now == pytest.approx(1e-4)
         torch.accelerator.synchronize()
         product = 1e-4 + 1e-3 + 2 * 64**3 / 1e9
@@ -145,7 +145,8 @@ def test_a_stream_has_a_share_while_others_work(share, end, sim, dev, side):
 
 def test_a_collective_takes_its_link_as_long_and_the_device_goes_on(sim, dev):
     collectives = pytest.importorskip("sglcore_sim.collectives")
-    group = collectives.Group(sim, torch.distributed.HashStore(), 0, 1, timedelta(seconds=10))
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    group = collectives.Group(sim, store, 0, 1, timedelta(seconds=10))
     x = torch.ones(1000, device=dev)
     options = torch.distributed.AllreduceOptions()
     options.asyncOp = True
