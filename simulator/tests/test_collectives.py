@@ -88,6 +88,8 @@ with sim.expect("use_after_free"):
     torch.ones(4, device=dev)
 work.wait()
 assert not sim.faults
+del work, caught
+dist.barrier()
 dist.destroy_process_group()
 print("good")
 """
