@@ -52,7 +52,6 @@ class VirtualTime(TorchDispatchMode):
     def __init__(self, sim: Simulator, speeds: Speeds) -> None:
         super().__init__()
         self._sim, self.speeds = sim, speeds
-        self._links: dict[torch.device, torch.Stream] = {}
 
     @property
     def now(self) -> float:
@@ -73,14 +72,6 @@ class VirtualTime(TorchDispatchMode):
         self.share(stream, 0.0)
         with stream:
             self._sim.busy(self.speeds.collective(sum(each.nbytes for each in tensors)) * 1e3)
-
-    def wait_for_collective(self, tensors: Sequence[torch.Tensor]) -> None:
-        """One that the current stream waits for."""
-        device = tensors[0].device
-        link, current = self._links.setdefault(device, torch.Stream(device)), torch.accelerator.current_stream(device)
-        link.wait_stream(current)
-        self.collective(link, tensors)
-        current.wait_stream(link)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

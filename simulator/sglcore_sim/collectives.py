@@ -82,7 +82,7 @@ class Group(dist.ProcessGroup):
         if opts is None or not opts.asyncOp:
             return self._at_once(launch, writes, result)
         device = (*reads, *writes)[0].device
-        own = self._streams.setdefault(device, torch.Stream(device))
+        own = self._stream(device)
         self.behind(own, device)
         with own:
             launch()
@@ -93,8 +93,18 @@ class Group(dist.ProcessGroup):
     def _at_once(self, launch: Callable[[], None], writes: Sequence[Any], result: list[Any]) -> Done:
         launch()
         if self._sim.timing is not None and writes:
-            self._sim.timing.wait_for_collective(writes)
+            device = writes[0].device
+            own = self._stream(device)
+            self.behind(own, device)
+            self._sim.timing.collective(own, writes)
+            torch.accelerator.current_stream(device).wait_stream(own)
         return Done(result)
+
+    def _stream(self, device: torch.device) -> torch.Stream:
+        """The group's own."""
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        return self._streams[device]
 
     def behind(self, own: torch.Stream, device: torch.device) -> None:
         """The group's stream waits for what was queued on the current one."""
