@@ -45,8 +45,8 @@ class Staggers:
 @dataclass(frozen=True, slots=True)
 class CutTerms:
     """Which steps run as two halves: those of `least` tokens or more with prompts, of `least_decode` rows or more without. `theta` and
-    `align` are those of `cut` for steps with prompts; a decode never parts the rows of a request. Every rank has the same: with other `staggers` it would
-    call collectives in another order."""
+    `align` are those of `cut` for steps with prompts; a decode never parts the rows of a request. Every rank has the same: with other
+    `staggers` it would call collectives in another order."""
 
     least: int = 2
     least_decode: int = 2

@@ -31,8 +31,8 @@ FACTS = Facts(tensor_device="cpu", shares_host_memory=True)
 
 
 class Steps:
-    """A model on a device, with its runner; steps run on the current stream. Slots 1 to 3 hold one sequence each; pages are handed out from the top,
-    interleaved."""
+    """A model on a device, with its runner; steps run on the current stream. Slots 1 to 3 hold one sequence each; pages are handed out
+    from the top, interleaved."""
 
     def __init__(self, model: Architecture, snapshots: int = 0, device: str = "cpu") -> None:
         facts = FACTS if device == "cpu" else Facts(tensor_device=device)

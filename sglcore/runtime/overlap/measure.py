@@ -28,14 +28,11 @@ def layer_cost(config: EngineConfig, model: LoadedModel, groups: Groups, device:
     times = (attention + feed_forward) / groups.tp.size / weight.numel()
     scaled = [(rows, times * _seconds(lambda x: x @ weight, rows, weight)) for rows in (few, many)]
     waited = [(rows, _waits(rows, weight, model, groups)) for rows in (few, many)]
-    compute, waiting = (
-        Affine.through(*found) for found in (scaled, [(rows, sum(seconds)) for rows, seconds in waited])
-    )
-    part, (total, seconds) = attention / (attention + feed_forward), (sum(waited[1][1]), waited[1][1])
-    computed = (part, *(0.0 for _ in seconds[2:]), 1 - part)
-    return LayerCost(
-        compute, waiting, tuple((each, wait / total) for each, wait in zip(computed, seconds, strict=True))
-    )
+    totals = [(rows, sum(waits)) for rows, waits in waited]
+    part, (_, waits), (_, total) = attention / (attention + feed_forward), waited[1], totals[1]
+    computed = (part, 1 - part) if len(waits) == 2 else (part, 0.0, 1 - part)  # experts wait for their rows first
+    parts = tuple((each, wait / total) for each, wait in zip(computed, waits, strict=True))
+    return LayerCost(Affine.through(*scaled), Affine.through(*totals), parts)
 
 
 def _waits(rows: int, like: torch.Tensor, model: LoadedModel, groups: Groups) -> list[float]:

@@ -89,10 +89,7 @@ class Group:
         """The same, under way: `x` is read until it is waited for."""
         out, collective = self._exchange(x, sent, received)
         turn = current_turn()
-        try:
-            work = collective(turn is not None)
-        except (RuntimeError, ValueError) as error:
-            raise self._failed(error) from error
+        work = self._started(collective, turn is not None)
         return Finished(out) if work is None or turn is None else Launched(work, turn, out, x, self.size)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
@@ -142,10 +139,7 @@ class Group:
         """`out`, once it is there. Of two halves of a batch this one is launched, the other runs, and then it is waited for; what the
         collective reads and writes is held meanwhile."""
         turn = current_turn()
-        try:
-            work = collective(turn is not None)
-        except (RuntimeError, ValueError) as error:
-            raise self._failed(error) from error
+        work = self._started(collective, turn is not None)
         if turn is None or work is None:
             return out
         turn.pause()
@@ -154,6 +148,12 @@ class Group:
         except (RuntimeError, ValueError) as error:
             raise self._failed(error) from error
         return out
+
+    def _started(self, collective: Collective, later: bool) -> dist.Work | None:
+        try:
+            return collective(later)
+        except (RuntimeError, ValueError) as error:
+            raise self._failed(error) from error
 
     def _wait(self, function: Callable[[], object]) -> None:
         try:
