@@ -286,9 +286,9 @@ def test_where_nothing_fits_it_is_said_how_much_weights_need() -> None:
 def test_commands_say_widths_and_hosts() -> None:
     config, given = read_config(CLUSTERS / "experts-671b"), read_cluster(CLUSTERS / "two-hosts.toml")
     commands = {each.command("M", 8) for each in advise(config, given, Load(64, 2048, 512))}
-    plain = {command.replace(" --two-batch-overlap auto", "") for command in commands}
-    assert "sglcore serve M" in plain and "sglcore serve M --tp 8 --dp 2 --ep 8" in plain
-    assert "sglcore serve M --tp 16 --dp 8 --ep 16 --nodes 2 --node-rank R --leader HOST:PORT" in plain
+    assert "sglcore serve M" in commands and "sglcore serve M --tp 8 --dp 2 --ep 8 --two-batch-overlap auto" in commands
+    shards = "sglcore serve M --tp 16 --dp 8 --ep 16 --two-batch-overlap auto"
+    assert f"{shards} --nodes 2 --node-rank R --leader HOST:PORT" in commands
 
 
 def test_two_halves_take_the_longer_of_what_each_computes_and_waits_for_twice() -> None:
@@ -302,6 +302,7 @@ def test_two_halves_take_the_longer_of_what_each_computes_and_waits_for_twice() 
     alone = cost.Costs(DENSE, cluster(), Topology(1))
     assert alone.halves(rows) == pytest.approx(2 * alone.step(cost.Rows(32, 4, 100)).total)
     assert alone.halves(rows) > alone.step(rows).total
+    assert alone.halves(cost.Rows(3, 3, 100)) == pytest.approx(2 * alone.step(cost.Rows(2, 2, 100)).total)
 
 
 @pytest.mark.parametrize(("prompts", "step", "is_said"), [(1.06, 0.5, True), (0.5, 1.06, True), (1.04, 1.04, False)])

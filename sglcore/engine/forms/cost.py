@@ -69,8 +69,8 @@ class Costs:
         return total
 
     def halves(self, rows: Rows) -> float:
-        """Seconds of the same step as two halves, of which one computes while the other waits for its collectives."""
-        half = Rows(max(rows.count // 2, 1), max(rows.sequences // 2, 1), rows.context)
+        """Seconds of the same step as two halves, of which one computes while the other waits for its collectives; by the larger."""
+        half = Rows(-(-rows.count // 2), -(-rows.sequences // 2), rows.context)
         found = self.step(half)
         return 2 * max(found.total - found.links, found.links)
 
