@@ -44,7 +44,7 @@ def test_from_some_number_of_rows_on_halves_are_faster() -> None:
 
 def test_the_least_is_a_power_of_two_from_which_on_all_are_faster() -> None:
     rng = np.random.default_rng(4)
-    for _ in range(1000):
+    for _ in range(10_000):
         layer, most = cost(*rng.random(4) * (100 * US, US, 100 * US, US)), int(rng.integers(1, 5000))
         found = layer.least_rows(most)
         powers = [1 << place for place in range(1, 13) if 1 << place <= most]
