@@ -12,7 +12,7 @@ import argparse
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,27 +24,17 @@ import torch
 import torch.distributed as dist
 from results import machine, write_results
 from torch import Tensor
-from two_batch_overlap import HIDDEN, PARTS, TOKENS, WANTED_SHARE, write_checkpoint
+from two_batch_overlap import HIDDEN, PARTS, STAGGERS, TOKENS, Site, link_of, ms, row_of, show, write_checkpoint
 
 import sglcore_sim
 from sglcore import LLM, SamplingParams
-from sglcore.checkpoint.config import read_config
-from sglcore.device.batch import ForwardMode
-from sglcore.device.cut import CutTerms, Staggers
-from sglcore.device.topology import Communication, Place, Topology
 from sglcore.engine.start import embedded_model
-from sglcore.models.loader import load_model
-from sglcore.models.steps import Steps
-from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.overlap.halves import Halves
-from sglcore.runtime.parallel.dispatch import RaggedDispatcher
-from sglcore.runtime.parallel.group import Group, Groups
+from sglcore.runtime.parallel.group import Group
 from sglcore.schedule import loop
 from sglcore_sim.clocks import Speeds, VirtualTime, virtual_time
 from sglcore_sim.collectives import Group as SimulatedGroup
 
 SPEEDS = Speeds(flops=1e12, bandwidth=1e11, start=1e-6, launch=1e-7, alpha=0.0, beta=0.0)
-STAGGERS = (0, 1, 2)
 
 
 class OneRank(Group):
@@ -65,35 +55,19 @@ class OneRank(Group):
         return work if later else None
 
 
-class Site:
-    """A batch of prompts on the simulated device, whole and in halves."""
+class SimulatedSite(Site):
+    """The same batch on the simulated device."""
 
     def __init__(self, sim: Any, folder: Path) -> None:
-        write_checkpoint(folder)
-        self.sim, device = sim, str(sim.device())
         store: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        self.group = OneRank(SimulatedGroup(sim, store, 0, 1, timedelta(seconds=60)))
-        place = Place(0, Topology(1), "", 0, 1)
-        groups = Groups(self.group, place, Communication("gloo"), self.group, self.group, RaggedDispatcher, 0)
-        kernels, config = KernelTable(), read_config(folder)
-        model = load_model(folder, config, kernels=kernels, device=device, dtype=torch.float32, groups=groups)
-        steps = Steps(model, device=device)
-        self.runner, backend = steps.runner, steps.runner.attn_backend
-        self.backends = (
-            backend,
-            type(backend)(backend.shape, backend.req_to_token_pool, backend.token_to_kv_pool, backend.kernels),
-        )
-        prompts = {1: [3] * (TOKENS // 2), 2: [5] * (TOKENS // 2)}
-        self.batch = self.runner.prepared(steps.staged(prompts, ForwardMode.EXTEND))
+        self.sim, self.group = sim, OneRank(SimulatedGroup(sim, store, 0, 1, timedelta(seconds=60)))
+        super().__init__(folder, self.group, str(sim.device()))
 
-    def seconds(self, speeds: Speeds, stagger: int | None) -> float:
-        """Of a step, whole or in halves; virtual, so that once is enough."""
-        self.batch.plan_record = None
-        halves = None if stagger is None else Halves(self.backends, CutTerms(staggers=Staggers(stagger, stagger)))
-        self.runner.halves = halves
+    def seconds(self, speeds: Speeds, run: Callable[[], None]) -> float:
+        """Of a step; virtual, so that once is enough."""
         torch.accelerator.synchronize()
         with virtual_time(self.sim, speeds) as clock:
-            self.runner.run_eager(self.batch)
+            run()
             torch.accelerator.synchronize()
             return clock.now
 
@@ -101,37 +75,23 @@ class Site:
 def halves_table(sim: Any) -> dict[str, Any]:
     """Computing of the whole and of halves, and for every part of it as waits what is hidden."""
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
-        site = Site(sim, Path(name))
-        whole = site.seconds(SPEEDS, None)
+        site = SimulatedSite(sim, Path(name))
+        whole = site.seconds(SPEEDS, site.whole)
         sums, size = site.group.sums, TOKENS * HIDDEN * 4
-        computing = site.seconds(SPEEDS, 0)
+        computing = site.seconds(SPEEDS, partial(site.in_halves, 0))
         rows = [halves_row(site, whole, computing, part, sums, size) for part in PARTS]
     return {"whole_ms": ms(whole), "halves_ms": ms(computing), "sums": sums, "waits": rows}
 
 
-def halves_row(site: Site, whole: float, computing: float, part: float, sums: int, size: int) -> dict[str, float]:
-    """As in two_batch_overlap.py: waits are `part` of the computing, a tenth of each for the message itself."""
-    each = part * whole / sums
-    speeds = Speeds(
-        SPEEDS.flops, SPEEDS.bandwidth, SPEEDS.start, SPEEDS.launch, alpha=each / 10, beta=each * 0.9 / size
-    )
-    waits = 2 * sums * speeds.collective(size // 2)
-    found = {f"stagger_{stagger}": site.seconds(speeds, stagger) for stagger in STAGGERS}
-    unsplit, best = site.seconds(speeds, None), min(found.values())
-    hideable = min(computing, waits)
-    return {
-        "waits_by_computing": part,
-        "whole_ms": ms(unsplit),
-        **{f"{name}_ms": ms(value) for name, value in found.items()},
-        "model_ms": ms(max(computing, waits)),
-        "share": round((computing + waits - best) / hideable, 3),
-        "speedup": round(unsplit / best, 3),
-    }
-
-
-def ms(seconds: float) -> float:
-    """Milliseconds, to the microsecond."""
-    return round(seconds * 1e3, 3)
+def halves_row(
+    site: SimulatedSite, whole: float, computing: float, part: float, sums: int, size: int
+) -> dict[str, float]:
+    """With waits that are `part` of the computing."""
+    alpha, beta = link_of(part, whole, sums, size)
+    speeds = replace(SPEEDS, alpha=alpha, beta=beta)
+    ways = {"whole": site.whole, **{f"stagger {each}": partial(site.in_halves, each) for each in STAGGERS}}
+    found = {name: site.seconds(speeds, run) for name, run in ways.items()}
+    return row_of(part, computing, 2 * sums * speeds.collective(size // 2), found)
 
 
 LONG, SHORT, CHATS, QUIET, TOKENS_OF_CHATS = 2048, 16, 4, 24, 600
@@ -226,12 +186,7 @@ def main() -> None:
     torch.set_num_threads(1)
     sim = sglcore_sim.install(options.kind)
     halves, slices = halves_table(sim), slices_table(options.kind)
-    for row in halves["waits"]:
-        print(
-            f"waits {row['waits_by_computing']:4.2f} of the computing: whole {row['whole_ms']:7.3f} ms, halves"
-            f" {min(row[f'stagger_{each}_ms'] for each in STAGGERS):7.3f} (model {row['model_ms']:7.3f}), hidden"
-            f" {row['share']:4.0%} of what can be (wanted {WANTED_SHARE:.0%}), {row['speedup']:.2f} times as fast"
-        )
+    show(halves)
     for form, row in slices.items():
         print(
             f"{form:>16}: while the prompt ran p50 {row['p50']:6.2f}  p90 {row['p90']:6.2f}  p99 {row['p99']:6.2f} times the quiet"

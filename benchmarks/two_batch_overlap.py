@@ -41,6 +41,7 @@ LAYERS, HIDDEN, HEADS, HEAD_DIM, INNER, VOCAB, TOKENS = 12, 512, 8, 64, 1024, 64
 PARTS = (0.25, 0.5, 1.0, 2.0)
 """Waiting of a step, in parts of its computing."""
 ROUNDS, WANTED_SHARE, WANTED_US = 15, 0.8, 40.0
+STAGGERS = (0, 1, 2)
 DRIVER_SUMS = (25, 57)
 """Sums of a half in models of 12 and of 28 layers."""
 
@@ -129,16 +130,14 @@ def write_checkpoint(folder: Path) -> None:
 class Site:
     """A batch of prompts, whole and in halves, over a link."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, group: Group, device: str = "cpu") -> None:
         write_checkpoint(folder)
-        self.link = Link()
-        group = SlowGroup(self.link)
         place = Place(0, Topology(1), "", 0, 1)
         groups = Groups(group, place, Communication("gloo"), group, group, RaggedDispatcher, 0)
         model = load_model(
-            folder, read_config(folder), kernels=KernelTable(), device="cpu", dtype=torch.float32, groups=groups
+            folder, read_config(folder), kernels=KernelTable(), device=device, dtype=torch.float32, groups=groups
         )
-        steps = Steps(model)
+        steps = Steps(model, device=device)
         self.runner, backend = steps.runner, steps.runner.attn_backend
         pools = backend.req_to_token_pool, backend.token_to_kv_pool, backend.kernels
         self.batch: ForwardBatch = self.runner.prepared(
@@ -171,29 +170,39 @@ def seconds(ways: Mapping[str, Callable[[], None]]) -> dict[str, float]:
 def measure() -> dict[str, Any]:
     """Computing of the whole and of halves, and for every part of it what is hidden."""
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
-        site = Site(Path(name))
+        link = Link()
+        site = Site(Path(name), SlowGroup(link))
         free = seconds({"whole": site.whole, "halves": partial(site.in_halves, 0)})
-        site.link.launched = 0
+        link.launched = 0
         site.whole()
-        sums, size = site.link.launched, TOKENS * HIDDEN * 4
-        rows = [measured(site, free, part, sums, size) for part in PARTS]
+        sums, size = link.launched, TOKENS * HIDDEN * 4
+        rows = [measured(site, link, free, part, sums, size) for part in PARTS]
     return {"whole_ms": ms(free["whole"]), "halves_ms": ms(free["halves"]), "sums": sums, "waits": rows}
 
 
-def measured(site: Site, free: dict[str, float], part: float, sums: int, size: int) -> dict[str, float]:
-    """With waits that are `part` of the computing, a tenth of each for the message itself. What halves can hide is the shorter of
-    their computing and their waits."""
-    each = part * free["whole"] / sums
-    site.link.alpha, site.link.beta = each / 10, each * 0.9 / size
-    waits = sums * 2 * (site.link.alpha + site.link.beta * size / 2)
-    found = seconds({"whole": site.whole, **{f"stagger {d}": partial(site.in_halves, d) for d in (0, 1, 2)}})
+def link_of(part: float, whole: float, sums: int, size: int) -> tuple[float, float]:
+    """Alpha and beta of waits that are `part` of the computing of the whole, a tenth of each for the message itself."""
+    each = part * whole / sums
+    return each / 10, each * 0.9 / size
+
+
+def measured(site: Site, link: Link, free: dict[str, float], part: float, sums: int, size: int) -> dict[str, float]:
+    """With waits that are `part` of the computing."""
+    link.alpha, link.beta = link_of(part, free["whole"], sums, size)
+    waits = sums * 2 * (link.alpha + link.beta * size / 2)
+    found = seconds({"whole": site.whole, **{f"stagger {d}": partial(site.in_halves, d) for d in STAGGERS}})
+    link.alpha = link.beta = 0.0
+    return row_of(part, free["halves"], waits, found)
+
+
+def row_of(part: float, computing: float, waits: float, found: dict[str, float]) -> dict[str, float]:
+    """Of seconds of the whole and of halves. What halves can hide is the shorter of their computing and their waits."""
     best = min(time for name, time in found.items() if name != "whole")
-    hideable, hidden = min(free["halves"], waits), free["halves"] + waits - best
-    site.link.alpha = site.link.beta = 0.0
+    hideable, hidden = min(computing, waits), computing + waits - best
     return {
         "waits_by_computing": part,
         **{f"{name.replace(' ', '_')}_ms": ms(time) for name, time in found.items()},
-        "model_ms": ms(max(free["halves"], waits)),
+        "model_ms": ms(max(computing, waits)),
         "hideable_ms": ms(hideable),
         "hidden_ms": ms(hidden),
         "share": round(hidden / hideable, 3),
@@ -223,6 +232,18 @@ def ms(value: float) -> float:
     return round(value * 1e3, 3)
 
 
+def show(found: Mapping[str, Any]) -> None:
+    """Print a line for each part."""
+    print(f"computing: {found['whole_ms']} ms whole, {found['halves_ms']} ms in halves; {found['sums']} sums")
+    for row in found["waits"]:
+        print(
+            f"waits {row['waits_by_computing']:4.2f} of it: whole {row['whole_ms']:8.3f} ms, halves at best"
+            f" {min(row[f'stagger_{d}_ms'] for d in STAGGERS):8.3f} (model {row['model_ms']:8.3f}),"
+            f" hidden {row['share']:5.0%} of what can be, {row['speedup']:.2f} times as fast"
+        )
+    print(f"wanted: {WANTED_SHARE:.0%} hidden")
+
+
 def main() -> None:
     """Print, and write where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -232,14 +253,7 @@ def main() -> None:
     found = {"driver_us": {str(2 * sums): driver(sums) for sums in DRIVER_SUMS}, **measure()}
     for sums, took in found["driver_us"].items():
         print(f"driver: {took} us a step of {sums} sums (wanted: at most {WANTED_US})")
-    print(f"computing: {found['whole_ms']} ms whole, {found['halves_ms']} ms in halves; {found['sums']} sums")
-    for row in found["waits"]:
-        print(
-            f"waits {row['waits_by_computing']:4.2f} of it: whole {row['whole_ms']:8.3f} ms, halves at best"
-            f" {min(row[f'stagger_{d}_ms'] for d in (0, 1, 2)):8.3f} (model {row['model_ms']:8.3f}),"
-            f" hidden {row['share']:5.0%} of what can be, {row['speedup']:.2f} times as fast"
-        )
-    print(f"wanted: {WANTED_SHARE:.0%} hidden")
+    show(found)
     if options.json:
         sizes = {"layers": LAYERS, "hidden": HIDDEN, "inner": INNER, "tokens": TOKENS}
         write_results(
