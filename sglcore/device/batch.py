@@ -135,7 +135,8 @@ class ScheduleBatch:
     `ngram_lens` int32[B]: where each row's tokens are in its slot's history, of a worker that reads it, and how many.
     `layers` int32[2]: the first of the model's layers that this step runs, and the one after the last; None: all. A step from layer 0 on
     opens a prompt, forgetting one that was open, and brings its whole batch, which is an EXTEND one; steps without rows take it on, and
-    that with the last layer brings the results of the batch that opened it. The others bring none.
+    that with the last layer brings the results of the batch that opened it. The others bring none. `decode_rows`: how many rows decode
+    beside a prompt that this step opens.
     `step_plan`: what the shards agreed on, of a worker whose requests are in several; each of them is submitted a batch in each step,
     one that has nothing to run an IDLE batch of no rows.
     """
@@ -177,6 +178,7 @@ class ScheduleBatch:
     ngram_lens: Ints | None = None
     cell_limits: Ints | None = None
     layers: Ints | None = None
+    decode_rows: int = 0
     step_plan: StepPlan | None = None
     capture_hidden_mode: OneShot[CaptureHiddenMode] = field(default_factory=_one_shot(CaptureHiddenMode.NONE))
     seq_lens_cpu_cache: OneShot[Ints | None] = field(default_factory=_one_shot(None))

@@ -126,8 +126,8 @@ class EngineConfig:
     )
     prompt_lane: str = setting(
         "auto",
-        "How prompts by slices stand beside decode steps: priority (on a stream of their own, behind that of decode steps), interleave"
-        " (between them), or auto.",
+        "How prompts by slices stand beside decode steps: partition (on a part of the device's compute units), priority (on a stream of"
+        " their own, behind that of decode steps), interleave (between them), or auto.",
     )
     two_batch_overlap: str = setting(
         "off",

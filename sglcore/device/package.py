@@ -56,6 +56,9 @@ class DevicePackage:
     """The devices on the PCI bus for which this package answers."""
     communication: Communication | None = None
     """By what several of it exchange tensors; None: a model runs on one."""
+    partition: Ref | None = None
+    """`partition(device) -> Partition`: streams whose kernels keep to some of its compute units, for prompts beside decode steps;
+    ConfigError where this one can not be divided. None: no device of the package can."""
 
     def __post_init__(self) -> None:
         """Freeze the mappings as copies; refuse references that are not `module:name`, and a package without kernels."""
@@ -71,7 +74,8 @@ class DevicePackage:
     def refs(self) -> tuple[Ref, ...]:
         """Every reference of the declaration, in reading order."""
         named = (*self.attention.values(), *self.graphs.values(), *self.kernels.values())
-        return (self.probe, self.facts, self.worker, *named, self.bring_up)
+        parts = () if self.partition is None else (self.partition,)
+        return (self.probe, self.facts, self.worker, *named, self.bring_up, *parts)
 
     def kernels_for(self, asked: str, *others: str) -> str:
         """The name that `--kernels` means: the preferred table's for "auto". Raises ConfigError for what is neither a

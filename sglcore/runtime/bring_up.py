@@ -37,7 +37,7 @@ from sglcore.runtime.memory.pools import (
 )
 from sglcore.runtime.memory.rows import ROWS, RowPool
 from sglcore.runtime.model_runner import Entered, ModelRunner
-from sglcore.runtime.overlap.bring_up import slice_ledger, slices, why_between
+from sglcore.runtime.overlap.bring_up import Lane, lane, slice_ledger, slices
 from sglcore.runtime.overlap.bring_up_halves import cut_terms, halves, second_ledger
 from sglcore.runtime.overlap.halves import Halves
 from sglcore.runtime.overlap.slices import Slices
@@ -104,12 +104,9 @@ def device(facts: Facts) -> torch.device:
     return found
 
 
-def streams(
-    facts: Facts, device: torch.device, config: EngineConfig | None = None, groups: Groups | None = None
-) -> Streams:
+def streams(facts: Facts, device: torch.device, lane: Lane | None = None) -> Streams:
     """The stream that is current now and the one that steps will run on, or none; and a lane for prompts by slices."""
-    has_lane = config is not None and not why_between(config, facts, groups)
-    return make_streams(facts, has_lane=has_lane)
+    return make_streams(facts) if lane is None else make_streams(facts, has_lane=lane.is_beside, parts=lane.parts)
 
 
 def kernels(
@@ -339,6 +336,7 @@ STANDARD = BringUp(
         device,
         world,
         groups,
+        lane,
         streams,
         kernels,
         hisparse_config,

@@ -203,9 +203,8 @@ class TpModelWorker:
         """Wait for the device, free the graphs, and let go of weights and pools. Idempotent."""
         if not self._closed:
             self._closed = True
-            for stream in (self._streams.forward, self._streams.lane, self._streams.schedule):
-                if stream is not None:
-                    stream.synchronize()
+            for stream in self._streams.all:
+                stream.synchronize()
             self.runner.close()
             self._streams.close()
             del self.runner, self._sampling, self._pooler, self._slices

@@ -51,6 +51,7 @@ class Slicing:
         self._advance(running, sliced, record)
         if record.is_partial:
             batch.layers, record.is_masked = np.array(record.layers, dtype=np.int32), False
+            batch.decode_rows = len(running.rows.requests)
             running.sliced = sliced
 
     def go_on(self, running: RunningRequests, sliced: SlicedPrompt, step: int) -> BatchRecord:

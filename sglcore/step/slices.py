@@ -6,8 +6,8 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
 
 TOPIC = "prompt slices"
-PRIORITY, INTERLEAVE = "priority", "interleave"
-LANES = ("auto", PRIORITY, INTERLEAVE)
+PARTITION, PRIORITY, INTERLEAVE = "partition", "priority", "interleave"
+LANES = ("auto", PARTITION, PRIORITY, INTERLEAVE)
 """How slices may stand beside decode steps."""
 
 
@@ -40,13 +40,10 @@ def slice_row(asked: str, budget: int, layers: int) -> Row:
     return Row(TOPIC, asked, what, reason, "--prompt-slices off")
 
 
-def lane_row(asked: str, why_between: str) -> Row:
-    """What the ledger says of the lane of slices: they run between decode steps for some reason, or beside them for none."""
-    if why_between:
-        return Row("prompt lane", asked, INTERLEAVE, why_between, "", downgrade=asked == PRIORITY)
-    return Row(
-        "prompt lane", asked, PRIORITY, "a stream of its own, behind that of decode steps", "--prompt-lane interleave"
-    )
+def lane_row(asked: str, kind: str, why: str) -> Row:
+    """What the ledger says of the lane of slices, one of `LANES`."""
+    others = {PARTITION: f"--prompt-lane {PRIORITY}", PRIORITY: f"--prompt-lane {INTERLEAVE}"}
+    return Row("prompt lane", asked, kind, why, others.get(kind, ""), downgrade=asked not in ("auto", kind))
 
 
 def whole_row(asked: str, budget: int, why: str, remedy: str) -> Row:

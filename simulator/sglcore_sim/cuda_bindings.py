@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch.cuda import green_contexts
 
 from sglcore_sim.faces import in_tree, module
 
@@ -53,6 +55,42 @@ class GraphBinding(in_tree.GraphBinding):
         raise RuntimeError("raw graphs are not simulated")
 
     raw_cuda_graph_exec = raw_cuda_graph
+
+
+class GreenContextBinding:
+    """`torch._C._CUDAGreenContext`: the first multiprocessors of the device, in multiples of 8."""
+
+    sim: ClassVar[Any]
+
+    def __init__(self, device_id: int, num_sms: int) -> None:
+        self._device, self._units = device_id, num_sms
+
+    @classmethod
+    def create(
+        cls,
+        device_id: int | None = None,
+        num_sms: int | None = None,
+        workqueue_scope: str | None = None,
+        workqueue_concurrency_limit: int | None = None,
+    ) -> Any:
+        if workqueue_scope is not None or workqueue_concurrency_limit is not None:
+            raise RuntimeError("workqueues are not simulated")
+        there = cls.sim.kind.properties["multi_processor_count"]
+        if num_sms is None or not 0 < num_sms <= there:
+            raise RuntimeError(f"Invalid number of SMs requested for green context: {num_sms} (device has {there} SMs)")
+        device = cls.sim.core.current_device() if device_id is None else device_id
+        return cls(device, min(there, -(-num_sms // 8) * 8))
+
+    def Stream(self) -> Any:
+        """A new stream each time; `sim.parts` tells how many multiprocessors it has."""
+        made = torch.cuda.Stream(self._device)
+        self.sim.parts[made.device_index, made.stream_id] = self._units
+        return made
+
+    def set_context(self) -> None:
+        raise RuntimeError("a current green context is not simulated")
+
+    pop_context = set_context
 
 
 def bindings(sim: Any) -> dict[str, Any]:
@@ -129,6 +167,10 @@ def plant(sim: Any, hip: str | None = None, cuda: str | None = None) -> None:
     torch.version.hip = hip  # foreign: torch reads its build from here
     torch_cuda: Any = torch.cuda
     in_tree.plant(torch_cuda, bindings(sim), "streams", "graphs")
+    if cuda is not None:
+        torch_c: Any = torch._C
+        torch_c._CUDAGreenContext = module.bound(GreenContextBinding, sim=sim)  # foreign: in builds for CUDA alone
+        importlib.reload(green_contexts)
     in_tree.plant_storages("cuda")
     torch_cuda._cudart = runtime_library(sim.core)  # foreign: the runtime library that a CPU build lacks
     table = device_properties({**sim.kind.properties, "total_memory": sim.memory})

@@ -39,6 +39,8 @@ class Simulator:
         self.core = core
         self.log = log
         self.timing: VirtualTime | None = None
+        self.parts: dict[tuple[int, int], int] = {}
+        """How many compute units a stream keeps to, by device and stream; those of other streams are all of them."""
         self.watch(lambda: None, lambda: None)
 
     def watch(self, unfinished: Callable[[], None], forget: Callable[[], None]) -> None:

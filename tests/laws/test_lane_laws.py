@@ -11,7 +11,8 @@ import pytest
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.overlap.slices import Passed, Slices
 from sglcore.sampling.params import SamplingParams
-from sglcore.step.slices import INTERLEAVE, PRIORITY
+from sglcore.step.shares import share
+from sglcore.step.slices import INTERLEAVE, PARTITION, PRIORITY
 from tests.checkpoints import qwen3_next, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.laws.test_slice_laws import CONTEXT, Case, ledger_row
@@ -62,7 +63,7 @@ def test_prompts_that_come_whole_have_no_lane(plain: Case) -> None:
 
 
 def test_a_lane_that_nobody_knows_is_refused(plain: Case) -> None:
-    with pytest.raises(ConfigError, match="prompt_lane is 'fast'; wanted one of auto, priority, interleave"):
+    with pytest.raises(ConfigError, match="prompt_lane is 'fast'; wanted one of auto, partition, priority, interleave"):
         plain.engine(prompt_lane="fast")
 
 
@@ -143,3 +144,78 @@ def test_pages_of_who_gives_way_are_others_when_the_lane_has_done_with_them(plai
 def test_pages_that_are_given_away_too_early_are_caught(plain: Case) -> None:
     with pytest.raises(Exception, match=r"\[race\]"):
         run_short_of_pages(plain, EndsAtOnce)
+
+
+def shares_taken(engine: TokenEngine) -> list[int]:
+    """Beside how many rows each open prompt was, for which the part was taken that its slices then ran on."""
+    slices, seen = slices_of(engine), list[int]()
+    open_prompt = slices.open
+
+    def noted(host: Any, *given: Any) -> None:
+        open_prompt(host, *given)
+        assert slices._lane is slices._parts[share(host.decode_rows)].stream
+        seen.append(host.decode_rows)
+
+    slices.open = noted  # pyright: ignore[reportAttributeAccessIssue]
+    return seen
+
+
+@pytest.mark.needs("partition")
+def test_prompts_keep_to_a_part_of_the_device_by_the_rows_that_decode_beside(
+    plain: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares that change at few rows here, so that several are met."""
+    monkeypatch.setattr("sglcore.step.shares.THRESHOLDS", (2, 3))
+    engine = plain.engine(prompt_lane=PARTITION, prompt_slices="1")
+    streams = engine.worker.runner.streams
+    lanes = [part.stream for part in streams.parts]
+    assert len(lanes) == len(set(lanes)) == 3 and not {streams.forward, streams.lane, streams.schedule} & set(lanes)
+    seen = shares_taken(engine)
+    plain.check(engine)
+    assert {share(rows) for rows in seen} == {0, 1, 2}, seen
+    row = ledger_row(plain.folder, prompt_slices="auto", prompt_lane=PARTITION, topic="prompt lane")
+    units = [part.units for part in streams.parts]
+    assert (row.effective, row.remedy, row.downgrade) == (PARTITION, "--prompt-lane priority", False)
+    assert row.reason.startswith(f"streams that keep to {units[0]}, {units[1]}, {units[2]} of ")
+    assert units == sorted(units, reverse=True) and units[-1] > 0
+
+
+@pytest.mark.needs("partition")
+def test_a_model_with_states_is_right_on_parts(hybrid: tuple[Path, Any]) -> None:
+    folder, oracle = hybrid
+    settings = {"max_model_len": CONTEXT, "max_batch_tokens": 24, "poison": True, "graph": "off"}
+    engine = TokenEngine(folder, prompt_slices="1", prompt_lane=PARTITION, **settings)
+    check_logprobs(engine.run(random_prompts(0, (5, 40, 33, 20, 1, 17)), 9, stagger=2), oracle)
+
+
+@pytest.mark.needs("partition")
+def test_parts_are_those_of_the_engine_that_was_closed(plain: Case) -> None:
+    first = plain.engine(prompt_lane=PARTITION).worker
+    parts = first.runner.streams.parts
+    first.close()
+    assert plain.engine(prompt_lane=PARTITION).worker.runner.streams.parts == parts
+
+
+def test_a_device_that_nobody_divides_says_so(plain: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: Any) -> None:
+        raise ConfigError("the package of 'acme' divides no compute units")
+
+    monkeypatch.setattr("sglcore.runtime.overlap.bring_up.make_parts", refused)
+    row = ledger_row(plain.folder, prompt_slices="auto", prompt_lane=PARTITION, topic="prompt lane")
+    assert (row.effective, row.downgrade) == (PRIORITY, True)
+    assert row.reason.startswith("the package of 'acme' divides no compute units: a stream of its own")
+
+
+@pytest.mark.needs("partition")
+@pytest.mark.sim_faults("race")
+@pytest.mark.parametrize("kind", [StartsBeforeItsInputs, DrawsBeforeTheLastLayer])
+def test_an_edge_that_is_missing_on_parts_is_caught(
+    kind: type, hybrid: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglcore.step.shares.THRESHOLDS", (2, 3))
+    folder, oracle = hybrid
+    settings = {"max_model_len": CONTEXT, "max_batch_tokens": 24, "poison": True, "graph": "off"}
+    engine = TokenEngine(folder, prompt_slices="1", prompt_lane=PARTITION, **settings)
+    slices_of(engine).__class__ = kind
+    with pytest.raises(Exception, match=r"\[race\]"):
+        check_logprobs(engine.run(random_prompts(0, (5, 40, 33, 20, 1, 17)), 9, stagger=2), oracle)

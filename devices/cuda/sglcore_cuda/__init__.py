@@ -28,6 +28,7 @@ package = DevicePackage(
     communication=Communication(
         "nccl", in_graphs=True, interface_variable="NCCL_SOCKET_IFNAME", cluster_resource="GPU"
     ),
+    partition="sglcore_cuda.partition:partition",
     pci=frozenset({PciClaim(0x10DE, ACCELERATOR_CLASSES | {DISPLAY_CLASS})}),
 )
 """What `sglcore devices` and the core read."""

@@ -21,7 +21,7 @@ from sglcore.device.worker import Limits
 from sglcore.models.implementation import choose_implementation
 from sglcore.step.hisparse import parse_hisparse_config
 from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools
-from sglcore.step.slices import check_lane, lane_row, slice_budget, slice_row, whole_row
+from sglcore.step.slices import INTERLEAVE, check_lane, lane_row, slice_budget, slice_row, whole_row
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.select import select_attention
 from sglcore_mlx.hardware import Hardware, open_hardware
@@ -225,7 +225,7 @@ def slices(config: EngineConfig, model: Model, ledger: DecisionLedger) -> int | 
         ledger.record(whole_row(asked, budget, why, "--prompt-slices off"))
         return None
     ledger.record(slice_row(asked, budget, model.sliced_layers))
-    ledger.record(lane_row(config.prompt_lane, "this device runs one thing after the other"))
+    ledger.record(lane_row(config.prompt_lane, INTERLEAVE, "this device runs one thing after the other"))
     return budget
 
 

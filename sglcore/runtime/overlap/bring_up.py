@@ -2,28 +2,90 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
+from sglcore.device.package import DevicePackage
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
 from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.overlap.parts import make_parts
 from sglcore.runtime.overlap.slices import Slices
 from sglcore.runtime.speculative.choice import Speculation
-from sglcore.step.slices import INTERLEAVE, check_lane, lane_row, slice_budget, slice_row, whole_row
+from sglcore.runtime.streams import Part
+from sglcore.step.slices import (
+    INTERLEAVE,
+    PARTITION,
+    PRIORITY,
+    check_lane,
+    lane_row,
+    slice_budget,
+    slice_row,
+    whole_row,
+)
 
 if TYPE_CHECKING:
     from sglcore.runtime.parallel.group import Groups
+
+
+BEHIND = "a stream of its own, behind that of decode steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """How slices stand beside decode steps, one of `step.slices.LANES`, and why; the parts of a device that is divided."""
+
+    kind: str
+    why: str
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def is_beside(self) -> bool:
+        """They run while decode steps do."""
+        return self.kind != INTERLEAVE
+
+
+def lane(
+    config: EngineConfig, package: DevicePackage, facts: Facts, device: torch.device, groups: Groups | None = None
+) -> Lane:
+    """The lane that was asked for, or the best that there is. Raises ConfigError for a setting that can not be read."""
+    check_lane(config.prompt_lane)
+    between = _why_between(config, facts, groups)
+    if between:
+        return Lane(INTERLEAVE, between)
+    if config.prompt_lane != PARTITION:
+        return Lane(PRIORITY, BEHIND)
+    try:
+        parts, units = make_parts(package, device)
+    except ConfigError as error:
+        return Lane(PRIORITY, f"{error}: {BEHIND}")
+    shares = ", ".join(str(part.units) for part in parts)
+    return Lane(PARTITION, f"streams that keep to {shares} of {units} units, by how many rows decode beside", parts)
+
+
+def _why_between(config: EngineConfig, facts: Facts, groups: Groups | None) -> str:
+    """Why slices run between decode steps; "": they can run beside them."""
+    if slice_budget(config.prompt_slices) is None:
+        return "prompts come whole"
+    if config.prompt_lane == INTERLEAVE:
+        return "asked for"
+    if not facts.has_streams:
+        return "this device runs one thing after the other"
+    return "" if groups is None else "ranks call their collectives in one order"
 
 
 def slice_ledger(
     config: EngineConfig,
     ledger: DecisionLedger,
     model: LoadedModel,
-    facts: Facts,
+    lane: Lane,
     speculation: Speculation | None = None,
     hisparse: HiSparseCoordinator | None = None,
     groups: Groups | None = None,
@@ -39,21 +101,8 @@ def slice_ledger(
         ledger.record(whole_row(asked, budget, why, remedy))
         return None
     ledger.record(slice_row(asked, budget, model.sliced_layers))
-    ledger.record(lane_row(config.prompt_lane, why_between(config, facts, groups)))
+    ledger.record(lane_row(config.prompt_lane, lane.kind, lane.why))
     return ledger.about("slices")
-
-
-def why_between(config: EngineConfig, facts: Facts, groups: Groups | None) -> str:
-    """Why slices run between decode steps; "": they run beside them, on a lane. Raises ConfigError for a setting that can not be
-    read."""
-    check_lane(config.prompt_lane)
-    if slice_budget(config.prompt_slices) is None:
-        return "prompts come whole"
-    if config.prompt_lane == INTERLEAVE:
-        return "asked for"
-    if not facts.has_streams:
-        return "this device runs one thing after the other"
-    return "" if groups is None else "ranks call their collectives in one order"
 
 
 def _why_whole(

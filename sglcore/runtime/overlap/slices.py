@@ -4,7 +4,8 @@ It has an attention backend of its own over the same pools, so that a decode ste
 is made once; a slice whose batch is not as it was planned is an error.
 
 On a lane, a stream of their own, slices run beside decode steps. The lane waits for the inputs, steps behind the last slice for
-the lane; between them neither waits for the other: they write to cells, states and slots of different requests.
+the lane; between them neither waits for the other: they write to cells, states and slots of different requests. Where the device is
+divided, each prompt has the lane of one part, by how many rows decode beside it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sglcore.runtime.staging import StagedArrays
 from sglcore.runtime.streams import Streams, entered
 from sglcore.step.rows import RowPlan
 from sglcore.step.sampling import SamplingInputs
+from sglcore.step.shares import share
 
 
 class SlicedModel(Protocol):
@@ -71,9 +73,9 @@ class Slices:
     def __init__(
         self, runner: ModelRunner, model: SlicedModel, attention: AttentionBackend, streams: Streams = Streams()
     ) -> None:
-        """`attention` is not the runner's own, and over the same pools. Slices run on the lane of `streams`, if it has one."""
+        """`attention` is not the runner's own, and over the same pools. Slices run on the lane of `streams`, if it has one, or its parts."""
         self._runner, self._model, self._attention = runner, model, attention
-        self._forward, self._lane = streams.forward, streams.lane
+        self._forward, self._lane, self._parts = streams.forward, streams.lane, streams.parts
         self._open: OpenPrompt | None = None
 
     def forget(self) -> None:
@@ -95,7 +97,9 @@ class Slices:
         arrays: StagedArrays | None,
         inputs: SamplingInputs,
     ) -> None:
-        """Embed and plan a prompt, which is the open one from now on. Does not wait."""
+        """Embed and plan a prompt, which is the open one from now on. All of its slices run on one stream. Does not wait."""
+        if self._parts:
+            self._lane = self._parts[share(host.decode_rows)].stream
         if self._lane is not None and self._forward is not None:
             self._lane.wait_stream(self._forward)
         with self._running():
