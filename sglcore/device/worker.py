@@ -30,7 +30,7 @@ class Limits:
     the usable slots 1..max_requests (slot 0 belongs to padding rows). One request of `max_model_len` tokens always fits.
     `lookahead` is how many following tokens a page's contents depend on. `runs_ahead`: submit returns before the step has
     run, so that planning the next one meanwhile saves time. `can_overlap`: submit may be called before the
-    previous ticket was collected. `takes_masks`: sampling keeps to the batch's `masks`, so requests may have a grammar;
+    previous ticket was collected, and slices of a prompt that bring nothing are in flight beside. `takes_masks`: sampling keeps to the batch's `masks`, so requests may have a grammar;
     `takes_changes`: and adds what the batch says to single logits of such rows, so they may ask for DRY.
     `keeps_state`: beside its cells a request has a state in its slot, which belongs to all of its tokens so far and to no
     shorter prefix; 1..num_snapshots are the places in which the worker can keep copies of such states. `window`: the

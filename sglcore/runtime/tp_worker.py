@@ -85,7 +85,7 @@ class TpModelWorker:
         """Start a step. The worker keeps `batch`, which must be isolated from later changes.
 
         Raises RuntimeError if RING tickets are out: the host's mirrors of the input buffers would be overwritten. A
-        ticket that was dropped counts no more.
+        ticket that was dropped counts no more, and one of a slice that brings nothing never does.
         """
         self._tickets.check_room()
         if self._closed:
@@ -185,8 +185,9 @@ class TpModelWorker:
         output: StepOutput[Tensor],
         end: Passed | None = None,
     ) -> Ticket:
-        readback = self._readbacks.post(output.arrays()) if end is None else end
-        return self._tickets.issue(batch.step, Pending(staged, arrays, output, readback))
+        if end is not None:  # it has no place in what is lent to steps in flight
+            return Ticket(batch.step, Pending(staged, arrays, output, end))
+        return self._tickets.issue(batch.step, Pending(staged, arrays, output, self._readbacks.post(output.arrays())))
 
     def collect(self, ticket: Ticket) -> BatchResult:
         """Wait for a step and give its results; a ticket is collected once."""

@@ -25,10 +25,12 @@ class Pace:
     """Slices by the clock: each takes at most `SHARE` of what a decode step takes alone, so that a running request waits about
     1 + SHARE times as long for its next token. Seconds are running means, those of a layer for each power of two of tokens: where
     launching a layer costs more than its arithmetic, more tokens cost no more. Until both are known a slice is as small as one can
-    be. What a decode step takes alone is asked again after `LASTS` slices."""
+    be. What a decode step takes alone is asked again after `LASTS` slices. What is known of a layer counts as much as `KNOWN` layers:
+    of a slice that ran beside two steps, either may be seen to have been longer, and their sum is right."""
 
     SHARE: ClassVar[float] = 0.7
     WEIGHT: ClassVar[float] = 0.3
+    KNOWN: ClassVar[int] = 16
     LEAST_TOKENS: ClassVar[int] = 64
     LASTS: ClassVar[int] = 64
 
@@ -69,17 +71,25 @@ class Pace:
 
     def saw_decode(self, seconds: float) -> None:
         """A step of decode rows with no slice beside it took so long."""
-        self.decode_seconds, self.slices = self._mean(self.decode_seconds, seconds), 0
+        self.decode_seconds += (self.WEIGHT if self.decode_seconds else 1.0) * (seconds - self.decode_seconds)
+        self.slices = 0
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        """Forget what a layer over more tokens took where that can not be how long it takes, more than twice as long as one over half
+        of them: a kernel was compiled, or the machine was busy."""
+        for size, seconds in list(self.layer_seconds.items()):
+            if seconds > 2 * self.layer_seconds.get(size // 2, seconds):
+                del self.layer_seconds[size]
 
     def saw_slice(self, tokens: int, layers: int, seconds: float) -> None:
         """So many layers over so many tokens took so long, or made a decode step so much longer: it counts as a hundredth of that at
         least."""
-        place, each = bucket(tokens), max(seconds, self.decode_seconds / 100) / max(1, layers)
-        self.layer_seconds[place] = self._mean(self.layer_seconds.get(place, 0.0), each)
+        place, took = bucket(tokens), max(seconds, self.decode_seconds / 100)
+        known = self.KNOWN if place in self.layer_seconds else 0
+        total = known * self.layer_seconds.get(place, 0.0) + took
+        self.layer_seconds[place] = total / (known + max(1, layers))
         self.slices += 1
-
-    def _mean(self, mean: float, value: float) -> float:
-        return value if not mean else mean + self.WEIGHT * (value - mean)
 
 
 def bucket(tokens: int) -> int:

@@ -12,13 +12,13 @@ from sglcore.schedule.scheduler import Scheduler
 
 class Loop:
     """One scheduler on one worker; not thread-safe. With overlap, one step is planned while one is in flight, unless the
-    next one depends on its tokens."""
+    next one depends on its tokens. A slice of a prompt that brings nothing is submitted beside the step behind it."""
 
     def __init__(self, scheduler: Scheduler, worker: ModelWorker, *, overlap: bool = True) -> None:
         self.scheduler = scheduler
         self.worker = worker
         self.overlap = overlap and worker.limits.can_overlap
-        self._running: BatchRecord | None = None
+        self._running: list[BatchRecord] = []
         self._unsent: list[EngineOutput] = []
 
     @property
@@ -27,7 +27,7 @@ class Loop:
         return bool(self._unsent) or self.scheduler.has_work
 
     def step(self) -> list[EngineOutput]:
-        """Submit a step and collect one; returns the outputs. Waits for the device.
+        """Submit a step and collect the one before; returns the outputs. Waits for the device.
 
         If the worker raises, everything in flight is collected or dropped, the requests of the failed steps finish with
         "error", and the exception goes on to the caller. The outputs are then in `drain`: take them before another request
@@ -37,7 +37,7 @@ class Loop:
             return self._take_unsent()
         if self.scheduler.awaits_tokens:
             return self._step_in_turn()
-        queued = self._submit()
+        queued = self._submit_step()
         if not self.overlap:
             return self._collect(queued)
         running, self._running = self._running, queued
@@ -45,15 +45,23 @@ class Loop:
 
     def drain(self) -> list[EngineOutput]:
         """Collect what is in flight and submit nothing; returns the outputs. Waits for the device."""
-        running, self._running = self._running, None
+        running, self._running = self._running, []
         return self._take_unsent() + self._collect(running)
 
     def _step_in_turn(self) -> list[EngineOutput]:
         """Collect, then submit what depends on it; if that raises, the outputs wait for `drain`."""
-        running, self._running = self._running, None
+        running, self._running = self._running, []
         self._unsent += self._collect(running)
-        self._running = self._submit()
+        self._running = self._submit_step()
         return self._take_unsent()
+
+    def _submit_step(self) -> list[BatchRecord]:
+        """A step; behind a slice that brings nothing the next one at once, so that the device has it when the one before ends."""
+        first = self._submit()
+        if first is None:
+            return []
+        behind = self._submit() if self.overlap and first.is_partial and not self.scheduler.awaits_tokens else None
+        return [first] if behind is None else [first, behind]
 
     def _submit(self) -> BatchRecord | None:
         try:
@@ -71,12 +79,14 @@ class Loop:
             self._abandon(error)
             raise
 
-    def _collect(self, record: BatchRecord | None) -> list[EngineOutput]:
-        if record is None:
-            return []
+    def _collect(self, records: list[BatchRecord]) -> list[EngineOutput]:
+        outputs = list[EngineOutput]()
         try:
-            return self._finish(record)
+            for record in records:
+                outputs += self._finish(record)
+            return outputs
         except BaseException as error:
+            self._unsent += outputs
             self._abandon(error)
             raise
 
@@ -92,7 +102,7 @@ class Loop:
 
     def _abandon(self, error: BaseException) -> None:
         """Collect what is in flight; drop the steps that have no ticket any more, or whose collect fails too."""
-        self._running = None
+        self._running = []
         for record in list(self.scheduler.in_flight):
             if record.ticket is None:
                 self._unsent += self.scheduler.drop(record, error)

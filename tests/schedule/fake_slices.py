@@ -46,7 +46,7 @@ class FakeSlicedWorker(FakeWorker):
         self.slices = [*vars(self).get("slices", []), (first, last)]
         want(0 <= first < last <= self.limits.sliced_layers, f"layers {first} to {last}")
         want(batch.forward_mode is ForwardMode.EXTEND, "layers of what is no prompt")
-        want(len(self.in_flight) < (2 if self.limits.can_overlap else 1), "too many steps in flight")
+        self._check_room(batch)
         if first == 0:
             self._begin(batch)
         return self._go_on(batch, last)

@@ -219,9 +219,18 @@ class FakeWorker:
     def close(self) -> None:
         self.closed = True
 
+    def _check_room(self, batch: ScheduleBatch) -> None:
+        """As many steps may be in flight as are lent memory, and of slices that bring nothing one more each: they need none."""
+        like = [each for each in self.in_flight if self._is_partial(each.batch) == self._is_partial(batch)]
+        most = 2 if self.limits.can_overlap else 1
+        want(len(like) < (2 * most if self._is_partial(batch) else most), "too many steps in flight")
+
+    def _is_partial(self, batch: ScheduleBatch) -> bool:
+        return batch.layers is not None and batch.layers[1] < self.limits.sliced_layers
+
     def _check_shape(self, batch: ScheduleBatch) -> None:
         want(batch.num_tokens <= self.limits.max_batch_tokens, f"{batch.num_tokens} tokens in a step")
-        want(len(self.in_flight) < (2 if self.limits.can_overlap else 1), "too many steps in flight")
+        self._check_room(batch)
         kinds = (batch.forward_mode, self.limits.allows_mixed_batches)
         want(kinds != (ForwardMode.MIXED, False), "a mixed batch on a worker that has none")
         for name in ("slots", "seq_lens", "prefix_lens", "token_offsets", "input_ids", "page_counts", "new_pages"):

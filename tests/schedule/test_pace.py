@@ -28,6 +28,10 @@ DEVICES = {
     "a large model with a lane": Costs(decode=0.007, launch=0.0002, token=8e-7, has_lane=True),
     "a small model with a lane": Costs(decode=0.0016, launch=0.00025, token=1e-7, has_lane=True),
     "a small model whose slices are work for the host": Costs(decode=0.0016, launch=0.0001, token=1e-8, slicing=0.0015),
+    "a small model of many chats": Costs(decode=0.00145, launch=0.0003, token=1e-7, host=0.0003, telling=0.0006),
+    "a small model of many chats with a lane": Costs(
+        decode=0.00145, launch=0.0003, token=1e-7, host=0.0003, telling=0.0006, has_lane=True
+    ),
     "a long step beside short layers": Costs(decode=0.050, launch=0.0001, token=1e-7, has_lane=True),
 }
 
@@ -84,6 +88,26 @@ def test_running_requests_wait_at_most_twice_as_long(name: str, monkeypatch: pyt
     print(name, np.percentile(gaps, [50, 90, 99]) / quiet, taken, len(gaps))
     assert np.percentile(gaps, 50) <= 2.0 * quiet and np.percentile(gaps, 99) <= 2.8 * quiet
     assert taken <= most_seconds(DEVICES[name], quiet)
+
+
+class OneAtATime(Loop):
+    """The step behind a slice is submitted when the slice's turn is over."""
+
+    def _submit_step(self) -> list[BatchRecord]:
+        first = self._submit()
+        return [] if first is None else [first]
+
+
+@pytest.mark.parametrize("name", ["a small model of many chats", "a small model of many chats with a lane"])
+def test_a_device_that_waits_for_the_host_beside_slices_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step brought is told while the next one runs, slice or not."""
+    load, costs = Load(DEVICES[name], monkeypatch), DEVICES[name]
+    load.loop.__class__ = OneAtATime
+    quiet = float(np.median(load.gaps(50)))
+    load.gaps(awaited=load.add(LONG, 1))
+    begin = load.worker.now
+    load.gaps(awaited=load.add(LONG, 1))
+    assert load.worker.now - begin > most_seconds(costs, quiet)
 
 
 def most_seconds(costs: Costs, quiet: float) -> float:

@@ -15,7 +15,7 @@ LAYERS = 32
 @dataclass(frozen=True)
 class Costs:
     """Seconds: of a decode step on the device; of a layer over a chunk, by its launch on the host and by each token on the device;
-    of planning a step on the host, and of a slice beside that. `is_ahead`: the device runs beside the host. `has_lane`: prompts run beside decode steps, each at
+    of planning a step on the host, of a slice beside that, and of telling what a step brought. `is_ahead`: the device runs beside the host. `has_lane`: prompts run beside decode steps, each at
     this share of its speed while both run."""
 
     decode: float
@@ -23,6 +23,7 @@ class Costs:
     token: float
     host: float = 0.0002
     slicing: float = 0.0
+    telling: float = 0.0
     is_ahead: bool = True
     has_lane: bool = False
     share: float = 0.7
@@ -71,6 +72,7 @@ class TimedWorker:
         """Wait for its end."""
         self.now = max(self.now, self.ends.pop(ticket.step))
         assert isinstance(ticket.payload, BatchResult)
+        self.now += self.costs.telling if len(ticket.payload.token_ids) else 0.0
         return ticket.payload
 
     def close(self) -> None:

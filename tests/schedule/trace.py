@@ -14,6 +14,7 @@ import pytest
 
 from sglcore.device.worker import Limits, TokenLogprobs
 from sglcore.schedule.loop import Loop
+from sglcore.schedule.overlap import BatchRecord
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
@@ -163,8 +164,8 @@ def play(trace: Trace, plant: Callable[[Scheduler], None] | None = None) -> Outc
     scheduler = Scheduler(trace.limits, prefix_cache=trace.prefix_cache, compose=compose)
     if plant is not None:
         plant(scheduler)
-    loop = Loop(scheduler, worker, overlap=trace.overlap)
-    outcome = Outcome(trace, worker, scheduler)
+    loop = WatchedLoop(scheduler, worker, overlap=trace.overlap)
+    loop.outcome = outcome = Outcome(trace, worker, scheduler)
     last_tick = max([tick for tick, _ in trace.arrivals] + [tick for tick, *_ in trace.ends])
     tick = 0
     while tick <= last_tick or loop.has_work:
@@ -224,12 +225,22 @@ def _happen(outcome: Outcome, tick: int) -> None:
             outcome.take([output] if output else [])
 
 
+class WatchedLoop(Loop):
+    """Checks each step when it is planned."""
+
+    outcome: Outcome
+
+    def _submit(self) -> BatchRecord | None:
+        before = _computing(self.outcome)
+        planned = super()._submit()
+        if _computing(self.outcome) - before:
+            _check_promises(self.outcome)
+        return planned
+
+
 def _step(outcome: Outcome, loop: Loop) -> None:
     outcome.ticks += 1
-    before = _computing(outcome)
     _loop_step(outcome, loop)
-    if _computing(outcome) - before:
-        _check_promises(outcome)
 
 
 def _computing(outcome: Outcome) -> set[Request]:

@@ -60,8 +60,8 @@ def lane(
     between = _why_between(config, facts, groups)
     if between:
         return Lane(INTERLEAVE, between)
-    if config.prompt_lane != PARTITION:
-        return Lane(PRIORITY, BEHIND)
+    if config.prompt_lane == PRIORITY:
+        return Lane(PRIORITY, f"asked for: {BEHIND}")
     try:
         parts, units = make_parts(package, device)
     except ConfigError as error:
