@@ -15,6 +15,7 @@ from sglcore.conformance import (
     laws_pool,
     laws_runner,
     laws_serving,
+    laws_slices,
     laws_sparse,
     laws_speculative,
 )
@@ -30,6 +31,7 @@ LAWS: tuple[Law, ...] = tuple(
             *laws_memory.LAWS,
             *laws_sparse.LAWS,
             *laws_speculative.LAWS,
+            *laws_slices.LAWS,
             *laws_graphs.LAWS,
             *laws_masks.LAWS,
             *laws_kernels.LAWS,

@@ -15,6 +15,7 @@ from sglcore.device import batch, facts, package, pci, probe, system, topology, 
 from sglcore.runtime.attention import contract
 from sglcore.runtime.graphs import backend, capture
 from sglcore.runtime.kernels import table
+from sglcore.runtime.overlap import parts
 
 STORED = Path(__file__).with_name("contract.txt")
 RECORDS = (
@@ -34,6 +35,7 @@ RECORDS = (
     contract.AttentionShape,
     contract.Bucket,
     contract.AttentionPlan,
+    parts.Partition,
 )
 PROTOCOLS = (
     worker.ModelWorker,

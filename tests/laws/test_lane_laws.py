@@ -40,12 +40,12 @@ def slices_of(engine: TokenEngine) -> Slices:
 
 
 def test_slices_have_a_stream_behind_that_of_decode_steps(plain: Case) -> None:
-    engine = plain.engine()
+    engine = plain.engine(prompt_lane=PRIORITY)
     streams = engine.worker.runner.streams
     assert streams.lane is not None and streams.lane not in (streams.forward, streams.schedule)
     assert slices_of(engine)._lane is streams.lane
     plain.check(engine)
-    row = ledger_row(plain.folder, prompt_slices="auto", topic="prompt lane")
+    row = ledger_row(plain.folder, prompt_slices="auto", prompt_lane=PRIORITY, topic="prompt lane")
     assert (row.effective, row.remedy) == (PRIORITY, "--prompt-lane interleave")
 
 
@@ -204,6 +204,8 @@ def test_a_device_that_nobody_divides_says_so(plain: Case, monkeypatch: pytest.M
     row = ledger_row(plain.folder, prompt_slices="auto", prompt_lane=PARTITION, topic="prompt lane")
     assert (row.effective, row.downgrade) == (PRIORITY, True)
     assert row.reason.startswith("the package of 'acme' divides no compute units: a stream of its own")
+    row = ledger_row(plain.folder, prompt_slices="auto", topic="prompt lane")
+    assert (row.effective, row.downgrade) == (PRIORITY, False)
 
 
 @pytest.mark.needs("partition")

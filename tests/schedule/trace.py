@@ -14,8 +14,8 @@ import pytest
 
 from sglcore.device.worker import Limits, TokenLogprobs
 from sglcore.schedule.loop import Loop
-from sglcore.schedule.overlap import BatchRecord
 from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.overlap import BatchRecord
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.windows import least_window_pages

@@ -1,0 +1,47 @@
+"""C2: prompts by slices of layers beside decode steps, on each lane that the device has for them."""
+
+from __future__ import annotations
+
+from sglcore.conformance import mutants_slices as broken
+from sglcore.conformance.harness import random_prompts
+from sglcore.conformance.law import LOGPROBS, Law, LawBroken
+from sglcore.conformance.mutant import TORCH
+from sglcore.conformance.target import Target
+from sglcore.conformance.trial import Trial
+from sglcore.step.slices import INTERLEAVE, PARTITION, PRIORITY
+
+
+def lanes(target: Target) -> tuple[str, ...]:
+    """Those that a device says it has."""
+    if not target.facts().has_streams:
+        return (INTERLEAVE,)
+    return (INTERLEAVE, PRIORITY) if target.package.partition is None else (INTERLEAVE, PRIORITY, PARTITION)
+
+
+def prompts_by_slices(trial: Trial) -> None:
+    """Prompts that come while others decode, a layer at a time; one has a prefix of another."""
+    harness = trial.kit.harness("dense", prompt_slices="1", prompt_lane=trial.case)
+    found = harness.started.built["lane"]
+    if found.kind != trial.case:
+        raise LawBroken(f"slices run by {found.kind}, {trial.case} was asked for: {found.why}")
+    prompts = random_prompts(11, (6, 25, 18, 3))
+    prompts.append(prompts[1][:20] + prompts[3])
+    how = {"chunk": 16, "stagger": 3, "overlap": harness.limits.can_overlap, "prefix_cache": True}
+    trial.compare(harness, harness.run(prompts, 12, score_prompts=True, **how))
+    if not any(path.startswith("layers") for path in harness.recorder.paths):
+        raise LawBroken("no prompt came by slices")
+
+
+LAWS: tuple[Law, ...] = (
+    Law(
+        name="prompts_by_slices",
+        level="C2",
+        says="Prompts whose layers run between or beside decode steps give what whole prompts give.",
+        check=prompts_by_slices,
+        mutants=(broken.HANDS_ON_HALF, broken.NO_SUCH_PARTS),
+        needs=TORCH,
+        tolerance=LOGPROBS,
+        cases=lanes,
+        interpreted=frozenset(),
+    ),
+)
