@@ -163,6 +163,20 @@ class RunningRequests:
             chunks.append((admitted, count))
         return chunks
 
+    def plan_in_turn(self, budget: int, may_admit: bool) -> list[tuple[Request, int]]:
+        """Chunks of those whom a long prompt would make wait: of new prompts, or else of the running one of which least is left."""
+        chunks: list[tuple[Request, int]] = []
+        self.compare_waiting()
+        while may_admit and budget and (admitted := self.admit_next()) is not None:
+            count = self.take_chunk(admitted, budget)
+            budget -= count
+            chunks.append((admitted, count))
+        if not chunks and self.extending:
+            least = min(self.extending, key=lambda request: request.target - request.num_cells)
+            count = self.take_chunk(least, budget)
+            chunks += [(least, count)] if count else []
+        return chunks
+
     def take_chunk(self, request: Request, budget: int) -> int:
         """Tokens (at most `budget`) of the next chunk, its pages in hand; 0 if the request must sit this step out."""
         room = len(request.pages) * self._limits.page_size - request.num_cells
@@ -297,10 +311,11 @@ class RunningRequests:
         return max(1, self.memory.pages_for(request.num_tokens) - common)
 
     def _promised(self) -> int:
-        """Pages spoken for: those of a step for each running request. Extending requests need none beside: while one lacks pages for
-        its known tokens, the step has no tokens left, there is no page, or its chunk ended early for a snapshot."""
+        """Pages spoken for: those of a step for each running request. Extending requests need none beside, where they always come first:
+        while one lacks pages for its known tokens, the step has no tokens left, there is no page, or its chunk ended early for a
+        snapshot."""
         steps = len(self) * self.memory.pages_for(self.reach)
-        if not self.memory.takes_snapshots:
+        if not (self._limits.sliced_layers or self.memory.takes_snapshots):
             return steps
         return steps + sum(self.memory.pages_for(each.target) - len(each.pages) for each in self.extending)
 

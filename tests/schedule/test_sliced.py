@@ -31,19 +31,19 @@ class Watched(FakeSlicedWorker):
 class Beside:
     """A request that decodes, and a loop to which prompts are added."""
 
-    def __init__(self, layers: int) -> None:
-        sizes = {"page_size": 1, "num_pages": 28, "max_model_len": 28, "max_batch_tokens": 28}
+    def __init__(self, layers: int, **other: int) -> None:
+        sizes = {"page_size": 1, "num_pages": 28, "max_model_len": 28, "max_batch_tokens": 28, **other}
         limits = make_limits(sliced_layers=layers, slice_budget=1, **sizes)
         self.worker = Watched(limits)
         self.scheduler = self.worker.scheduler
         self.loop = Loop(self.scheduler, self.worker)
-        self.first = self.add("first", 2, 20)
+        self.first = self.add("first", 2, 20 if limits.max_model_len == 28 else 180)
         while not self.first.output_ids:
             self.loop.step()
 
     def add(self, name: str, length: int, tokens: int, *, is_masked: bool = False) -> Request:
         """Queue a prompt."""
-        made = Request(name, np.arange(length, dtype=np.int32), make_params(tokens))
+        made = Request(name, np.arange(length, dtype=np.int32) % 50, make_params(tokens))
         made.matcher = FakeMatcher(made) if is_masked else None
         self.scheduler.add(made)
         return made
@@ -56,6 +56,24 @@ def test_steps_behind_a_slice_wait_for_its_tokens_where_it_brings_some_under_a_g
     while not prompt.output_ids:
         found.loop.step()
     assert found.worker.waits == [(1, False), (2, False), (3, False), (4, is_masked)]
+
+
+def test_short_prompts_have_every_second_chunk_beside_a_long_one() -> None:
+    """And the long one has the others: it is not overtaken for ever."""
+    found = Beside(2, num_pages=400, max_model_len=200, max_batch_tokens=8)
+    long = found.add("long", 100, 1)
+    while not found.worker.waits:
+        found.loop.step()
+    short = found.add("short", 6, 1)
+    for _ in range(12):
+        found.loop.step()
+    assert short.output_ids and not long.output_ids
+    for number in range(200):
+        if long.output_ids:
+            break
+        found.add(f"other{number}", 6, 1)
+        found.loop.step()
+    assert long.output_ids and number < 2 * 100 // 8 * 5
 
 
 def test_pages_of_who_left_an_open_prompt_are_awaited_and_nobody_gives_way_for_them() -> None:
