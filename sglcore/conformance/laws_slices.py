@@ -13,9 +13,8 @@ from sglcore.step.slices import INTERLEAVE, PARTITION, PRIORITY
 
 def lanes(target: Target) -> tuple[str, ...]:
     """Those that a device says it has."""
-    if not target.facts().has_streams:
-        return (INTERLEAVE,)
-    return (INTERLEAVE, PRIORITY) if target.package.partition is None else (INTERLEAVE, PRIORITY, PARTITION)
+    beside = (PRIORITY,) if target.facts().has_streams else ()
+    return (INTERLEAVE, *beside) if target.package.partition is None else (INTERLEAVE, *beside, PARTITION)
 
 
 def prompts_by_slices(trial: Trial) -> None:

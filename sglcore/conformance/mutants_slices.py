@@ -39,6 +39,6 @@ NO_SUCH_PARTS = Mutant(
     name="no such parts",
     says="It says that its compute units can be divided, and refuses each stream.",
     package=lambda declared: replace(declared, partition=f"{__name__}:refuses_all"),
-    needs=TORCH | {"streams"},
+    needs=TORCH,
     case="partition",
 )

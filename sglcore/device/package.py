@@ -57,8 +57,7 @@ class DevicePackage:
     communication: Communication | None = None
     """By what several of it exchange tensors; None: a model runs on one."""
     partition: Ref | None = None
-    """`partition(device) -> Partition`: streams whose kernels keep to some of its compute units, for prompts beside decode steps;
-    ConfigError where this one can not be divided. None: no device of the package can."""
+    """`partition(device) -> Partition`: streams that keep to some of its compute units; ConfigError where it has none. None: none has."""
 
     def __post_init__(self) -> None:
         """Freeze the mappings as copies; refuse references that are not `module:name`, and a package without kernels."""
@@ -74,8 +73,7 @@ class DevicePackage:
     def refs(self) -> tuple[Ref, ...]:
         """Every reference of the declaration, in reading order."""
         named = (*self.attention.values(), *self.graphs.values(), *self.kernels.values())
-        parts = () if self.partition is None else (self.partition,)
-        return (self.probe, self.facts, self.worker, *named, self.bring_up, *parts)
+        return (self.probe, self.facts, self.worker, *named, self.bring_up, *filter(None, (self.partition,)))
 
     def kernels_for(self, asked: str, *others: str) -> str:
         """The name that `--kernels` means: the preferred table's for "auto". Raises ConfigError for what is neither a

@@ -138,7 +138,8 @@ class TpModelWorker:
                 for dtype in (torch.int32, torch.bool)
             )
             output = StepOutput(RowPlan.silent(), path, SampledTokens(ids, bad))
-            return self._ticket(batch, prompt.staged, prompt.arrays, output, self._slices.end())
+            readback = self._slices.end() or self._readbacks.post(output.arrays())
+            return Ticket(batch.step, Pending(prompt.staged, prompt.arrays, output, readback))
         arrived = {} if prompt.arrays is None else prompt.arrays.arrived
         if states is not None:
             states.copy_out(arrived)
@@ -183,10 +184,7 @@ class TpModelWorker:
         staged: ForwardBatch,
         arrays: StagedArrays | None,
         output: StepOutput[Tensor],
-        end: Passed | None = None,
     ) -> Ticket:
-        if end is not None:  # it has no place in what is lent to steps in flight
-            return Ticket(batch.step, Pending(staged, arrays, output, end))
         return self._tickets.issue(batch.step, Pending(staged, arrays, output, self._readbacks.post(output.arrays())))
 
     def collect(self, ticket: Ticket) -> BatchResult:

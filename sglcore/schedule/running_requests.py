@@ -39,6 +39,7 @@ class RunningRequests:
         self.sliced: SlicedPrompt | None = None
         self.waiting = waiting
         self.retractions = 0
+        self._has_turn = False
         self._limits = limits
         # Every running row brings at least one token to a step, so no more of them may run than a step has tokens.
         self._most = min(limits.max_requests, limits.max_batch_tokens)
@@ -143,9 +144,15 @@ class RunningRequests:
 
     def plan_chunks(self, budget: int, may_admit: bool) -> list[tuple[Request, int]]:
         """Chunks for the `budget` that decode rows leave of the step's tokens: running prompts first, then new ones. Where somebody gave
-        way nobody new comes: the pages are for whom they were taken. Prompts that another engine has written hold theirs already."""
+        way nobody new comes: the pages are for whom they were taken. Prompts that another engine has written hold theirs already.
+        Where prompts come by slices beside decode rows, which takes a long one many steps, the others have every second chunk."""
         chunks: list[tuple[Request, int]] = []
         self.compare_waiting()
+        self._has_turn = (
+            bool(self._limits.sliced_layers and self.rows.requests and self.extending) and not self._has_turn
+        )
+        if self._has_turn and (chunks := self._plan_in_turn(budget, may_admit)):
+            return chunks
         retractions = self.retractions
         for request in tuple(self.extending):
             if budget and request.state is State.EXTENDING:
@@ -163,10 +170,9 @@ class RunningRequests:
             chunks.append((admitted, count))
         return chunks
 
-    def plan_in_turn(self, budget: int, may_admit: bool) -> list[tuple[Request, int]]:
+    def _plan_in_turn(self, budget: int, may_admit: bool) -> list[tuple[Request, int]]:
         """Chunks of those whom a long prompt would make wait: of new prompts, or else of the running one of which least is left."""
         chunks: list[tuple[Request, int]] = []
-        self.compare_waiting()
         while may_admit and budget and (admitted := self.admit_next()) is not None:
             count = self.take_chunk(admitted, budget)
             budget -= count

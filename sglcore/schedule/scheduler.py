@@ -63,7 +63,7 @@ class Scheduler:
         self._prompt_tokens = self._stale_rows = self._invalid_rows = 0
         self.drafts = Counter[tuple[int, int, int, int]]()
         """What came of proposals."""
-        self._extended_last = self._embedded_last = self._was_turn = False
+        self._extended_last = self._embedded_last = False
         self._slicing = Slicing(limits)
 
     @property
@@ -196,20 +196,11 @@ class Scheduler:
         served = running.claim_pages() if decodes else True
         plans = prompts and (mixed or not decodes)
         room = self._slicing.room(running) - (len(running.rows.requests) if decodes else 0)
-        chunks = self._plan_chunks(room, served) if plans else []
+        chunks = running.plan_chunks(room, served) if plans else []
         if not chunks and not decodes:
             decodes, served = True, running.claim_pages()
         self._extended_last = not decodes
         return self._advance(decodes, served, chunks)
-
-    def _plan_chunks(self, room: int, may_admit: bool) -> list[Chunk]:
-        """Those that run come first. Where prompts come by slices beside decode rows, which takes a long one many steps, the others
-        have every second chunk."""
-        running = self._running
-        has_turn = self._slicing.is_on and bool(running.rows.requests and running.extending) and not self._was_turn
-        self._was_turn = has_turn
-        chunks = running.plan_in_turn(room, may_admit) if has_turn else []
-        return chunks or running.plan_chunks(room, may_admit)
 
     def _advance(self, decodes: bool, served: bool, chunks: list[Chunk]) -> ScheduleBatch | None:
         rows, step = self._running.rows, self._step + 1

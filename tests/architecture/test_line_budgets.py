@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CONTRACT, PACKAGE, SPARSE = 310, 650, 350
+CONTRACT, PACKAGE, SPARSE = 310, 700, 350
 STREAM_DEVICES = sorted(
     path.parent.name for path in ROOT.glob("devices/*/sglcore_*/graphs.py") if "cpu" not in path.parent.name
 )
@@ -24,7 +24,7 @@ def test_the_whole_contract_is_under_310_lines() -> None:
 
 
 @pytest.mark.parametrize("module", STREAM_DEVICES)
-def test_a_package_brings_less_than_650_lines(module: str) -> None:
+def test_a_package_brings_less_than_700_lines(module: str) -> None:
     """All of it, but for kernels' sources and what is for DeepSeek's attention."""
     (folder,) = ROOT.glob(f"devices/*/{module}")
     sources = [path for path in folder.rglob("*.py") if "kernel_sources" not in path.parts]
