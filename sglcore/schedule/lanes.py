@@ -31,6 +31,7 @@ class Pace:
     SHARE: ClassVar[float] = 0.7
     WEIGHT: ClassVar[float] = 0.3
     KNOWN: ClassVar[int] = 16
+    SURELY: ClassVar[int] = 4
     LEAST_TOKENS: ClassVar[int] = 64
     LASTS: ClassVar[int] = 64
 
@@ -76,10 +77,10 @@ class Pace:
         self._ask_again()
 
     def _ask_again(self) -> None:
-        """Forget what a layer over more tokens took where that can not be how long it takes, more than twice as long as one over half
-        of them: a kernel was compiled, or the machine was busy."""
+        """Forget what a layer over more tokens took where that can not be how long it takes, more than `SURELY` times as long as one
+        over half of them: a kernel was compiled, or the machine was busy."""
         for size, seconds in list(self.layer_seconds.items()):
-            if seconds > 2 * self.layer_seconds.get(size // 2, seconds):
+            if seconds > self.SURELY * self.layer_seconds.get(size // 2, seconds):
                 del self.layer_seconds[size]
 
     def saw_slice(self, tokens: int, layers: int, seconds: float) -> None:

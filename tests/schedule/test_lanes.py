@@ -101,6 +101,15 @@ def test_what_a_step_takes_alone_is_asked_again_after_some_slices() -> None:
     assert not pace.wants_quiet and not Fixed(9).wants_quiet
 
 
+def test_what_can_not_be_is_forgotten_when_a_step_is_asked_again() -> None:
+    """Twice the tokens take twice as long at most, and some noise: what took longer still was a compiler's time."""
+    pace = known(decode=0.010, s64=0.001, s128=0.0039, s256=0.300, s1024=9.0)
+    pace.saw_decode(0.010)
+    assert set(pace.layer_seconds) == {64, 128, 1024} and pace.tokens(2048) == 256, (
+        "1024 has no half to be compared with"
+    )
+
+
 def test_a_slice_that_is_hidden_costs_a_little() -> None:
     pace = known(decode=0.010)
     pace.saw_slice(64, 4, -0.003)
