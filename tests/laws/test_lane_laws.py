@@ -132,7 +132,7 @@ def run_short_of_pages(case: Case, kind: type) -> None:
     )
     slices_of(engine).__class__ = kind
     for seed in range(4):
-        check_logprobs(engine.run(random_prompts(seed, (20, 21, 30, 22)), 30, stagger=3), case.oracle)
+        check_logprobs(engine.run(random_prompts(seed, (5, 40, 33, 20, 30)), 30, stagger=1), case.oracle)
     assert engine.scheduler.stats().retractions
 
 
@@ -172,7 +172,8 @@ def test_prompts_keep_to_a_part_of_the_device_by_the_rows_that_decode_beside(
     assert len(lanes) == len(set(lanes)) == 3 and not {streams.forward, streams.lane, streams.schedule} & set(lanes)
     seen = shares_taken(engine)
     plain.check(engine)
-    assert {share(rows) for rows in seen} == {0, 1, 2}, seen
+    check_logprobs(engine.run(random_prompts(3, (5, 30, 30, 30, 30)), 40, stagger=6), plain.oracle)
+    assert {share(rows) for rows in seen} == {0, 1, 2}, sorted(seen)
     row = ledger_row(plain.folder, prompt_slices="auto", prompt_lane=PARTITION, topic="prompt lane")
     units = [part.units for part in streams.parts]
     assert (row.effective, row.remedy, row.downgrade) == (PARTITION, "--prompt-lane priority", False)
