@@ -197,6 +197,15 @@ def test_parts_are_those_of_the_engine_that_was_closed(plain: Case) -> None:
     assert plain.engine(prompt_lane=PARTITION).worker.runner.streams.parts == parts
 
 
+@pytest.mark.needs("partition")
+def test_engines_side_by_side_share_no_part_and_each_waits_for_its_own(plain: Case) -> None:
+    plain.engine(prompt_lane=PARTITION).worker.close()
+    engines = [plain.engine(prompt_lane=PARTITION) for _ in range(2)]
+    one, other = (engine.worker.runner.streams for engine in engines)
+    assert not {part.stream for part in one.parts} & {part.stream for part in other.parts}
+    assert set(one.all) == {one.forward, one.lane, one.schedule, *(part.stream for part in one.parts)}
+
+
 def test_a_device_that_nobody_divides_says_so(plain: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*given: Any) -> None:
         raise ConfigError("the package of 'acme' divides no compute units")

@@ -87,3 +87,32 @@ def test_pages_of_who_left_an_open_prompt_are_awaited_and_nobody_gives_way_for_t
         found.scheduler.audit()
     assert len(found.first.output_ids) == 20 and len(staying.output_ids) == 2
     assert found.scheduler.stats().retractions == 0
+
+
+def test_without_overlap_nothing_runs_beside_a_slice() -> None:
+    found = Beside(4)
+    found.loop.drain()
+    found.loop, found.worker.most_in_flight = Loop(found.scheduler, found.worker, overlap=False), 0
+    prompt = found.add("prompt", 5, 1)
+    while not prompt.output_ids:
+        found.loop.step()
+    assert len(found.worker.slices) == 4 and found.worker.most_in_flight == 1
+
+
+def test_a_prompt_says_how_many_rows_decode_beside_it() -> None:
+    found = Beside(4)
+    found.add("one", 5, 1)
+    found.add("other", 4, 1)
+    while not found.worker.waits:
+        found.loop.step()
+    opened = next(batch for batch in found.worker.seen if batch.layers is not None)
+    assert (opened.batch_size, opened.decode_rows) == (2, 1)
+
+
+def test_the_rest_of_a_long_prompt_is_promised_where_others_have_turns() -> None:
+    found = Beside(2, num_pages=400, max_model_len=200, max_batch_tokens=8)
+    long = found.add("long", 100, 1)
+    while not found.worker.waits:
+        found.loop.step()
+    left = 100 - len(long.pages)
+    assert left > 50 and found.scheduler._running._promised() >= left

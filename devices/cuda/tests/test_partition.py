@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.cuda import green_contexts
 
 from sglcore.device.errors import ConfigError
+from sglcore_cuda import partition as parts
 from sglcore_cuda.capability import read_capability
 from sglcore_cuda.partition import MULTIPLE, partition
 
@@ -50,3 +52,19 @@ def test_a_torch_without_green_contexts_is_refused_with_the_remedy(monkeypatch: 
     monkeypatch.setattr(green_contexts, "SUPPORTED", False)
     with pytest.raises(ConfigError, match=r"torch .* has no green contexts; install a build for CUDA 12\.8 or later"):
         partition(DEVICE)
+
+
+@pytest.mark.needs("partition", "simulator")
+def test_a_context_is_made_once_for_each_gpu_and_number_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch ends its streams with it, so it is kept. Numbers of units that no other test asks for."""
+    made = list[tuple[int, int]]()
+
+    def create(num_sms: int, device_id: int) -> Any:
+        made.append((device_id, num_sms))
+        return SimpleNamespace(Stream=lambda: torch.cuda.Stream(0))
+
+    monkeypatch.setattr(green_contexts.GreenContext, "create", create)
+    monkeypatch.setattr(parts, "read_capability", lambda device: SimpleNamespace(multiprocessors=132))
+    for index, units in ((0, 104), (0, 104), (1, 104), (0, 112)):
+        parts.partition(torch.device("cuda", index)).stream(units)
+    assert made == [(0, 104), (1, 104), (0, 112)]
