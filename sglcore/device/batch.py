@@ -129,6 +129,9 @@ class ScheduleBatch:
     nothing (`Limits.draft_tokens`). A decode row of a worker that does brings as many tokens as the worker verifies, its
     last one and proposals, of which `input_ids` has the first; `seq_lens` is then the most that the request can have once this
     forward has run, and exact where no other step is in flight.
+    `proposals` int32[B, k], in a decode step of a worker that takes them (`Limits.takes_proposals`): what is proposed after each row's
+    last token, k being `Limits.draft_tokens`, -1 from where nothing is. A row whose first is -1 keeps what the worker proposes. The
+    batch was planned with all last tokens known. None: no row has any.
     `token_type_ids` int32[T]: the segment of each token in its text, in an EMBED batch where some are not of the first.
     `embed_rows` int32[N] and `prompt_embeds` float32[N, H]: tokens of the step whose embedding is given, ascending, and it.
     `mrope_positions` int32[3, T]: time, height and width of each token where some differ. `ngram_starts`,
@@ -177,6 +180,7 @@ class ScheduleBatch:
     ngram_starts: Ints | None = None
     ngram_lens: Ints | None = None
     cell_limits: Ints | None = None
+    proposals: Ints | None = None
     layers: Ints | None = None
     decode_rows: int = 0
     step_plan: StepPlan | None = None

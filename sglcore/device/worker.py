@@ -41,7 +41,7 @@ class Limits:
     embed are so many scores (0: a vector). `embed_size`: prompts may be embeddings of so many numbers a token (0: they may not);
     `takes_mrope`: with positions by three axes. `reads_history`: the worker remembers all tokens of a request, for embeddings of
     several at once; `keeps_history`: for proposals. `draft_tokens`: how many tokens it may propose for a row and verify in one
-    step, so that each decode row brings 1 to `draft_tokens` + 1 of them. `sliced_layers`: a prompt may come by slices of so many
+    step, so that each decode row brings 1 to `draft_tokens` + 1 of them; `takes_proposals`: those of the batch too. `sliced_layers`: a prompt may come by slices of so many
     layers (0: whole); `slice_budget`: each of so many token·layers (0: as few as running requests hardly feel).
     """
 
@@ -73,6 +73,7 @@ class Limits:
     reads_history: bool = False
     keeps_history: bool = False
     draft_tokens: int = 0
+    takes_proposals: bool = False
     sliced_layers: int = 0
     slice_budget: int = 0
 

@@ -11,6 +11,8 @@ from sglcore.device.batch import ForwardMode, HostSampling, ScheduleBatch, offse
 from sglcore.device.worker import Limits
 from sglcore.schedule.decode_rows import DecodeRows
 from sglcore.schedule.masks import Change, add_changes, fill_along
+from sglcore.schedule.memory import Memory
+from sglcore.schedule.prefix_proposals import NONE, PrefixProposals
 from sglcore.schedule.prompt_embeds import add_embeds
 from sglcore.schedule.request import Request
 
@@ -24,7 +26,8 @@ KEEP = -1
 class BatchBuilder:
     """Turns the scheduler's choice into arrays. `last_tokens` int32[slots]: the last token collected for each slot."""
 
-    def __init__(self, limits: Limits, compose: Compose, first_composition: int) -> None:
+    def __init__(self, limits: Limits, compose: Compose, first_composition: int, memory: Memory | None = None) -> None:
+        """`memory`: where proposals come from, of a worker that takes them."""
         self.last_tokens = np.zeros(limits.max_requests + 1, dtype=np.int32)
         self.requests: list[Request] = []
         self.slots: Ints = np.zeros(0, dtype=np.int32)
@@ -36,6 +39,8 @@ class BatchBuilder:
         self._keeps_history = limits.reads_history or limits.keeps_history
         self._reads_next = limits.lookahead > 0
         self._drafts = limits.draft_tokens
+        takes_proposals = limits.takes_proposals and memory is not None
+        self._proposals = PrefixProposals(memory, limits.draft_tokens) if takes_proposals else None
         self._compose = compose
         self._composition = first_composition
         self._sampling: HostSampling | None = None
@@ -101,6 +106,8 @@ class BatchBuilder:
             _add_states(batch, len(chosen), chunks, saves)
         if self._keeps_windows:
             self._add_windows(batch, rows, chosen, extended)
+        if batch.forward_mode.is_decode:
+            self._add_proposals(batch, collected)
         self._add_masks(batch)
         add_embeds(batch, self.requests)
         return batch
@@ -118,6 +125,7 @@ class BatchBuilder:
         if self._drafts:
             np.add(rows.seq_lens, rows.drafted_lens, out=batch.seq_lens)
             batch.cell_limits = self._cell_limits(rows, slice(None), [])
+        self._add_proposals(batch, collected)
         self._add_masks(batch)
         np.subtract(batch.seq_lens, 1 + self._drafts, out=batch.prefix_lens)
         if batch.mrope_positions is not None:
@@ -184,6 +192,16 @@ class BatchBuilder:
         if not same or has_chunks or self._had_chunks:
             self._composition += 1
         self._had_chunks = has_chunks
+
+    def _add_proposals(self, batch: ScheduleBatch, collected: int) -> None:
+        """What followed the rows' texts before, where all of their tokens are known; masks go along it."""
+        if self._proposals is None:
+            return
+        batch.proposals = found = None if collected < batch.step - 1 else self._proposals.propose(self.requests)
+        if found is not None:
+            for row, request in self._constrained:
+                if found[row, 0] != NONE:
+                    request.drafts = found[row].tolist()
 
     def _add_masks(self, batch: ScheduleBatch) -> None:
         """What each constrained row may draw after all of its tokens, and after what is proposed to follow them."""

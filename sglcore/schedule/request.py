@@ -16,6 +16,7 @@ from sglcore.schedule.output import EngineOutput, FinishReason, TokenLogprob, to
 from sglcore.schedule.prefix_cache import Node
 
 if TYPE_CHECKING:
+    from sglcore.schedule.prefix_proposals import Standing
     from sglcore.schedule.prompt_embeds import PromptEmbeds
 
 Ints = NDArray[np.int32]
@@ -101,7 +102,7 @@ class Request:
     `is_remote`: another engine computes its prompt. `is_lent`: another engine may read or write its pages, which it outlives.
     `window_pages`: its list of them, of the pages from `window_first` on; the device has it from `sent_window_first` on.
     `window_ends`: numbers of pages after which others are to go on; `kept_windows`: window pages that this takes, by page,
-    which have left the list and are not published yet.
+    which have left the list and are not published yet. `standing`: where its text is in the prefix cache, if proposals come from there.
     """
 
     rid: str
@@ -158,6 +159,7 @@ class Request:
     sent_window_first: int = 0
     window_ends: set[int] = field(default_factory=set)
     kept_windows: dict[int, int] = field(default_factory=dict)
+    standing: Standing | None = None
 
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.rid

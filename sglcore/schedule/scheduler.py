@@ -55,9 +55,9 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._embedding = WaitingQueue()
         self._running = RunningRequests(limits, self._waiting, prefix_cache)
-        self._builder = BatchBuilder(limits, compose or SamplingRows(), first_composition)
         self._requests: dict[str, Request] = {}
         self.memory = self._running.memory
+        self._builder = BatchBuilder(limits, compose or SamplingRows(), first_composition, self.memory)
         self.remote = RemotePrompts(self._running, self._requests, self._take_run, self._end)
         self._arrivals = self._step = self._collected = 0
         self._prompt_tokens = self._stale_rows = self._invalid_rows = 0

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 DRAFT_TOKENS = 4
 """Proposals of a step at most where nobody asks for a number."""
-NGRAM = "ngram"
+NGRAM, SUFFIX = WITHOUT_MODEL = ("ngram", "suffix")
+"""Kinds that need no model: what followed in the same text, and in those of others first."""
 EAGLE, EAGLE3, MTP, STANDALONE = MODELS = ("eagle", "eagle3", "mtp", "standalone")
 """Kinds of models that propose."""
-KINDS = ("auto", "off", NGRAM, *MODELS)
+KINDS = ("auto", "off", *WITHOUT_MODEL, *MODELS)
 COUPLED, REJECTION, BLOCK = RULES = ("coupled", "rejection", "block")
 """The first is the rule by which a proposal is right if it is what the target draws."""
 DRAFT_LOADER: Ref = "sglcore.models.draft:load_draft"
@@ -127,10 +128,13 @@ def choose_speculation(
     reason = _reason_against(model)
     if reason:
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--speculative off")
+    if kind == SUFFIX and not config.prefix_cache:
+        found = "speculative is 'suffix', and the prefix cache is off, which has what is proposed"
+        raise ConfigError(found, remedy="--speculative ngram, or leave the prefix cache on")
     made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried)
     if not is_tried:
         ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))
-    if kind == NGRAM:
+    if kind in WITHOUT_MODEL:
         return made
     draft = load(_draft_folder(config, folder, kind), kind)
     if reason := _reason_against_draft(draft.model):

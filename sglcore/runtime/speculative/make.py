@@ -11,7 +11,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.worker import Limits
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
-from sglcore.runtime.speculative.choice import NGRAM, Speculation
+from sglcore.runtime.speculative.choice import SUFFIX, WITHOUT_MODEL, Speculation
 from sglcore.runtime.speculative.drafter import Drafter
 from sglcore.runtime.speculative.features import FeatureModel
 from sglcore.runtime.speculative.ngram import NgramDrafter
@@ -22,7 +22,7 @@ from sglcore.runtime.token_table import TokenTable
 
 def make_drafter(speculation: Speculation, draft_runner: ModelRunner | None) -> Drafter:
     """What proposes; `draft_runner` is that of its model, if it has one."""
-    if speculation.kind == NGRAM:
+    if speculation.kind in WITHOUT_MODEL:
         return NgramDrafter(speculation.tokens)
     assert draft_runner is not None
     if speculation.aux_layers is None:
@@ -40,17 +40,19 @@ def make_speculative_worker(
     facts: Facts,
 ) -> SpeculativeWorker:
     """The worker whose decode steps verify what `speculation` proposes. Steps bring decode rows or prompts, never both; one
-    whose forward must be told lengths by the host waits for those of the step before."""
+    whose forward must be told lengths by the host waits for those of the step before, as one that takes the host's proposals does."""
+    from_host = speculation.kind == SUFFIX
     drafter = make_drafter(speculation, draft_runner)
     limits = replace(
         limits,
         draft_tokens=drafter.tokens,
+        takes_proposals=from_host,
         lookahead=drafter.lookahead,
         keeps_history=drafter.reads_history,
         allows_mixed_batches=False,
         # Tokens to verify are placed by their number in the text.
         takes_mrope=False,
-        can_overlap=limits.can_overlap and not facts.needs_host_lengths,
+        can_overlap=limits.can_overlap and not facts.needs_host_lengths and not from_host,
     )
     feature_size = runner.model.feature_size if isinstance(runner.model, FeatureModel) else None
     given = (runner, token_table, limits, drafter, feature_size, speculation.lengths, facts.shares_host_memory)

@@ -140,6 +140,8 @@ class SpeculativeWorker(TpModelWorker):
         arrays = self._arrays(batch, inputs, width)
         staged = self.runner.init_rows(batch, width, arrays)
         rows = self._rows_of(batch, arrays.arrived)
+        if (given := arrays.arrived.get("proposals")) is not None:
+            replace_proposals(self._proposals, rows.slots, given)
         self._place(staged, rows, arrays.arrived.get("node_limits"))
         if self._sampling.looks_back(inputs):
             self._table.admit_history(staged.req_pool_indices, staged.positions, staged.input_ids)
@@ -172,6 +174,8 @@ class SpeculativeWorker(TpModelWorker):
             sent |= {"verified_slots": batch.slots, "cell_limits": batch.cell_limits}
         if (nodes := node_limits(batch, width)) is not None:
             sent["node_limits"] = nodes
+        if batch.proposals is not None:
+            sent["proposals"] = batch.proposals
         return StagedArrays(sent, lasting=is_new or inputs.new is not None)
 
     def _rows_of(self, batch: ScheduleBatch, arrived: Mapping[str, Tensor]) -> VerifiedRows:
@@ -188,6 +192,8 @@ class SpeculativeWorker(TpModelWorker):
         if self._proposals_here is None or not tokens:
             return tokens
         proposed = self._proposals_here[batch.slots] != NONE
+        if batch.proposals is not None:
+            proposed |= batch.proposals != NONE
         return min(tokens, self.length.fitting(int(proposed.any(0).sum())))
 
     def _widened(self, batch: ScheduleBatch, width: int) -> WideRows:
@@ -284,6 +290,11 @@ class SpeculativeWorker(TpModelWorker):
         if not self._closed:
             super().close()
             self.drafter.close()
+
+
+def replace_proposals(table: Tensor, slots: Tensor, given: Tensor) -> None:
+    """Rows `slots` int32[B] of table int32[S, k] become given int32[B, k], but those of which nothing is given."""
+    table.index_put_((slots,), torch.where(given[:, :1] < 0, table.index_select(0, slots), given))
 
 
 def _chunk_arrays(batch: ScheduleBatch, rows: RowPlan) -> dict[str, NDArray]:
