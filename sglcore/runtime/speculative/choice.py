@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DRAFT_TOKENS = 4
 """Proposals of a step at most where nobody asks for a number."""
 NGRAM = "ngram"
-EAGLE, EAGLE3, MTP, STANDALONE = MODELS = ("eagle", "eagle3", "mtp", "standalone")
+EAGLE, EAGLE3, MTP, STANDALONE, DFLASH = MODELS = ("eagle", "eagle3", "mtp", "standalone", "dflash")
 """Kinds of models that propose."""
 KINDS = ("auto", "off", NGRAM, *MODELS)
 COUPLED, REJECTION, BLOCK = RULES = ("coupled", "rejection", "block")
@@ -83,6 +83,8 @@ class Speculation:
         widths = tuple(each + 1 for each in self.lengths)
         if model is not self.draft:
             return StepShape(widths, aux_layers=self.aux_layers or ())
+        if self.kind == DFLASH:
+            return StepShape((model.config.words["block_size"],))
         if self.aux_layers is None:
             return StepShape((1, *(each + 1 for each in widths)))
         return StepShape(tuple(sorted({1, *widths})), model.feature_size)
@@ -135,6 +137,9 @@ def choose_speculation(
     draft = load(_draft_folder(config, folder, kind), kind)
     if reason := _reason_against_draft(draft.model):
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
+    if kind == DFLASH and made.tokens >= (block := draft.model.config.words["block_size"]):
+        remedy = f"--draft-tokens {block - 1}, or fewer"
+        raise ConfigError(f"draft_tokens is {made.tokens}, and a block of the draft has {block - 1}", remedy=remedy)
     return replace(made, draft=draft.model, aux_layers=draft.aux_layers)
 
 
