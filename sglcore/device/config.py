@@ -147,7 +147,7 @@ class EngineConfig:
     speculative: str | None = setting(
         None,
         "What proposes tokens for the model to verify several at once, which changes no text: ngram (what followed the last tokens"
-        " before), a model by its kind (eagle, eagle3, mtp, standalone), off, or auto: what the checkpoint brings, if the start"
+        " before), a model by its kind (eagle, eagle3, mtp, standalone, dflash), off, or auto: what the checkpoint brings, if the start"
         " measures that it is faster.",
     )
     draft_model: str | None = setting(
