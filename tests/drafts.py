@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
 )
 
 from tests.checkpoints import SIZES, Oracle, save
@@ -167,6 +168,53 @@ class DenseEagle3(DenseDraft):
         return wide
 
 
+class DFlashLayer(nn.Module):
+    """Queries of a block over keys and values of features and of the block."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn: Any = LlamaAttention(config, 0)
+        self.self_attn.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.self_attn.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, context: Tensor, turns: Any) -> Tensor:
+        own, normed = self.self_attn, self.input_layernorm(hidden)
+        both = torch.cat([context, normed])
+        q, k, v = (own.q_proj(normed), own.k_proj(both), own.v_proj(both))
+        q, k, v = (each.unflatten(1, (-1, own.head_dim)).transpose(0, 1) for each in (q, k, v))
+        q, k = own.q_norm(q), own.k_norm(k)
+        cos, sin = (each[0] for each in turns)
+        q, k = apply_rotary_pos_emb(torch.cat([q.new_zeros(len(q), len(context), q.shape[2]), q], 1), k, cos, sin, 0)
+        mixed = nn.functional.scaled_dot_product_attention(q[:, len(context) :], k, v, enable_gqa=True)
+        hidden = hidden + own.o_proj(mixed.transpose(0, 1).flatten(1))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DenseDFlash(DenseDraft):
+    """A block of masks behind a root, by one forward over all features before it."""
+
+    def __init__(self, target: Oracle, block: int, mask: int, **changes: Any) -> None:
+        super().__init__(target, head_dim=12, **changes)
+        config, size = self.config, self.config.hidden_size
+        self.block, self.mask = block, mask
+        self.fc = nn.Linear(3 * size, size, bias=False)
+        self.hidden_norm, self.norm = (LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(2))
+        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
+
+    @torch.no_grad()
+    def propose(self, following: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
+        """Log-probabilities [block - 1, vocab], whatever the path: the last of `following` is the root."""
+        ids = torch.tensor([following[-1], *[self.mask] * (self.block - 1)])
+        hidden, context = self.target.model.embed_tokens(ids), self.hidden_norm(self.fc(features))
+        turns = self.rotary(torch.zeros(1), torch.arange(len(features) + self.block)[None])
+        for layer in self.layers:
+            hidden = layer(hidden, context, turns)
+        return torch.log_softmax(self.logits(self.norm(hidden[1:])), -1)
+
+
 class DenseNextToken(DenseDraft):
     """DeepSeek's scheme around a layer and norm of transformers' own, `shell` being a model of one layer. MiMo's has the other
     side first, and no first token."""
@@ -228,6 +276,14 @@ def eagle3(target: Oracle, folder: Path, rows: int = 40, norm_output: bool = Fal
     own = {"draft_vocab_size": rows or None, "norm_output": norm_output}
     own |= {name: changes[name] for name in ("norm_before_fc", "norm_before_residual") if name in changes}
     publish(made, folder, eagle_config=ids, **own)
+    return made
+
+
+def dflash(target: Oracle, folder: Path, block: int = 5, layers: int = 2, **own: Any) -> DenseDraft:
+    """A DFlash draft in `folder`."""
+    made = randomized(DenseDFlash(target, block, mask := target.config.vocab_size - 1, num_hidden_layers=layers))
+    words = {"mask_token_id": mask, "target_layer_ids": list(AUX_IDS), **own}
+    publish(made, folder, block_size=block, dflash_config=words)
     return made
 
 

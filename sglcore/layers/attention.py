@@ -10,6 +10,7 @@ from sglcore.layers.rotary import axes_of, turned_by_axes
 from sglcore.layers.scope import Scope
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.forward_context import get_attn_backend
 from sglcore.runtime.kernels.table import KernelTable
 
 Rows = tuple[Tensor, Tensor | None, Tensor | None]
@@ -98,6 +99,20 @@ class AttentionLayer:
             cos_sin = turned_by_axes(cos_sin, batch.mrope_positions, self._axes)
             positions = torch.arange(len(positions), dtype=positions.dtype, device=positions.device)
         return self.layer(*self._rows(qkv, positions, cos_sin))
+
+    def store(self, kv: Tensor, batch: ForwardBatch) -> None:
+        """Keys, neither normed nor turned, and values side by side, [T, 2 * kv_heads * head_dim], into the cells of a batch's tokens.
+        Of a layer with rotary embedding alone; waits for nothing."""
+        layer, cos_sin = self.layer, self._cos_sin
+        assert cos_sin is not None
+        k, v = (each.contiguous() for each in kv.chunk(2, -1))
+        k = k if self.k_norm is None else self._norm(self.k_norm, k)
+        # The kernel turns two arrays, of which one is not wanted.
+        _, k = self._rotary(k.clone(), k, batch.positions, cos_sin, self._head_dim)
+        pool, cells = get_attn_backend().cells_of(layer, batch)
+        assert cells is not None
+        shape = (kv.shape[0], layer.num_kv_heads, layer.head_dim)
+        pool.store(layer.layer_id, k.view(shape), v.view(shape), cells)
 
     def _rows(self, qkv: Tensor, positions: Tensor, cos_sin: Tensor | None) -> Rows:
         q, k, v = qkv.split(self._sizes, dim=-1)

@@ -29,7 +29,7 @@ from sglcore.models.loader import load_model
 from sglcore.models.mtp import layout_of, next_token_config
 from sglcore.models.safetensors_file import SafetensorsFile
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.speculative.choice import EAGLE, EAGLE3, MTP, STANDALONE
+from sglcore.runtime.speculative.choice import DFLASH, EAGLE, EAGLE3, MTP, STANDALONE
 
 if TYPE_CHECKING:
     from sglcore.runtime.parallel.group import Groups
@@ -38,6 +38,7 @@ DRAFTS: Mapping[str, str] = MappingProxyType(
     {
         EAGLE: "sglcore.models.eagle:EagleForCausalLM",
         EAGLE3: "sglcore.models.eagle3:Eagle3ForCausalLM",
+        DFLASH: "sglcore.models.dflash:DFlashDraftModel",
         MTP: "sglcore.models.mtp:NextToken",
         deepseek_v4_nextn.ARCHITECTURE: "sglcore.models.deepseek_v4_nextn:DeepseekV4NextN",
     }
@@ -76,6 +77,8 @@ def kind_of(folder: Path) -> str:
     names, raw = _shapes(folder), _read(folder)
     if any(name.endswith(".hidden_norm.weight") for name in names):
         return EAGLE3
+    if "fc.weight" in names and "hidden_norm.weight" in names:
+        return DFLASH
     if "fc.weight" in names:
         return EAGLE
     layers = raw.get("text_config", raw).get("num_hidden_layers", 0)
@@ -96,7 +99,7 @@ def load_draft(
     groups: Groups | None = None,
 ) -> Draft:
     """The draft for a target, or with `groups` this rank's part of it, in its dtype and for its positions, from a checkpoint folder, which may be the target's own;
-    `kind` is one of EAGLE, EAGLE3, MTP and STANDALONE. What it is goes to the ledger. Raises ConfigError for one of another
+    `kind` is one of EAGLE, EAGLE3, DFLASH, MTP and STANDALONE. What it is goes to the ledger. Raises ConfigError for one of another
     kind, and for one that does not fit the target, before weights are read; and what `load_checkpoint` raises. Waits.
     """
     if folder == target.config.path and kind != MTP:
@@ -104,6 +107,10 @@ def load_draft(
     if kind == STANDALONE:
         shared = {"facts": facts, "kernels": kernels, "progress": progress, "groups": groups}
         return _standalone(config, folder, target, ledger=ledger, **shared)
+    if kind == DFLASH and groups is not None:
+        raise ConfigError(
+            "speculative is 'dflash', whose draft is not cut for ranks", remedy="--tp 1, or another draft"
+        )
     draft, shapes = _draft_config(folder, kind, target), _shapes(folder)
     if groups is not None:
         topology = groups.place.topology
@@ -191,6 +198,8 @@ def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
         layout = layout_of(shapes.keys(), config.num_hidden_layers)
         assert layout is not None
         return replace(next_token_config(config, layout), architecture=kind)
+    if kind == DFLASH:
+        return _dflash_config(config, shapes, target)
     words = {"num_nextn_predict_layers": 0} | (
         {"fc_bias": "fc.bias" in shapes} if kind == EAGLE else _eagle3_words(config, shapes, target)
     )
@@ -227,6 +236,40 @@ def _eagle3_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> 
         "draft_vocab_size": rows,
         "has_d2t": has_head and "d2t" in shapes,
     }
+
+
+def _dflash_config(config: ModelConfig, shapes: Shapes, target: Architecture) -> ModelConfig:
+    """What `DFlashDraftModel` wants to know beyond the configuration. Raises ConfigError for layers with windows, and what does not fit."""
+    own, folder, layers = config.words.get("dflash_config", {}), config.path, target.config.num_hidden_layers
+    _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
+    if any(each is not None for each in config.sliding_windows):
+        _unfit(folder, "layer_types", config.words.get("layer_types"), "'full_attention' alone")
+    block, mask = config.words.get("block_size"), own.get("mask_token_id")
+    if not isinstance(block, int) or block < 2:
+        _unfit(folder, "block_size", block, "2 or more")
+    if not isinstance(mask, int) or not 0 <= mask < target.config.vocab_size:
+        _unfit(folder, "dflash_config.mask_token_id", mask, f"a token of the model's {target.config.vocab_size}")
+    ids, width = own.get("target_layer_ids"), target.feature_size
+    count = shapes["fc.weight"][1] // width
+    found = _spread(count, layers) if ids is None else list(ids)
+    if not found or found != sorted(found) or found[0] < 0 or found[-1] >= layers or len(found) != count:
+        wanted = f"{count} ascending numbers of the model's {layers} layers, as fc.weight has them"
+        _unfit(folder, "dflash_config.target_layer_ids", found, wanted)
+    words = {"num_nextn_predict_layers": 0, "block_size": block, "mask_token_id": mask}
+    words |= {"aux_layers": tuple(each + 1 for each in found), "target_hidden_size": width}
+    return replace(
+        config,
+        architecture=DFLASH,
+        attention_bias=any(name.endswith("q_proj.bias") for name in shapes),
+        words={**config.words, **words},
+    )
+
+
+def _spread(count: int, layers: int) -> list[int]:
+    """The layers of which a draft reads the output where it names none."""
+    if count == 1:
+        return [layers // 2]
+    return [round(1 + each * (layers - 4) / (count - 1)) for each in range(count)]
 
 
 def _aux_layers(config: ModelConfig, shapes: Shapes, layers: int, width: int) -> tuple[int, ...]:

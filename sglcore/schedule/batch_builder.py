@@ -39,8 +39,8 @@ class BatchBuilder:
         self._keeps_history = limits.reads_history or limits.keeps_history
         self._reads_next = limits.lookahead > 0
         self._drafts = limits.draft_tokens
-        takes_proposals = limits.takes_proposals and memory is not None
-        self._proposals = PrefixProposals(memory, limits.draft_tokens) if takes_proposals else None
+        takes_proposals = limits.takes_proposals
+        self._proposals = PrefixProposals(memory, limits.draft_tokens) if takes_proposals and memory else None
         self._compose = compose
         self._composition = first_composition
         self._sampling: HostSampling | None = None
@@ -106,10 +106,7 @@ class BatchBuilder:
             _add_states(batch, len(chosen), chunks, saves)
         if self._keeps_windows:
             self._add_windows(batch, rows, chosen, extended)
-        if batch.forward_mode.is_decode:
-            self._add_proposals(batch, collected)
-        self._add_masks(batch)
-        add_embeds(batch, self.requests)
+        self._add_rest(batch, collected)
         return batch
 
     def build_decode(self, step: int, rows: DecodeRows, collected: int, saves: Ints | None = None) -> ScheduleBatch:
@@ -195,13 +192,19 @@ class BatchBuilder:
 
     def _add_proposals(self, batch: ScheduleBatch, collected: int) -> None:
         """What followed the rows' texts before, where all of their tokens are known; masks go along it."""
-        if self._proposals is None:
+        if self._proposals is None or not batch.forward_mode.is_decode:
             return
         batch.proposals = found = None if collected < batch.step - 1 else self._proposals.propose(self.requests)
         if found is not None:
             for row, request in self._constrained:
                 if found[row, 0] != NONE:
                     request.drafts = found[row].tolist()
+
+    def _add_rest(self, batch: ScheduleBatch, collected: int) -> None:
+        """What few batches have."""
+        self._add_proposals(batch, collected)
+        self._add_masks(batch)
+        add_embeds(batch, self.requests)
 
     def _add_masks(self, batch: ScheduleBatch) -> None:
         """What each constrained row may draw after all of its tokens, and after what is proposed to follow them."""

@@ -57,7 +57,10 @@ def test_what_is_none_of_them_is_refused(given: dict[str, object], says: str) ->
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--speculative-algorithm", "MEDUSA"), "speculative is 'medusa'; wanted one of auto, off, ngram, eagle"),
+        (
+            ("--speculative-algorithm", "MEDUSA"),
+            "speculative is 'medusa'; wanted one of auto, off, ngram, suffix, eagle",
+        ),
         (("--speculative", "eagle"), "this checkpoint brings no such draft; --draft-model FOLDER"),
         (("--speculative", "ngram", "--draft-model", "."), "leave one of --draft-model and --speculative out"),
         (("--speculative-draft-model-path", "nowhere"), "there is no folder 'nowhere'"),

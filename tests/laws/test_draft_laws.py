@@ -24,7 +24,7 @@ from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from tests.checkpoints import lfm2, llama, qwen3_next, save
 from tests.deepseek_v4 import DenseStreams, deepseek_v4, streams_of, with_published_names
-from tests.drafts import AUX_IDS, TARGET, DenseDraft, eagle, eagle3, next_token, with_config
+from tests.drafts import AUX_IDS, TARGET, DenseDraft, dflash, eagle, eagle3, next_token, with_config
 from tests.latent import deepseek_v3, deepseek_v32
 from tests.laws.engine import TokenEngine, random_prompts
 
@@ -74,7 +74,7 @@ def features_of(target: Any, tokens: Sequence[int], kind: str) -> Tensor:
     if target.config.model_type == "deepseek_v4":
         return streams_of(target, tokens)
     found = target.model(torch.tensor([tokens]), output_hidden_states=True)
-    if kind != "eagle3":
+    if kind not in ("eagle3", "dflash"):
         return found.last_hidden_state[0]
     return torch.cat([found.hidden_states[layer + 1][0] for layer in AUX_IDS], -1)
 
@@ -122,7 +122,7 @@ def run(folder: Path, kind: str, dense: DenseDraft | DenseStreams, target: Any, 
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, tuple[Path, DenseDraft]]]:
     """A target by transformers, and of each kind its folder with a draft."""
     target, made = llama(**TARGET), {}
-    for kind, make in (("eagle", eagle), ("eagle3", eagle3)):
+    for kind, make in (("eagle", eagle), ("eagle3", eagle3), ("dflash", dflash)):
         folder = save(target, tmp_path_factory.mktemp(kind))
         made[kind] = folder, make(target, folder / "draft")
     folder = tmp_path_factory.mktemp("mtp")

@@ -20,7 +20,7 @@ DRAFT_TOKENS = 4
 """Proposals of a step at most where nobody asks for a number."""
 NGRAM, SUFFIX = WITHOUT_MODEL = ("ngram", "suffix")
 """Kinds that need no model: what followed in the same text, and in those of others first."""
-EAGLE, EAGLE3, MTP, STANDALONE = MODELS = ("eagle", "eagle3", "mtp", "standalone")
+EAGLE, EAGLE3, MTP, STANDALONE, DFLASH = MODELS = ("eagle", "eagle3", "mtp", "standalone", "dflash")
 """Kinds of models that propose."""
 KINDS = ("auto", "off", *WITHOUT_MODEL, *MODELS)
 COUPLED, REJECTION, BLOCK = RULES = ("coupled", "rejection", "block")
@@ -84,6 +84,8 @@ class Speculation:
         widths = tuple(each + 1 for each in self.lengths)
         if model is not self.draft:
             return StepShape(widths, aux_layers=self.aux_layers or ())
+        if self.kind == DFLASH:
+            return StepShape((model.config.words["block_size"],))
         if self.aux_layers is None:
             return StepShape((1, *(each + 1 for each in widths)))
         return StepShape(tuple(sorted({1, *widths})), model.feature_size)
@@ -108,8 +110,10 @@ def choose_speculation(
     ledger: DecisionLedger,
     load: LoadDraft,
     is_divided: bool = False,
+    needs_host_lengths: bool = False,
 ) -> Speculation | None:
-    """As the configuration asks; `is_divided`: on several ranks, which verify as many proposals each step. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
+    """As the configuration asks; `is_divided`: on several ranks, which verify as many proposals each step; `needs_host_lengths`: as
+    the device's facts say. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
     what loading the draft raises."""
     asked, rule = config.speculative or "not asked", config.speculative_verify
     for setting, value, allowed in (
@@ -136,10 +140,25 @@ def choose_speculation(
         ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))
     if kind in WITHOUT_MODEL:
         return made
+    if kind == DFLASH and needs_host_lengths:
+        found = "where the pages of a request end in a block, the device alone knows, and this one must be told lengths"
+        raise ConfigError(found, remedy="another kind of draft, or --speculative ngram")
     draft = load(_draft_folder(config, folder, kind), kind)
     if reason := _reason_against_draft(draft.model):
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
-    return replace(made, draft=draft.model, aux_layers=draft.aux_layers)
+    lengths = (
+        made.lengths if kind != DFLASH else _lengths_in_block(config, made, draft.model.config.words["block_size"])
+    )
+    return replace(made, draft=draft.model, aux_layers=draft.aux_layers, lengths=lengths)
+
+
+def _lengths_in_block(config: EngineConfig, made: Speculation, block: int) -> tuple[int, ...]:
+    """Those that a block has room for beside its root. Raises ConfigError where more were asked for."""
+    most = block - 1
+    if config.draft_tokens is not None and made.tokens > most:
+        found = f"draft_tokens is {made.tokens}, and a block of the draft has {most}"
+        raise ConfigError(found, remedy=f"--draft-tokens {most}, or fewer")
+    return tuple(sorted({min(each, most) for each in made.lengths}))
 
 
 def promise(rule: str) -> str:

@@ -11,7 +11,8 @@ from sglcore.device.facts import Facts
 from sglcore.device.worker import Limits
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
-from sglcore.runtime.speculative.choice import SUFFIX, WITHOUT_MODEL, Speculation
+from sglcore.runtime.speculative.block import BlockDrafter
+from sglcore.runtime.speculative.choice import DFLASH, SUFFIX, WITHOUT_MODEL, Speculation
 from sglcore.runtime.speculative.drafter import Drafter
 from sglcore.runtime.speculative.features import FeatureModel
 from sglcore.runtime.speculative.ngram import NgramDrafter
@@ -28,6 +29,8 @@ def make_drafter(speculation: Speculation, draft_runner: ModelRunner | None) -> 
     if speculation.aux_layers is None:
         return StandaloneDrafter(draft_runner, speculation.tokens)
     model: Any = draft_runner.model
+    if speculation.kind == DFLASH:
+        return BlockDrafter(draft_runner, speculation.tokens, model)
     return FeatureDrafter(draft_runner, speculation.tokens, model.project)
 
 
