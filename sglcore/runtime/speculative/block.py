@@ -42,8 +42,10 @@ class BlockDrafter:
     lookahead = 0
     reads_history = False
 
-    def __init__(self, runner: ModelRunner, tokens: int, model: BlockModel) -> None:
-        """`runner` is that of `model`, over the target's page table; `tokens` are at most a block's but the root."""
+    def __init__(self, runner: ModelRunner, tokens: int, model: BlockModel, is_exact: bool = False) -> None:
+        """`runner` is that of `model`, over the target's page table; `tokens` are at most a block's but the root. `is_exact`: the host
+        knows every length, and must tell each row's."""
+        self._is_exact = is_exact
         self.tokens = tokens
         self.runner = runner
         self._model = model
@@ -75,8 +77,10 @@ class BlockDrafter:
         slots, positions = placed(slots, places, limits)
         ids = rows.ids.new_full((count, size), self._model.mask_token_id)
         ids[:, 0] = rows.ids.index_select(0, rows.select)
-        room = self.runner.attn_backend.req_to_token_pool.max_tokens
-        most = np.minimum(rows.most_lens + np.int32(size), np.int32(room)).repeat(size)
+        most = np.minimum(rows.most_lens + np.int32(size), rows.host_limits).repeat(size)
+        if self._is_exact:
+            behind = (rows.most_lens[:, None] + np.arange(size, dtype=np.int32)).reshape(-1)
+            most = np.where(behind < rows.host_limits.repeat(size), most, np.int32(1))
         return type(rows.batch)(
             forward_mode=ForwardMode.DECODE,
             batch_size=count * size,
@@ -86,7 +90,7 @@ class BlockDrafter:
             input_ids=ids.flatten(),
             positions=positions,
             num_token_non_padded=rows.batch.num_token_non_padded,
-            seq_lens_cpu=most,
+            seq_lens_cpu=np.maximum(most, np.int32(1)),
         )
 
     def _places(self, like: Tensor) -> Tensor:

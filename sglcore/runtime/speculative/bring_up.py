@@ -66,8 +66,7 @@ def speculation(
         given = {"facts": facts, "kernels": kernels, "ledger": ledger, "progress": progress, "groups": groups}
         return resolve(DRAFT_LOADER)(config, folder, kind, model, **given)
 
-    told = {"is_divided": groups is not None, "needs_host_lengths": facts.needs_host_lengths}
-    return choose_speculation(config, model, model_path, ledger, load, **told)
+    return choose_speculation(config, model, model_path, ledger, load, is_divided=groups is not None)
 
 
 def draft(speculation: Speculation | None) -> LoadedModel | None:

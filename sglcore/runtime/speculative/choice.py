@@ -110,10 +110,8 @@ def choose_speculation(
     ledger: DecisionLedger,
     load: LoadDraft,
     is_divided: bool = False,
-    needs_host_lengths: bool = False,
 ) -> Speculation | None:
-    """As the configuration asks; `is_divided`: on several ranks, which verify as many proposals each step; `needs_host_lengths`: as
-    the device's facts say. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
+    """As the configuration asks; `is_divided`: on several ranks, which verify as many proposals each step. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
     what loading the draft raises."""
     asked, rule = config.speculative or "not asked", config.speculative_verify
     for setting, value, allowed in (
@@ -140,9 +138,6 @@ def choose_speculation(
         ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))
     if kind in WITHOUT_MODEL:
         return made
-    if kind == DFLASH and needs_host_lengths:
-        found = "where the pages of a request end in a block, the device alone knows, and this one must be told lengths"
-        raise ConfigError(found, remedy="another kind of draft, or --speculative ngram")
     draft = load(_draft_folder(config, folder, kind), kind)
     if reason := _reason_against_draft(draft.model):
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")

@@ -28,7 +28,7 @@ class DraftRows:
     drafter asked for. R requests emitted: `select` int[R] is the token whose `ids` is the request's new root, of which the
     target has no cell yet; `slots` and `lengths` int32[R], its slot and its cells; `limits` int32[R], cells that are in its
     pages: what lies at or past it goes to slot 0. `most_lens` int32[R] is as much of `lengths` as the host knows: the most
-    they can be, exact where steps do not overlap. `wanted`: how many proposals to make of each. `history` int32[slots + 1, context + 1] has the tokens 0..lengths of each slot, if the
+    they can be, exact where steps do not overlap. `host_limits` int32[R]: `limits` on the host. `wanted`: how many proposals to make of each. `history` int32[slots + 1, context + 1] has the tokens 0..lengths of each slot, if the
     drafter reads it.
     """
 
@@ -41,6 +41,7 @@ class DraftRows:
     lengths: Tensor
     limits: Tensor
     most_lens: NDArray
+    host_limits: NDArray
     draw: DrawDraft
     wanted: int
     history: Tensor | None = None

@@ -21,8 +21,8 @@ from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.runtime.token_table import TokenTable
 
 
-def make_drafter(speculation: Speculation, draft_runner: ModelRunner | None) -> Drafter:
-    """What proposes; `draft_runner` is that of its model, if it has one."""
+def make_drafter(speculation: Speculation, draft_runner: ModelRunner | None, is_exact: bool = False) -> Drafter:
+    """What proposes; `draft_runner` is that of its model, if it has one. `is_exact`: the host must tell every length."""
     if speculation.kind in WITHOUT_MODEL:
         return NgramDrafter(speculation.tokens)
     assert draft_runner is not None
@@ -30,7 +30,7 @@ def make_drafter(speculation: Speculation, draft_runner: ModelRunner | None) -> 
         return StandaloneDrafter(draft_runner, speculation.tokens)
     model: Any = draft_runner.model
     if speculation.kind == DFLASH:
-        return BlockDrafter(draft_runner, speculation.tokens, model)
+        return BlockDrafter(draft_runner, speculation.tokens, model, is_exact)
     return FeatureDrafter(draft_runner, speculation.tokens, model.project)
 
 
@@ -45,7 +45,7 @@ def make_speculative_worker(
     """The worker whose decode steps verify what `speculation` proposes. Steps bring decode rows or prompts, never both; one
     whose forward must be told lengths by the host waits for those of the step before, as one that takes the host's proposals does."""
     from_host = speculation.kind == SUFFIX
-    drafter = make_drafter(speculation, draft_runner)
+    drafter = make_drafter(speculation, draft_runner, facts.needs_host_lengths)
     limits = replace(
         limits,
         draft_tokens=drafter.tokens,

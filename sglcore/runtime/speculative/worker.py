@@ -109,6 +109,7 @@ class SpeculativeWorker(TpModelWorker):
     def _advance_prompts(
         self, batch: ScheduleBatch, staged: ForwardBatch, rows: RowPlan, hidden: Tensor, arrived: Mapping[str, Tensor]
     ) -> None:
+        assert batch.cell_limits is not None
         every = staged.req_pool_indices
         self._lengths.scatter_(0, every, staged.seq_lens)
         following = torch.where(arrived["next_ids"] < 0, self._table.last.index_select(0, every), arrived["next_ids"])
@@ -125,6 +126,7 @@ class SpeculativeWorker(TpModelWorker):
             lengths,
             arrived["emitting_limits"],
             rows.select(batch.seq_lens),
+            rows.select(batch.cell_limits),
             self._drafting(1, slots, lengths),
             self.length.tokens,
             self._history,
@@ -255,6 +257,7 @@ class SpeculativeWorker(TpModelWorker):
             lengths,
             rows.limits,
             batch.seq_lens,
+            rows.cell_limits,
             self._drafting(width, rows.slots, lengths),
             self.length.tokens,
             self._history,
