@@ -234,6 +234,7 @@ class Desk:
             return ints([self.token() for _ in slots])
 
         lengths = [self.texts[slot].cells for slot in slots]
+        limits = [self.limit(slot) for slot in slots]
         wanted = next(self.wanted)
         rows = DraftRows(
             batch,
@@ -243,8 +244,9 @@ class Desk:
             torch.as_tensor(np.asarray(select, np.int32)),
             ints(slots),
             ints(lengths),
-            ints([self.limit(slot) for slot in slots]),
+            ints(limits),
             np.array([length + self.random.randrange(TOKENS) for length in lengths], np.int32),
+            np.array(limits, np.int32),
             draw,
             wanted,
         )
