@@ -198,12 +198,8 @@ def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
         layout = layout_of(shapes.keys(), config.num_hidden_layers)
         assert layout is not None
         return replace(next_token_config(config, layout), architecture=kind)
-    if kind == DFLASH:
-        return _dflash_config(config, shapes, target)
-    words = {"num_nextn_predict_layers": 0} | (
-        {"fc_bias": "fc.bias" in shapes} if kind == EAGLE else _eagle3_words(config, shapes, target)
-    )
-    if kind == EAGLE or "embed_tokens.weight" not in shapes:
+    words = {"num_nextn_predict_layers": 0} | _words_of(kind, config, shapes, target)
+    if kind != EAGLE3 or "embed_tokens.weight" not in shapes:
         _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
     has_bias = any(name.endswith("q_proj.bias") for name in shapes)
     return replace(
@@ -212,6 +208,13 @@ def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
         attention_bias=has_bias,
         words={**config.words, **words},
     )
+
+
+def _words_of(kind: str, config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
+    """What the class of this kind wants to know beyond the configuration."""
+    if kind == EAGLE:
+        return {"fc_bias": "fc.bias" in shapes}
+    return (_dflash_words if kind == DFLASH else _eagle3_words)(config, shapes, target)
 
 
 def _eagle3_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
@@ -238,10 +241,9 @@ def _eagle3_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> 
     }
 
 
-def _dflash_config(config: ModelConfig, shapes: Shapes, target: Architecture) -> ModelConfig:
+def _dflash_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
     """What `DFlashDraftModel` wants to know beyond the configuration. Raises ConfigError for layers with windows, and what does not fit."""
     own, folder, layers = config.words.get("dflash_config", {}), config.path, target.config.num_hidden_layers
-    _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
     if any(each is not None for each in config.sliding_windows):
         _unfit(folder, "layer_types", config.words.get("layer_types"), "'full_attention' alone")
     block, mask = config.words.get("block_size"), own.get("mask_token_id")
@@ -255,14 +257,8 @@ def _dflash_config(config: ModelConfig, shapes: Shapes, target: Architecture) ->
     if not found or found != sorted(found) or found[0] < 0 or found[-1] >= layers or len(found) != count:
         wanted = f"{count} ascending numbers of the model's {layers} layers, as fc.weight has them"
         _unfit(folder, "dflash_config.target_layer_ids", found, wanted)
-    words = {"num_nextn_predict_layers": 0, "block_size": block, "mask_token_id": mask}
-    words |= {"aux_layers": tuple(each + 1 for each in found), "target_hidden_size": width}
-    return replace(
-        config,
-        architecture=DFLASH,
-        attention_bias=any(name.endswith("q_proj.bias") for name in shapes),
-        words={**config.words, **words},
-    )
+    aux_layers = tuple(each + 1 for each in found)
+    return {"aux_layers": aux_layers, "block_size": block, "mask_token_id": mask, "target_hidden_size": width}
 
 
 def _spread(count: int, layers: int) -> list[int]:

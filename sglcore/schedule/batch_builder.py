@@ -39,8 +39,7 @@ class BatchBuilder:
         self._keeps_history = limits.reads_history or limits.keeps_history
         self._reads_next = limits.lookahead > 0
         self._drafts = limits.draft_tokens
-        takes_proposals = limits.takes_proposals
-        self._proposals = PrefixProposals(memory, limits.draft_tokens) if takes_proposals and memory else None
+        self._proposals = PrefixProposals(memory, self._drafts) if memory and limits.takes_proposals else None
         self._compose = compose
         self._composition = first_composition
         self._sampling: HostSampling | None = None

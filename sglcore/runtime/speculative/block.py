@@ -11,13 +11,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import forward_context
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.speculative.autoregressive import placed
+from sglcore.runtime.speculative.autoregressive import decode_batch, placed
 from sglcore.runtime.speculative.drafter import DraftRows
 
 
@@ -49,7 +49,7 @@ class BlockDrafter:
         self.tokens = tokens
         self.runner = runner
         self._model = model
-        self._steps: Tensor | None = None
+        self._steps = torch.arange(model.block_size, dtype=torch.int32, device=runner.token_table.last.device)
 
     def advance(self, rows: DraftRows) -> Tensor:
         """As `Drafter.advance`."""
@@ -70,33 +70,22 @@ class BlockDrafter:
 
     def block(self, rows: DraftRows) -> ForwardBatch:
         """A decode of every row of each request's block; one without a cell goes to slot 0, and no row sees it."""
-        size, count = self._model.block_size, len(rows.most_lens)
-        places = (rows.lengths[:, None] + self._places(rows.lengths)).flatten()
-        slots, limits = (each.repeat_interleave(size, output_size=count * size) for each in (rows.slots, rows.limits))
-        ends = torch.minimum(rows.lengths + size, rows.limits).repeat_interleave(size, output_size=count * size)
-        slots, positions = placed(slots, places, limits)
-        ids = rows.ids.new_full((count, size), self._model.mask_token_id)
+        limits, places = rows.limits[:, None], rows.lengths[:, None] + self._steps
+        slots, positions = placed(rows.slots[:, None], places, limits)
+        ends = torch.minimum(rows.lengths[:, None] + self._model.block_size, limits)
+        ids = torch.full_like(places, self._model.mask_token_id)
         ids[:, 0] = rows.ids.index_select(0, rows.select)
-        most = np.minimum(rows.most_lens + np.int32(size), rows.host_limits).repeat(size)
-        if self._is_exact:
-            behind = (rows.most_lens[:, None] + np.arange(size, dtype=np.int32)).reshape(-1)
-            most = np.where(behind < rows.host_limits.repeat(size), most, np.int32(1))
-        return type(rows.batch)(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=count * size,
-            num_tokens=count * size,
-            req_pool_indices=slots,
-            seq_lens=torch.where(places < limits, ends, torch.ones_like(ends)),
-            input_ids=ids.flatten(),
-            positions=positions,
-            num_token_non_padded=rows.batch.num_token_non_padded,
-            seq_lens_cpu=np.maximum(most, np.int32(1)),
-        )
+        most = self._most_lens(rows)
+        batch = decode_batch(rows.batch, slots.flatten(), positions.flatten(), ids.flatten(), most)
+        return replace(batch, seq_lens=torch.where(places < limits, ends, 1).flatten())
 
-    def _places(self, like: Tensor) -> Tensor:
-        if self._steps is None:
-            self._steps = torch.arange(self._model.block_size, dtype=torch.int32, device=like.device)
-        return self._steps
+    def _most_lens(self, rows: DraftRows) -> NDArray[np.int32]:
+        """int32[R * block]: lengths at most, or those that they are."""
+        steps, limits = np.arange(self._model.block_size, dtype=np.int32), rows.host_limits[:, None]
+        places = rows.most_lens[:, None] + steps
+        most = np.minimum(rows.most_lens[:, None] + np.int32(len(steps)), limits)
+        most = np.where(places < limits, most, np.int32(1)) if self._is_exact else most.repeat(len(steps), 1)
+        return np.maximum(most, np.int32(1)).reshape(-1)
 
     def close(self) -> None:
         """Free the runner's graphs."""

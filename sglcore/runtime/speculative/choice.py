@@ -141,10 +141,9 @@ def choose_speculation(
     draft = load(_draft_folder(config, folder, kind), kind)
     if reason := _reason_against_draft(draft.model):
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
-    lengths = (
-        made.lengths if kind != DFLASH else _lengths_in_block(config, made, draft.model.config.words["block_size"])
-    )
-    return replace(made, draft=draft.model, aux_layers=draft.aux_layers, lengths=lengths)
+    if kind == DFLASH:
+        made = replace(made, lengths=_lengths_in_block(config, made, draft.model.config.words["block_size"]))
+    return replace(made, draft=draft.model, aux_layers=draft.aux_layers)
 
 
 def _lengths_in_block(config: EngineConfig, made: Speculation, block: int) -> tuple[int, ...]:
