@@ -31,8 +31,7 @@ class Growing(Protocol):
 
 
 class TreeWorker(SpeculativeWorker):
-    """Verifies a tree of each request. A step whose draw depends on the text before it, or whose rows have masks, verifies as much of
-    a tree as is a chain."""
+    """Verifies a tree of each request, a chain of those whose draws depend on the text before them or have masks."""
 
     def __init__(self, shape: TreeShape, runner: Any, token_table: TokenTable, limits: Any, *given: Any) -> None:
         """`given` as of `SpeculativeWorker`, whose drafter is a `Growing` one."""
@@ -44,16 +43,9 @@ class TreeWorker(SpeculativeWorker):
         self._plan = RowPlan.silent()
         super().__init__(runner, token_table, limits, *given)
 
-    def _node_limits(self, rows: VerifiedRows, given: Tensor | None, is_chain: bool) -> Tensor | None:
-        trees = self._placed_trees = self._trees.of_slots(rows.slots)
-        if not is_chain:
-            return given
-        follows = trees[0, :, 1:] == self._steps[:-1]
-        leading = follows.to(torch.int32).cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32) + 1
-        return leading if given is None else torch.minimum(leading, given)
-
     def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
         super()._place(staged, rows, nodes)
+        self._placed_trees = self._trees.of_slots(rows.slots)
         assert staged.visible is not None
         shape = rows.slots.shape[0], staged.num_tokens // max(rows.slots.shape[0], 1)
         shifts, words = self._placed_trees[1][:, : shape[1]], self._placed_trees[3][:, : shape[1]]

@@ -158,10 +158,8 @@ class SpeculativeWorker(TpModelWorker):
         rows = self._rows_of(batch, arrays.arrived)
         if (given := arrays.arrived.get("proposals")) is not None:
             replace_proposals(self._proposals, rows.slots, given)
-        looks_back = self._sampling.looks_back(inputs)
-        nodes = self._node_limits(rows, arrays.arrived.get("node_limits"), looks_back or batch.masks is not None)
-        self._place(staged, rows, nodes)
-        if looks_back:
+        self._place(staged, rows, arrays.arrived.get("node_limits"))
+        if self._sampling.looks_back(inputs):
             self._table.admit_history(staged.req_pool_indices, staged.positions, staged.input_ids)
         hidden, path = self.runner.forward(staged)
         logits = self.runner.logits(hidden, None)
@@ -231,13 +229,9 @@ class SpeculativeWorker(TpModelWorker):
         inputs = staged.input_ids, staged.positions, staged.seq_lens, staged.req_pool_indices
         self._kernels.place_proposals(*tables, rows.slots, rows.limits, nodes, *inputs)
 
-    def _node_limits(self, rows: VerifiedRows, given: Tensor | None, is_chain: bool) -> Tensor | None:
-        """int32[B]: of the tokens of each row, those that may be verified (None: all), at most as many as are given. `is_chain`: what
-        is drawn for one depends on those before it in its row."""
-        return given
-
     def _is_chain(self, batch: ScheduleBatch) -> bool:
-        """What is proposed after a step's draw must be a chain, as `_node_limits` has it."""
+        """What is proposed after a step must be a chain: what is drawn for a row depends on those before it, or has a mask that does. All
+        steps of such a request are of this kind, so that none of its proposals is another's sibling."""
         return batch.masks is not None or self._sampling.is_penalised
 
     def _ends(self, staged: ForwardBatch) -> Tensor:
