@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -24,13 +23,11 @@ from sglcore.runtime.speculative.tree import Beams, DraftTree, TreeShape, grown,
 class TreeDrafter(FeatureDrafter):
     """One forward over the target's own rows, and one of `shape.width` rows a request for each depth but the last."""
 
-    def __init__(
-        self, runner: ModelRunner, shape: TreeShape, project: Callable[[Tensor], Tensor], is_exact: bool = False
-    ) -> None:
-        """`runner` and `project` as of `FeatureDrafter`. `is_exact`: the host knows every length, and must tell each row's."""
+    def __init__(self, runner: ModelRunner, shape: TreeShape, project: Callable[[Tensor], Tensor]) -> None:
+        """`runner` and `project` as of `FeatureDrafter`."""
         super().__init__(runner, shape.nodes - 1, project)
         device = runner.token_table.last.device
-        self.shape, self._is_exact = shape, is_exact
+        self.shape = shape
         places = torch.arange(shape.cells, dtype=torch.int64)
         self._places = places.to(torch.int32).to(device)
         self._bits = (1 << places).to(torch.int32).to(device)
@@ -79,16 +76,10 @@ class TreeDrafter(FeatureDrafter):
         words = (seen << (31 - self._places[own])).bitwise_or_(self._low[own])
         slots, cells = placed(rows.slots[:, None], rows.lengths[:, None] + self._places[own], rows.limits[:, None])
         positions = (rows.lengths + (depth - 2))[:, None] * (slots > 0)
-        most = self._most_lens(rows, own)
+        places = rows.most_lens[:, None] + np.arange(own.start + 1, own.stop + 1, dtype=np.int32)
+        most = np.minimum(places, np.maximum(rows.host_limits, 1)[:, None]).reshape(-1)
         batch = decode_batch(rows.batch, slots.flatten(), positions.flatten(), beams.tokens.flatten(), most, features)
         return replace(batch, seq_lens=(cells + 1).flatten(), visible=words.flatten()), seen
-
-    def _most_lens(self, rows: DraftRows, own: slice) -> NDArray[np.int32]:
-        """int32[R * w]: lengths at most, or those that they are."""
-        places = rows.most_lens[:, None] + np.arange(own.start, own.stop, dtype=np.int32)
-        limits = rows.host_limits[:, None]
-        most = np.where(places < limits, places + np.int32(1), np.int32(1)) if self._is_exact else places + np.int32(1)
-        return np.maximum(np.minimum(most, limits), np.int32(1)).reshape(-1)
 
 
 def chained(tokens: Tensor, most: int) -> DraftTree:

@@ -83,7 +83,8 @@ def reason_against_trees(package: DevicePackage, config: EngineConfig) -> str:
                 return ""
         except ImportError:
             continue
-    return f"{' and '.join(offered) or 'none'} of the attention of {package.name} has {TREE_MASK}"
+    names = ", ".join(offered) or asked
+    return f"{names}: none of the attention of {package.name} hides single cells from a row ({TREE_MASK})"
 
 
 def draft(speculation: Speculation | None) -> LoadedModel | None:

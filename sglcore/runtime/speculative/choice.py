@@ -153,8 +153,9 @@ def choose_speculation(
     if tree is not None and (reason := _reason_against_trees(model.attention_layers)):
         raise ConfigError(f"draft_width is {tree.width}, and this model keeps {reason}", remedy="--draft-width 1")
     if tree is not None and no_trees:
-        ledger.record(Row("draft width", str(tree.width), "1", no_trees, "another --attention-backend"))
-        tree = None
+        remedy = "another --attention-backend"
+        ledger.record(Row("draft width", str(tree.width), "1", no_trees, remedy, downgrade=True))
+        config, tree = replace(config, draft_width=1, draft_depth=None), None
     made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried, tree=tree)
     if not is_tried:
         ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))

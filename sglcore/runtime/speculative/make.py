@@ -34,7 +34,7 @@ def make_drafter(speculation: Speculation, draft_runner: ModelRunner | None, is_
     if speculation.kind == DFLASH:
         return BlockDrafter(draft_runner, speculation.tokens, model, is_exact)
     if speculation.tree is not None:
-        return TreeDrafter(draft_runner, speculation.tree, model.project, is_exact)
+        return TreeDrafter(draft_runner, speculation.tree, model.project)
     return FeatureDrafter(draft_runner, speculation.tokens, model.project)
 
 
