@@ -112,8 +112,8 @@ def test_the_right_path_is_what_a_walk_finds(nodes: int) -> None:
         assert path[row, len(nodes_of) + 1 :].tolist() == list(range(len(nodes_of) + 1, steps))
 
 
-def by_python(scores: list[list[list[list[float]]]], width: int, nodes: int) -> list[tuple[float, int, int]]:
-    """(score, record of the parent, depth) of the records that are kept, by plain sorting; `scores` of each depth are those of its
+def by_python(scores: list[list[list[float]]], width: int, nodes: int) -> list[tuple[float, int, int, int]]:
+    """(score, record of the parent, depth, record) of those that are kept, by plain sorting; `scores` of each depth are those of its
     beams' leaders."""
     records = [(score, -1, 1) for score in scores[0][0]]
     beams = list(range(width))
