@@ -71,7 +71,7 @@ class Stepper:
         self._max_requests = sizes.max_requests
         self._row_buckets = row_buckets
         self._batch_type = batch_type
-        decode = DecodeForward(model, attention, batch_type)
+        self._forward = decode = DecodeForward(model, attention, batch_type)
         self._decode: Callable[..., tuple[mx.array, list[mx.array], list[States]]] = (
             mx.compile(decode) if compiles else decode
         )
