@@ -36,6 +36,7 @@ from sglcore_mlx.pool import DeviceState, cell_bytes, make_cells
 from sglcore_mlx.residency import Residency
 from sglcore_mlx.speculative.choice import Speculation, check_model, choose_speculation
 from sglcore_mlx.speculative.stepper import SpeculativeStepper
+from sglcore_mlx.speculative.worker import SpeculativeWorker
 from sglcore_mlx.states import StatePool, state_bytes
 from sglcore_mlx.stepper import Stepper
 from sglcore_mlx.thread import StreamThread
@@ -274,17 +275,20 @@ def worker(
         limits = speculation.limits_of(limits)
 
     def make() -> Stepper:
-        given = (model, attention, pools, sizes)
+        parts = (model, attention, pools, sizes)
         options: dict[str, Any] = {
             "compiles": computing.compiles,
             "compiles_draw": computing.compiles_draw,
             "row_buckets": config.graph_buckets if "graph_buckets" in config.sources else (),
         }
         if speculation is None:
-            return Stepper(*given, **options)
-        return SpeculativeStepper(*given, tokens=speculation.tokens, **options)
+            return Stepper(*parts, **options)
+        return SpeculativeStepper(*parts, tokens=speculation.tokens, **options)
 
-    return resolve(package.worker, package.name)(stream_thread.call(make), stream_thread, limits, residency.close)
+    given = stream_thread.call(make), stream_thread, limits, residency.close
+    if speculation is not None:
+        return SpeculativeWorker(*given, lengths=speculation.lengths)
+    return resolve(package.worker, package.name)(*given)
 
 
 BRING_UP = BringUp(

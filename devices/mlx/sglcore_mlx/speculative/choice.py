@@ -11,9 +11,10 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.worker import Limits
+from sglcore.step.draft_length import lengths_of
 
 DRAFT_TOKENS = 4
-"""Proposals of a step where nobody asks for a number."""
+"""Proposals of a step at most where nobody asks for a number."""
 NGRAM, SUFFIX = SERVED = ("ngram", "suffix")
 """What followed in the same text, and in those of others first."""
 _NO_MODEL = "a model that proposes has no worker on this device"
@@ -40,10 +41,21 @@ RULE_GAPS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Up to `tokens` proposals of each request and step, of this `kind`."""
+    """Proposals of this `kind`, as many of each request and step as one of `lengths`, ascending."""
 
     kind: str
-    tokens: int
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Proposals of a step at most."""
+        return self.lengths[-1]
+
+    @property
+    def summary(self) -> str:
+        """The kind, and how many proposals."""
+        fewer = f"{', '.join(map(str, self.lengths[:-1]))} or " if self.lengths[1:] else ""
+        return f"{self.kind}, {fewer}{self.tokens} tokens a step"
 
     @property
     def from_host(self) -> bool:
@@ -93,9 +105,9 @@ def choose_speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculat
     if kind == SUFFIX and not config.prefix_cache:
         found = "speculative is 'suffix', and the prefix cache is off, which has what is proposed"
         raise ConfigError(found, remedy="--speculative ngram, or leave the prefix cache on")
-    made = Speculation(kind, config.draft_tokens or DRAFT_TOKENS)
-    what, why = f"{kind}, {made.tokens} tokens a step", "asked for; the text is the same as without"
-    ledger.record(Row("speculative", kind, what, why, "--speculative off"))
+    made = Speculation(kind, lengths_of(config.draft_tokens, DRAFT_TOKENS))
+    why = "asked for; the text is the same as without"
+    ledger.record(Row("speculative", kind, made.summary, why, "--speculative off"))
     return made
 
 

@@ -22,8 +22,17 @@ from sglcore_mlx.inputs import bucket, row_bucket, wide_inputs
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState
 from sglcore_mlx.speculative.ngram import propose
-from sglcore_mlx.speculative.verify import Drafts, Placed, Runs, accept, make_drafts, place
-from sglcore_mlx.stepper import Stepper
+from sglcore_mlx.speculative.verify import NONE, Drafts, Placed, Runs, accept, make_drafts, place
+from sglcore_mlx.stepper import Launched, Stepper
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many proposals of each request a step verifies, and how many it makes for the next one."""
+
+    verified: int
+    made: int
+
 
 Drafter: TypeAlias = Callable[[mx.array, mx.array, int], mx.array]
 """`drafter(known int32[R, M], last int32[R], tokens) -> int32[R, tokens]`, as `ngram.propose`."""
@@ -39,8 +48,8 @@ class Rows:
 
 
 class SpeculativeStepper(Stepper):
-    """Proposes by what followed before in the same text, unless the host proposes. Decode rows bring `tokens` proposals each, prompts
-    come as always."""
+    """Proposes by what followed before in the same text, unless the host proposes. Decode rows bring up to `tokens` proposals each,
+    prompts come as always."""
 
     def __init__(
         self,
@@ -56,12 +65,18 @@ class SpeculativeStepper(Stepper):
         super().__init__(model, attention, state, sizes, **options)
         self.drafter: Drafter = propose
         self._tokens = tokens
+        self._counts = Counts(tokens, tokens)
         self._wide: WideRows | None = None
         rows = self._forward.rows
         self._rows = mx.compile(rows) if self._compiles else rows
         state.drafts = make_drafts(sizes.max_requests, tokens)
         self._sampling.make_history(state)
         mx.eval(state.arrays())
+
+    def launch_with(self, counts: Counts, batch: ScheduleBatch) -> Launched:
+        """As `launch`, with as many proposals."""
+        self._counts = counts
+        return self.launch(batch)
 
     def _generate(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
         return self._verify(batch) if batch.forward_mode.is_decode else self._extend(batch)
@@ -80,7 +95,7 @@ class SpeculativeStepper(Stepper):
 
     def _verify(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
         """A token of each request and its proposals; then what is proposed next."""
-        width = self._tokens + 1
+        width = self._counts.verified + 1
         self._table.append(batch)
         wide = self._widened(batch, width)
         is_steady = batch.masks is None and self._sampling.is_steady(wide.number)
@@ -144,10 +159,14 @@ class SpeculativeStepper(Stepper):
     def _propose(self, slots: mx.array, lengths: mx.array, roots: mx.array, most: int) -> None:
         """What follows texts of lengths int32[B], at most `most`, whose last tokens are roots int32[B], which the history does not
         have yet."""
+        tokens, table = self._counts.made, self._drafts.proposals
+        table[slots] = NONE
+        if not tokens:
+            return
         places = mx.arange(most + 1, dtype=mx.int32)[None]
         known = self._state.made_history[slots, : most + 1]
         known = mx.where(places == lengths[:, None], roots[:, None], known)
-        self._drafts.proposals[slots] = self.drafter(known, lengths, self._tokens)
+        table[slots, :tokens] = self.drafter(known, lengths, tokens)
 
     def _told(self, batch: ScheduleBatch, slots: mx.array) -> mx.array | None:
         """int32[B, k]: what is proposed next, where the host makes masks along it."""
