@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -23,13 +24,10 @@ __all__ = ["engines", "folder", "plain", "wanted"]
 TOKENS = 4
 
 
-def _end(runs: Runs, more: int) -> Runs:
-    return Runs(mx.clip(runs.accepted + more, 0, TOKENS), runs.proposed, runs.roots, runs.lengths)
-
-
 class AcceptsOneMore(SpeculativeStepper):
     def _accept(self, sampled: Any, rows: Any, placed: Any) -> Runs:
-        return _end(super()._accept(sampled, rows, placed), 1)
+        runs = super()._accept(sampled, rows, placed)
+        return replace(runs, accepted=mx.minimum(runs.accepted + 1, TOKENS))
 
 
 class ForgetsToAdvance(SpeculativeStepper):
@@ -70,7 +68,7 @@ class Ahead(Placed):
 
     @property
     def lengths(self) -> mx.array:
-        most = mx.max(self.positions, axis=1, keepdims=True)
+        most = self.positions.max(axis=1, keepdims=True)
         return mx.broadcast_to(most, self.positions.shape).reshape(-1) + 1
 
     def first(self, count: int) -> Placed:
@@ -119,7 +117,7 @@ class ProposalsOfTheNextSlot(SpeculativeStepper):
     def _propose(self, slots: mx.array, *given: Any) -> None:
         super()._propose(slots, *given)
         table = self._drafts.proposals
-        table[slots] = mx.roll(table[slots], 1, axis=0)
+        table[slots] = mx.concatenate([table[slots][-1:], table[slots][:-1]])
 
 
 class HistoryWithoutTheRoot(SpeculativeStepper):
@@ -150,13 +148,15 @@ class PenaltiesOfTheRoot(SampleStep):
 
 
 class KeysOfTheRoot(SampleStep):
-    def verify(self, *given: Any) -> Any:
-        return super().verify(*given[:-1], _of_the_root(given[-1]))
+    def _draw(self, logits: mx.array, positions: mx.array, arrived: Any, history: mx.array | None) -> Any:
+        is_wide = not logits.shape[0] % (TOKENS + 1)
+        return super()._draw(logits, _of_the_root(positions) if is_wide else positions, arrived, history)
 
 
 class KeysOffByOne(SampleStep):
-    def verify(self, *given: Any) -> Any:
-        return super().verify(*given[:-1], given[-1] + 1)
+    def _draw(self, logits: mx.array, positions: mx.array, arrived: Any, history: mx.array | None) -> Any:
+        is_wide = not logits.shape[0] % (TOKENS + 1)
+        return super()._draw(logits, positions + is_wide, arrived, history)
 
 
 def _of_the_root(positions: mx.array) -> mx.array:
