@@ -111,7 +111,7 @@ def test_tokens_go_where_a_loop_puts_them_and_are_accepted_as_it_does(seed: int,
         while right < len(own) and right + 1 < allowed and drawn[row, right] == own[right]:
             right += 1
         counted = sum(each >= 0 for node, each in enumerate(own) if node + 1 < allowed)
-        found = [each.tolist()[row] for each in (runs.accepted, runs.proposed, runs.roots, runs.lengths)]
+        found = [int(np.array(each)[row]) for each in (runs.accepted, runs.proposed, runs.roots, runs.lengths)]
         assert found == [right, counted, int(drawn[row, right]), min(length + right + 1, max(limit, length))]
 
 
