@@ -13,8 +13,6 @@ from devices.mlx.tests.running import bring_up, running
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.runtime.speculative.choice import KINDS
-from sglcore.runtime.speculative.choice import RULES as RULES_OF_THE_CORE
 from sglcore_mlx.speculative.choice import COUPLED, GAPS, RULE_GAPS, SERVED, choose_speculation
 
 
@@ -25,9 +23,12 @@ def chosen(**settings: Any) -> tuple[Any, Row]:
     return found, row
 
 
+@pytest.mark.needs("torch")
 def test_every_kind_and_rule_of_the_core_is_served_or_a_gap_with_its_reason() -> None:
+    from sglcore.runtime.speculative.choice import KINDS, RULES
+
     assert set(KINDS) == {"auto", "off", *SERVED, *GAPS}
-    assert set(RULES_OF_THE_CORE) == {COUPLED, *RULE_GAPS}
+    assert set(RULES) == {COUPLED, *RULE_GAPS}
     assert not set(SERVED) & set(GAPS) and all(GAPS.values()) and all(RULE_GAPS.values())
 
 
@@ -66,6 +67,14 @@ def test_a_rule_that_is_a_gap_is_refused_by_its_name(rule: str) -> None:
         ({"speculative_verify": "ghost"}, "speculative_verify is 'ghost'; wanted one of coupled, rejection, block"),
         ({"draft_model": "somewhere"}, "a draft model is given, and a model that proposes has no worker"),
         ({"speculative": "ngram", "draft_model": "somewhere"}, "a draft model is given"),
+        (
+            {"speculative": "ngram", "draft_width": 2},
+            "draft_width is 2 and draft_depth None, and this device verifies one",
+        ),
+        (
+            {"speculative": "ngram", "draft_depth": 3},
+            "draft_width is 1 and draft_depth 3, and this device verifies one",
+        ),
         ({"speculative": "suffix", "prefix_cache": False}, "the prefix cache is off, which has what is proposed"),
     ],
 )

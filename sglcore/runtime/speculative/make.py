@@ -11,12 +11,14 @@ from sglcore.device.facts import Facts
 from sglcore.device.worker import Limits
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
+from sglcore.runtime.speculative.beams import TreeDrafter
 from sglcore.runtime.speculative.block import BlockDrafter
 from sglcore.runtime.speculative.choice import DFLASH, SUFFIX, WITHOUT_MODEL, Speculation
 from sglcore.runtime.speculative.drafter import Drafter
 from sglcore.runtime.speculative.features import FeatureModel
 from sglcore.runtime.speculative.ngram import NgramDrafter
 from sglcore.runtime.speculative.rejection import RULES, RejectionWorker
+from sglcore.runtime.speculative.tree_worker import TreeWorker
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.runtime.token_table import TokenTable
 
@@ -31,6 +33,8 @@ def make_drafter(speculation: Speculation, draft_runner: ModelRunner | None, is_
     model: Any = draft_runner.model
     if speculation.kind == DFLASH:
         return BlockDrafter(draft_runner, speculation.tokens, model, is_exact)
+    if speculation.tree is not None:
+        return TreeDrafter(draft_runner, speculation.tree, model.project)
     return FeatureDrafter(draft_runner, speculation.tokens, model.project)
 
 
@@ -59,6 +63,8 @@ def make_speculative_worker(
     )
     feature_size = runner.model.feature_size if isinstance(runner.model, FeatureModel) else None
     given = (runner, token_table, limits, drafter, feature_size, speculation.lengths, facts.shares_host_memory)
+    if speculation.tree is not None:
+        return TreeWorker(speculation.tree, *given)
     if speculation.rule not in RULES:
         return SpeculativeWorker(*given)
     shape = speculation.laws_shape(limits.max_requests, limits.vocab_size)

@@ -38,6 +38,8 @@ RULE_GAPS: Mapping[str, str] = MappingProxyType(
 )
 """The same for rules."""
 
+TREE_GAP = "this device verifies one proposal for each place, no trees"
+
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
@@ -97,6 +99,9 @@ def choose_speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculat
         raise ConfigError(
             f"a draft model is given, and {_NO_MODEL}", remedy="leave --draft-model out, or use --device cpu"
         )
+    if config.draft_width > 1 or config.draft_depth is not None:
+        asked = f"draft_width is {config.draft_width} and draft_depth {config.draft_depth}"
+        raise ConfigError(f"{asked}, and {TREE_GAP}", remedy="leave --draft-width and --draft-depth out")
     if kind not in SERVED:
         why = "asked for" if kind == "off" else _NO_MODEL
         remedy = "--speculative ngram, for texts that repeat themselves"
