@@ -76,7 +76,7 @@ def test_a_random_life_gives_each_request_what_it_gets_alone_without_proposals(
 
 
 def test_the_lives_reach_what_they_are_meant_to_reach(proposing: TokenEngine, truth: Truth) -> None:
-    seen = dict.fromkeys(("retractions", "hit_tokens", "length", "stop", "abort"), 0)
+    seen: dict[str, int] = dict.fromkeys(("retractions", "hit_tokens", "length", "stop", "abort"), 0)
     right = 0
     for seed in SEEDS[:12]:
         life = draw_life(Random(seed))
