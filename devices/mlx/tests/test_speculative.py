@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from devices.mlx.tests.parity import VOCAB, TokenEngine, random_prompts, write_tiny
+from devices.mlx.tests.parity import SPOILED, VOCAB, TokenEngine, random_prompts, write_tiny
 from devices.mlx.tests.speculating import (
     DRAFTERS,
     PROMPTS,
@@ -27,6 +28,8 @@ from devices.mlx.tests.speculating import (
 from sglcore.conformance.matcher import HashedMatcher, follows
 from sglcore.schedule.prefix_proposals import PrefixProposals
 from sglcore.schedule.request import Request
+from sglcore_mlx.speculative.stepper import SpeculativeStepper
+from sglcore_mlx.speculative.verify import Placed, place
 from sglcore_mlx.speculative.worker import SpeculativeWorker
 
 Engines = Callable[..., TokenEngine]
@@ -81,6 +84,35 @@ def test_proposals_change_no_text(engines: Engines, wanted: Ran, drafter: str, g
     assert found.proposed > 0
     paths = {result.path for _, result in engine.recorder.steps if result.proposed is not None}
     assert all(path.startswith("compiled") is (graph == "compiled") for path in paths)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "guessing"])
+def test_what_stands_where_nothing_is_proposed_reaches_no_text(tmp_path: Path, drafter: str) -> None:
+    check_spoiled(tmp_path, drafter)
+
+
+def test_a_token_that_is_no_number_in_that_place_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_zeros(self: SpeculativeStepper, *given: Any) -> Placed:
+        made = place(self._state.last, self._drafts, *given)
+        proposed = self._drafts.proposals[given[0]][:, : made.ids.shape[1] - 1]
+        return Placed(mx.concatenate([made.ids[:, :1], mx.maximum(proposed, 0)], axis=1), made.positions, made.owners)
+
+    monkeypatch.setattr(SpeculativeStepper, "_place", with_zeros)
+    with pytest.raises(AssertionError):
+        check_spoiled(tmp_path, "guessing")
+
+
+def check_spoiled(folder: Path, drafter: str) -> None:
+    """Tokens that nobody draws have embeddings that are not numbers."""
+    write_tiny(folder, spoiled=True)
+    never = [{"temperature": 1.0, "seed": seed, "logit_bias": dict.fromkeys(SPOILED, -(2.0**30))} for seed in range(4)]
+    given: dict[str, Any] = {"prompts": PROMPTS[:4], "samplings": never}
+    with TokenEngine(folder) as engine:
+        alone = run(engine, **given)
+    with TokenEngine(folder, speculative="ngram", draft_tokens=4, poison=True) as engine:
+        if drafter != "ngram":
+            plant(engine, drafter, alone, PROMPTS[:4])
+        check_same(run(engine, **given), alone)
 
 
 @pytest.mark.parametrize("stagger", [1, 3])

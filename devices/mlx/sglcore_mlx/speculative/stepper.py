@@ -130,7 +130,7 @@ class SpeculativeStepper(Stepper):
             "input_ids": placed.ids.reshape(-1),
             "out_cache_loc": placed.cells(page_table, table.page_size),
         }
-        logits, state.cells, _ = self._rows(fields, placed.pages(page_table), state.cells, [])
+        logits, state.cells, _ = self._rows(fields, page_table, state.cells, [])
         path = f"compiled:{size}x{width}" if self._compiles else "eager"
         rows = Rows(slots[:count], limits[:count], most)
         return logits[: count * width], rows, placed.first(count), path

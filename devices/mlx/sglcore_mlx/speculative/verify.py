@@ -57,24 +57,21 @@ class Placed:
         cells = pages * page_size + self.positions % page_size
         return mx.where(self.is_usable, cells, 0).reshape(-1)
 
-    def pages(self, page_table: mx.array) -> mx.array:
-        """int32[B * N, n]: the page table of each token as a row of its own."""
-        wide = mx.where(self.is_usable[:, :, None], page_table[:, None], 0)
-        return wide.reshape(-1, page_table.shape[1])
-
 
 def place(
     last: mx.array, drafts: Drafts, slots: mx.array, limits: mx.array, nodes: mx.array | None, width: int
 ) -> Placed:
     """The last token of slots int32[B] and `width` - 1 proposals after it. limits int32[B]: cells that are in the request's pages;
-    nodes int32[B]: of its tokens those that may be verified (None: all). Queues only."""
+    nodes int32[B]: of its tokens those that may be verified (None: all). Where nothing is proposed stands the last token
+    again. Queues only."""
     steps = mx.arange(width, dtype=mx.int32)[None]
     places = drafts.lengths[slots][:, None] + steps
     usable = places < limits[:, None]
     if nodes is not None:
         usable = usable & (steps < nodes[:, None])
-    proposed = mx.maximum(drafts.proposals[slots][:, : width - 1], 0)
-    ids = mx.concatenate([last[slots][:, None], proposed], axis=1)
+    roots, proposed = last[slots][:, None], drafts.proposals[slots][:, : width - 1]
+    # Attention over shared cells weighs with zero what a token does not see, so what stands there must be numbers.
+    ids = mx.concatenate([roots, mx.where(proposed < 0, roots, proposed)], axis=1)
     return Placed(ids, mx.where(usable, places, 0), mx.where(usable, slots[:, None], 0))
 
 
