@@ -20,6 +20,7 @@ from sglcore.runtime.speculative.tree import Beams, DraftTree
 from sglcore.runtime.speculative.tree_worker import TreeWorker
 from tests.checkpoints import llama, save
 from tests.drafts import TARGET, DenseDraft, eagle, eagle3, next_token
+from tests.laws import test_speculative_grammar as grammars
 from tests.laws import test_speculative_laws as laws
 from tests.laws.engine import TokenEngine, random_prompts
 from tests.laws.test_draft_laws import TOLERANCE, features_of
@@ -118,6 +119,18 @@ def test_a_request_that_counts_its_text_may_join_trees_and_leave(engines: Engine
         proposing = engine or engines("guessing", found[0], graph="off", max_requests=3)
         found.append(ran(proposing, (*FREE[:3], SAMPLING[3], FREE[4])))
     check_same(found[1], found[0])
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("drafter", ["eagle", "guessing"])
+def test_grammars_beside_trees_change_no_text(engines: Engines, folder: Path, drafter: str) -> None:
+    found = []
+    for overlap in (None, False, True):
+        settings = {"graph": "off", "overlap": overlap}
+        engine = engines(drafter, found[0], **settings) if found else TokenEngine(folder, graph="off")
+        found.append(grammars.run(engine))
+        engine.worker.close()
+        check_same(found[-1], found[0])
 
 
 @pytest.mark.needs("device")

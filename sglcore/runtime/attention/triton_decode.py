@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglcore.runtime.attention.layer import Attention
-from sglcore.runtime.attention.triton_blocks import load_cells
+from sglcore.runtime.attention.triton_blocks import is_seen, load_cells
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT
 from sglcore.runtime.kernels.triton.rounding import narrow
 from sglcore.runtime.kernels.triton.softmax import LOG2_E, begin, merged, parts_of, take_in
@@ -62,16 +62,14 @@ def decode_kernel(
     head = kv_head * GROUP + member
     mine = (member < GROUP)[:, None] & (column < DIM)[None, :]
     query = tl.load(q + row * q_stride + (head * DIM)[:, None] + column[None, :], mask=mine, other=0.0)
-    if visible is not None:
-        seen = tl.load(visible + row)
+    seen = tl.load(visible + row) if visible is not None else -1
     best, total = begin(sinks, head, member < tl.where(split == 0, GROUP, 0), QUERIES)
     mean = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     for at in range(start, end, TOKENS):
         position = at + tl.arange(0, TOKENS)
         inside = position < end
         if visible is not None:
-            back = seq_len - 1 - position
-            inside = inside & ((back > 31) | ((seen >> (31 - tl.minimum(tl.maximum(back, 0), 31))) & 1 != 0))
+            inside = inside & is_seen(seen, seq_len - 1 - position)
         keys, values = load_cells(
             k_cache, v_cache, page_table, slot, position, inside, kv_head, cell_stride, table_stride, PAGE, DIM, BLOCK_D
         )
