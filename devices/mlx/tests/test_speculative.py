@@ -264,6 +264,21 @@ def test_whatever_the_host_proposes_no_text_changes(
     check_same(run(engines("ngram", wanted, kind="suffix")), wanted)
 
 
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+def test_what_is_proposed_and_right_is_what_it_is_on_the_processors_device(
+    engines: Engines, folder: Path, wanted: Ran, kind: str
+) -> None:
+    settings = {"speculative": kind, "draft_tokens": 4, "max_requests": len(PROMPTS), "kv_cache_memory": 8 << 20}
+    with TokenEngine(folder, "cpu", **settings) as host:
+        sessions = host.session(overlap=False), engines("ngram", wanted, kind=kind).session(overlap=False)
+        for _ in range(2):
+            theirs, mine = (run(host, session=session) for session in sessions)
+            assert mine.tokens == theirs.tokens
+            assert (mine.steps, mine.proposed, mine.accepted) == (theirs.steps, theirs.proposed, theirs.accepted)
+    assert 0 < mine.accepted < mine.proposed
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_embedded_model_writes_what_it_writes_without(dtype: str) -> None:
     """Drawn with a temperature, eight requests at once."""
