@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -32,6 +34,9 @@ from sglcore_mlx.memory import device_memory
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState, cell_bytes, make_cells
 from sglcore_mlx.residency import Residency
+from sglcore_mlx.speculative.choice import Speculation, check_model, choose_speculation
+from sglcore_mlx.speculative.stepper import SpeculativeStepper
+from sglcore_mlx.speculative.worker import SpeculativeWorker
 from sglcore_mlx.states import StatePool, state_bytes
 from sglcore_mlx.stepper import Stepper
 from sglcore_mlx.thread import StreamThread
@@ -81,12 +86,6 @@ def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger
             "hisparse is asked for, and this device has one memory for host and accelerator: there is nowhere to keep rows apart",
             remedy="leave --hisparse out",
         )
-    if config.speculative not in (None, "auto", "off"):
-        raise ConfigError(
-            f"speculative is {config.speculative!r}, and this device verifies no proposals",
-            remedy="leave --speculative out",
-        )
-    ledger.record(Row("speculative", config.speculative or "not asked", "off", "this device verifies no proposals"))
     what = ", ".join(sorted({origin.partition(":")[0].partition(".")[0] for origin in table.origin.values()}))
     ledger.record(Row("kernels", config.kernels, what, "this device has one implementation of each operation"))
     return table
@@ -115,6 +114,11 @@ def computing(config: EngineConfig, hardware: Hardware, ledger: DecisionLedger) 
     return Computing(compiles, compiles and hardware.kind != "cpu")
 
 
+def speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculation | None:
+    """What proposes tokens, and how many; None: nothing does. No model is read."""
+    return choose_speculation(config, ledger)
+
+
 def model(
     stream_thread: StreamThread,
     hardware: Hardware,
@@ -122,10 +126,11 @@ def model(
     config: EngineConfig,
     facts: Facts,
     model_path: Path,
+    speculation: Speculation | None,
     ledger: DecisionLedger,
     progress: Callable[[str, int, int], None],
 ) -> Model:
-    """The model with its weights in memory."""
+    """The model with its weights in memory. Raises ConfigError where proposals can not be verified on it."""
     model_config, _ = choose_implementation(config.model_impl, model_path, ledger, has_torch=False, task=config.task)
     check_context(config.max_model_len, model_config)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts)
@@ -147,6 +152,7 @@ def model(
             if hardware.kind == "cpu"
             else LinearParts(hardware.streams),
             progress=told,
+            check=partial(check_model, speculation),
         )
 
     try:
@@ -212,13 +218,17 @@ def attention(
     return kind(model.layers, page_size, hardware.streams)
 
 
-def slices(config: EngineConfig, model: Model, ledger: DecisionLedger) -> int | None:
+def slices(config: EngineConfig, model: Model, speculation: Speculation | None, ledger: DecisionLedger) -> int | None:
     """Token·layers of a slice of a prompt, 0: by the clock; None: prompts come whole. Raises ConfigError for a setting that can not be
     read."""
     asked = config.prompt_slices
     check_lane(config.prompt_lane)
     budget = slice_budget(asked)
     if budget is None:
+        return None
+    if speculation is not None:
+        why = "a worker that proposes tokens takes whole prompts"
+        ledger.record(whole_row(asked, budget, why, "--speculative off"))
         return None
     if model.config.is_encoder or not model.sliced_layers:
         why = f"the forward of {model.config.architecture} is not divided into layers"
@@ -240,6 +250,7 @@ def worker(
     computing: Computing,
     residency: Residency,
     slices: int | None,
+    speculation: Speculation | None,
 ) -> MlxWorker:
     """The worker that the scheduler submits to."""
     limits = Limits(
@@ -260,19 +271,24 @@ def worker(
         sliced_layers=0 if slices is None else model.sliced_layers,
         slice_budget=slices or 0,
     )
+    if speculation is not None:
+        limits = speculation.limits_of(limits)
 
     def make() -> Stepper:
-        return Stepper(
-            model,
-            attention,
-            pools,
-            sizes,
-            compiles=computing.compiles,
-            compiles_draw=computing.compiles_draw,
-            row_buckets=config.graph_buckets if "graph_buckets" in config.sources else (),
-        )
+        parts = (model, attention, pools, sizes)
+        options: dict[str, Any] = {
+            "compiles": computing.compiles,
+            "compiles_draw": computing.compiles_draw,
+            "row_buckets": config.graph_buckets if "graph_buckets" in config.sources else (),
+        }
+        if speculation is None:
+            return Stepper(*parts, **options)
+        return SpeculativeStepper(*parts, tokens=speculation.tokens, **options)
 
-    return resolve(package.worker, package.name)(stream_thread.call(make), stream_thread, limits, residency.close)
+    given = stream_thread.call(make), stream_thread, limits, residency.close
+    if speculation is not None:
+        return SpeculativeWorker(*given, lengths=speculation.lengths)
+    return resolve(package.worker, package.name)(*given)
 
 
 BRING_UP = BringUp(
@@ -282,6 +298,7 @@ BRING_UP = BringUp(
         residency,
         kernels,
         computing,
+        speculation,
         model,
         device_memory,
         sizes,

@@ -38,13 +38,18 @@ class DecodeForward:
     ) -> tuple[mx.array, list[mx.array], list[States]]:
         """Logits float32 [B, V], the cells with the new keys and values, and the states after the tokens; B rows, as
         `DecodeInputs`."""
+        return self.rows({**fields, "input_ids": last[fields["req_pool_indices"]]}, page_table, cells, states)
+
+    def rows(
+        self, fields: dict[str, mx.array], page_table: mx.array, cells: list[mx.array], states: list[States]
+    ) -> tuple[mx.array, list[mx.array], list[States]]:
+        """The same of rows whose `input_ids` are among the fields; several neighbouring ones may be of one row of the page table."""
         plan = self.attention.plan(DecodeRows(page_table, fields["seq_lens"]))
         step = _Decoding(plan, fields["out_cache_loc"], self.model.layers, list(cells), list(states))
-        rows = page_table.shape[0]
+        rows = fields["seq_lens"].shape[0]
         own = {"forward_mode": ForwardMode.DECODE, "batch_size": rows, "num_tokens": rows}
         own |= {"attend": step.attend, "recur": step.recur}
-        ids = last[fields["req_pool_indices"]]
-        batch = make_batch(self.batch_type, {**fields, **own, "input_ids": ids})
+        batch = make_batch(self.batch_type, {**fields, **own})
         return self.model.logits(self.model(batch)), step.cells, step.states
 
 

@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.step.fields import Axis
 from sglcore.step.host_values import HostReader, Values, host_reader, padded
+from sglcore.step.proposals import node_limits
 from sglcore_mlx.attention.prompt import PromptRow
 from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.pool import PageTable
@@ -34,6 +36,45 @@ def decode_inputs(
     slots = fields["req_pool_indices"]
     fields["out_cache_loc"] = table.cells(slots, fields["positions"])
     return DecodeInputs(fields, table.rows[slots, :pages])
+
+
+@dataclass(frozen=True, slots=True)
+class WideInputs:
+    """B requests of several tokens each, padded with slot 0, of which the device knows where each token is: `fields` of all their
+    rows, and of the requests `slots`, `limits` (cells in their pages) and `nodes` (tokens that may be verified, None: all) int32 [B],
+    and `page_table` int32 [B, n]."""
+
+    fields: dict[str, NDArray]
+    slots: Ints
+    limits: Ints
+    nodes: Ints | None
+    page_table: Ints
+
+
+PLACED = frozenset({"req_pool_indices", "seq_lens", "positions"})
+"""Fields that only the device knows of several tokens a request."""
+
+
+def wide_inputs(
+    batch_type: type[ForwardBatch], batch: ScheduleBatch, table: PageTable, rows: int, pages: int, width: int
+) -> WideInputs:
+    """Rows of `width` tokens, padded to `rows` rows and `pages` columns of the page table."""
+    assert batch.cell_limits is not None
+    reader = host_reader(batch_type, is_decode=True)
+    values = reader.read(batch)
+    read = [spec for spec in reader.staged if spec.name in values and spec.name not in PLACED]
+    alone = {spec.name: padded(spec, values[spec.name], rows) for spec in read}
+    single = {spec.name for spec in read if spec.axis is Axis.NONE}
+    fields = {name: each if name in single else np.repeat(each, width, axis=-1) for name, each in alone.items()}
+    nodes, missing = node_limits(batch, width), (0, rows - batch.batch_size)
+    slots = np.pad(batch.slots, missing)
+    return WideInputs(
+        fields,
+        slots,
+        np.pad(batch.cell_limits, missing),
+        None if nodes is None else np.pad(nodes, missing),
+        table.rows[slots, :pages],
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,10 +69,11 @@ def load_model(
     parts: LinearParts,
     progress: Callable[[int, int], None],
     architectures: Mapping[str, str] = EMPTY,
+    check: Callable[[Architecture], None] = lambda model: None,
 ) -> Model:
     """The model of a checkpoint folder in `dtype`, for positions below `max_positions`; waits until every weight is read.
 
-    `progress` is called with the bytes of weights that are there and of all; `architectures` adds to the registry. Memory beyond the weights is that of the
+    `progress` is called with the bytes of weights that are there and of all; `architectures` adds to the registry; `check` sees the model before a weight is read. Memory beyond the weights is that of the
     largest one. Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a
     model or a quantisation that is not supported.
     """
@@ -87,6 +88,7 @@ def load_model(
         raise ConfigError(
             f"{config.architecture} keeps states, and an embedding runs without", remedy="use another model"
         )
+    check(model)
     weights.check(re.compile("|".join(f"(?:{pattern})" for pattern in _harmless(model))).fullmatch)
     weights.read(progress)
     return LoadedModel(model, weights)

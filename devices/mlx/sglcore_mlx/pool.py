@@ -13,6 +13,7 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.step.sizing import MemorySizes
 from sglcore.step.tables import new_pages
 from sglcore_mlx.models.contract import LayerShape
+from sglcore_mlx.speculative.verify import Drafts
 from sglcore_mlx.states import StatePool
 
 
@@ -58,13 +59,22 @@ class PageTable:
 @dataclass(slots=True)
 class DeviceState:
     """Lazy arrays that one step hands to the next: `cells` of each layer, `states` of requests, `last` int32 [slots + 1], the token last sampled
-    for each slot, and `history` int32 [slots + 1, context + 1], made when sampling first looks back."""
+    for each slot, and `history` int32 [slots + 1, context + 1], made when sampling first looks back. `drafts`, where tokens are proposed."""
 
     cells: list[mx.array]
     states: StatePool
     last: mx.array
     history: mx.array | None = None
+    drafts: Drafts | None = None
+
+    @property
+    def made_history(self) -> mx.array:
+        """`history`, which is there."""
+        assert self.history is not None
+        return self.history
 
     def arrays(self) -> list[mx.array]:
         """All of them."""
-        return [*self.cells, *self.states.arrays(), self.last, *(() if self.history is None else (self.history,))]
+        history = () if self.history is None else (self.history,)
+        drafts = () if self.drafts is None else (self.drafts.lengths, self.drafts.proposals)
+        return [*self.cells, *self.states.arrays(), self.last, *history, *drafts]

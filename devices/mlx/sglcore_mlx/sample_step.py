@@ -52,17 +52,50 @@ class SampleStep:
     ) -> SampledTokens[mx.array]:
         """Draw a token for each of the logits [N, V] of the emitting rows, and remember it as its slot's last; `arrived`
         are the arrays of `inputs`."""
-        if inputs.new is not None:
-            self._known = inputs.new, arrived
-        host, parts = self._known
+        host, parts = self._take(inputs, arrived)
         positions = mx.array(batch.seq_lens) if rows.emitting is None else arrived["positions"]
         history = self._history_of(parts["slots"], positions, batch, rows, state) if host.needs.any_penalty else None
-        placed = place_state(host.needs, positions, parts, history=history, masks=_masks(arrived))
-        placed = replace(placed, changes=place_changes(arrived))
-        sampled = self._sampler.sample(logits, placed)
+        sampled = self._draw(logits, positions, arrived, history)
         if logits.shape[0]:
             state.last[parts["slots"]] = sampled.token_ids
         return sampled
+
+    def verify(
+        self,
+        batch: ScheduleBatch,
+        rows: RowPlan,
+        logits: mx.array,
+        inputs: SamplingInputs,
+        arrived: Arrays,
+        state: DeviceState,
+        positions: mx.array,
+    ) -> SampledTokens[mx.array]:
+        """Draw a token for each of the logits [N, V], as token number `positions` int32[N] of its text. The history has all tokens
+        before; nothing is remembered."""
+        host, parts = self._take(inputs, arrived)
+        longest = host.longest(batch, rows) if host.needs.any_penalty else 0
+        history = state.made_history[parts["slots"], :longest] if longest else None
+        return self._draw(logits, positions, arrived, history)
+
+    def is_steady(self, number: int) -> bool:
+        """The last draw was of this composition, and nothing of it depends on the host's lengths."""
+        return self._known[0].number == number and not self._known[0].needs.any_penalty
+
+    def make_history(self, state: DeviceState) -> None:
+        """Remember all tokens, whether sampling looks back or not."""
+        self._history(state)
+
+    def _take(self, inputs: SamplingInputs, arrived: Arrays) -> tuple[BatchSampling, Arrays]:
+        if inputs.new is not None:
+            self._known = inputs.new, arrived
+        return self._known
+
+    def _draw(
+        self, logits: mx.array, positions: mx.array, arrived: Arrays, history: mx.array | None
+    ) -> SampledTokens[mx.array]:
+        host, parts = self._known
+        placed = place_state(host.needs, positions, parts, history=history, masks=_masks(arrived))
+        return self._sampler.sample(logits, replace(placed, changes=place_changes(arrived)))
 
     def _history(self, state: DeviceState) -> mx.array:
         if state.history is None:

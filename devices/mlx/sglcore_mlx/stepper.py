@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeAlias
 
 import mlx.core as mx
 
@@ -28,6 +29,9 @@ from sglcore_mlx.pooling import pool
 from sglcore_mlx.sample_step import SampleStep
 from sglcore_mlx.sampling.logprobs import logprobs_of
 from sglcore_mlx.slices import OpenPrompt
+
+Launched: TypeAlias = tuple[StepOutput[mx.array], Future[None]]
+"""A step's output, and the future of its end."""
 
 
 class Health:
@@ -71,7 +75,7 @@ class Stepper:
         self._max_requests = sizes.max_requests
         self._row_buckets = row_buckets
         self._batch_type = batch_type
-        decode = DecodeForward(model, attention, batch_type)
+        self._forward = decode = DecodeForward(model, attention, batch_type)
         self._decode: Callable[..., tuple[mx.array, list[mx.array], list[States]]] = (
             mx.compile(decode) if compiles else decode
         )
@@ -81,7 +85,7 @@ class Stepper:
         self._running.set_result(None)
         self.health = Health()
 
-    def launch(self, batch: ScheduleBatch) -> tuple[StepOutput[mx.array], Future[None]]:
+    def launch(self, batch: ScheduleBatch) -> Launched:
         """Build a step, `finish` the one before and start it; with its output, the future of its end.
 
         Raises what building raises; other steps go on. Raises RuntimeError once a step has failed on the device: what

@@ -12,7 +12,7 @@ import numpy as np
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.step.tickets import refuse_hidden_states, take_payload
-from sglcore_mlx.stepper import Stepper
+from sglcore_mlx.stepper import Launched, Stepper
 from sglcore_mlx.thread import StreamThread
 
 
@@ -44,7 +44,10 @@ class MlxWorker:
         if self._stepper is None:
             raise RuntimeError("this worker is closed; start another")
         refuse_hidden_states(batch)
-        return Ticket(batch.step, self._thread.post(self._stepper.launch, batch))
+        return Ticket(batch.step, self._post(self._stepper, batch))
+
+    def _post(self, stepper: Stepper, batch: ScheduleBatch) -> Future[Launched]:
+        return self._thread.post(stepper.launch, batch)
 
     def collect(self, ticket: Ticket) -> BatchResult:
         """Wait for a step and give its results; a ticket is collected once. Raises what the step raised."""

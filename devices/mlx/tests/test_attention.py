@@ -90,6 +90,31 @@ def test_a_row_of_one_query_sees_its_own_cells_up_to_its_length(
         np.testing.assert_allclose(found[row : row + 1], wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [GatheredAttention, ProcessorAttention])
+@pytest.mark.parametrize("window", [None, 3, 7])
+@pytest.mark.parametrize("lens", [[[7, 8, 9]], [[9, 10], [1, 2], [4, 1], [16, 17]], [[33, 34, 1, 1], [2, 3, 4, 5]]])
+@pytest.mark.parametrize("extra", EXTRAS, ids=", ".join)
+def test_each_of_several_rows_of_a_request_sees_its_cells_up_to_its_own_length(
+    extra: dict[str, Any], lens: list[list[int]], window: int | None, kind: type[DecodeAttention]
+) -> None:
+    rng, layer = np.random.default_rng(len(lens)), shape(window, **extra)
+    paged = Paged(rng, [max(own) for own in lens], layer)
+    ends = np.array(lens, np.int32)
+    q = rng.standard_normal((ends.size, 6, 8), np.float32)
+    streams = (mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)) if len(lens) > 2 else ()
+    plan = kind([layer], SIZE, streams).plan(DecodeRows(mx.array(paged.table), mx.array(ends.reshape(-1))))
+    found = np.array(plan.forward(mx.array(q), paged.kv, layer)).reshape(*ends.shape, 6, 8)
+    for row, own in enumerate(ends):
+        queries = q.reshape(*ends.shape, 6, 8)[row]
+        wanted = by_hand(queries, paged.keys[row], paged.values[row], layer, own - 1)
+        np.testing.assert_allclose(found[row], wanted, atol=1e-5)
+
+
+def test_rows_of_a_request_have_its_page_table_each() -> None:
+    rows = DecodeRows(mx.array([[3, 7], [5, 1]]), mx.array([6, 7, 2, 3]))
+    assert (rows.width, rows.own_pages.tolist()) == (2, [[3, 7], [3, 7], [5, 1], [5, 1]])
+
+
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
 @pytest.mark.parametrize("prefix, count", [(0, 5), (0, 2), (6, 4), (13, 9), (1, 1)])
 @pytest.mark.parametrize("extra", EXTRAS, ids=", ".join)

@@ -87,6 +87,19 @@ def test_declared_fields_reach_the_model(graph: str, monkeypatch: pytest.MonkeyP
     assert any(path.startswith("compiled:4") for path in paths) is (graph == "compiled")
 
 
+def test_declared_fields_of_a_request_stand_beside_each_token_that_is_verified() -> None:
+    from devices.mlx.tests.test_inputs import SIZES, batch_of
+    from sglcore.device.batch import ForwardMode
+    from sglcore_mlx.pool import PageTable
+
+    batch = widened(batch_of([1, 1], [6, 2], ForwardMode.DECODE))
+    batch.cell_limits = np.array([9, 8], np.int32)
+    made = inputs.wide_inputs(WiderBatch, batch, PageTable(SIZES), 3, 3, 2)
+    assert made.fields["marks"].tolist() == [107, 107, 203, 203, -7, -7]
+    assert (made.slots.tolist(), made.limits.tolist(), made.nodes) == ([*batch.slots.tolist(), 0], [9, 8, 0], None)
+    assert made.page_table.shape == (3, 3) and not set(made.fields) & inputs.PLACED
+
+
 def test_a_field_that_is_lost_on_the_way_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps bring the weights of the step before."""
     wanted, _ = test_steps.run({"temperature": 0.0}, graph="off")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore_mlx.speculative.stepper import SpeculativeStepper
 from sglcore_mlx.stepper import Stepper
 
 CELLS = 96 << 20
@@ -43,6 +45,41 @@ def test_steps_in_flight_never_copy_the_cells_of_a_layer(graph: str) -> None:
         layer = built["pools"].cells[0].nbytes
         assert layer > 14 << 20
         assert bytes_beside(built, prompts=3) < layer
+
+
+SPECULATIVE = {
+    "speculative": "ngram",
+    "draft_tokens": 4,
+    "max_requests": 4096,
+    "kv_cache_memory": CELLS,
+    "dtype": "float32",
+}
+
+
+@pytest.mark.parametrize("graph", ["off", "compiled"])
+def test_steps_that_verify_proposals_copy_neither_cells_nor_the_texts_of_all_slots(graph: str) -> None:
+    with running(graph=graph, **SPECULATIVE) as built:
+        smallest = min(built["pools"].cells[0].nbytes, built["pools"].history.nbytes)
+        assert smallest > 4 << 20
+        assert bytes_beside(built, prompts=1) < smallest // 2
+
+
+class _ReadsFirst(SpeculativeStepper):
+    """Reads the texts as they were before the step, and writes then."""
+
+    def _place(self, *given: Any) -> Any:
+        self._before = self._state.made_history[:, :8]
+        return super()._place(*given)
+
+    def _accept(self, sampled: Any, *given: Any) -> Any:
+        nothing = mx.minimum(mx.min(self._before), 0)
+        return super()._accept(replace(sampled, token_ids=sampled.token_ids + nothing), *given)
+
+
+def test_texts_that_are_read_before_they_are_written_are_seen_to_be_copied() -> None:
+    with running(graph="off", **SPECULATIVE) as built:
+        built["worker"]._stepper.__class__ = _ReadsFirst
+        assert bytes_beside(built, prompts=1) > built["pools"].history.nbytes
 
 
 class _Holding(Stepper):

@@ -289,7 +289,6 @@ def test_kernels_that_this_device_does_not_have_are_refused(asked: str) -> None:
     [
         ({"hisparse": "on"}, "hisparse is asked for, and this device has one memory for host and accelerator"),
         ({"hisparse": '{"top_k": 0}'}, "top_k of hisparse is 0"),
-        ({"speculative": "ngram"}, "speculative is 'ngram', and this device verifies no proposals"),
         (
             {"quantize": "int8"},
             "quantize is 'int8', and this device takes weights and cells as the checkpoint has them",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,22 +15,31 @@ from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore_mlx.attention.paged import MetalAttention
+from sglcore_mlx.speculative.stepper import SpeculativeStepper
 from sglcore_mlx.stepper import Stepper
 
+COIN = {30: 2.0**30, 31: 2.0**30}
+"""Two tokens are drawn, so that what followed before is right now and then."""
 
-def run(host: Host | None) -> list[Request]:
-    """Three prompts, one of which is cut into chunks, to six tokens each."""
-    with running(dtype="float32", graph="off", page_size=8, max_batch_tokens=24) as built:
+
+def run(host: Host | None, tokens: int | None = None) -> list[Request]:
+    """Three prompts, one of which is cut into chunks, to six tokens each; or to twenty, of which so many are proposed a step."""
+    proposing: dict[str, Any] = {} if tokens is None else {"speculative": "ngram", "draft_tokens": tokens}
+    with running(dtype="float32", graph="off", page_size=8, max_batch_tokens=24, **proposing) as built:
         worker = built["worker"]
         if host is not None:
             model, sizes = built["model"], built["sizes"]
             attention = MetalAttention(model.layers, sizes.page_size, launcher=host.launch)
-            make = lambda: Stepper(model, attention, built["pools"], sizes, compiles=False)  # noqa: E731
+            kind = Stepper if tokens is None else partial(SpeculativeStepper, tokens=tokens)
+            make = partial(kind, model, attention, built["pools"], sizes, compiles=False)
             worker._stepper = built["stream_thread"].call(make)
         scheduler = Scheduler(worker.limits)
         rng, requests = np.random.default_rng(2), []
         for number, length in enumerate((5, 40, 17)):
-            params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
+            drawn: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6}
+            if tokens is not None:
+                drawn = {"temperature": 1.0, "max_tokens": 20, "logit_bias": COIN}
+            params = SamplingParams(**drawn, ignore_eos=True, logprobs=3)
             requests.append(Request(f"r{number}", rng.integers(5, 2000, length).astype(np.int32), params, seed=0))
             scheduler.add(requests[-1])
         loop = Loop(scheduler, worker)
@@ -39,7 +50,16 @@ def run(host: Host | None) -> list[Request]:
 
 @RUNS_HERE
 def test_requests_served_by_the_kernels_text_are_those_of_the_gather_path(tmp_path: Path) -> None:
-    for found, wanted in zip(run(Host(tmp_path)), run(None), strict=True):
+    check(run(Host(tmp_path)), run(None))
+
+
+@RUNS_HERE
+def test_tokens_verified_by_the_kernels_text_are_those_of_the_gather_path(tmp_path: Path) -> None:
+    check(run(Host(tmp_path), 3), run(None, 3))
+
+
+def check(some: list[Request], others: list[Request]) -> None:
+    for found, wanted in zip(some, others, strict=True):
         assert found.output_ids == wanted.output_ids
         for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
             np.testing.assert_allclose(one.top_logprobs, other.top_logprobs, atol=1e-4)

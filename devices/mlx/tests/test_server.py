@@ -8,6 +8,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,10 +23,10 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+@contextmanager
+def serving(*flags: str) -> Iterator[str]:
     """A server of the embedded model, as a process of its own on a free port."""
-    command = [sys.executable, "-m", "sglcore.cli", "serve", "--device", "mlx", "--port", "0", "--quiet"]
+    command = [sys.executable, "-m", "sglcore.cli", "serve", "--device", "mlx", "--port", "0", "--quiet", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
     try:
         assert process.stdout is not None
@@ -33,6 +34,13 @@ def url() -> Iterator[str]:
     finally:
         process.terminate()
         assert process.wait(30) == 0
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """One for all tests."""
+    with serving() as address:
+        yield address
 
 
 def post(url: str, path: str, **body: Any) -> Any:
@@ -96,6 +104,22 @@ def test_a_stream_is_the_text_of_the_answer_in_pieces(url: str) -> None:
         events = [line[6:].strip() for line in answer if line.startswith(b"data: ")]
     assert events[-1] == b"[DONE]"
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
+
+
+def test_a_server_with_proposals_answers_as_one_without_and_counts_them(url: str) -> None:
+    asked = [
+        {"prompt": "a cat, a dog, a cat, a dog, a cat, a", "max_tokens": 48, "ignore_eos": True, **more}
+        for more in ({"temperature": 0}, {"temperature": 1.0, "seed": 4}, {"temperature": 0.8, "top_p": 0.9, "seed": 5})
+    ]
+    with serving("--speculative", "ngram", "--draft-tokens", "3") as proposing, ThreadPoolExecutor(6) as pool:
+        rows = {row["topic"]: row["effective"] for row in get(proposing, "/server_info")["ledger"]}
+        assert rows["speculative"] == "ngram, 3 tokens a step"
+        found = list(pool.map(lambda body: post(proposing, "/v1/completions", **body), asked))
+        assert get(proposing, "/server_info/audit")["problems"] == []
+    plain = [post(url, "/v1/completions", **body) for body in asked]
+    assert [each["choices"][0]["text"] for each in found] == [each["choices"][0]["text"] for each in plain]
+    details = [each["usage"]["completion_tokens_details"] for each in found]
+    assert sum(each["accepted_prediction_tokens"] for each in details) > 0
 
 
 def test_nothing_is_held_afterwards(url: str) -> None:

@@ -11,8 +11,8 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import Ref, resolve
-from sglcore.runtime.speculative.length import lengths_of
 from sglcore.runtime.speculative.tree import MOST_NODES, TreeShape
+from sglcore.step.draft_length import lengths_of
 
 if TYPE_CHECKING:
     from sglcore.runtime.loaded_model import LoadedModel

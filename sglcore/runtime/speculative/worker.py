@@ -23,12 +23,12 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.drafter import NONE, Drafter, DraftRows, DrawDraft
 from sglcore.runtime.speculative.features import features_of
-from sglcore.runtime.speculative.length import LengthController
 from sglcore.runtime.staging import StagedArrays
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.sampler import SamplingState
 from sglcore.sampling.state import SampledTokens
+from sglcore.step.draft_length import LengthController
 from sglcore.step.output import StepOutput
 from sglcore.step.proposals import WideRows, node_limits, wide_rows, widen
 from sglcore.step.rows import RowPlan, plan_rows

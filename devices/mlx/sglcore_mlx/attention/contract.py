@@ -23,17 +23,28 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """B rows of one query each: `page_table` int32 [B, n], `seq_lens` int32 [B] with the query's own token counted."""
+    """N rows of one query for each of B requests, one after the other: `page_table` int32 [B, n], `seq_lens` int32 [B * N] with the
+    query's own token counted."""
 
     page_table: mx.array
     seq_lens: mx.array
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return self.seq_lens.shape[0] // max(self.page_table.shape[0], 1)
+
+    @property
+    def own_pages(self) -> mx.array:
+        """int32 [B * N, n]: the page table of each row."""
+        return self.page_table if self.width == 1 else mx.repeat(self.page_table, self.width, axis=0)
 
 
 class AttentionPlan(Protocol):
     """What a backend worked out of some rows, once for all layers."""
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """[B, heads, D] of q [B, heads, D] over the cells kv [cells, 2, kv_heads, D], in q's dtype. Queues only."""
+        """[B * N, heads, D] of q [B * N, heads, D] over the cells kv [cells, 2, kv_heads, D], in q's dtype. Queues only."""
         ...
 
 

@@ -26,7 +26,7 @@ class PagedPlan:
         return paged_decode(
             q,
             kv,
-            self.rows.page_table,
+            self.rows.own_pages,
             self.rows.seq_lens,
             page_size=self.page_size,
             scale=layer.scale,

@@ -23,8 +23,13 @@ class ProcessorPlan:
     streams: tuple[mx.Stream, ...]
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """[B, heads, D] of q [B, heads, D] over kv [cells, 2, kv_heads, D]."""
-        rows, count = q.shape[0], len(self.streams)
+        """[B * N, heads, D] of q [B * N, heads, D] over kv [cells, 2, kv_heads, D]."""
+        rows, count = self.gathered.cells.shape[0], len(self.streams)
+        queries = q.reshape(rows, -1, *q.shape[1:])
+        return self._shared(queries, kv, layer, rows, count).reshape(q.shape)
+
+    def _shared(self, q: mx.array, kv: mx.array, layer: LayerShape, rows: int, count: int) -> mx.array:
+        """[B, N, heads, D], on as many streams as take a share of the requests."""
         if not count or rows < count:
             return self._attend(q, kv, layer, slice(0, rows))
         mixed: list[mx.array] = []
@@ -35,16 +40,19 @@ class ProcessorPlan:
         return mx.concatenate(mixed)
 
     def _attend(self, q: mx.array, kv: mx.array, layer: LayerShape, rows: slice) -> mx.array:
-        """The queries of some rows; sums of weights are in float32."""
+        """The queries [b, N, heads, D] of some requests; sums of weights are in float32."""
         found, mask = kv[self.gathered.cells[rows]], self.gathered.masks[layer.sliding_window][rows]
-        count, heads, size = q.shape
+        count, width, heads, size = q.shape
         if layer.softcap is not None or layer.sinks is not None:
             keys, values = found[:, :, 0].swapaxes(1, 2), found[:, :, 1].swapaxes(1, 2)
-            return attend(q[:, :, None], keys, values, mask, layer)[:, :, 0]
-        shared = q.reshape(count, layer.num_kv_heads, heads // layer.num_kv_heads, size)
+            return attend(q.swapaxes(1, 2), keys, values, mask, layer).swapaxes(1, 2)
+        kinds, each = layer.num_kv_heads, heads // layer.num_kv_heads
+        shared = q.reshape(count, width, kinds, each, size).swapaxes(1, 2).reshape(count, kinds, width * each, size)
         scores = (shared * layer.scale) @ found[:, :, 0].transpose(0, 2, 3, 1)
-        weights = mx.softmax(mx.where(mask, scores.astype(mx.float32), -mx.inf), axis=-1).astype(q.dtype)
-        return (weights @ found[:, :, 1].swapaxes(1, 2)).reshape(count, heads, size)
+        seen = mask if width == 1 else mx.repeat(mask, each, axis=2)
+        weights = mx.softmax(mx.where(seen, scores.astype(mx.float32), -mx.inf), axis=-1).astype(q.dtype)
+        mixed = (weights @ found[:, :, 1].swapaxes(1, 2)).reshape(count, kinds, width, each, size)
+        return mixed.swapaxes(1, 2).reshape(q.shape)
 
 
 class ProcessorAttention:
@@ -54,7 +62,7 @@ class ProcessorAttention:
     facts: ClassVar[AttentionFacts] = AttentionFacts(compute=("cpu",))
 
     def __init__(self, layers: Sequence[LayerShape], page_size: int, streams: tuple[mx.Stream, ...] = ()) -> None:
-        """`streams` each take a share of the rows; without any, the default stream takes all."""
+        """`streams` each take a share of the requests; without any, the default stream takes all."""
         self._gathered = GatheredAttention(layers, page_size)
         self._streams = streams
 

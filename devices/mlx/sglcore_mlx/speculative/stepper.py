@@ -1,0 +1,183 @@
+"""The stepper whose decode steps verify proposals: one forward over each request's last token and what was proposed after it.
+
+A proposal is right when it equals the token that the target draws in its place, so the text is the same as without any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.sampling.state import SampledTokens
+from sglcore.step.output import StepOutput
+from sglcore.step.proposals import WideRows, most_lens, wide_rows, widen
+from sglcore.step.sampling import NO_INPUTS
+from sglcore.step.sizing import MemorySizes
+from sglcore_mlx.attention.contract import DecodeAttention
+from sglcore_mlx.inputs import bucket, row_bucket, wide_inputs
+from sglcore_mlx.models.contract import Model
+from sglcore_mlx.pool import DeviceState
+from sglcore_mlx.speculative.ngram import propose
+from sglcore_mlx.speculative.verify import NONE, Drafts, Placed, Runs, accept, make_drafts, place
+from sglcore_mlx.stepper import Launched, Stepper
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many proposals of each request a step verifies, and how many it makes for the next one."""
+
+    verified: int
+    made: int
+
+
+Drafter: TypeAlias = Callable[[mx.array, mx.array, int], mx.array]
+"""`drafter(known int32[R, M], last int32[R], tokens) -> int32[R, tokens]`, as `ngram.propose`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The requests of a verification, `slots` and `limits` int32[B], and the most cells that one of them can have after it."""
+
+    slots: mx.array
+    limits: mx.array
+    most: int
+
+
+class SpeculativeStepper(Stepper):
+    """Proposes by what followed before in the same text, unless the host proposes. Decode rows bring up to `tokens` proposals each,
+    prompts come as always."""
+
+    def __init__(
+        self,
+        model: Model,
+        attention: DecodeAttention,
+        state: DeviceState,
+        sizes: MemorySizes,
+        *,
+        tokens: int,
+        **options: Any,
+    ) -> None:
+        """`options` are those of `Stepper`."""
+        super().__init__(model, attention, state, sizes, **options)
+        self.drafter: Drafter = propose
+        self._tokens = tokens
+        self._counts = Counts(tokens, tokens)
+        self._wide: WideRows | None = None
+        rows = self._forward.rows
+        self._rows = mx.compile(rows) if self._compiles else rows
+        state.drafts = make_drafts(sizes.max_requests, tokens)
+        self._sampling.make_history(state)
+        mx.eval(state.arrays())
+
+    def launch_with(self, counts: Counts, batch: ScheduleBatch) -> Launched:
+        """As `launch`, with as many proposals."""
+        self._counts = counts
+        return self.launch(batch)
+
+    def _generate(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
+        return self._verify(batch) if batch.forward_mode.is_decode else self._extend(batch)
+
+    def _extend(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
+        """A prompt's forward, and what is proposed to follow where it is whole."""
+        output, slots = super()._generate(batch), mx.array(batch.slots)
+        assert output.tokens is not None
+        self._drafts.lengths[slots] = mx.array(batch.seq_lens)
+        lengths, roots = output.rows.select(batch.seq_lens), output.tokens.token_ids
+        if len(lengths):
+            emitting = mx.array(output.rows.select(batch.slots))
+            self._propose(emitting, mx.array(lengths), roots, int(lengths.max()))
+        output.drafts = self._told(batch, slots)
+        return output
+
+    def _verify(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
+        """A token of each request and its proposals; then what is proposed next."""
+        width = self._counts.verified + 1
+        self._table.append(batch)
+        wide = self._widened(batch, width)
+        is_steady = batch.masks is None and self._sampling.is_steady(wide.number)
+        many = batch if is_steady else widen(batch, wide)
+        inputs = NO_INPUTS if is_steady else self._sampling.inputs(many, wide.plan)
+        arrived = {name: mx.array(values) for name, values in inputs.arrays.items()}
+        logits, rows, placed, path = self._verify_logits(batch, width)
+        sampled = self._sampling.verify(many, wide.plan, logits, inputs, arrived, self._state, placed.lengths)
+        runs = self._accept(sampled, rows, placed)
+        self._propose(rows.slots, runs.lengths, runs.roots, rows.most)
+        drafts = self._told(batch, rows.slots)
+        return StepOutput(wide.plan, path, sampled, runs=(runs.accepted, runs.proposed), drafts=drafts)
+
+    def _verify_logits(self, batch: ScheduleBatch, width: int) -> tuple[mx.array, Rows, Placed, str]:
+        """float32 [B * N, V], the requests, their tokens, and what ran. The tokens are in the history from here on: nothing reads that
+        before, so that it is written in its own memory."""
+        count, state, table = batch.batch_size, self._state, self._table
+        most = int(most_lens(batch, width).max())
+        pages = bucket(-(-most // table.page_size), table.rows.shape[1])
+        size = row_bucket(count, self._row_buckets, self._max_requests) if self._compiles else count
+        given = wide_inputs(self._batch_type, batch, table, size, pages, width)
+        slots, limits, page_table = mx.array(given.slots), mx.array(given.limits), mx.array(given.page_table)
+        if batch.proposals is not None:
+            self._take_proposals(slots[:count], mx.array(batch.proposals))
+        placed = self._place(slots, limits, None if given.nodes is None else mx.array(given.nodes), width)
+        state.made_history[placed.owners, placed.positions] = placed.ids
+        fields = {name: mx.array(values) for name, values in given.fields.items()}
+        fields |= {
+            "req_pool_indices": placed.owners.reshape(-1),
+            "seq_lens": placed.lengths,
+            "positions": placed.positions.reshape(-1),
+            "input_ids": placed.ids.reshape(-1),
+            "out_cache_loc": placed.cells(page_table, table.page_size),
+        }
+        logits, state.cells, _ = self._rows(fields, page_table, state.cells, [])
+        path = f"compiled:{size}x{width}" if self._compiles else "eager"
+        rows = Rows(slots[:count], limits[:count], most)
+        return logits[: count * width], rows, placed.first(count), path
+
+    def _widened(self, batch: ScheduleBatch, width: int) -> WideRows:
+        number = batch.composition * (self._tokens + 2) + width
+        if self._wide is None or self._wide.number != number:
+            self._wide = wide_rows(batch, width, number)
+        return self._wide
+
+    def _take_proposals(self, slots: mx.array, given: mx.array) -> None:
+        """Those of the host int32[B, k] instead of our own, but where it has none."""
+        table = self._drafts.proposals
+        table[slots] = mx.where(given[:, :1] < 0, table[slots], given)
+
+    def _place(self, slots: mx.array, limits: mx.array, nodes: mx.array | None, width: int) -> Placed:
+        return place(self._state.last, self._drafts, slots, limits, nodes, width)
+
+    def _accept(self, sampled: SampledTokens[mx.array], rows: Rows, placed: Placed) -> Runs:
+        """How far the proposals are right; the tables are those of the next step from here on."""
+        runs = accept(sampled.token_ids.reshape(placed.ids.shape), placed, self._drafts, rows.slots, rows.limits)
+        self._drafts.lengths[rows.slots] = runs.lengths
+        self._state.last[rows.slots] = runs.roots
+        return runs
+
+    def _propose(self, slots: mx.array, lengths: mx.array, roots: mx.array, most: int) -> None:
+        """What follows texts of lengths int32[B], at most `most`, whose last tokens are roots int32[B], which the history does not
+        have yet."""
+        tokens, table = self._counts.made, self._drafts.proposals
+        table[slots] = NONE
+        if not tokens:
+            return
+        places = mx.arange(most + 1, dtype=mx.int32)[None]
+        known = self._state.made_history[slots, : most + 1]
+        known = mx.where(places == lengths[:, None], roots[:, None], known)
+        table[slots, :tokens] = self.drafter(known, lengths, tokens)
+
+    def _told(self, batch: ScheduleBatch, slots: mx.array) -> mx.array | None:
+        """int32[B, k]: what is proposed next, where the host makes masks along it."""
+        return None if batch.masks is None else self._drafts.proposals[slots]
+
+    @property
+    def _drafts(self) -> Drafts:
+        assert self._state.drafts is not None
+        return self._state.drafts
+
+    def close(self) -> None:
+        """As the plain stepper's."""
+        super().close()
+        del self._rows

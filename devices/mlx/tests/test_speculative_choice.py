@@ -1,0 +1,119 @@
+"""What a start verifies, and what it refuses by name: before a model is read, or before its weights are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from devices.mlx.tests.parity import write_tiny
+from devices.mlx.tests.running import bring_up, running
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore_mlx.speculative.choice import COUPLED, GAPS, RULE_GAPS, SERVED, choose_speculation
+
+
+def chosen(**settings: Any) -> tuple[Any, Row]:
+    ledger = DecisionLedger()
+    found = choose_speculation(EngineConfig(**settings), ledger)
+    (row,) = ledger.rows
+    return found, row
+
+
+@pytest.mark.needs("torch")
+def test_every_kind_and_rule_of_the_core_is_served_or_a_gap_with_its_reason() -> None:
+    from sglcore.runtime.speculative.choice import KINDS, RULES
+
+    assert set(KINDS) == {"auto", "off", *SERVED, *GAPS}
+    assert set(RULES) == {COUPLED, *RULE_GAPS}
+    assert not set(SERVED) & set(GAPS) and all(GAPS.values()) and all(RULE_GAPS.values())
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_what_is_served_is_a_row_of_the_ledger(kind: str) -> None:
+    found, row = chosen(speculative=kind)
+    assert (found.kind, found.lengths, found.from_host) == (kind, (0, 1, 3, 4), kind == "suffix")
+    assert (row.requested, row.effective) == (kind, f"{kind}, 0, 1, 3 or 4 tokens a step")
+    found, row = chosen(speculative=kind, draft_tokens=6)
+    assert (found.lengths, row.effective) == ((6,), f"{kind}, 6 tokens a step")
+
+
+@pytest.mark.parametrize("asked", [None, "auto", "off"])
+def test_nothing_is_proposed_where_no_kind_is_asked_for(asked: str | None) -> None:
+    found, row = chosen(speculative=asked)
+    assert found is None and (row.requested, row.effective) == (asked or "not asked", "off")
+    assert "--speculative ngram" in row.remedy
+
+
+@pytest.mark.parametrize("kind", GAPS)
+def test_a_gap_is_refused_by_its_name(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"speculative is '{kind}', and {GAPS[kind]}; wanted one of ngram, suffix"):
+        chosen(speculative=kind)
+
+
+@pytest.mark.parametrize("rule", RULE_GAPS)
+def test_a_rule_that_is_a_gap_is_refused_by_its_name(rule: str) -> None:
+    with pytest.raises(ConfigError, match=f"speculative_verify is '{rule}', and {RULE_GAPS[rule]}; wanted coupled"):
+        chosen(speculative="ngram", speculative_verify=rule)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"speculative": "ghost"}, "speculative is 'ghost'; wanted one of auto, off, ngram, suffix, eagle"),
+        ({"speculative_verify": "ghost"}, "speculative_verify is 'ghost'; wanted one of coupled, rejection, block"),
+        ({"draft_model": "somewhere"}, "a draft model is given, and a model that proposes has no worker"),
+        ({"speculative": "ngram", "draft_model": "somewhere"}, "a draft model is given"),
+        (
+            {"speculative": "ngram", "draft_width": 2},
+            "draft_width is 2 and draft_depth None, and this device verifies one",
+        ),
+        (
+            {"speculative": "ngram", "draft_depth": 3},
+            "draft_width is 1 and draft_depth 3, and this device verifies one",
+        ),
+        ({"speculative": "suffix", "prefix_cache": False}, "the prefix cache is off, which has what is proposed"),
+    ],
+)
+def test_what_can_not_be_is_refused_before_a_model_is_read(asked: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        chosen(**asked)
+    with pytest.raises(ConfigError, match=reason):
+        bring_up(Path("/nowhere"), **asked)
+
+
+def test_a_model_that_keeps_states_is_refused_by_name_before_its_weights_are_read(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hybrid", hybrid=True)
+    told: list[tuple[Any, ...]] = []
+    wanted = "speculative is 'ngram', and GraniteMoeHybridForCausalLM keeps a state of each request"
+    from devices.mlx.tests import running as module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "no_progress", lambda *given: told.append(given))
+        with pytest.raises(ConfigError, match=wanted):
+            bring_up(folder, speculative="ngram")
+        assert not told
+        with running(folder):
+            assert told
+
+
+def test_a_model_that_embeds_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["LlamaModel"], "pooling": "last"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="speculative is 'ngram', and this model embeds"):
+        bring_up(folder, speculative="ngram", task="embed")
+
+
+def test_prompts_come_whole_beside_proposals() -> None:
+    ledger = DecisionLedger()
+    with running(ledger=ledger, speculative="ngram", prompt_slices="auto") as built:
+        limits = built["worker"].limits
+        assert (limits.sliced_layers, limits.draft_tokens, limits.keeps_history) == (0, 4, True)
+        assert not limits.allows_mixed_batches and limits.can_overlap
+    row = next(row for row in ledger.rows if row.topic == "prompt slices")
+    assert row.effective == "off" and "proposes tokens" in row.reason
