@@ -32,7 +32,7 @@ OFFERED: Ref = "sglcore.models.draft:offered_head"
 runtime."""
 
 LoadDraft = Callable[[Path, str], Any]
-"""`load(folder, kind)`: the draft, with its `model` and its `aux_layers`."""
+"""`load(folder, kind)`: the draft, with its `model`, its `aux_layers` and its `heads`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ class StepShape:
 class Speculation:
     """Proposals of this `kind`, as many a step as one of `lengths`, ascending. `draft` is the model that makes them (None: none
     does); `aux_layers` as in `StepShape`, None where it reads nothing of the target but its tokens. `rule`: by which they are
-    accepted. `is_tried`: only if it turns out to be faster than no proposals."""
+    accepted. `is_tried`: only if it turns out to be faster than no proposals. `heads`: layers of the draft of which each proposes
+    one token (1: one proposes all)."""
 
     kind: str
     lengths: tuple[int, ...]
@@ -62,6 +63,7 @@ class Speculation:
     aux_layers: tuple[int, ...] | None = None
     rule: str = COUPLED
     is_tried: bool = False
+    heads: int = 1
 
     @property
     def summary(self) -> str:
@@ -86,6 +88,9 @@ class Speculation:
             return StepShape(widths, aux_layers=self.aux_layers or ())
         if self.kind == DFLASH:
             return StepShape((model.config.words["block_size"],))
+        if self.heads > 1:
+            # As many rows before those of the target as are written again.
+            return StepShape(tuple(each + self.heads - 1 for each in widths), model.feature_size)
         if self.aux_layers is None:
             return StepShape((1, *(each + 1 for each in widths)))
         return StepShape(tuple(sorted({1, *widths})), model.feature_size)
@@ -143,7 +148,18 @@ def choose_speculation(
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
     if kind == DFLASH:
         made = replace(made, lengths=_lengths_in_block(config, made, draft.model.config.words["block_size"]))
+    if draft.heads > 1:
+        made = _by_heads(config, made, draft.heads, ledger)
     return replace(made, draft=draft.model, aux_layers=draft.aux_layers)
+
+
+def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: DecisionLedger) -> Speculation:
+    """Proposals by layers of a draft of which each makes one."""
+    lengths = tuple(sorted({min(each, heads) for each in made.lengths}))
+    told, why = ", ".join(map(str, lengths)), f"each of the draft's {heads} layers proposes one token of a step"
+    asked = "auto" if config.draft_tokens is None else str(config.draft_tokens)
+    ledger.record(Row("draft tokens", asked, told, why, "--draft-tokens 1, for the first layer alone"))
+    return replace(made, lengths=lengths, heads=heads)
 
 
 def _lengths_in_block(config: EngineConfig, made: Speculation, block: int) -> tuple[int, ...]:
