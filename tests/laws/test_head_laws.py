@@ -17,6 +17,7 @@ from torch import Tensor
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
+from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative.choice import choose_speculation
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.heads import MultiHeadDrafter, Window
@@ -99,6 +100,22 @@ def texts(engine: TokenEngine, prompts: list[list[int]], **given: Any) -> Ran:
     return run_texts(engine, prompts, TOKENS, SAMPLING[: len(prompts)], **given)
 
 
+class Watched:
+    """A runner that remembers which paths decodes of several rows took."""
+
+    def __init__(self, inner: Any, paths: set[str]) -> None:
+        self.inner, self._paths = inner, paths
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def forward(self, batch: ForwardBatch) -> tuple[Tensor, str]:
+        hidden, path = self.inner.forward(batch)
+        if batch.forward_mode.is_decode:
+            self._paths.add(path.partition(":")[0])
+        return hidden, path
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     target = llama(**TARGET, max_position_embeddings=CONTEXT, vocab_size=VOCABULARY)
@@ -133,6 +150,8 @@ def difference(made: Made, heads: int = HEADS, retracts: bool = False, **setting
     engine = TokenEngine(made.folder, speculative="mtp", **given)
     worker: Any = engine.worker
     assert isinstance(worker.drafter, MultiHeadDrafter)
+    paths = [set[str]() for _ in range(heads)]
+    worker.drafter.runners = tuple(map(Watched, worker.drafter.runners, paths))
     worker.drafter = steered = Steered(worker.drafter, heads)
     worst = 0.0
     try:
@@ -143,6 +162,7 @@ def difference(made: Made, heads: int = HEADS, retracts: bool = False, **setting
             worst = max(worst, furthest(made, whole, steered.steps))
         stats = engine.scheduler.stats()
         assert stats.hit_tokens > 0 and (stats.retractions > 0) == retracts
+        assert all(bool(each - {"eager"}) == (settings["graph"] != "off") for each in paths), paths
     finally:
         worker.close()
     return worst
@@ -322,3 +342,5 @@ def test_the_ledger_says_how_many_layers_propose(made: Made, tokens: int | None,
     found = choose_speculation(config, model, made.folder, ledger, lambda *_: draft)
     assert found is not None and (found.lengths, found.heads) == (lengths, lengths[-1])
     assert ("draft tokens" in {row.topic for row in ledger.rows}) == (lengths[-1] > 1)
+    (row,) = [row for row in ledger.rows if row.topic == "speculative"]
+    assert row.effective == found.summary

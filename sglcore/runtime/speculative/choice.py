@@ -139,10 +139,8 @@ def choose_speculation(
         found = "speculative is 'suffix', and the prefix cache is off, which has what is proposed"
         raise ConfigError(found, remedy="--speculative ngram, or leave the prefix cache on")
     made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried)
-    if not is_tried:
-        ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))
     if kind in WITHOUT_MODEL:
-        return made
+        return _recorded(made, asked, why, ledger)
     draft = load(_draft_folder(config, folder, kind), kind)
     if reason := _reason_against_draft(draft.model):
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
@@ -150,7 +148,14 @@ def choose_speculation(
         made = replace(made, lengths=_lengths_in_block(config, made, draft.model.config.words["block_size"]))
     if draft.heads > 1:
         made = _by_heads(config, made, draft.heads, ledger)
-    return replace(made, draft=draft.model, aux_layers=draft.aux_layers)
+    return _recorded(replace(made, draft=draft.model, aux_layers=draft.aux_layers), asked, why, ledger)
+
+
+def _recorded(made: Speculation, asked: str, why: str, ledger: DecisionLedger) -> Speculation:
+    """The same, said in the ledger; of what is tried the trial says it."""
+    if not made.is_tried:
+        ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(made.rule)}", "--speculative off"))
+    return made
 
 
 def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: DecisionLedger) -> Speculation:
