@@ -115,9 +115,6 @@ def load_draft(
         )
     draft, shapes = _draft_config(folder, kind, target, config.draft_tokens), _shapes(folder)
     heads = len(draft.words.get(PREFIXES, ()))
-    if heads > 1 and groups is not None:
-        found = f"the draft has {heads} layers that predict a token each, which are not cut for ranks"
-        raise ConfigError(found, remedy="--draft-tokens 1, --tp 1, or another draft")
     if groups is not None:
         topology = groups.place.topology
         check_topology(draft, replace(topology, ep=1) if draft.moe is None else topology)

@@ -90,7 +90,7 @@ class Steered:
         texts, steered = {request.slot: index for index, request in enumerate(self.requests)}, found.tolist()
         for row, (slot, cells) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
             self.steps.append(Drawn(texts[slot], cells, torch.stack([each[row] for each in drawn]), steered[row]))
-            right = self.texts[texts[slot]][cells + 1 :][: self._random.integers(self._heads + 1)]
+            right = self.texts[texts[slot]][cells + 1 :][: min(self._random.integers(self._heads + 1), len(drawn))]
             steered[row] = [*right, *((each + 1) % VOCABULARY for each in steered[row][len(right) :])]
         return torch.tensor(steered, dtype=torch.int32).to(found.device)
 
@@ -128,7 +128,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         engine.worker.close()
 
 
-def furthest(made: Made, texts: list[list[int]], steps: Sequence[Drawn]) -> float:
+def furthest(made: Made, texts: list[list[int]], steps: Sequence[Drawn], changes: bool = False) -> float:
     """The largest difference of log-probabilities. A step behind the end of a text goes on with what nobody sees."""
     features, before, worst = [features_of(made.target, text, "mtp") for text in texts], [0] * len(texts), 0.0
     accepts = set()
@@ -140,18 +140,19 @@ def furthest(made: Made, texts: list[list[int]], steps: Sequence[Drawn]) -> floa
         known = texts[text][1 : cells + 1]
         wanted = made.dense.propose(known, features[text][:cells], proposals[: len(logprobs) - 1])
         worst = max(worst, float((logprobs - wanted).abs().max()))
-    assert min(before) and accepts == set(range(len(made.dense.heads) + 1))
+    assert min(before) and (changes or accepts == set(range(len(made.dense.heads) + 1)))
     return worst
 
 
-def difference(made: Made, heads: int = HEADS, retracts: bool = False, **settings: Any) -> float:
+def difference(made: Made, heads: int = HEADS, retracts: bool = False, changes: bool = False, **settings: Any) -> float:
     """Of texts of one engine, some of which begin as others; each text is the one without proposals."""
     given = {"draft_tokens": heads, "max_batch_tokens": 16, "scramble_pages": 2, "graph_buckets": (1, 2, 5), **settings}
     engine = TokenEngine(made.folder, speculative="mtp", **given)
     worker: Any = engine.worker
     assert isinstance(worker.drafter, MultiHeadDrafter)
     paths = [set[str]() for _ in range(heads)]
-    worker.drafter.runners = tuple(map(Watched, worker.drafter.runners, paths))
+    watched: Any = worker.drafter
+    watched.runners = tuple(map(Watched, watched.runners, paths))
     worker.drafter = steered = Steered(worker.drafter, heads)
     worst = 0.0
     try:
@@ -159,8 +160,10 @@ def difference(made: Made, heads: int = HEADS, retracts: bool = False, **setting
             whole = [prompt + tokens for prompt, tokens in zip(prompts, plain.tokens, strict=True)]
             found = texts(engine, prompts, prepare=partial(steered.begin, whole))
             check_same(found, plain)
-            worst = max(worst, furthest(made, whole, steered.steps))
+            worst = max(worst, furthest(made, whole, steered.steps, changes))
         stats = engine.scheduler.stats()
+        evidence = worker.length._evidence.values()
+        assert set().union(*(each.seconds for each in evidence)) == (set(worker.length.lengths) if changes else set())
         assert stats.hit_tokens > 0 and (stats.retractions > 0) == retracts
         assert all(bool(each - {"eager"}) == (settings["graph"] != "off") for each in paths), paths
     finally:
@@ -277,13 +280,9 @@ def test_as_many_layers_propose_as_tokens_were_asked_for(made: Made, count: int)
 
 
 @CORE
-def test_their_number_changes_no_text_where_it_changes(made: Made) -> None:
-    engine = TokenEngine(made.folder, speculative="mtp", graph="off")
-    worker: Any = engine.worker
-    assert worker.length.lengths == (0, 1, 3)
-    for _ in range(3):
-        check_same(texts(engine, PROMPTS), made.plain[0])
-    worker.close()
+def test_numbers_that_change_change_nothing(made: Made) -> None:
+    """Steps without any are among them, after which cells have no proposals in them, but tokens that never were proposed."""
+    assert difference(made, graph="off", draft_tokens=None, changes=True) < TOLERANCE
 
 
 @CORE
@@ -323,12 +322,6 @@ def test_layers_of_another_layout_propose_too(tmp_path: Path) -> None:
 def test_more_proposals_than_there_are_layers_are_refused(made: Made) -> None:
     with pytest.raises(ConfigError, match="draft_tokens is 4, and .* has 3 layers .*; --draft-tokens 3, or fewer"):
         TokenEngine(made.folder, speculative="mtp", draft_tokens=4)
-
-
-@CORE
-def test_layers_that_are_not_cut_for_ranks_are_refused(made: Made) -> None:
-    with pytest.raises(ConfigError, match="3 layers that predict a token each, which are not cut for ranks; "):
-        TokenEngine(made.folder, speculative="mtp", tp=2, graph="off")
 
 
 @CORE

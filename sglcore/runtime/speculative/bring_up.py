@@ -136,7 +136,7 @@ def draft_heads(
         if draft_runner.graphs is not None:
             # What the first one's rows of the ledger say is said of all.
             unsaid, told = DecisionLedger(), partial(progress, "capturing graphs")
-            backend = make_backend(config, package, facts, streams, each.attn_backend, unsaid)
+            backend = make_backend(config, package, facts, streams, each.attn_backend, unsaid, each.groups)
             assert backend is not None
             widths = speculation.shape_of(speculation.draft).widths
             each.graphs = capture(config, facts, backend, each, unsaid, told, widths)
@@ -158,6 +158,7 @@ def beside(runner: ModelRunner, model: Model, config: EngineConfig, facts: Facts
         is_narrow=runner.is_narrow,
         needs_host_lengths=facts.needs_host_lengths,
         window_table=runner.window_table,
+        groups=runner.groups,
     )
 
 
