@@ -3,8 +3,9 @@ out, whatever was accepted before, and none changes a text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -246,6 +247,11 @@ def keeps_for_another(drafter: MultiHeadDrafter, slots: Tensor, ids: Tensor, fea
     MultiHeadDrafter.keep(drafter, slots.roll(1), ids, features)
 
 
+def runs_no_more_than_wanted(drafter: MultiHeadDrafter, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
+    """Cells of layers of which nothing is wanted are left out."""
+    return islice(MultiHeadDrafter.run_verified(drafter, rows, features), rows.wanted)
+
+
 @CORE
 @pytest.mark.parametrize(
     ("part", "defect"),
@@ -256,6 +262,7 @@ def keeps_for_another(drafter: MultiHeadDrafter, slots: Tensor, ids: Tensor, fea
         ("ahead", expects_too_early),
         ("verified", shifted_features),
         ("keep", keeps_for_another),
+        ("run_verified", runs_no_more_than_wanted),
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
@@ -265,7 +272,8 @@ def test_a_defect_shows(made: Made, part: str, defect: Any, monkeypatch: pytest.
 
     setattr(Defective, part, defect)
     monkeypatch.setattr("sglcore.runtime.speculative.make.MultiHeadDrafter", Defective)
-    assert difference(made, graph="off") > 0.01
+    changing: Any = {"draft_tokens": None, "changes": True} if defect is runs_no_more_than_wanted else {}
+    assert difference(made, graph="off", **changing) > 0.01
 
 
 @CORE
