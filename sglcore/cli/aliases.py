@@ -28,6 +28,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "threads": ("-t",),
         "speculative": ("--speculative-algorithm",),
         "draft_model": ("--speculative-draft-model-path", "--speculative-model", "--model-draft", "-md"),
+        "draft_width": ("--speculative-eagle-topk",),
         "draft_tokens": ("--speculative-num-steps", "--num-speculative-tokens"),
         "served_model_name": ("--alias", "-a"),
         "chat_template": ("--chat-template-file",),

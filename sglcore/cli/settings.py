@@ -126,6 +126,9 @@ def _speculative(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What proposes, by our names, of all flags that say it. Raises ConfigError for a JSON object that is none, and for a setting
     that two flags give."""
     given = [(each, settings[each]) for each in SPECULATIVE_KEYS.values() if each in settings]
+    if settings.get("draft_width", 1) > 1 and settings.get(_NODES) is not None:
+        # Of a tree, others count the steps of the draft and the nodes.
+        given = [("draft_depth" if name == "draft_tokens" else name, value) for name, value in given]
     if (nodes := settings.get(_NODES)) is not None:
         given.append(("draft_tokens", nodes - 1))
     if (text := settings.get(_CONFIG)) is not None:

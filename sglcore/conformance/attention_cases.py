@@ -42,6 +42,8 @@ MODES: Mapping[str, tuple[ForwardMode, tuple[Rows, ...]]] = MappingProxyType(
 
 EXTRAS = ("softcap", "sinks")
 """What a layer may ask of a backend that names it among its features; no model of the kit does."""
+TREE = "tree_mask"
+"""The feature of a backend whose decode rows may leave out single cells; no layer asks for it, but batches."""
 LIFT = 90.0
 """What all scores of such a layer have in common: beside it a half type keeps no fraction, so scores are to be float32."""
 
@@ -151,7 +153,7 @@ def attend(
     layer = asking_for(runner.model.attention_layers[0], extra, device)
     probe = Probe(layer, contents, device, dtype)
     runner.model = probe
-    if extra:
+    if extra in EXTRAS:
         runner.attn_backend = rebuilt(runner.attn_backend, layer)
     with torch.inference_mode():
         cells = every_cell(harness)
@@ -163,10 +165,18 @@ def attend(
         pool.write_cells(0, cells, *held)
         harness.settle()
         staged = runner.init_batch(schedule_batch(contents, mode, harness.limits.page_size))
+        if extra == TREE:
+            staged.visible = words_of_trees(len(contents.rows)).to(device)
         out = runner.run_eager(staged).to("cpu", copy=True)
         keys, values = (part.to("cpu", copy=True) for part in pool.read_cells(0, cells))
         refreshed = again(runner.attn_backend, probe) if again is not None else None
         return Seen(out, keys, values, None if refreshed is None else refreshed.to("cpu", copy=True))
+
+
+def words_of_trees(rows: int) -> Tensor:
+    """int32[rows]: what each row sees of the cells before its own, which it sees; about half of them."""
+    generator = torch.Generator(device="cpu").manual_seed(rows)
+    return torch.randint(-(1 << 31), 0, (rows,), generator=generator, dtype=torch.int32, device="cpu")
 
 
 def every_cell(harness: Harness) -> Tensor:

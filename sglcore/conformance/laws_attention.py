@@ -16,6 +16,7 @@ from sglcore.conformance.attention_cases import (
     EXTRAS,
     LIFT,
     MODES,
+    TREE,
     Contents,
     Probe,
     Seen,
@@ -50,9 +51,9 @@ CLAIMED = ((9, 1), (0, 12), (7, 5))
 def attention_is_reference(trial: Trial) -> None:
     """One backend in one mode, over page sizes; what a layer asks for beside, together with a window where it serves one."""
     backend, mode, asked = (*trial.case.split("/"), "")[:3]
-    extra = asked if asked in EXTRAS else ""
+    extra = asked if asked in (*EXTRAS, TREE) else ""
     features = _facts_of(trial, backend).features
-    model = "window" if asked and "sliding_window" in features else "dense"
+    model = "window" if asked not in ("", TREE) and "sliding_window" in features else "dense"
     if mode == "mixed" and not trial.target.facts().allows_mixed_batches:
         raise NotApplicable("the device has no mixed batches")
     starts = _starts(trial.target, backend, bool(extra))
@@ -74,7 +75,7 @@ def _check_start(
     reference = trial.kit.reference(model, harness.geometry.head_dim, page_size=size)
     forward_mode, batches = MODES[mode]
     for seed, rows in enumerate(batches[-1:] if extra else batches):
-        contents = draw_contents(seed, rows, harness, reference, lift=LIFT if extra else 0.0)
+        contents = draw_contents(seed, rows, harness, reference, lift=LIFT if extra in EXTRAS else 0.0)
         again = partial(_refreshed, harness.facts.needs_host_lengths) if mode == "decode" else None
         found = attend(harness, forward_mode, contents, again, extra)
         wanted = attend(reference, forward_mode, contents, extra=extra)
@@ -186,7 +187,7 @@ def _page_sizes(target: Target, backend: str) -> tuple[int, ...]:
 
 
 def attention_cases(target: Target) -> tuple[str, ...]:
-    """Each backend of the runtime in each mode, also with a window and each of `EXTRAS` where it says that it serves them."""
+    """Each backend of the runtime in each mode, also with a window and each of `EXTRAS`, and rows of trees, where it says that it serves them."""
     if "torch_runtime" not in target.capabilities():
         return ()
     found: list[str] = []
@@ -196,6 +197,7 @@ def attention_cases(target: Target) -> tuple[str, ...]:
         features = classes[name].facts.features if name in classes else frozenset[str]()
         for asked, feature in (("window", "sliding_window"), *zip(EXTRAS, EXTRAS, strict=True)):
             found += [f"{name}/{mode}/{asked}" for mode in MODES if feature in features]
+        found += [f"{name}/decode/{TREE}"] if TREE in features else []
     return tuple(found)
 
 

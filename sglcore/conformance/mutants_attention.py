@@ -58,6 +58,24 @@ def another_scale(base: Any) -> type:
     return with_layer(base, scaling=1.0)
 
 
+def sees_every_branch(base: Any) -> type:
+    """What a row of a tree does not see is not used."""
+
+    class SeesEveryBranch(base):
+        __slots__ = ()
+
+        def plan(self, batch: ForwardBatch) -> AttentionPlan:
+            return super().plan(replace(batch, visible=None))
+
+        def refresh(self, plan: Any, batch: ForwardBatch) -> HostUpdate | None:
+            return super().refresh(plan, replace(batch, visible=None))
+
+        def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
+            return super().attend(q, layer, replace(batch, visible=None), plan)
+
+    return SeesEveryBranch
+
+
 def forgets_softcap(base: Any) -> type:
     """The softcap of the layer is not used."""
     return with_layer(base, softcap=None)
@@ -192,7 +210,7 @@ FORGETS_LENGTHS = _mutant(forgets_lengths)
 POWERS_OF_TWO = _mutant(powers_of_two)
 TAKES_ALL_FOR_CELLS = in_runtime(*words_of(takes_all_for_cells), attention=takes_all_for_cells)
 HALF_SCORES = in_runtime(*words_of(half_scores), attention=half_scores)
-FORGETS_EXTRAS = (_mutant(forgets_softcap), _mutant(forgets_sinks))
+FORGETS_EXTRAS = (_mutant(forgets_softcap), _mutant(forgets_sinks), _mutant(sees_every_branch))
 MUTANTS: tuple[Mutant, ...] = (
     _mutant(one_key_too_few),
     _mutant(another_scale),

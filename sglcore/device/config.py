@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 MOST_DRAFTS = 32
+MOST_BEAMS = 16
 """Tokens proposed for a step at most. Each request takes so many rows more of every step, its graphs and its logits; where nine
 in ten are right, all of 32 are in one step of 29, and 32 bring no more than 4 % over 24."""
 
@@ -160,6 +161,16 @@ class EngineConfig:
         " be none.",
         least=1,
         most=MOST_DRAFTS,
+    )
+    draft_width: int = setting(
+        1,
+        "Tokens that are proposed for each place: more than one are the beams of a tree, of which a step verifies the likeliest"
+        " --draft-tokens (left out, 7). Of drafts that read the model: eagle, eagle3, mtp.",
+        least=1,
+        most=MOST_BEAMS,
+    )
+    draft_depth: int | None = setting(
+        None, "Tokens of a tree one after another at most; left out, 4.", least=1, most=MOST_DRAFTS
     )
     speculative_verify: str = setting(
         "coupled",

@@ -44,6 +44,8 @@ DRAFTS: Mapping[str, str] = MappingProxyType(
     }
 )
 """The classes of drafts. No registry has them: most files name the architecture of the target."""
+LAYERS = "next_token_layers"
+"""How many layers that predict a token each a checkpoint has."""
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 LIBRARY_KIND, LIBRARY_LAYER = "speculators_model_type", "transformer_layer_config"
 """What only configurations by the library speculators have."""
@@ -113,8 +115,8 @@ def load_draft(
         raise ConfigError(
             "speculative is 'dflash', whose draft is not cut for ranks", remedy="--tp 1, or another draft"
         )
-    draft, shapes = _draft_config(folder, kind, target, config.draft_tokens), _shapes(folder)
-    heads = len(draft.words.get(PREFIXES, ()))
+    draft, shapes = _draft_config(folder, kind, target, config), _shapes(folder)
+    heads, layers = len(draft.words.get(PREFIXES, ())), draft.words.get(LAYERS, 1)
     if groups is not None:
         topology = groups.place.topology
         check_topology(draft, replace(topology, ep=1) if draft.moe is None else topology)
@@ -140,6 +142,8 @@ def load_draft(
     shared = " and ".join(["embedding", "output layer"][name == "lm_head"] for name in given) or "nothing"
     count = sum(each.numel() for each in model.weights.parameters)
     told = f"{count / 1e6:.1f} million weights of {folder}, which shares with the model: {shared}"
+    if heads == 1 < layers:
+        told += f"; the first of its {layers} layers proposes all tokens"
     ledger.record(Row("draft model", kind, kind, told, "--draft-model"))
     return Draft(kind, model, model.aux_layers, max(heads, 1))
 
@@ -185,9 +189,8 @@ def _unserved(raw: Mapping[str, Any]) -> tuple[str, str, str] | None:
 _OTHER = "use a draft that was made for this model"
 
 
-def _draft_config(folder: Path, kind: str, target: Architecture, tokens: int | None) -> ModelConfig:
-    """What the class of this kind is built by, where `tokens` proposals were asked for (None: no number). Raises ConfigError for a
-    checkpoint of another kind, and what does not fit."""
+def _draft_config(folder: Path, kind: str, target: Architecture, asked: EngineConfig) -> ModelConfig:
+    """What the class of this kind is built by. Raises ConfigError for a checkpoint of another kind, and what does not fit."""
     found = kind_of(folder)
     if found != kind:
         raise ConfigError(
@@ -202,8 +205,9 @@ def _draft_config(folder: Path, kind: str, target: Architecture, tokens: int | N
         layout = layout_of(shapes.keys(), config.num_hidden_layers)
         assert layout is not None
         names, prefixes = layout
-        used = prefixes[: _heads(folder, len(prefixes), tokens)]
-        return replace(next_token_config(config, names, used), architecture=kind)
+        used = prefixes[: _heads(folder, len(prefixes), asked)]
+        made = next_token_config(config, names, used)
+        return replace(made, architecture=kind, words={**made.words, LAYERS: len(prefixes)})
     words = {"num_nextn_predict_layers": 0} | _words_of(kind, config, shapes, target)
     if kind != EAGLE3 or "embed_tokens.weight" not in shapes:
         _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
@@ -216,9 +220,12 @@ def _draft_config(folder: Path, kind: str, target: Architecture, tokens: int | N
     )
 
 
-def _heads(folder: Path, found: int, tokens: int | None) -> int:
-    """Of so many layers that predict a token each, those that are used: one alone proposes all tokens. Raises ConfigError where
-    more tokens were asked for than several have."""
+def _heads(folder: Path, found: int, config: EngineConfig) -> int:
+    """Of so many layers that predict a token each, those that are used: one alone proposes all tokens, as it does those of trees.
+    Raises ConfigError where more tokens were asked for than several have."""
+    tokens = config.draft_tokens
+    if config.draft_width > 1:
+        return 1
     if found > 1 and tokens is not None and tokens > found:
         raise ConfigError(
             f"draft_tokens is {tokens}, and {folder} has {found} layers that predict a token each",

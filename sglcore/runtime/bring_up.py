@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,9 +48,10 @@ from sglcore.runtime.registry_builders import (
     build_decode_registry,
     build_prefill_registry,
     feature_buffer,
+    visible_buffer,
 )
 from sglcore.runtime.speculative.bring_up import draft, draft_heads, draft_ledger, draft_pools, speculation, trial
-from sglcore.runtime.speculative.choice import Speculation, StepShape
+from sglcore.runtime.speculative.choice import TREE_MASK, Speculation, StepShape
 from sglcore.runtime.speculative.features import with_features
 from sglcore.runtime.speculative.make import make_speculative_worker
 from sglcore.runtime.streams import Streams, make_streams
@@ -170,6 +172,7 @@ def attention(
     kernels: KernelTable,
     hisparse: HiSparseCoordinator | None,
     ledger: DecisionLedger,
+    speculation: Speculation | None = None,
 ) -> AttentionBackend:
     """The backend that serves this model, built over the pools: one for each kind of layers where some have pools of their
     own."""
@@ -184,6 +187,8 @@ def attention(
 
     def make(found: Sequence[Attention], table: ReqToTokenPool, cells: KVPool, whom: str) -> AttentionBackend:
         shape = shape_of(found, model.config.is_encoder)
+        if speculation is not None and speculation.tree is not None:
+            shape = replace(shape, features=shape.features | {TREE_MASK})
         backend = choose_attention(config, package, facts, str(model.dtype), shape, cells, whom, ledger)
         return backend(shape, table, cells, kernels, hisparse)
 
@@ -224,6 +229,7 @@ def runner(
     max_bs, max_num_tokens = _prompt_sizes(config, sizes, captured=isinstance(backend, PromptBackend))
     # A buffer belongs to one registry.
     own = [[feature_buffer(shape.feature_size, model.dtype)] if shape.feature_size else [] for _ in range(2)]
+    own[0] += [visible_buffer()] if speculation is not None and speculation.tree is not None else []
     given = {"cells": cells, "window_table": table}
     entered: list[Entered] = [] if hisparse is None else [hisparse]
     entered += [rows] if isinstance(rows, RowPool) and rows.poisons_slots else []

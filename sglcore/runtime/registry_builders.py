@@ -80,6 +80,20 @@ def feature_buffer(size: int, dtype: torch.dtype) -> InputBuffer:
     return InputBuffer(spec, trail=(size,), source_fn=given)
 
 
+def visible_buffer() -> InputBuffer:
+    """The buffer of `ForwardInputs.visible`, for steps with trees; all is seen by rows of a batch that says nothing."""
+    spec, seen = spec_of(ForwardBatch, "visible"), dict[torch.device, Tensor]()
+
+    def given(batch: ForwardBatch, ctx: FillContext) -> Tensor | None:
+        if batch.visible is not None:
+            return batch.visible[: ctx.raw_bs]
+        device = batch.seq_lens.device
+        every = seen.setdefault(device, torch.tensor([-1], dtype=torch.int32, device=device))
+        return every.expand(ctx.raw_bs)
+
+    return InputBuffer(spec, source_fn=given)
+
+
 def _build(
     facts: Facts, batch_type: type[ForwardBatch], max_bs: int, max_num_tokens: int, buffers: Iterable[InputBuffer]
 ) -> BufferRegistry:
@@ -125,12 +139,14 @@ def _computed(
 
 
 def cache_locations(pool: ReqToTokenPool, compute: Compute, field: str = "positions") -> PostFill:
-    """Computes the cell of each token from its request's page table and its position, which is the batch's `field`; padding
-    tokens stay at cell 0."""
+    """Computes the cell of each token from its request's page table and its position, which is the batch's `field`, or the end of its
+    row where rows are those of trees; padding tokens stay at cell 0."""
     read = attrgetter("req_pool_indices", field)
 
     def post_fill(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
         slots, positions = read(batch)
+        if batch.visible is not None:
+            positions = batch.seq_lens - 1
         if batch.num_tokens != ctx.raw_num_tokens:
             slots, positions, view = slots[: ctx.raw_bs], positions[: ctx.raw_num_tokens], view[: ctx.raw_num_tokens]
         elif ctx.raw_num_tokens != ctx.padded_num_tokens:

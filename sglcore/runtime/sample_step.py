@@ -12,7 +12,7 @@ from torch import Tensor
 from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.speculative.drafter import DrawDraft
+from sglcore.runtime.speculative.drafter import DrawDraft, RankDrafts
 from sglcore.runtime.token_table import TokenTable
 from sglcore.sampling.batch import SamplingNeeds
 from sglcore.sampling.logprobs import logprobs_of
@@ -100,6 +100,21 @@ class SampleStep:
 
         return draw
 
+    @property
+    def is_penalised(self) -> bool:
+        """What was drawn last depends on the texts before it."""
+        return self._known.host.needs.any_penalty
+
+    def ranking(self, width: int, lengths: Tensor) -> RankDrafts:
+        """As `drafting`, of what ranks the first of each draw. Every request has as many rows as there are logits for."""
+        state = self.state_of_requests(width)
+
+        def rank(logits: Tensor, depth: int, count: int) -> tuple[Tensor, Tensor]:
+            own, each = replace(state, positions=lengths + depth), logits.shape[0] // max(lengths.shape[0], 1)
+            return self.sampler.leaders(logits, own if each == 1 else repeated(own, each), count)
+
+        return rank
+
     def state_of_requests(self, width: int) -> SamplingState:
         """That of the last draw, whose every `width` rows were one request: a row for each, without what depends on the text."""
         if self._drafting.host.number != self._known.host.number:
@@ -158,6 +173,14 @@ def _sampler_of(runner: ModelRunner) -> Callable[..., Sampler]:
     from sglcore.runtime.parallel.decided import SampledByOne
 
     return partial(SampledByOne, group=runner.groups.attn_tp)
+
+
+def repeated(state: SamplingState, count: int) -> SamplingState:
+    """The state of each row, `count` times one after another."""
+    parts = {item.name: getattr(state, item.name) for item in fields(state)}
+    return replace(
+        state, **{name: part.repeat_interleave(count, 0) for name, part in parts.items() if isinstance(part, Tensor)}
+    )
 
 
 def _of_requests(state: SamplingState, width: int) -> SamplingState:

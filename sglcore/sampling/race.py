@@ -30,6 +30,11 @@ class RaceTables:
     hashed_ids: Tensor
     is_narrow: bool = False
 
+    @property
+    def race(self) -> tuple[Tensor, Tensor]:
+        """What `race_scores` wants of it."""
+        return self.hashed_ids, self.gumbel
+
 
 def make_race_tables(vocab_size: int, device: torch.device | str, is_narrow: bool = False) -> RaceTables:
     """Allocate the tables of a vocabulary on a device. Raises ValueError beyond 2**22 tokens."""
@@ -104,7 +109,7 @@ def lowest_argmax(scores: Tensor, ids: Tensor) -> Tensor:
 
 def draw_race(gaps: Tensor, keys: Tensor, tables: RaceTables) -> Tensor:
     """The drawn token int32[B] of rows of gaps int32[B, V] under keys int32[B, 2]."""
-    return lowest_argmax(race_scores(gaps, keys, tables.hashed_ids, tables.gumbel), tables.ids)
+    return lowest_argmax(race_scores(gaps, keys, *tables.race), tables.ids)
 
 
 def _fold_(words: Tensor, shift: int, scratch: Tensor) -> Tensor:

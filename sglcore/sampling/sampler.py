@@ -20,7 +20,7 @@ from sglcore.sampling.processors import (
     apply_masks_,
     apply_penalties_,
 )
-from sglcore.sampling.race import RaceTables, draw_race, gaps_below_best, make_race_tables, row_keys
+from sglcore.sampling.race import RaceTables, draw_race, gaps_below_best, make_race_tables, race_scores, row_keys
 from sglcore.sampling.state import Bias, Exclusion, SampledTokens, place_exclusion
 from sglcore.sampling.state import SamplingState as OfAnyLibrary
 from sglcore.sampling.xtc import left_out
@@ -59,6 +59,10 @@ Greedy = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 BLOCK_ELEMENTS = 1 << 16
 """Logits that `draw_rows` works on at a time: near the cache of a host."""
+
+SHARPNESS = 3.0
+"""By how much a softmax over where tokens come in is steeper than one over nats: of 1 to 8, what makes most proposals of trees right
+with both heads of the embedded model, greedy and drawn."""
 
 
 class Sampler:
@@ -107,6 +111,23 @@ class Sampler:
             gaps = gaps.masked_fill_(others, LIMIT)
         weights = (gaps.float() * -1 / ONE).exp_().masked_fill_(gaps == LIMIT, 0.0)
         return weights.div_(weights.sum(-1, keepdim=True).clamp_(min=1.0))
+
+    def leaders(self, logits: Tensor, state: SamplingState, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` first of each row's race on logits float[B, V], by the row's noise (a greedy row: the likeliest), and how
+        likely each is to be what is drawn by other logits that are about the same: tokens int32[B, count] and logarithms float32[B,
+        count], -inf where there is no candidate. The logarithm is that of a softmax over where tokens come in."""
+        logits = logits.float()
+        if state.needs.any_greedy:
+            # A greedy row has no temperature of its own.
+            state = replace(state, scale=state.scale.masked_fill(state.greedy, ONE))
+        gaps = candidate_gaps(logits, logits.amax(-1), state, self.tables)
+        scores = -gaps
+        if not state.needs.all_greedy:
+            raced = race_scores(gaps, row_keys(state.seed_words, state.positions), *self.tables.race)
+            scores = torch.where(state.greedy[:, None], scores, raced) if state.needs.any_greedy else raced
+        nats = (scores.float() * (SHARPNESS / ONE)).masked_fill_(gaps >= LIMIT, -torch.inf)
+        best, tokens = nats.topk(count)
+        return tokens.to(torch.int32), (best - nats.logsumexp(-1, keepdim=True)).nan_to_num_(nan=-torch.inf)
 
     def draw_by_weight(self, weights: Tensor, seed_words: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """One token a row by weights float32[B, V] of any sum, and which rows have none: int32[B], bool[B]. The noise is that of

@@ -79,6 +79,8 @@ class ForwardInputs(Generic[Array]):
     cells are indices into a pool of their own; None where the worker keeps none.
     `width`: a decode has so many rows of each request, whose tokens follow one another, the last of them perhaps of slot 0 instead,
     and the host's lengths are the most that they can be; None: one row, and its length.
+    `visible` int32[B]: bit 31 - d of a row says whether it sees the cell d before its own; cells from 32 before it on are seen always,
+    and -1 is a row that sees all. Where it is given a row's cell is at `seq_lens` - 1, and `positions` are where it stands in its text.
     `features` [T, F]: what a target model made of each token, for the model that proposes the next ones.
     `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank; `step_plan` is what all of them agreed on.
     """
@@ -90,6 +92,9 @@ class ForwardInputs(Generic[Array]):
 
     req_pool_indices: Array = batch_field(axis=REQUESTS, dtype="int32", padding=zero(), read="slots")
     seq_lens: Array = batch_field(axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_seq_lens)
+    visible: Array | None = batch_field(
+        axis=REQUESTS, dtype="int32", padding=sentinel(-1), owner="speculative", when=IF_GIVEN
+    )
     extend_prefix_lens: Array | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read="prefix_lens", when=EXTEND
     )

@@ -35,7 +35,7 @@ def wide_rows(batch: ScheduleBatch, width: int, number: int) -> WideRows:
         number,
         batch.slots[rows],
         sampling.select(rows) if isinstance(sampling, SamplingBatch) else sampling,
-        RowPlan(size, None, np.arange(size + 1, dtype=np.int32)),
+        RowPlan.each(size),
     )
 
 

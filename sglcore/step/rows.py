@@ -26,6 +26,11 @@ class RowPlan:
         """That of a step that brings nothing."""
         return RowPlan(0, None, np.zeros(1, dtype=np.int32))
 
+    @staticmethod
+    def each(size: int) -> RowPlan:
+        """That of a step whose every row emits."""
+        return RowPlan(size, None, np.arange(size + 1, dtype=np.int32))
+
     def select(self, values: Array) -> Array:
         """Those of the emitting rows, of values [B, ...]."""
         return values if self.emitting is None else values[self.emitting]  # pyright: ignore[reportReturnType]

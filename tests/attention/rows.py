@@ -73,10 +73,13 @@ class Case:
         """The oracle: each request by itself through torch's attention, or that of a model of transformers where torch's has
         not what the layer asks for, with every head of its own."""
         outs = []
-        for query, keys, values in zip(self.queries, self.keys, self.values, strict=True):
+        words = [-1] * len(self.keys) if self.batch.visible is None else self.batch.visible.tolist()
+        for query, keys, values, word in zip(self.queries, self.keys, self.values, words, strict=True):
             group = query.shape[1] // keys.shape[1]
             k, v = (part.repeat_interleave(group, 1).transpose(0, 1) for part in (keys, values))
             mask = visible(len(keys), len(query), self.layer.sliding_window)
+            for back in range(min(32, len(keys))):
+                mask[-1, -1 - back] &= bool(word >> (31 - back) & 1)
             q = query.transpose(0, 1)
             if self.layer.softcap is not None or self.layer.sinks is not None:
                 outs.append(eager_of_transformers(q, k, v, mask, self.layer))

@@ -23,6 +23,11 @@ from sglcore.device.errors import ConfigError
             {"speculative_config": '{"method": "draft_model", "model": "/d", "num_speculative_tokens": 5}'},
             {"speculative": "standalone", "draft_model": "/d", "draft_tokens": 5},
         ),
+        (
+            {"speculative": "EAGLE3", "draft_width": 4, "draft_tokens": 3, "speculative_num_draft_tokens": 8},
+            {"speculative": "eagle3", "draft_width": 4, "draft_depth": 3, "draft_tokens": 7},
+        ),
+        ({"draft_width": 4, "draft_tokens": 9}, {"draft_width": 4, "draft_tokens": 9}),
         ({"speculative_config": '{"model": "/d"}', "draft_tokens": 2}, {"draft_model": "/d", "draft_tokens": 2}),
     ],
 )

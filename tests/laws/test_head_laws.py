@@ -288,6 +288,14 @@ def test_as_many_layers_propose_as_tokens_were_asked_for(made: Made, count: int)
 
 
 @CORE
+def test_the_first_layer_alone_grows_trees(made: Made) -> None:
+    engine = TokenEngine(made.folder, speculative="mtp", draft_width=2, graph="off")
+    assert not isinstance(engine.worker.drafter, MultiHeadDrafter)  # type: ignore[attr-defined]
+    check_same(texts(engine, PROMPTS), made.plain[0])
+    engine.worker.close()
+
+
+@CORE
 def test_numbers_that_change_change_nothing(made: Made) -> None:
     """Steps without any are among them, after which cells have no proposals in them, but tokens that never were proposed."""
     assert difference(made, graph="off", draft_tokens=None, changes=True) < TOLERANCE

@@ -42,7 +42,7 @@ class PagedAttention(AttentionBackend[PagedPlan]):
 
     facts = AttentionFacts(
         dtypes=("bfloat16", "float32"),
-        features=frozenset({"sliding_window", "softcap", "sinks", "mixed", "capture"}),
+        features=frozenset({"sliding_window", "softcap", "sinks", "mixed", "capture", "tree_mask"}),
         takes_stored=True,
         layouts=(CELL_MAJOR, INT8),
     )
@@ -95,7 +95,8 @@ class PagedAttention(AttentionBackend[PagedPlan]):
         call = Call(self, layer, q, out, batch.req_pool_indices, batch.seq_lens)
         tokens = q.shape[0] if plan.starts is None else singles
         if tokens:
-            call.run(self._decode, 0, singles, tokens)
+            visible = 0 if batch.visible is None else batch.visible.data_ptr()
+            call.run(self._decode, 0, singles, tokens, visible=visible)
         if plan.starts is not None:
             call.run(self._prefill, singles, len(plan.starts) - 1, q.shape[0], starts=plan.starts.data_ptr())
         return out

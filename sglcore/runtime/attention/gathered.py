@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.attention.contract import Bucket
-from sglcore.runtime.attention.reference import CapturedRows, ReferenceAttention, ReferencePlan
+from sglcore.runtime.attention.reference import CapturedRows, ReferenceAttention, ReferencePlan, is_seen
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
@@ -70,6 +70,8 @@ class GatheredAttention(ReferenceAttention):
             keys, values = self._gathered(table[:, first : first + step], rows, layer)
             places = rows.places[first * pool.page_size :][: keys.shape[1]]
             mask = _visible(last, places, layer.sliding_window)
+            if batch.visible is not None:
+                mask &= is_seen(batch.visible[:, None, None], last[..., None] - places)
             scores = torch.einsum("bnhgd,blhd->bnhgl", q, keys)
             if layer.softcap is not None:
                 scores = layer.softcap * torch.tanh(scores / layer.softcap)

@@ -25,13 +25,14 @@ Window = int | None
 
 @dataclass(slots=True)
 class SingleRows:
-    """R rows of one token, the first of the batch: `slots` and `seq_lens` int32[R] on the device, of at most `longest` tokens.
-    `gathers`: cells int32[R * L] and mask bool[R, 1, 1, L] for each window, made by the first layer that needs them."""
+    """R rows of one token, the first of the batch: `slots` and `seq_lens` int32[R] on the device, of at most `longest` tokens;
+    `visible` int32[R] as the batch's. `gathers`: cells int32[R * L] and mask bool[R, 1, 1, L] for each window, made by the first layer that needs them."""
 
     count: int
     slots: Tensor
     seq_lens: Tensor
     longest: int
+    visible: Tensor | None = None
     gathers: dict[Window, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -69,7 +70,9 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
     """Serves every shape, page size, window, softcap and sink; encoder attention too."""
 
     facts = AttentionFacts(
-        features=frozenset({"sliding_window", "softcap", "sinks", "encoder", "mixed"}), takes_stored=True, layouts=None
+        features=frozenset({"sliding_window", "softcap", "sinks", "encoder", "mixed", "tree_mask"}),
+        takes_stored=True,
+        layouts=None,
     )
 
     def plan(self, batch: ForwardBatch) -> ReferencePlan:
@@ -112,7 +115,8 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         assert lens is not None
         if count != len(slots):
             slots, seq_lens, lens = slots[:count], seq_lens[:count], lens[:count]
-        return SingleRows(count, slots, seq_lens, int(lens.max()))
+        visible = None if batch.visible is None else batch.visible[:count]
+        return SingleRows(count, slots, seq_lens, int(lens.max()), visible)
 
     def _gather(self, part: SingleRows, window: Window) -> tuple[Tensor, Tensor]:
         found = part.gathers.get(window)
@@ -126,11 +130,15 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
             longest, starts = window, (counts - window).clamp_(min=0)
             counts = counts - starts
         columns = torch.arange(longest, dtype=torch.int32, device=part.slots.device)[None]
-        mask = (columns < counts)[:, None, None, :]
+        mask = columns < counts
+        if part.visible is not None:
+            mask &= is_seen(
+                part.visible[:, None], part.seq_lens[:, None] - 1 - columns - (0 if starts is None else starts)
+            )
         positions = torch.minimum(columns, counts - 1)
         if starts is not None:
             positions = positions + starts
-        return self._cells(part.slots, positions).view(-1), mask
+        return self._cells(part.slots, positions).view(-1), mask[:, None, None, :]
 
     def _long_row(self, batch: ForwardBatch, row: int, start: int, end: int, seq_len: int) -> LongRow:
         slots = batch.req_pool_indices[row : row + 1]
@@ -239,6 +247,11 @@ def _encoder_mask(row: LongRow, layer: Attention, device: torch.device) -> Tenso
         back = places[:, None] - places
         row.masks[window] = (back < window) & (back >= (0 if layer.causal else 1 - window))
     return row.masks[window]
+
+
+def is_seen(visible: Tensor, back: Tensor) -> Tensor:
+    """Whether rows of words `visible` see the cells that are `back` before their own, int32 that broadcast."""
+    return (visible >> (31 - back).clamp_(min=0, max=31)).bitwise_and_(1).bool() | (back > 31)
 
 
 def _grouped(q: Tensor, layer: Attention) -> Tensor:

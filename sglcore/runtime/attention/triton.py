@@ -41,7 +41,7 @@ class TritonAttention(AttentionBackend[TritonPlan]):
 
     facts = AttentionFacts(
         dtypes=("float32", "float16", "bfloat16"),
-        features=frozenset({"sliding_window", "softcap", "sinks", "mixed", "capture"}),
+        features=frozenset({"sliding_window", "softcap", "sinks", "mixed", "capture", "tree_mask"}),
         takes_stored=True,
     )
 
@@ -103,6 +103,7 @@ class TritonAttention(AttentionBackend[TritonPlan]):
             plan.splits,
             layer,
             self.tuning,
+            batch.visible,
         )
 
     def _rows(

@@ -30,3 +30,9 @@ def load_cells(
     place = ((page * PAGE + positions % PAGE) * cell_stride)[:, None] + (kv_head * DIM + column)[None, :]
     loaded = inside[:, None] & (column < DIM)[None, :]
     return tl.load(k_cache + place, mask=loaded, other=0.0), tl.load(v_cache + place, mask=loaded, other=0.0)
+
+
+@triton.jit
+def is_seen(word, back):
+    """Whether a row of this word of `ForwardInputs.visible` sees the cells that are `back` before its own."""
+    return (back > 31) | ((word >> (31 - tl.minimum(tl.maximum(back, 0), 31))) & 1 != 0)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglcore.runtime.attention.layer import Attention
-from sglcore.runtime.attention.triton_blocks import load_cells
+from sglcore.runtime.attention.triton_blocks import is_seen, load_cells
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT
 from sglcore.runtime.kernels.triton.rounding import narrow
 from sglcore.runtime.kernels.triton.softmax import LOG2_E, begin, merged, parts_of, take_in
@@ -28,6 +28,7 @@ def decode_kernel(
     page_table,
     slots,
     seq_lens,
+    visible,
     sinks,
     out,
     weights,
@@ -61,11 +62,14 @@ def decode_kernel(
     head = kv_head * GROUP + member
     mine = (member < GROUP)[:, None] & (column < DIM)[None, :]
     query = tl.load(q + row * q_stride + (head * DIM)[:, None] + column[None, :], mask=mine, other=0.0)
+    seen = tl.load(visible + row) if visible is not None else -1
     best, total = begin(sinks, head, member < tl.where(split == 0, GROUP, 0), QUERIES)
     mean = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     for at in range(start, end, TOKENS):
         position = at + tl.arange(0, TOKENS)
         inside = position < end
+        if visible is not None:
+            inside = inside & is_seen(seen, seq_len - 1 - position)
         keys, values = load_cells(
             k_cache, v_cache, page_table, slot, position, inside, kv_head, cell_stride, table_stride, PAGE, DIM, BLOCK_D
         )
@@ -97,8 +101,9 @@ def attend_singles(
     splits: int,
     layer: Attention,
     tuning: Tuning,
+    visible: Tensor | None = None,
 ) -> None:
-    """One query a row: q [R, heads * dim] by rows, caches [cells, kv_heads, dim], slots and seq_lens int [R]; writes `out` of
+    """One query a row: q [R, heads * dim] by rows, caches [cells, kv_heads, dim], slots and seq_lens int [R], `visible` as a batch's; writes `out` of
     q's shape, whose rows lie side by side. A row of a length of 0 gets zeros. Waits for nothing."""
     rows, kv_heads, dim = q.shape[0], k_cache.shape[1], k_cache.shape[2]
     if not rows:
@@ -113,6 +118,7 @@ def attend_singles(
         page_table,
         slots,
         seq_lens,
+        visible,
         layer.sinks,
         parts,
         weights,

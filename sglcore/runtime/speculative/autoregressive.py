@@ -39,10 +39,14 @@ class AutoregressiveDrafter(ABC):
 
     def advance(self, rows: DraftRows) -> Tensor:
         """As `Drafter.advance`."""
-        hidden, found = self.take_in(rows), list[Tensor]()
-        if not rows.wanted or not len(rows.most_lens):
-            return torch.empty(len(rows.most_lens), rows.wanted, dtype=torch.int32, device=rows.ids.device)
-        for depth in range(1, rows.wanted + 1):
+        return self.follow(rows, self.take_in(rows), rows.wanted)
+
+    def follow(self, rows: DraftRows, hidden: Tensor, wanted: int) -> Tensor:
+        """int32[R, wanted]: each proposal after the one before it, the first drawn of hidden [R, H]."""
+        found = list[Tensor]()
+        if not wanted or not len(rows.most_lens):
+            return torch.empty(len(rows.most_lens), wanted, dtype=torch.int32, device=rows.ids.device)
+        for depth in range(1, wanted + 1):
             if found:
                 hidden = self.run(self.decode(rows, found[-1], depth - 1 - self.lookahead, hidden))
             found.append(rows.draw(self.runner.logits(hidden, None), depth))

@@ -24,7 +24,7 @@ from sglcore.runtime.memory.geometry import layer_shapes
 from sglcore.runtime.memory.make import Pools, make_rows
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.runtime.model_runner import Model, ModelRunner
-from sglcore.runtime.speculative.choice import DRAFT_LOADER, Speculation, choose_speculation, promise
+from sglcore.runtime.speculative.choice import DRAFT_LOADER, TREE_MASK, Speculation, choose_speculation, promise
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.runtime.streams import Streams
 from sglcore.runtime.tp_worker import TpModelWorker
@@ -45,6 +45,7 @@ def speculation(
     model: LoadedModel,
     hisparse_config: HiSparseConfig | None = None,
     groups: Groups | None = None,
+    package: DevicePackage | None = None,
 ) -> Speculation | None:
     """What proposes tokens, with the model that does if one does; None: every step brings one token of a request."""
     why, remedy = "", ""
@@ -70,7 +71,24 @@ def speculation(
         given = {"facts": facts, "kernels": kernels, "ledger": ledger, "progress": progress, "groups": groups}
         return resolve(DRAFT_LOADER)(config, folder, kind, model, **given)
 
-    return choose_speculation(config, model, model_path, ledger, load, is_divided=groups is not None)
+    no_trees = "" if package is None or config.draft_width == 1 else reason_against_trees(package, config)
+    return choose_speculation(config, model, model_path, ledger, load, is_divided=groups is not None, no_trees=no_trees)
+
+
+def reason_against_trees(package: DevicePackage, config: EngineConfig) -> str:
+    """Why the package's attention hides no single cells from a row; empty if it, or that which was asked for, does."""
+    asked = config.attention_backend
+    offered = (
+        package.attention if asked is None else {asked: package.attention[asked]} if asked in package.attention else {}
+    )
+    for ref in offered.values():
+        try:
+            if TREE_MASK in resolve(ref, package.name).facts.features:
+                return ""
+        except ImportError:
+            continue
+    names = ", ".join(offered) or asked
+    return f"{names}: none of the attention of {package.name} hides single cells from a row ({TREE_MASK})"
 
 
 def draft(speculation: Speculation | None) -> LoadedModel | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import Ref, resolve
 from sglcore.runtime.speculative.length import lengths_of
+from sglcore.runtime.speculative.tree import MOST_NODES, TreeShape
 
 if TYPE_CHECKING:
     from sglcore.runtime.loaded_model import LoadedModel
@@ -30,6 +31,13 @@ DRAFT_KIND: Ref = "sglcore.models.draft:kind_of"
 OFFERED: Ref = "sglcore.models.draft:offered_head"
 """How a draft becomes a model, of which kind one is, and which a checkpoint brings; references, because models build on the
 runtime."""
+
+IN_TREES = (EAGLE, EAGLE3, MTP)
+"""Kinds whose proposals may be trees: those that read features, a token at a time."""
+TREE_MASK = "tree_mask"
+"""The feature of attention whose rows may leave out single cells."""
+TREE_TOKENS, TREE_DEPTH = 7, 4
+"""Of a tree where nobody asks for others: proposals, and tokens one after another."""
 
 LoadDraft = Callable[[Path, str], Any]
 """`load(folder, kind)`: the draft, with its `model`, its `aux_layers` and its `heads`."""
@@ -54,8 +62,8 @@ class StepShape:
 class Speculation:
     """Proposals of this `kind`, as many a step as one of `lengths`, ascending. `draft` is the model that makes them (None: none
     does); `aux_layers` as in `StepShape`, None where it reads nothing of the target but its tokens. `rule`: by which they are
-    accepted. `is_tried`: only if it turns out to be faster than no proposals. `heads`: layers of the draft of which each proposes
-    one token (1: one proposes all)."""
+    accepted. `is_tried`: only if it turns out to be faster than no proposals. `tree`: that which they are, None for chains. `heads`: layers of
+    the draft of which each proposes one token (1: one proposes all)."""
 
     kind: str
     lengths: tuple[int, ...]
@@ -63,11 +71,14 @@ class Speculation:
     aux_layers: tuple[int, ...] | None = None
     rule: str = COUPLED
     is_tried: bool = False
+    tree: TreeShape | None = None
     heads: int = 1
 
     @property
     def summary(self) -> str:
         """The kind, and how many proposals."""
+        if self.tree is not None:
+            return f"{self.kind}, trees of {self.tokens} tokens a step, {self.tree.width} beams {self.tree.depth} deep"
         fewer = f"{', '.join(map(str, self.lengths[:-1]))} or " if self.lengths[1:] else ""
         return f"{self.kind}, {fewer}{self.tokens} tokens a step"
 
@@ -86,6 +97,8 @@ class Speculation:
         widths = tuple(each + 1 for each in self.lengths)
         if model is not self.draft:
             return StepShape(widths, aux_layers=self.aux_layers or ())
+        if self.tree is not None:
+            return StepShape(tuple(sorted({1, self.tree.width, self.tree.steps})), model.feature_size)
         if self.kind == DFLASH:
             return StepShape((model.config.words["block_size"],))
         if self.heads > 1:
@@ -103,6 +116,8 @@ def most_drafts(config: EngineConfig) -> int:
 
 
 def _lengths(config: EngineConfig, is_divided: bool = False) -> tuple[int, ...]:
+    if config.draft_width > 1:
+        return (config.draft_tokens or TREE_TOKENS,)
     # A text that is exact in law only would change with the number; and ranks, each of which times its steps, would differ in it.
     fixed = None if config.speculative_verify == COUPLED and not is_divided else DRAFT_TOKENS
     return lengths_of(config.draft_tokens or fixed, DRAFT_TOKENS)
@@ -115,8 +130,9 @@ def choose_speculation(
     ledger: DecisionLedger,
     load: LoadDraft,
     is_divided: bool = False,
+    no_trees: str = "",
 ) -> Speculation | None:
-    """As the configuration asks; `is_divided`: on several ranks, which verify as many proposals each step. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
+    """As the configuration asks; `no_trees`: why proposals are chains whatever was asked for; `is_divided`: on several ranks, which verify as many proposals each step. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
     what loading the draft raises."""
     asked, rule = config.speculative or "not asked", config.speculative_verify
     for setting, value, allowed in (
@@ -138,12 +154,23 @@ def choose_speculation(
     if kind == SUFFIX and not config.prefix_cache:
         found = "speculative is 'suffix', and the prefix cache is off, which has what is proposed"
         raise ConfigError(found, remedy="--speculative ngram, or leave the prefix cache on")
-    made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried)
+    tree = _tree(config, kind, is_divided)
+    if tree is not None and (reason := _reason_against_trees(model.attention_layers)):
+        raise ConfigError(f"draft_width is {tree.width}, and this model keeps {reason}", remedy="--draft-width 1")
+    if tree is not None and no_trees:
+        remedy = "another --attention-backend"
+        ledger.record(Row("draft width", str(tree.width), "1", no_trees, remedy, downgrade=True))
+        config, tree = replace(config, draft_width=1, draft_depth=None), None
+    made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried, tree=tree)
     if kind in WITHOUT_MODEL:
         return _recorded(made, asked, why, ledger)
     draft = load(_draft_folder(config, folder, kind), kind)
     if reason := _reason_against_draft(draft.model):
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
+    if made.tree is not None and (reason := _reason_against_trees(draft.model.attention_layers)):
+        raise ConfigError(
+            f"draft_width is {config.draft_width}, and the draft keeps {reason}", remedy="--draft-width 1"
+        )
     if kind == DFLASH:
         made = replace(made, lengths=_lengths_in_block(config, made, draft.model.config.words["block_size"]))
     if draft.heads > 1:
@@ -165,6 +192,35 @@ def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: Decis
     asked = "auto" if config.draft_tokens is None else str(config.draft_tokens)
     ledger.record(Row("draft tokens", asked, told, why, "--draft-tokens 1, for the first layer alone"))
     return replace(made, lengths=lengths, heads=heads)
+
+
+def _tree(config: EngineConfig, kind: str, is_divided: bool) -> TreeShape | None:
+    """The tree that was asked for; None: chains. Raises ConfigError for one that can not be."""
+    width, depth, tokens = config.draft_width, config.draft_depth or TREE_DEPTH, config.draft_tokens or TREE_TOKENS
+    if width == 1:
+        if config.draft_depth is not None:
+            raise ConfigError("draft_depth is that of trees, and draft_width is 1", remedy="--draft-tokens alone")
+        return None
+    shape = TreeShape(width, depth, tokens + 1)
+    reason, remedy = "", "--draft-width 1"
+    if kind not in IN_TREES:
+        reason = f"proposals of {kind!r} are chains; those of {', '.join(IN_TREES)} may be trees"
+    elif config.speculative_verify != COUPLED:
+        reason = f"the rule {config.speculative_verify!r} accepts chains alone"
+    elif is_divided:
+        reason = "several ranks hold this model, which verify chains alone"
+    elif not depth <= tokens < MOST_NODES:
+        reason = f"a tree of {tokens} tokens is to be {depth} deep; it has {depth} to {MOST_NODES - 1} of them"
+        remedy = "--draft-tokens or --draft-depth"
+    elif tokens > width + (depth - 1) * width**2:
+        reason = f"{width} beams that are {depth} deep record {width + (depth - 1) * width**2} tokens, and {tokens} are to be kept"
+        remedy = "lower --draft-tokens, or raise --draft-width"
+    elif shape.cells > MOST_NODES:
+        reason = f"{width} beams that are {depth} deep write {shape.cells} cells, and {MOST_NODES} can be told apart"
+        remedy = "lower --draft-width or --draft-depth"
+    if reason:
+        raise ConfigError(f"draft_width is {width}, and {reason}", remedy=remedy)
+    return shape
 
 
 def _lengths_in_block(config: EngineConfig, made: Speculation, block: int) -> tuple[int, ...]:
@@ -243,4 +299,13 @@ def _reason_against_draft(draft: LoadedModel) -> str:
         return "a state of each request, which can not go back to before what it proposed"
     if any(kept.ring for layer in draft.attention_layers for kept in layer.rows.values()):
         return "its last tokens in rings, where what it proposes takes the place of tokens that it needs again"
+    return ""
+
+
+def _reason_against_trees(layers: Sequence[Any]) -> str:
+    """What a model keeps of which a row can not leave out single tokens; empty if nothing."""
+    if any(layer.rows for layer in layers):
+        return "rows of a form of its own, of which a tree's branches can not see their own alone"
+    if any(layer.sliding_window is not None for layer in layers):
+        return "windows, which count tokens of other branches of a tree too"
     return ""

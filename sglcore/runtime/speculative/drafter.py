@@ -18,6 +18,10 @@ DrawDraft = Callable[[Tensor, int], Tensor]
 """`draw(logits float[R, V], depth) -> int32[R]`: what the requests' own sampling would draw from these logits, with the
 same noise, as the token `depth` >= 1 places after the root."""
 
+RankDrafts = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
+"""`rank(logits float[R * b, V], depth, count) -> (int32[R * b, count], float32[R * b, count])`: the first `count` of what such a
+draw races for each of a request's b rows, and how likely each is to be right, as logarithms."""
+
 
 @dataclass(slots=True)
 class DraftRows:
@@ -28,7 +32,7 @@ class DraftRows:
     drafter asked for. R requests emitted: `select` int[R] is the token whose `ids` is the request's new root, of which the
     target has no cell yet; `slots` and `lengths` int32[R], its slot and its cells; `limits` int32[R], cells that are in its
     pages: what lies at or past it goes to slot 0. `most_lens` int32[R] is as much of `lengths` as the host knows: the most
-    they can be, exact where steps do not overlap. `host_limits` int32[R]: `limits` on the host. `wanted`: how many proposals to make of each. `history` int32[slots + 1, context + 1] has the tokens 0..lengths of each slot, if the
+    they can be, exact where steps do not overlap. `host_limits` int32[R]: `limits` on the host. `wanted`: how many proposals to make of each; `is_chain`: each must follow the one before. `history` int32[slots + 1, context + 1] has the tokens 0..lengths of each slot, if the
     drafter reads it. Of prompts, `begins` int32[B] is 1 where a request enters its slot with these tokens, 0 where it goes on from
     earlier ones; `goes_on`: some do.
     """
@@ -46,6 +50,8 @@ class DraftRows:
     draw: DrawDraft
     wanted: int
     history: Tensor | None = None
+    is_chain: bool = False
+    rank: RankDrafts | None = None
     begins: Tensor | None = None
     goes_on: bool = False
 

@@ -12,6 +12,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.worker import Limits
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
+from sglcore.runtime.speculative.beams import TreeDrafter
 from sglcore.runtime.speculative.block import BlockDrafter
 from sglcore.runtime.speculative.choice import DFLASH, SUFFIX, WITHOUT_MODEL, Speculation
 from sglcore.runtime.speculative.drafter import Drafter
@@ -19,6 +20,7 @@ from sglcore.runtime.speculative.features import FeatureModel
 from sglcore.runtime.speculative.heads import MultiHeadDrafter
 from sglcore.runtime.speculative.ngram import NgramDrafter
 from sglcore.runtime.speculative.rejection import RULES, RejectionWorker
+from sglcore.runtime.speculative.tree_worker import TreeWorker
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.runtime.token_table import TokenTable
 
@@ -42,6 +44,8 @@ def make_drafter(
         return BlockDrafter(draft_runner, speculation.tokens, model, is_exact)
     if draft_heads:
         return MultiHeadDrafter((draft_runner, *draft_heads), slots, model)
+    if speculation.tree is not None:
+        return TreeDrafter(draft_runner, speculation.tree, model.project)
     return FeatureDrafter(draft_runner, speculation.tokens, model.project)
 
 
@@ -72,6 +76,8 @@ def make_speculative_worker(
     )
     feature_size = runner.model.feature_size if isinstance(runner.model, FeatureModel) else None
     given = (runner, token_table, limits, drafter, feature_size, speculation.lengths, facts.shares_host_memory)
+    if speculation.tree is not None:
+        return TreeWorker(speculation.tree, *given)
     if speculation.rule not in RULES:
         return SpeculativeWorker(*given)
     shape = speculation.laws_shape(limits.max_requests, limits.vocab_size)

@@ -46,6 +46,18 @@ class VerifiedRows:
     limits: Tensor
 
 
+class Verified(NamedTuple):
+    """What a verification came to, as rows that follow one another, the same number of each request: their `batch`, hidden [T, H],
+    what they emit, what was drawn for each, and `runs` int32[4, B]. The draw was of `width` rows a request."""
+
+    batch: ForwardBatch
+    hidden: Tensor
+    plan: RowPlan
+    sampled: SampledTokens[Tensor]
+    runs: Tensor
+    width: int
+
+
 class Started(NamedTuple):
     """A verification of so many proposals of each request, and `time.perf_counter()` when it was submitted. `is_steady`: as many
     are made for the next step."""
@@ -130,6 +142,8 @@ class SpeculativeWorker(TpModelWorker):
             self._drafting(1, slots, lengths),
             self.length.tokens,
             self._history,
+            self._is_chain(batch),
+            self._sampling.ranking(1, lengths),
             arrived["begins"],
             bool(batch.page_counts.any()),
         )
@@ -151,15 +165,15 @@ class SpeculativeWorker(TpModelWorker):
             self._table.admit_history(staged.req_pool_indices, staged.positions, staged.input_ids)
         hidden, path = self.runner.forward(staged)
         logits = self.runner.logits(hidden, None)
-        state = self._sampling.state(many, wide.plan, inputs, arrays.arrived, staged.seq_lens)
-        sampled, runs = self._decide(staged, rows, logits, state)
-        output = StepOutput(wide.plan, path, sampled, runs=(runs[0], runs[1]))
+        state = self._sampling.state(many, wide.plan, inputs, arrays.arrived, self._ends(staged))
+        found = self._decided(batch, staged, rows, hidden, logits, state, wide.plan)
+        output = StepOutput(found.plan, path, found.sampled, runs=(found.runs[0], found.runs[1]))
         self.length.choose(batch.batch_size)
         is_same = self.length.tokens == planned
         self._started.append(Started(batch.step, batch.batch_size, width - 1, begin, is_same))
         # The host goes on while proposals are made, unless it waits for them too.
         ticket = self._ticket(batch, staged, arrays, output) if batch.masks is None else None
-        self._advance_verified(batch, staged, rows, sampled, runs, hidden)
+        self._advance_verified(batch, rows, found)
         if ticket is None:
             output.drafts = self._drafts(batch, rows.slots)
             ticket = self._ticket(batch, staged, arrays, output)
@@ -217,6 +231,29 @@ class SpeculativeWorker(TpModelWorker):
         inputs = staged.input_ids, staged.positions, staged.seq_lens, staged.req_pool_indices
         self._kernels.place_proposals(*tables, rows.slots, rows.limits, nodes, *inputs)
 
+    def _is_chain(self, batch: ScheduleBatch) -> bool:
+        """What is proposed after a step must be a chain: what is drawn for a row depends on those before it, or has a mask that does. All
+        steps of such a request are of this kind, so that none of its proposals is another's sibling."""
+        return batch.masks is not None or self._sampling.is_penalised
+
+    def _ends(self, staged: ForwardBatch) -> Tensor:
+        """int32[B * N]: the number of the token that is drawn for each row, in its text."""
+        return staged.seq_lens
+
+    def _decided(
+        self,
+        batch: ScheduleBatch,
+        staged: ForwardBatch,
+        rows: VerifiedRows,
+        hidden: Tensor,
+        logits: Tensor,
+        state: SamplingState,
+        plan: RowPlan,
+    ) -> Verified:
+        """The tokens after the rows of a step, from logits float[B * N, V], and how many of each request are right."""
+        sampled, runs = self._decide(staged, rows, logits, state)
+        return Verified(staged, hidden, plan, sampled, runs, staged.num_tokens // max(batch.batch_size, 1))
+
     def _decide(
         self, staged: ForwardBatch, rows: VerifiedRows, logits: Tensor, state: SamplingState
     ) -> tuple[SampledTokens[Tensor], Tensor]:
@@ -239,30 +276,28 @@ class SpeculativeWorker(TpModelWorker):
     def _advance_verified(
         self,
         batch: ScheduleBatch,
-        staged: ForwardBatch,
         rows: VerifiedRows,
-        sampled: SampledTokens[Tensor],
-        runs: Tensor,
-        hidden: Tensor,
+        found: Verified,
     ) -> None:
-        select, lengths = runs[2], runs[3]
+        select, lengths = found.runs[2], found.runs[3]
         if self._history is not None:
             self._table.admit_history(rows.slots, lengths, self._table.last.index_select(0, rows.slots))
-        width = sampled.token_ids.shape[0] // max(batch.batch_size, 1)
         drafted = DraftRows(
-            staged,
-            width,
-            sampled.token_ids,
-            features_of(hidden, self._feature_size),
+            found.batch,
+            found.batch.num_tokens // max(batch.batch_size, 1),
+            found.sampled.token_ids,
+            features_of(found.hidden, self._feature_size),
             select,
             rows.slots,
             lengths,
             rows.limits,
             batch.seq_lens,
             rows.cell_limits,
-            self._drafting(width, rows.slots, lengths),
+            self._drafting(found.width, rows.slots, lengths),
             self.length.tokens,
             self._history,
+            self._is_chain(batch),
+            self._sampling.ranking(found.width, lengths),
         )
         self._propose(drafted)
 

@@ -17,8 +17,9 @@
     P(out) I(rows) I(tokens) I(heads) I(kv_heads) I(dim) I(page_size) I(window) D(scaling) D(softcap)          \
     P(sinks) I(sinks_type)
 
-// `rows` rows of one token each, token i being the last of slots[i]; tokens [rows, tokens) of out become zero.
-#define SGL_DECODE_ARGS(P, I, D) SGL_LAYER_ARGS(P, I, D)
+// `rows` rows of one token each, token i being the last of slots[i]; tokens [rows, tokens) of out become zero. Bit 31 - d of
+// visible[i] says whether it sees the key d before its own, for d < 32; null: each sees all.
+#define SGL_DECODE_ARGS(P, I, D) SGL_LAYER_ARGS(P, I, D) P(visible)
 SGL_ARGS(DecodeArgs, SGL_DECODE_ARGS)
 
 // Row i brings the tokens [starts[i], starts[i + 1]), the last ones of slots[i]; tokens [starts[rows], tokens) of out

@@ -167,7 +167,7 @@ class Decoder {
         for (int64_t i = 0; i < kAhead * item.heads; ++i) Fetcher::fetch<0>(ahead);
         walk<true>(keys_, item, chunk, own, ahead);
         for (int64_t head = 0; head < heads; ++head)
-            normalize(own.scores + head * kChunk, count, own.tops + 2 * head,
+            normalize(own.scores + head * kChunk, count, own.tops + 2 * head, item,
                       item.chunk == 0 ? sink(args_, item.head * group_ + head) : kLowest);
         std::fill(own.sums, own.sums + heads * width_, 0.0f);
         walk<false>(values_, item, chunk, own, ahead);
@@ -224,8 +224,9 @@ class Decoder {
     }
 
     // Scores become probabilities relative to their maximum; `tops` gets that and their total. A sink counts among them.
-    void normalize(float* scores, int64_t count, float* tops, float sink) const {
+    void normalize(float* scores, int64_t count, float* tops, const Item& item, float sink) const {
         if (args_.softcap > 0) cap(scores, rounded_up(count, kBlock), args_.scaling, args_.softcap);
+        if (args_.visible) hide(scores, item);
         f32x16 factor = set1(static_cast<float>(args_.scaling) * kLog2E), top = set1(sink), sum = zero();
         for (int64_t i = 0; i < count; i += 16) {
             f32x16 score = i + 16 <= count ? mul(load(scores + i), factor) : masked(scores + i, factor, count - i);
@@ -239,6 +240,15 @@ class Decoder {
             sum = add(sum, p);
         }
         tops[1] = reduce_add(sum) + power_of_two(sink - tops[0]);
+    }
+
+    // Keys that the row does not see; scales are positive.
+    void hide(float* scores, const Item& item) const {
+        constexpr int64_t kBits = 32;
+        auto seen = static_cast<uint32_t>(static_cast<const int32_t*>(args_.visible)[item.row]);
+        int64_t own = static_cast<const int32_t*>(args_.seq_lens)[item.row] - 1;
+        for (int64_t key = std::max(item.first, own - kBits + 1); key < item.last; ++key)
+            if (!(seen >> (kBits - 1 - (own - key)) & 1)) scores[key - item.first] = -INFINITY;
     }
 
     // A factor may be negative or zero, so what is absent is put in after the product.

@@ -1,0 +1,132 @@
+"""Trees of proposals beside chains: tokens of a step with the heads of the embedded model, and host time of building trees.
+
+Floor of the host time: a sort and three gathers over the records of every request; nothing of it grows with the vocabulary.
+
+    python benchmarks/draft_trees.py [--prompts 64] [--written 128] [--requests 64] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from results import machine, write_results
+from tokenizers import Tokenizer
+
+from sglcore import LLM, SamplingParams
+from sglcore.engine.start import embedded_model
+from sglcore.runtime.speculative.tree import TreeShape, TreeTables, grown, tree_build, tree_walk
+
+KINDS, TEMPERATURES = ("eagle3", "mtp"), (0.0, 1.0)
+CHAIN, ROUNDS = 4, 40
+NAMES = ("Mia", "Ben", "Tom", "Lily", "Max", "Anna", "Leo", "Nora")
+THINGS = ("scarf", "boat", "lamp", "kite", "drum", "ladder", "basket", "clock")
+SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "chain of 4": {"draft_tokens": CHAIN},
+        "tree of 8 nodes, 2 beams": {"draft_tokens": 7, "draft_width": 2, "draft_depth": CHAIN},
+        "tree of 8 nodes, 3 beams": {"draft_tokens": 7, "draft_width": 3, "draft_depth": CHAIN},
+        "tree of 16 nodes, 4 beams": {"draft_tokens": 15, "draft_width": 4, "draft_depth": CHAIN},
+    }
+)
+"""All by as many forwards of the draft."""
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    """The beginnings of stories that the model writes on."""
+    tokenizer = Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
+    texts = [f"Once upon a time {name} had a {thing}. One day" for name in NAMES for thing in THINGS]
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts[:count]]
+
+
+def tokens_of_a_step(
+    kind: str, prompts: Sequence[list[int]], written: int, settings: Mapping[str, int]
+) -> dict[str, float]:
+    """By temperature, tokens that a step of verification brought a request, its own one among them."""
+    found = {}
+    with LLM(device="cpu", speculative=kind, max_requests=len(prompts), **settings) as llm:
+        for temperature in TEMPERATURES:
+            params = [
+                SamplingParams(temperature=temperature, seed=seed, max_tokens=written, ignore_eos=True)
+                for seed in range(len(prompts))
+            ]
+            outputs = [each.outputs[0] for each in llm.generate(prompts, params)]
+            steps = sum(each.verified_steps for each in outputs)
+            found[str(temperature)] = round(1 + sum(each.accepted_tokens for each in outputs) / steps, 3)
+    return found
+
+
+def build(shape: TreeShape, tables: TreeTables, leaders: Sequence[tuple[Any, Any]], slots: Any) -> Any:
+    """What a step does beside forwards and draws: beams by their leaders, the tree that is kept, the tables."""
+    beams, kept, records = None, [], 0
+    counts = torch.tensor([shape.width, *[shape.width**2] * (shape.depth - 1)])
+    depths = torch.arange(1, shape.depth + 1, dtype=torch.int32).repeat_interleave(counts)
+    for tokens, scores in leaders:
+        beams, *recorded = grown(tokens, scores, beams, records)
+        kept.append(recorded)
+        records += recorded[0].shape[1]
+    tree = tree_build(*(torch.cat(parts, 1) for parts in zip(*kept, strict=True)), depths, shape.nodes)
+    tables.put(slots, tree, shape.depth)
+    return tree
+
+
+def host_time(requests: int) -> dict[str, float]:
+    """Median microseconds of building, and of finding the right path, for a tree of 8 nodes of each request."""
+    shape = TreeShape(3, CHAIN, 8)
+    tables = TreeTables(requests + 1, shape.nodes, torch.device("cpu"))
+    slots = torch.arange(1, requests + 1, dtype=torch.int32)
+    widths = [1, *[shape.width] * (shape.depth - 1)]
+    leaders = [
+        (
+            torch.randint(1000, (requests, width, shape.width), dtype=torch.int32),
+            -torch.rand(requests, width, shape.width).sort(dim=-1).values,
+        )
+        for width in widths
+    ]
+    built, walked = [], []
+    usable = torch.ones(requests, shape.nodes, dtype=torch.bool)
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        tree = build(shape, tables, leaders, slots)
+        middle = time.perf_counter()
+        trees = tables.of_slots(slots)
+        tree_walk(
+            torch.randint(1000, (requests, shape.nodes), dtype=torch.int32), tree.tokens, usable, trees, shape.steps
+        )
+        built.append((middle - begin) * 1e6)
+        walked.append((time.perf_counter() - middle) * 1e6)
+    return {"build": round(statistics.median(built), 1), "walk": round(statistics.median(walked), 1)}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--written", type=int, default=128)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    taken = host_time(given.requests)
+    print(
+        f"host time of {given.requests} requests: {taken['build']} us to build trees, {taken['walk']} us to walk them"
+    )
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    prompts = prompts_of(given.prompts)
+    for kind in KINDS:
+        for name, settings in SHAPES.items():
+            own = found.setdefault(kind, {})[name] = tokens_of_a_step(kind, prompts, given.written, settings)
+            print(f"{kind:8}{name:28}" + "".join(f"  {own[each]:.3f} at {each}" for each in own), flush=True)
+    if given.json:
+        sizes = {"prompts": given.prompts, "written": given.written, "requests": given.requests}
+        write_results(given.json, {"machine": machine(), **sizes, "microseconds": taken, "tokens_of_a_step": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Trees of proposals: how beams grow one, which of it is kept, and which path of it is right (EAGLE-2, arXiv 2406.16858).
+
+A tree of N nodes has its root, the last token drawn, as node 0; parents come before their children, and children of a node are
+different tokens. Node n lies in the cell n behind the root's, whatever its depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.speculative.drafter import NONE
+
+MOST_NODES = 32
+"""Of a tree, and cells that beams may use: the bits of a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """Of each request `width` beams that grow to `depth` tokens, of which `nodes` - 1 are proposed beside the root."""
+
+    width: int
+    depth: int
+    nodes: int
+
+    @property
+    def steps(self) -> int:
+        """Tokens that a step brings at most."""
+        return self.depth + 1
+
+    @property
+    def cells(self) -> int:
+        """Cells behind the known ones that beams write."""
+        return self.width * (self.depth - 1)
+
+
+class DraftTree(NamedTuple):
+    """Trees of R requests, int32[R, N - 1] each: the tokens of the nodes behind the root, NONE where there is none; the number of
+    each one's parent; and how deep it is, 1 or more."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+
+
+class Beams(NamedTuple):
+    """Of one depth, [R, w] each: tokens int32, the logarithm float32 of how likely each is to be reached and right, the beam int64
+    from which each grew, and the number of its record."""
+
+    tokens: Tensor
+    scores: Tensor
+    origins: Tensor
+    records: Tensor
+
+
+class TreeTables:
+    """What a step knows of the nodes of each slot, int32[slots, N] each: `parents`; `shifts`, depth less number; `ancestors`, a bit
+    for each node on the way from the root, itself among them; `words`, the same as `ForwardInputs.visible`."""
+
+    def __init__(self, slots: int, nodes: int, device: torch.device) -> None:
+        self._held = torch.zeros(4, slots, nodes, dtype=torch.int32, device=device)
+        self._bits = (1 << torch.arange(nodes, dtype=torch.int64)).to(torch.int32).to(device)
+        self._places = torch.arange(nodes, dtype=torch.int32, device=device)
+        self._low = ((1 << (31 - torch.arange(nodes, dtype=torch.int64))) - 1).to(torch.int32).to(device)
+        chain = self.of_trees(torch.arange(nodes - 1, dtype=torch.int32, device=device)[None], None, nodes - 1)
+        self._held.copy_(chain.expand(4, slots, nodes))
+
+    def of_trees(self, parents: Tensor, depths: Tensor | None, deepest: int) -> Tensor:
+        """int32[4, R, N] for trees of these parents and depths int32[R, N - 1] (None: chains)."""
+        before = torch.nn.functional.pad(parents, (1, 0))
+        behind = self._places if depths is None else torch.nn.functional.pad(depths, (1, 0))
+        upwards, ancestors = before.long(), self._bits.expand_as(before)
+        for _ in range(deepest):
+            ancestors = ancestors.gather(1, upwards).bitwise_or_(self._bits)
+        # A node's own bit becomes the highest: what is lower are the cells before its own.
+        words = (ancestors << (31 - self._places)).bitwise_or_(self._low)
+        return torch.stack([before, (behind - self._places).expand_as(before), ancestors, words])
+
+    def put(self, slots: Tensor, tree: DraftTree, deepest: int) -> None:
+        """Remember the trees of slots int32[R]."""
+        self._held[:, slots] = self.of_trees(tree.parents, tree.depths, deepest)
+
+    def of_slots(self, slots: Tensor) -> Tensor:
+        """int32[4, R, N]: parents, shifts, ancestors and words."""
+        return self._held.index_select(1, slots)
+
+
+def grown(tokens: Tensor, scores: Tensor, before: Beams | None, records: int) -> tuple[Beams, Tensor, Tensor, Tensor]:
+    """The beams of the next depth, and what is recorded of it, [R, b * w] each: tokens, scores, and the record of each one's parent.
+
+    tokens int32[R, b, w] and scores float32[R, b, w] are each beam's leaders; of the first depth b = 1 and `before` is None.
+    `records`: how many there are already. Equal scores go by their order.
+    """
+    count, _, width = tokens.shape
+    whole = scores if before is None else before.scores[:, :, None] + scores
+    flat, found = whole.flatten(1), tokens.flatten(1)
+    if before is None:
+        parents = torch.full_like(found, -1)
+        chosen = torch.arange(width, device=tokens.device).expand(count, width)
+        best = flat
+    else:
+        parents = before.records.repeat_interleave(width, 1)
+        best, chosen = (part[:, :width] for part in flat.sort(dim=1, descending=True, stable=True))
+    beams = Beams(found.gather(1, chosen), best, chosen // width, (chosen + records).to(torch.int32))
+    return beams, found, flat, parents
+
+
+def tree_build(tokens: Tensor, scores: Tensor, parents: Tensor, depths: Tensor, nodes: int) -> DraftTree:
+    """The N - 1 likeliest of M records [R, M], `depths` int32[M]: those with the highest score, equal ones by their order, so that no
+    node is without its parent: no child scores more, and every one comes later. What has no score at all is no token."""
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
+    chosen = best.sort(1).values
+    kept = tokens.gather(1, chosen).masked_fill_(scores.gather(1, chosen) == -torch.inf, NONE)
+    places = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int32, device=tokens.device)
+    numbers = torch.arange(1, nodes, dtype=torch.int32, device=tokens.device).expand_as(chosen)
+    places.scatter_(1, chosen + 1, numbers)
+    own = parents.gather(1, chosen).long()
+    return DraftTree(kept, places.gather(1, own + 1), depths[chosen])
+
+
+def tree_walk(drawn: Tensor, proposals: Tensor, usable: Tensor, trees: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """How many proposals of each tree are right, int32[B], and the nodes of that path in order, int64[B, steps], behind whose end
+    each place has its own number.
+
+    drawn int32[B, N] is the token after each node, proposals int32[B, N - 1] those of the nodes, of which usable bool[B, N] have a
+    cell; trees int32[4, B, N] as of `TreeTables.of_slots`. A node is right if it is what was drawn for its parent, and so are all
+    on the way to it; of one depth only one can be.
+    """
+    parents, shifts, ancestors = trees[0], trees[1], trees[2]
+    nodes = torch.arange(drawn.shape[1], dtype=torch.int32, device=drawn.device)
+    is_right = usable & (torch.nn.functional.pad(proposals, (1, 0), value=NONE) == drawn.gather(1, parents.long()))
+    is_right[:, 0] = True
+    wrong = torch.where(is_right, 0, 1 << nodes).sum(1, dtype=torch.int32)
+    taken = (ancestors & wrong[:, None]) == 0
+    depths = torch.where(taken, shifts + nodes, steps)
+    accepted = torch.where(taken, depths, 0).amax(1)
+    path = torch.arange(steps + 1, device=drawn.device).repeat(len(drawn), 1)
+    path.scatter_(1, depths.long(), nodes.long().expand_as(drawn))
+    return accepted, path[:, :steps]

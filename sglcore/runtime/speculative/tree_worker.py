@@ -1,0 +1,140 @@
+"""The worker that verifies trees: the same step, of which the right path is put in order before anything else looks at it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.pools import TokenToKVPool
+from sglcore.runtime.speculative.autoregressive import decode_batch, placed
+from sglcore.runtime.speculative.drafter import DraftRows
+from sglcore.runtime.speculative.tree import DraftTree, TreeShape, TreeTables, tree_walk
+from sglcore.runtime.speculative.worker import SpeculativeWorker, Verified, VerifiedRows
+from sglcore.runtime.token_table import TokenTable
+from sglcore.sampling.sampler import SamplingState
+from sglcore.sampling.state import SampledTokens
+from sglcore.step.proposals import most_lens
+from sglcore.step.rows import RowPlan
+
+
+class Growing(Protocol):
+    """A drafter that proposes trees."""
+
+    def grow(self, rows: DraftRows) -> DraftTree:
+        """As `Drafter.advance`, with what follows what."""
+        ...
+
+
+class TreeWorker(SpeculativeWorker):
+    """Verifies a tree of each request, a chain of those whose draws depend on the text before them or have masks."""
+
+    def __init__(self, shape: TreeShape, runner: Any, token_table: TokenTable, limits: Any, *given: Any) -> None:
+        """`given` as of `SpeculativeWorker`, whose drafter is a `Growing` one."""
+        self.shape = shape
+        device = token_table.last.device
+        self._trees = TreeTables(limits.max_requests + 1, shape.nodes, device)
+        self._steps = torch.arange(shape.nodes, dtype=torch.int32, device=device)
+        self._placed_trees = self._trees.of_slots(torch.zeros(0, dtype=torch.int32, device=device))
+        self._plan = RowPlan.silent()
+        super().__init__(runner, token_table, limits, *given)
+
+    def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
+        super()._place(staged, rows, nodes)
+        self._placed_trees = self._trees.of_slots(rows.slots)
+        assert staged.visible is not None
+        shape = rows.slots.shape[0], staged.num_tokens // max(rows.slots.shape[0], 1)
+        shifts, words = self._placed_trees[1][:, : shape[1]], self._placed_trees[3][:, : shape[1]]
+        staged.positions.view(shape).add_(shifts * (staged.req_pool_indices.view(shape) > 0))
+        staged.visible.view(shape).copy_(words)
+
+    def _ends(self, staged: ForwardBatch) -> Tensor:
+        return staged.positions + 1
+
+    def _decided(
+        self,
+        batch: ScheduleBatch,
+        staged: ForwardBatch,
+        rows: VerifiedRows,
+        hidden: Tensor,
+        logits: Tensor,
+        state: SamplingState,
+        plan: RowPlan,
+    ) -> Verified:
+        sampled, width = self._sampling.sampler.sample(logits, state), logits.shape[0] // rows.slots.shape[0]
+        steps = min(self.shape.steps, width)
+        before = self._lengths.index_select(0, rows.slots)
+        runs, path = self._walk(staged, rows, sampled, before, width, steps)
+        if width > 1:
+            assert staged.out_cache_loc is not None
+            move_path(self.runner.attn_backend.token_to_kv_pool, staged.out_cache_loc.view(-1, width), path)
+        order = (path + torch.arange(0, logits.shape[0], width, device=path.device)[:, None]).flatten()
+        chain = self._chain(batch, staged, rows, before, steps)
+        plan = plan if steps == width else self._plan_of(len(order))
+        return Verified(chain, hidden.index_select(0, order), plan, along(sampled, order), runs, width)
+
+    def _plan_of(self, size: int) -> RowPlan:
+        if self._plan.batch_size != size:
+            self._plan = RowPlan.each(size)
+        return self._plan
+
+    def _walk(
+        self,
+        staged: ForwardBatch,
+        rows: VerifiedRows,
+        sampled: SampledTokens[Tensor],
+        before: Tensor,
+        width: int,
+        steps: int,
+    ) -> tuple[Tensor, Tensor]:
+        """`runs` int32[4, B] as of the table's `accept_proposals`, by rows of paths, and paths int64[B, steps]; the tables are those of
+        the next step from here on."""
+        shape = rows.slots.shape[0], width
+        drawn, usable = sampled.token_ids.view(shape), staged.req_pool_indices.view(shape) != 0
+        proposals = self._proposals.index_select(0, rows.slots)[:, : width - 1]
+        trees = self._placed_trees[:, :, :width]
+        accepted, path = tree_walk(drawn, proposals, usable, trees, steps)
+        ends = torch.minimum(before + accepted + 1, torch.maximum(rows.limits, before))
+        last = path.gather(1, accepted[:, None].long())
+        self._lengths[rows.slots] = ends
+        self._table.publish(rows.slots, drawn.gather(1, last)[:, 0])
+        offered = ((proposals >= 0) & usable[:, 1:]).sum(1, dtype=torch.int32)
+        first = torch.arange(0, shape[0] * steps, steps, dtype=torch.int32, device=ends.device)
+        return torch.stack([accepted, offered, first + accepted, ends]), path
+
+    def _chain(
+        self, batch: ScheduleBatch, staged: ForwardBatch, rows: VerifiedRows, before: Tensor, steps: int
+    ) -> ForwardBatch:
+        """The rows of a path as those of a step that verified a chain."""
+        places = before[:, None] + self._steps[:steps]
+        slots, positions = placed(rows.slots[:, None], places, rows.limits[:, None])
+        ids = staged.input_ids[: places.numel()]
+        chain = decode_batch(staged, slots.flatten(), positions.flatten(), ids, most_lens(batch, steps))
+        return replace(chain, width=steps)
+
+    def _propose(self, rows: DraftRows) -> None:
+        drafter: Any = self.drafter
+        tree: DraftTree = drafter.grow(rows)
+        self._proposals.index_put_((rows.slots,), tree.tokens)
+        self._trees.put(rows.slots, tree, self.shape.depth)
+
+
+def along(sampled: SampledTokens[Tensor], order: Tensor) -> SampledTokens[Tensor]:
+    """The rows `order` int64[N] of a draw."""
+    logprobs = sampled.logprobs
+    if logprobs is not None:
+        parts = {item.name: getattr(logprobs, item.name).index_select(0, order) for item in fields(logprobs)}
+        logprobs = type(logprobs)(**parts)
+    return SampledTokens(sampled.token_ids.index_select(0, order), sampled.bad_rows.index_select(0, order), logprobs)
+
+
+def move_path(pool: TokenToKVPool, cells: Tensor, path: Tensor) -> None:
+    """Bring keys and values of the nodes of paths int64[B, steps], in cells int[B, N], into the cells behind the root's. All are read
+    before one is written; a place that is its own node's stays."""
+    sources, places = cells.gather(1, path[:, 1:]).flatten(), cells[:, 1 : path.shape[1]].flatten()
+    for layer in range(pool.num_layers):
+        pool.write_cells(layer, places, *pool.read_cells(layer, sources))

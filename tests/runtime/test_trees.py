@@ -1,0 +1,227 @@
+"""Trees of proposals by plain Python: what is kept of records, who sees whom, and which path is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import DecisionLedger
+from sglcore.runtime.attention.reference import is_seen
+from sglcore.runtime.speculative.bring_up import reason_against_trees
+from sglcore.runtime.speculative.choice import choose_speculation
+from sglcore.runtime.speculative.drafter import NONE
+from sglcore.runtime.speculative.tree import DraftTree, TreeTables, grown, tree_build, tree_walk
+from sglcore.sampling.batch import SamplingNeeds
+from sglcore.sampling.noise import fixed_scale
+from sglcore.sampling.sampler import Sampler, SamplingState
+from tests.laws.trees import walked
+
+ROWS = 40
+
+
+def random_parents(rng: np.random.Generator, nodes: int) -> list[int]:
+    """Of nodes 1 and on."""
+    return [int(rng.integers(0, node)) for node in range(1, nodes)]
+
+
+def depths_of(parents: list[int]) -> list[int]:
+    """Of all nodes, the root first."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def trees_of(parents: list[list[int]]) -> Tensor:
+    """int32[4, R, N] as a worker has them."""
+    tables = TreeTables(len(parents) + 1, len(parents[0]) + 1, torch.device("cpu"))
+    depths = torch.tensor([depths_of(each)[1:] for each in parents], dtype=torch.int32)
+    slots = torch.arange(1, len(parents) + 1, dtype=torch.int32)
+    own = torch.tensor(parents, dtype=torch.int32)
+    tables.put(slots, DraftTree(torch.zeros_like(own), own, depths), int(depths.max()))
+    return tables.of_slots(slots)
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 32])
+def test_a_node_sees_its_ancestors_and_all_cells_before_the_root(nodes: int) -> None:
+    rng = np.random.default_rng(nodes)
+    parents = [random_parents(rng, nodes) for _ in range(ROWS)]
+    found = trees_of(parents)
+    for row, own in enumerate(parents):
+        depths = depths_of(own)
+        assert found[0, row].tolist() == [0, *own]
+        assert (found[1, row] + torch.arange(nodes)).tolist() == depths
+        for node in range(nodes):
+            ancestors, at = {node}, node
+            while at:
+                at = own[at - 1]
+                ancestors.add(at)
+            cells = torch.arange(-40, node + 1)
+            seen = is_seen(found[3, row, node], (node - cells).to(torch.int32))
+            assert seen.tolist() == [cell < 0 or cell in ancestors for cell in cells.tolist()]
+
+
+def test_a_slot_that_nobody_gave_a_tree_has_a_chain() -> None:
+    tables = TreeTables(3, 5, torch.device("cpu"))
+    parents, shifts, _, words = tables.of_slots(torch.tensor([2], dtype=torch.int32))
+    assert parents[0].tolist() == [0, 0, 1, 2, 3]
+    assert shifts[0].tolist() == [0] * 5
+    assert words[0].tolist() == [-1] * 5
+
+
+@pytest.mark.parametrize("nodes", [2, 9, 32])
+def test_the_right_path_is_what_a_walk_finds(nodes: int) -> None:
+    rng = np.random.default_rng(nodes)
+    parents, tokens, drawn, usable = [], [], [], []
+    for _ in range(ROWS):
+        own = random_parents(rng, nodes)
+        # Siblings differ; a few nodes have no token.
+        taken: dict[int, list[int]] = {}
+        proposed = []
+        for parent in own:
+            token = int(rng.integers(0, 3)) + 3 * len(taken.setdefault(parent, []))
+            taken[parent].append(token)
+            proposed.append(token if rng.random() < 0.9 else NONE)
+        row = [int(rng.choice(taken[node])) if node in taken and rng.random() < 0.8 else 99 for node in range(nodes)]
+        parents.append(own)
+        tokens.append(proposed)
+        drawn.append(row)
+        usable.append([True, *(rng.random(nodes - 1) < 0.9).tolist()])
+    steps = 1 + max(max(depths_of(each)) for each in parents)
+    accepted, path = tree_walk(
+        torch.tensor(drawn, dtype=torch.int32),
+        torch.tensor(tokens, dtype=torch.int32),
+        torch.tensor(usable),
+        trees_of(parents),
+        steps,
+    )
+    wanted = [walked(*each) for each in zip(drawn, tokens, parents, usable, strict=True)]
+    assert accepted.tolist() == [len(each) for each in wanted]
+    assert max(accepted.tolist()) >= min(2, nodes - 1)
+    for row, nodes_of in enumerate(wanted):
+        assert path[row, 0] == 0
+        assert path[row, 1 : len(nodes_of) + 1].tolist() == nodes_of
+        assert path[row, len(nodes_of) + 1 :].tolist() == list(range(len(nodes_of) + 1, steps))
+
+
+def by_python(scores: list[list[list[list[float]]]], width: int, nodes: int) -> list[tuple[float, int, int]]:
+    """(score, record of the parent, depth) of the records that are kept, by plain sorting; `scores` of each depth are those of its
+    beams' leaders."""
+    records = [(score, -1, 1) for score in scores[0][0]]
+    beams = list(range(width))
+    for depth, leaders in enumerate(scores[1:], 2):
+        first = len(records)
+        records += [
+            (float(np.float32(records[beam][0]) + np.float32(score)), beam, depth)
+            for beam, own in zip(beams, leaders, strict=True)
+            for score in own
+        ]
+        beams = sorted(range(first, len(records)), key=lambda record: -records[record][0])[:width]
+    kept = sorted(sorted(range(len(records)), key=lambda record: -records[record][0])[: nodes - 1])
+    return [(*records[record], record) for record in kept]
+
+
+@pytest.mark.parametrize("values", [(-3.0, -1.5, -0.5), (0.0,), (0.0, -torch.inf), (0.0, -1e-9)])
+@pytest.mark.parametrize(("width", "depth", "nodes"), [(2, 1, 3), (3, 4, 8), (2, 5, 11), (4, 3, 32)])
+def test_what_is_kept_of_beams_is_what_sorting_keeps(
+    values: tuple[float, ...], width: int, depth: int, nodes: int
+) -> None:
+    """Also where scores are equal: a saturated softmax gives many such, of which no child may come without its parent."""
+    rng = np.random.default_rng(depth)
+    beams, kept, records, scored = None, [], 0, [[] for _ in range(ROWS)]
+    for at in range(depth):
+        count = 1 if beams is None else width
+        scores = torch.tensor(-np.sort(-rng.choice(values, (ROWS, count, width)), axis=2), dtype=torch.float32)
+        tokens = torch.arange(ROWS * count * width, dtype=torch.int32).view(ROWS, count, width) + 1000 * at
+        for row in range(ROWS):
+            scored[row].append(scores[row].tolist())
+        beams, *recorded = grown(tokens, scores, beams, records)
+        kept.append(recorded)
+        records += recorded[0].shape[1]
+    counts = torch.tensor([width, *[width * width] * (depth - 1)])
+    depths = torch.arange(1, depth + 1, dtype=torch.int32).repeat_interleave(counts)
+    found = tree_build(*(torch.cat(parts, 1) for parts in zip(*kept, strict=True)), depths, nodes)
+    for row in range(ROWS):
+        wanted = by_python(scored[row], width, nodes)
+        numbers = {record: number for number, (*_, record) in enumerate(wanted, 1)} | {-1: 0}
+        assert found.parents[row].tolist() == [numbers[parent] for _, parent, *_ in wanted]
+        assert found.depths[row].tolist() == [deep for *_, deep, _ in wanted]
+        assert (found.tokens[row] == NONE).tolist() == [score == -torch.inf for score, *_ in wanted]
+
+
+def test_scores_that_are_not_of_whole_paths_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgets(tokens: Tensor, scores: Tensor, before: Any, records: int) -> Any:
+        return kept(tokens, scores, before and before._replace(scores=torch.zeros_like(before.scores)), records)
+
+    kept = grown
+    monkeypatch.setitem(globals(), "grown", forgets)
+    with pytest.raises((AssertionError, KeyError)):
+        test_what_is_kept_of_beams_is_what_sorting_keeps((-3.0, -1.5, -0.5), 3, 4, 8)
+
+
+@pytest.mark.parametrize("is_greedy", [(False,) * 6, (True,) * 6, (True, False) * 3])
+def test_the_first_of_a_race_is_what_is_drawn(is_greedy: tuple[bool, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(6, 500, generator=generator)
+    logits[:, ::7] = -torch.inf
+    logits[5] = torch.nan
+    greedy = torch.tensor(is_greedy)
+    scale = torch.where(greedy, 1.0, torch.tensor([fixed_scale(t) for t in (1.0, 0.5, 1.5, 1.0, 2.0, 1.0)]))
+    needs = SamplingNeeds(all_greedy=all(is_greedy), any_greedy=any(is_greedy))
+    words = torch.randint(-(1 << 31), 1 << 31, (6, 2), generator=generator, dtype=torch.int64).to(torch.int32)
+    state = SamplingState(needs, torch.arange(6, dtype=torch.int32), words, scale, greedy)
+    sampler = Sampler(500, "cpu")
+    tokens, likely = sampler.leaders(logits, state, 4)
+    assert tokens[:5, 0].tolist() == sampler.sample(logits, state).token_ids[:5].tolist()
+    assert (likely[:5].diff(dim=1) <= 0).all()
+    assert (likely[5] == -torch.inf).all()
+    assert (likely[:5].exp().sum(1) <= 1.0001).all()
+    assert all(len(set(row)) == 4 for row in tokens[:5].tolist())
+
+
+def test_trees_on_a_device_without_masks_of_trees_are_chains_and_the_ledger_says_so(tmp_path: Path) -> None:
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(is_encoder=False), state_layers=(), reads_history=False, attention_layers=()
+    )
+    draft = SimpleNamespace(model=SimpleNamespace(state_layers=(), attention_layers=()), aux_layers=())
+    (tmp_path / "draft").mkdir()
+    ledger = DecisionLedger()
+    config = EngineConfig(speculative="mtp", draft_model=str(tmp_path / "draft"), draft_width=2)
+    found = choose_speculation(config, model, tmp_path, ledger, lambda *_: draft, no_trees="nothing masks trees")
+    assert found is not None
+    assert found.tree is None
+    assert found.lengths == (0, 1, 3, 4)
+    (row,) = [row for row in ledger.rows if row.topic == "draft width"]
+    assert (row.requested, row.effective, row.reason, row.downgrade) == ("2", "1", "nothing masks trees", True)
+
+
+def test_several_ranks_verify_no_trees(tmp_path: Path) -> None:
+    model: Any = SimpleNamespace(config=SimpleNamespace(is_encoder=False), state_layers=(), reads_history=False)
+    (tmp_path / "draft").mkdir()
+    config = EngineConfig(speculative="mtp", draft_model=str(tmp_path / "draft"), draft_width=2)
+    with pytest.raises(ConfigError, match="several ranks hold this model.*--draft-width 1"):
+        choose_speculation(config, model, tmp_path, DecisionLedger(), lambda *_: None, is_divided=True)
+
+
+def test_attention_that_hides_no_cells_is_named() -> None:
+    package: Any = SimpleNamespace(
+        name="odd", attention={"plain": "tests.runtime.test_trees:Plain", "gone": "no:Module"}
+    )
+    assert (
+        reason_against_trees(package, EngineConfig())
+        == "plain, gone: none of the attention of odd hides single cells from a row (tree_mask)"
+    )
+
+
+class Plain:
+    """Attention without features."""
+
+    facts = SimpleNamespace(features=frozenset())
