@@ -18,7 +18,7 @@ from sglcore.runtime.attention.reference import is_seen
 from sglcore.runtime.speculative.bring_up import reason_against_trees
 from sglcore.runtime.speculative.choice import choose_speculation
 from sglcore.runtime.speculative.drafter import NONE
-from sglcore.runtime.speculative.tree import DraftTree, TreeTables, grown, tree_build, tree_walk
+from sglcore.runtime.speculative.tree import DraftTree, TreeTables, recorded, tree_build, tree_expand, tree_walk
 from sglcore.sampling.batch import SamplingNeeds
 from sglcore.sampling.noise import fixed_scale
 from sglcore.sampling.sampler import Sampler, SamplingState
@@ -136,19 +136,19 @@ def test_what_is_kept_of_beams_is_what_sorting_keeps(
 ) -> None:
     """Also where scores are equal: a saturated softmax gives many such, of which no child may come without its parent."""
     rng = np.random.default_rng(depth)
-    beams, kept, records, scored = None, [], 0, [[] for _ in range(ROWS)]
+    beams, kept, scored = None, [], [[] for _ in range(ROWS)]
     for at in range(depth):
+        if kept:
+            beams = tree_expand(kept[-1], width, sum(each.tokens.shape[1] for each in kept[:-1]))
         count = 1 if beams is None else width
         scores = torch.tensor(-np.sort(-rng.choice(values, (ROWS, count, width)), axis=2), dtype=torch.float32)
         tokens = torch.arange(ROWS * count * width, dtype=torch.int32).view(ROWS, count, width) + 1000 * at
         for row in range(ROWS):
             scored[row].append(scores[row].tolist())
-        beams, *recorded = grown(tokens, scores, beams, records)
-        kept.append(recorded)
-        records += recorded[0].shape[1]
+        kept.append(recorded(tokens, scores, beams))
     counts = torch.tensor([width, *[width * width] * (depth - 1)])
     depths = torch.arange(1, depth + 1, dtype=torch.int32).repeat_interleave(counts)
-    found = tree_build(*(torch.cat(parts, 1) for parts in zip(*kept, strict=True)), depths, nodes)
+    found = tree_build(kept, depths, nodes)
     for row in range(ROWS):
         wanted = by_python(scored[row], width, nodes)
         numbers = {record: number for number, (*_, record) in enumerate(wanted, 1)} | {-1: 0}
@@ -158,11 +158,12 @@ def test_what_is_kept_of_beams_is_what_sorting_keeps(
 
 
 def test_scores_that_are_not_of_whole_paths_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgets(tokens: Tensor, scores: Tensor, before: Any, records: int) -> Any:
-        return kept(tokens, scores, before and before._replace(scores=torch.zeros_like(before.scores)), records)
+    kept = recorded
 
-    kept = grown
-    monkeypatch.setitem(globals(), "grown", forgets)
+    def forgets(tokens: Tensor, scores: Tensor, before: Any) -> Any:
+        return kept(tokens, scores, before and before._replace(scores=torch.zeros_like(before.scores)))
+
+    monkeypatch.setitem(globals(), "recorded", forgets)
     with pytest.raises((AssertionError, KeyError)):
         test_what_is_kept_of_beams_is_what_sorting_keeps((-3.0, -1.5, -0.5), 3, 4, 8)
 
@@ -212,12 +213,10 @@ def test_several_ranks_verify_no_trees(tmp_path: Path) -> None:
 
 
 def test_attention_that_hides_no_cells_is_named() -> None:
-    package: Any = SimpleNamespace(
-        name="odd", attention={"plain": "tests.runtime.test_trees:Plain", "gone": "no:Module"}
-    )
+    package: Any = SimpleNamespace(name="odd", attention={"plain": "tests.runtime.test_trees:Plain"})
     assert (
         reason_against_trees(package, EngineConfig())
-        == "plain, gone: none of the attention of odd hides single cells from a row (tree_mask)"
+        == "plain: none of the attention of odd hides single cells from a row (tree_mask)"
     )
 
 

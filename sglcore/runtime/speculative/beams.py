@@ -17,7 +17,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.autoregressive import FeatureDrafter, decode_batch, placed
 from sglcore.runtime.speculative.drafter import NONE, DraftRows
-from sglcore.runtime.speculative.tree import Beams, DraftTree, TreeShape, grown, tree_build
+from sglcore.runtime.speculative.tree import Beams, DraftTree, Records, TreeShape, recorded, tree_build, tree_expand
 
 
 class TreeDrafter(FeatureDrafter):
@@ -46,18 +46,17 @@ class TreeDrafter(FeatureDrafter):
         if rows.is_chain or not count:
             return chained(self.follow(rows, hidden, self.shape.depth), self.tokens)
         assert rows.rank is not None
-        width, kept, seen = self.shape.width, list[tuple[Tensor, Tensor, Tensor]](), None
-        logits, beams, records = self.runner.logits(hidden, None), None, 0
+        width, kept, seen, beams = self.shape.width, list[Records](), None, None
+        logits = self.runner.logits(hidden, None)
         for depth in range(1, self.shape.depth + 1):
-            if beams is not None:
+            if kept:
+                beams = tree_expand(kept[-1], width, sum(each.tokens.shape[1] for each in kept[:-1]))
                 batch, seen = self.batch(rows, beams, depth, hidden, seen)
                 hidden = self.run(batch)
                 logits = self.runner.logits(hidden, None)
             tokens, scores = (part.view(count, -1, width) for part in rows.rank(logits, depth, width))
-            beams, *recorded = grown(tokens, scores, beams, records)
-            kept.append((recorded[0], recorded[1], recorded[2]))
-            records += recorded[0].shape[1]
-        return tree_build(*(torch.cat(parts, 1) for parts in zip(*kept, strict=True)), self._depths, self.shape.nodes)
+            kept.append(recorded(tokens, scores, beams))
+        return tree_build(kept, self._depths, self.shape.nodes)
 
     def batch(
         self, rows: DraftRows, beams: Beams, depth: int, hidden: Tensor, seen: Tensor | None

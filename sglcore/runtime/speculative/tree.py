@@ -6,6 +6,7 @@ different tokens. Node n lies in the cell n behind the root's, whatever its dept
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,6 +57,15 @@ class Beams(NamedTuple):
     records: Tensor
 
 
+class Records(NamedTuple):
+    """Tokens of one depth that may be kept, [R, M] each: int32; float32 as in `Beams`; and the record of each one's parent, int32, -1 for
+    the root."""
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+
+
 class TreeTables:
     """What a step knows of the nodes of each slot, int32[slots, N] each: `parents`; `shifts`, depth less number; `ancestors`, a bit
     for each node on the way from the root, itself among them; `words`, the same as `ForwardInputs.visible`."""
@@ -88,29 +98,26 @@ class TreeTables:
         return self._held.index_select(1, slots)
 
 
-def grown(tokens: Tensor, scores: Tensor, before: Beams | None, records: int) -> tuple[Beams, Tensor, Tensor, Tensor]:
-    """The beams of the next depth, and what is recorded of it, [R, b * w] each: tokens, scores, and the record of each one's parent.
-
-    tokens int32[R, b, w] and scores float32[R, b, w] are each beam's leaders; of the first depth b = 1 and `before` is None.
-    `records`: how many there are already. Equal scores go by their order.
-    """
-    count, _, width = tokens.shape
-    whole = scores if before is None else before.scores[:, :, None] + scores
-    flat, found = whole.flatten(1), tokens.flatten(1)
+def recorded(tokens: Tensor, scores: Tensor, before: Beams | None) -> Records:
+    """What comes of one depth: tokens int32[R, b, w] and scores float32[R, b, w] are each beam's leaders; of the first depth b = 1
+    and `before` is None."""
+    found = tokens.flatten(1)
     if before is None:
-        parents = torch.full_like(found, -1)
-        chosen = torch.arange(width, device=tokens.device).expand(count, width)
-        best = flat
-    else:
-        parents = before.records.repeat_interleave(width, 1)
-        best, chosen = (part[:, :width] for part in flat.sort(dim=1, descending=True, stable=True))
-    beams = Beams(found.gather(1, chosen), best, chosen // width, (chosen + records).to(torch.int32))
-    return beams, found, flat, parents
+        return Records(found, scores.flatten(1), torch.full_like(found, -1))
+    parents = before.records.repeat_interleave(tokens.shape[2], 1)
+    return Records(found, (before.scores[:, :, None] + scores).flatten(1), parents)
 
 
-def tree_build(tokens: Tensor, scores: Tensor, parents: Tensor, depths: Tensor, nodes: int) -> DraftTree:
-    """The N - 1 likeliest of M records [R, M], `depths` int32[M]: those with the highest score, equal ones by their order, so that no
+def tree_expand(records: Records, width: int, first: int) -> Beams:
+    """The `width` likeliest of a depth, whose records have numbers from `first` on; equal scores go by their order."""
+    scores, chosen = (part[:, :width] for part in records.scores.sort(dim=1, descending=True, stable=True))
+    return Beams(records.tokens.gather(1, chosen), scores, chosen // width, (chosen + first).to(torch.int32))
+
+
+def tree_build(records: Sequence[Records], depths: Tensor, nodes: int) -> DraftTree:
+    """The N - 1 likeliest of the records of all depths, `depths` int32[M] of those of a request: those with the highest score, equal ones by their order, so that no
     node is without its parent: no child scores more, and every one comes later. What has no score at all is no token."""
+    tokens, scores, parents = (torch.cat(parts, 1) for parts in zip(*records, strict=True))
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
     chosen = best.sort(1).values
     kept = tokens.gather(1, chosen).masked_fill_(scores.gather(1, chosen) == -torch.inf, NONE)
