@@ -235,6 +235,25 @@ class DenseNextToken(DenseDraft):
         return self.shell.model(inputs_embeds=joined, use_cache=False).last_hidden_state
 
 
+class DenseHeads(DenseDraft):
+    """Layers of which each proposes one token: each by one forward over all cells, of what the layer before it made of them and of
+    tokens one place further on."""
+
+    def __init__(self, heads: Sequence[DenseNextToken]) -> None:
+        super().__init__(heads[0].target)
+        self.heads = nn.ModuleList(heads)
+
+    @torch.no_grad()
+    def propose(self, following: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
+        """As `DenseDraft.propose`."""
+        ids, found, rows = torch.tensor([*following, *path]), [], features[None]
+        for depth, head in enumerate(self.heads[: len(path) + 1]):
+            token = self.target.model.embed_tokens(ids[depth : depth + len(features)])
+            rows = head(token[None], rows)
+            found.append(torch.log_softmax(self.logits(rows[0, -1:]), -1)[0])
+        return torch.stack(found)
+
+
 def randomized(model: Any, seed: int = 3) -> Any:
     """With weights of which a wrong one shows, and norms that are not 1."""
     generator = torch.Generator().manual_seed(seed)
@@ -331,11 +350,11 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
         "mimo": MappingProxyType(
             {
-                "shell.model.layers.0.": "model.mtp_layers.0.",
-                "shell.model.norm.": "model.mtp_layers.0.final_layernorm.",
-                "enorm.": "model.mtp_layers.0.token_layernorm.",
-                "hnorm.": "model.mtp_layers.0.hidden_layernorm.",
-                "eh_proj.": "model.mtp_layers.0.input_proj.",
+                "shell.model.layers.0.": "model.mtp_layers.{}.",
+                "shell.model.norm.": "model.mtp_layers.{}.final_layernorm.",
+                "enorm.": "model.mtp_layers.{}.token_layernorm.",
+                "hnorm.": "model.mtp_layers.{}.hidden_layernorm.",
+                "eh_proj.": "model.mtp_layers.{}.input_proj.",
             }
         ),
     }
@@ -343,23 +362,40 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """What the parts of `DenseNextToken` are called in files."""
 
 
-def next_token(
-    target: Oracle, folder: Path, make: Callable[..., Oracle], names: str = "deepseek", **one: Any
-) -> DenseDraft:
-    """The target's folder, with a layer behind its last that predicts a further token; `make(**one)` is a model of one such
-    layer."""
+def next_tokens(
+    target: Oracle, folder: Path, make: Callable[..., Oracle], count: int, names: str = "deepseek", **one: Any
+) -> DenseHeads:
+    """The target's folder, with so many layers behind its last, each of which predicts a further token; `make(**one)` is a model of one
+    such layer."""
     save(target, folder)
-    made = randomized(DenseNextToken(target, make(num_hidden_layers=1, **one), names == "mimo"))
-    stored, layers = load_file(folder / "model.safetensors"), target.config.num_hidden_layers
-    for name, value in made.state_dict().items():
+    shells = [make(num_hidden_layers=1, **one) for _ in range(count)]
+    heads = [
+        randomized(DenseNextToken(target, shell, names == "mimo"), 3 + index) for index, shell in enumerate(shells)
+    ]
+    stored = load_file(folder / "model.safetensors")
+    for index, head in enumerate(heads):
+        stored |= _published(head, names, index, target)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    kind = {"architectures": ["MiMoForCausalLM"]} if names == "mimo" else {}
+    with_config(folder, num_nextn_predict_layers=count, **kind)
+    return DenseHeads(heads)
+
+
+def _published(head: DenseNextToken, names: str, index: int, target: Oracle) -> dict[str, Tensor]:
+    """The tensors of the layer of this number, by their names in files."""
+    place, stored = index if names == "mimo" else target.config.num_hidden_layers + index, {}
+    for name, value in head.state_dict().items():
         for ours, theirs in NAMES[names].items():
             if name.startswith(ours):
-                stored[theirs.format(layers) + name.removeprefix(ours)] = value.contiguous()
+                stored[theirs.format(place) + name.removeprefix(ours)] = value.contiguous()
     if names == "deepseek":
         copies = {"embed_tokens": target.model.embed_tokens.weight, "shared_head.head": target.lm_head.weight}
-        stored |= {f"model.layers.{layers}.{name}.weight": value.detach().clone() for name, value in copies.items()}
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    with_config(
-        folder, num_nextn_predict_layers=1, **({"architectures": ["MiMoForCausalLM"]} if names == "mimo" else {})
-    )
-    return made
+        stored |= {f"model.layers.{place}.{name}.weight": value.detach().clone() for name, value in copies.items()}
+    return stored
+
+
+def next_token(
+    target: Oracle, folder: Path, make: Callable[..., Oracle], names: str = "deepseek", **one: Any
+) -> DenseNextToken:
+    """The same with one layer, which proposes all tokens."""
+    return cast(DenseNextToken, next_tokens(target, folder, make, 1, names, **one).heads[0])

@@ -26,10 +26,10 @@ from sglcore.models import deepseek_v4_nextn
 from sglcore.models.build import Architecture
 from sglcore.models.checkpoint import load_checkpoint
 from sglcore.models.loader import load_model
-from sglcore.models.mtp import layout_of, next_token_config
+from sglcore.models.mtp import PREFIXES, layout_of, next_token_config
 from sglcore.models.safetensors_file import SafetensorsFile
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.speculative.choice import DFLASH, EAGLE, EAGLE3, MTP, STANDALONE
+from sglcore.runtime.speculative.choice import DFLASH, DRAFT_TOKENS, EAGLE, EAGLE3, MTP, STANDALONE
 
 if TYPE_CHECKING:
     from sglcore.runtime.parallel.group import Groups
@@ -44,6 +44,8 @@ DRAFTS: Mapping[str, str] = MappingProxyType(
     }
 )
 """The classes of drafts. No registry has them: most files name the architecture of the target."""
+LAYERS = "next_token_layers"
+"""How many layers that predict a token each a checkpoint has."""
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 LIBRARY_KIND, LIBRARY_LAYER = "speculators_model_type", "transformer_layer_config"
 """What only configurations by the library speculators have."""
@@ -55,11 +57,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A model that proposes tokens. `aux_layers` are those before which it wants the target's sum (none: it wants the hidden
-    states after the last norm; None: it wants nothing but tokens)."""
+    states after the last norm; None: it wants nothing but tokens). `heads`: layers of which each proposes one token (1: one
+    proposes all)."""
 
     kind: str
     model: Architecture
     aux_layers: tuple[int, ...] | None
+    heads: int = 1
 
 
 def offered_head(folder: Path) -> str | None:
@@ -111,7 +115,8 @@ def load_draft(
         raise ConfigError(
             "speculative is 'dflash', whose draft is not cut for ranks", remedy="--tp 1, or another draft"
         )
-    draft, shapes = _draft_config(folder, kind, target), _shapes(folder)
+    draft, shapes = _draft_config(folder, kind, target, config), _shapes(folder)
+    heads, layers = len(draft.words.get(PREFIXES, ())), draft.words.get(LAYERS, 1)
     if groups is not None:
         topology = groups.place.topology
         check_topology(draft, replace(topology, ep=1) if draft.moe is None else topology)
@@ -137,8 +142,10 @@ def load_draft(
     shared = " and ".join(["embedding", "output layer"][name == "lm_head"] for name in given) or "nothing"
     count = sum(each.numel() for each in model.weights.parameters)
     told = f"{count / 1e6:.1f} million weights of {folder}, which shares with the model: {shared}"
+    if heads == 1 < layers:
+        told += f"; the first of its {layers} layers proposes all tokens"
     ledger.record(Row("draft model", kind, kind, told, "--draft-model"))
-    return Draft(kind, model, model.aux_layers)
+    return Draft(kind, model, model.aux_layers, max(heads, 1))
 
 
 def _standalone(
@@ -182,7 +189,7 @@ def _unserved(raw: Mapping[str, Any]) -> tuple[str, str, str] | None:
 _OTHER = "use a draft that was made for this model"
 
 
-def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
+def _draft_config(folder: Path, kind: str, target: Architecture, asked: EngineConfig) -> ModelConfig:
     """What the class of this kind is built by. Raises ConfigError for a checkpoint of another kind, and what does not fit."""
     found = kind_of(folder)
     if found != kind:
@@ -197,7 +204,10 @@ def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
             return deepseek_v4_nextn.next_token_config(config)
         layout = layout_of(shapes.keys(), config.num_hidden_layers)
         assert layout is not None
-        return replace(next_token_config(config, layout), architecture=kind)
+        names, prefixes = layout
+        used = prefixes[: _heads(folder, len(prefixes), asked)]
+        made = next_token_config(config, names, used)
+        return replace(made, architecture=kind, words={**made.words, LAYERS: len(prefixes)})
     words = {"num_nextn_predict_layers": 0} | _words_of(kind, config, shapes, target)
     if kind != EAGLE3 or "embed_tokens.weight" not in shapes:
         _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
@@ -208,6 +218,20 @@ def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
         attention_bias=has_bias,
         words={**config.words, **words},
     )
+
+
+def _heads(folder: Path, found: int, config: EngineConfig) -> int:
+    """Of so many layers that predict a token each, those that are used: one alone proposes all tokens, as it does those of trees.
+    Raises ConfigError where more tokens were asked for than several have."""
+    tokens = config.draft_tokens
+    if config.draft_width > 1:
+        return 1
+    if found > 1 and tokens is not None and tokens > found:
+        raise ConfigError(
+            f"draft_tokens is {tokens}, and {folder} has {found} layers that predict a token each",
+            remedy=f"--draft-tokens {found}, or fewer",
+        )
+    return min(found, DRAFT_TOKENS if tokens is None else max(tokens, 1))
 
 
 def _words_of(kind: str, config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:

@@ -1,5 +1,9 @@
-"""The layer behind a model's last, which predicts one token more (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2): two norms, a
-projection of both sides, a layer as the model's own, and a norm. Checkpoints differ in their names for these alone."""
+"""The layers behind a model's last, each of which predicts one token more (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2): two
+norms, a projection of both sides, a layer as the model's own, and a norm. Checkpoints differ in their names for these alone.
+
+The first reads what the model made of a token, each further one what the layer before it made of the same token, beside the
+embedding of a token that is one place further on.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,10 @@ from sglcore.models.registry import model_class
 
 
 class Names(NamedTuple):
-    """What a checkpoint calls the parts, below `prefix`, in which {} is the number of the model's layers. What is no such part
-    and begins with `layer` is of the layer; `shared` are the model's own once more. `hidden_first`: the projection takes what was made
-    of the token before first. `has_blank`: the token at position 0 counts as zeros."""
+    """What a checkpoint calls the parts, below `prefix`, in which {} is the number of the layer, counted from `first`, None: from the
+    number of the model's layers. What is no such part and begins with `layer` is of the layer; `shared` are the model's own
+    once more. `hidden_first`: the projection takes what was made of the token before first. `has_blank`: the token at position 0
+    counts as zeros."""
 
     prefix: str
     token_norm: str
@@ -27,84 +32,80 @@ class Names(NamedTuple):
     shared: tuple[str, ...] = ("embed_tokens.", "shared_head.head.")
     hidden_first: bool = False
     has_blank: bool = False
+    first: int | None = None
 
     @property
     def parts(self) -> Mapping[str, str]:
         """What stands around the layer, and what it is called here."""
-        ours = {self.token_norm: "enorm", self.hidden_norm: "hnorm", self.proj: "eh_proj", self.norm: "norm"}
-        return {theirs: f"model.{name}." for theirs, name in ours.items()}
+        return {self.token_norm: "enorm", self.hidden_norm: "hnorm", self.proj: "eh_proj", self.norm: "norm"}
+
+    def prefixes(self, names: Collection[str], layers: int) -> tuple[str, ...]:
+        """Those of a checkpoint's layers that predict, in order: with tensors of these names, and so many layers before."""
+        found, first = list[str](), layers if self.first is None else self.first
+        while f"{(prefix := self.prefix.format(first + len(found)))}{self.proj}weight" in names:
+            found.append(prefix)
+            if "{}" not in self.prefix:
+                break
+        return tuple(found)
 
 
 LAYOUTS = (
     Names("model.layers.{}.", "enorm.", "hnorm.", "eh_proj.", "shared_head.norm."),
     Names("mtp.", "pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm.", "layers.0."),
     Names(
-        "model.mtp_layers.0.",
+        "model.mtp_layers.{}.",
         "token_layernorm.",
         "hidden_layernorm.",
         "input_proj.",
         "final_layernorm.",
         hidden_first=True,
         has_blank=True,
+        first=0,
     ),
 )
 """DeepSeek's, which GLM's are as well, Qwen's and MiMo's."""
 
 
-def layout_of(names: Collection[str], layers: int) -> Names | None:
-    """That of a checkpoint with tensors of these names and so many layers, with its prefix; None for one without such a layer."""
+NAMES, PREFIXES = "next_token_names", "next_token_prefixes"
+"""Words of such a configuration."""
+
+
+def layout_of(names: Collection[str], layers: int) -> tuple[Names, tuple[str, ...]] | None:
+    """That of a checkpoint with tensors of these names and so many layers, with the prefix of each layer that predicts; None for
+    one without such a layer."""
     for each in LAYOUTS:
-        prefix = each.prefix.format(layers)
-        if f"{prefix}{each.proj}weight" in names:
-            return each._replace(prefix=prefix)
+        if prefixes := each.prefixes(names, layers):
+            return each, prefixes
     return None
 
 
-def next_token_config(config: ModelConfig, names: Names) -> ModelConfig:
-    """That of the layer behind the last one of a model with this configuration."""
-    moe = None if config.moe is None else replace(config.moe, layers=(True,))
-    kinds = {"layer_types": ["full_attention"], "indexer_types": ["full"], "num_nextn_predict_layers": 0}
+def next_token_config(config: ModelConfig, names: Names, prefixes: tuple[str, ...]) -> ModelConfig:
+    """That of the layers behind the last one of a model with this configuration."""
+    count = len(prefixes)
+    moe = None if config.moe is None else replace(config.moe, layers=(True,) * count)
+    kinds = {"layer_types": ["full_attention"] * count, "indexer_types": ["full"] * count}
+    own = {"num_nextn_predict_layers": 0, NAMES: names, PREFIXES: prefixes}
     return replace(
         config,
-        num_hidden_layers=1,
-        sliding_windows=config.sliding_windows[-1:],
+        num_hidden_layers=count,
+        sliding_windows=config.sliding_windows[-1:] * count,
         moe=moe,
-        words={**config.words, **kinds, "next_token_names": names, "target_architecture": config.architecture},
+        words={**config.words, **kinds, **own, "target_architecture": config.architecture},
     )
 
 
-class NextToken(Architecture):
-    """The model's own architecture with one layer, and what joins a token with what was made of the one before. Embedding and output
-    layer are the model's."""
+class Predictor:
+    """One of the layers, with what joins a token with what was made of the one before: a model as runners take it."""
 
-    ignored = (r"target\..*",)
-    aux_layers: tuple[int, ...] = ()
-
-    def __init__(self, build: Build) -> None:
-        """`build.config` is that of `next_token_config`."""
-        super().__init__(build)
-        words, size, inner = build.config.words, build.config.hidden_size, build.at("model")
-        kind = model_class(words["target_architecture"])
-        assert issubclass(kind, CausalLM)
-        self.names: Names = words["next_token_names"]
-        self.model = kind(build)
-        self.enorm, self.hnorm = (inner.norm(name, size, kind.norm_offset) for name in ("enorm", "hnorm"))
-        self.eh_proj = inner.linear("eh_proj", 2 * size, size)
+    def __init__(self, build: Build, model: CausalLM, names: Names, index: int) -> None:
+        """`model` has the layers of all; the first one's norm is the model's."""
+        size, scope = build.config.hidden_size, build.at("model") if not index else build.at("model", "heads", index)
+        self.model, self.names, self.index = model, names, index
+        self.enorm, self.hnorm = (scope.norm(name, size, model.norm_offset) for name in ("enorm", "hnorm"))
+        self.eh_proj = scope.linear("eh_proj", 2 * size, size)
+        self.norm = model.make_norm(scope) if index else model.norm
         self.concat = build.concat()
-        self.attention_layers = self.model.attention_layers
-
-    def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
-        """Those of the layer as a model's own; the rest of the checkpoint's below `target`."""
-        return {name: self._own_name(name) for name in shapes}
-
-    def _own_name(self, name: str) -> str:
-        names, rest = self.names, name.removeprefix(self.names.prefix)
-        if rest == name or rest.startswith(names.shared):
-            return f"target.{name}"
-        for theirs, ours in names.parts.items():
-            if rest.startswith(theirs):
-                return ours + rest.removeprefix(theirs)
-        return f"model.layers.0.{rest.removeprefix(names.layer)}"
+        self.attention_layers = model.attention_layers
 
     def __call__(self, batch: Batch) -> Array:
         """Tokens, and `features` [T, H] of those before them, to hidden states [T, H] after the norm."""
@@ -113,12 +114,61 @@ class NextToken(Architecture):
             tokens = tokens * (batch.positions > 0)[:, None]
         sides = self.enorm(tokens), self.hnorm(batch.features)
         joined = self.eh_proj(self.concat(*(sides[::-1] if self.names.hidden_first else sides)))
-        return self.model.finish(self.model.run_layers(LayerState(joined, None, batch), 0, 1))
+        state = self.model.run_layers(LayerState(joined, None, batch), self.index, self.index + 1)
+        return self.norm.add(state.hidden, state.residual)[0]
 
     def logits(self, hidden: Array) -> Array:
         """[N, H] to float32 [N, vocab], as the model's."""
         assert self.model.lm_head is not None
         return self.model.lm_head(hidden)
+
+    def embed_ids(self, ids: Array) -> Array:
+        """[T] to [T, H]."""
+        return self.model.embed_ids(ids)
+
+
+class NextToken(Architecture):
+    """The model's own architecture with these layers alone. Embedding and output layer are the model's. A forward is that of the
+    first; `heads` are all."""
+
+    ignored = (r"target\..*",)
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, build: Build) -> None:
+        """`build.config` is that of `next_token_config`."""
+        super().__init__(build)
+        words = build.config.words
+        kind = model_class(words["target_architecture"])
+        assert issubclass(kind, CausalLM)
+        self.names: Names = words[NAMES]
+        self.prefixes: tuple[str, ...] = words[PREFIXES]
+        self.model = kind(build)
+        self.heads = tuple(Predictor(build, self.model, self.names, each) for each in range(len(self.prefixes)))
+        self.attention_layers = self.model.attention_layers
+
+    def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
+        """Those of the layers as a model's own; the rest of the checkpoint's below `target`."""
+        return {name: self._own_name(name) for name in shapes}
+
+    def _own_name(self, name: str) -> str:
+        names = self.names
+        for index, prefix in enumerate(self.prefixes):
+            rest = name.removeprefix(prefix)
+            if rest == name or rest.startswith(names.shared):
+                continue
+            for theirs, ours in names.parts.items():
+                if rest.startswith(theirs):
+                    return f"model.{f'heads.{index}.' if index else ''}{ours}." + rest.removeprefix(theirs)
+            return f"model.layers.{index}.{rest.removeprefix(names.layer)}"
+        return f"target.{name}"
+
+    def __call__(self, batch: Batch) -> Array:
+        """As the first layer's."""
+        return self.heads[0](batch)
+
+    def logits(self, hidden: Array) -> Array:
+        """As the first layer's."""
+        return self.heads[0].logits(hidden)
 
     def project(self, features: Array) -> Array:
         """The model's hidden states, as they are."""

@@ -50,7 +50,7 @@ from sglcore.runtime.registry_builders import (
     feature_buffer,
     visible_buffer,
 )
-from sglcore.runtime.speculative.bring_up import draft, draft_ledger, draft_pools, speculation, trial
+from sglcore.runtime.speculative.bring_up import draft, draft_heads, draft_ledger, draft_pools, speculation, trial
 from sglcore.runtime.speculative.choice import TREE_MASK, Speculation, StepShape
 from sglcore.runtime.speculative.features import with_features
 from sglcore.runtime.speculative.make import make_speculative_worker
@@ -328,10 +328,12 @@ def worker(
     speculation: Speculation | None,
     draft_runner: ModelRunner | None,
     slices: Slices | None = None,
+    draft_heads: tuple[ModelRunner, ...] = (),
 ) -> TpModelWorker:
     """The worker that the scheduler submits to."""
     if speculation is not None:
-        return make_speculative_worker(speculation, runner, draft_runner, pools.token_table, limits, facts)
+        given = draft_runner, pools.token_table, limits, facts, draft_heads
+        return make_speculative_worker(speculation, runner, *given)
     pooling = model.config.pooling
     pooler = None if pooling is None else Pooler(pooling, model.classify, model.dtype)
     return resolve(package.worker, package.name)(runner, pools.token_table, limits, pooler, slices)
@@ -365,6 +367,7 @@ STANDARD = BringUp(
             ("attention", "runner"),
             {"model": "draft", "pools": "draft_pools", "ledger": "draft_ledger"},
         ),
+        draft_heads,
         slice_ledger,
         Again("slice_attention", ("attention",), {"ledger": "slice_ledger"}),
         slices,

@@ -12,7 +12,7 @@ import pytest
 from sglcore.device.errors import ConfigError, WorkerLost
 from tests.checkpoints import llama, save
 from tests.deepseek_v4 import deepseek_v4, with_published_names
-from tests.drafts import TARGET, eagle, eagle3, next_token
+from tests.drafts import TARGET, eagle, eagle3, next_token, next_tokens
 from tests.latent import deepseek_v3
 from tests.laws.engine import TokenEngine, random_prompts
 from tests.parallel import defects
@@ -46,6 +46,11 @@ def of_next_token(folder: Path) -> dict[str, Any]:
     return {"speculative": "mtp"}
 
 
+def of_several(folder: Path) -> dict[str, Any]:
+    next_tokens(llama(**TARGET), folder, llama, 3)
+    return {"speculative": "mtp"}
+
+
 def of_latent(folder: Path) -> dict[str, Any]:
     next_token(deepseek_v3(), folder, deepseek_v3, first_k_dense_replace=0)
     return {"speculative": "mtp"}
@@ -72,6 +77,7 @@ KINDS: MappingProxyType[str, tuple[Make, int]] = MappingProxyType(
         "eagle": (of_eagle, 2),
         "eagle3, with an output layer of its own": (of_eagle3, 4),
         "mtp": (of_next_token, 2),
+        "mtp, by several layers": (of_several, 2),
         "mtp, over latent rows": (of_latent, 2),
         "mtp, over streams": (of_streams, 2),
         "a model of its own": (of_another, 2),

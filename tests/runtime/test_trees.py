@@ -192,7 +192,7 @@ def test_trees_on_a_device_without_masks_of_trees_are_chains_and_the_ledger_says
     model: Any = SimpleNamespace(
         config=SimpleNamespace(is_encoder=False), state_layers=(), reads_history=False, attention_layers=()
     )
-    draft = SimpleNamespace(model=SimpleNamespace(state_layers=(), attention_layers=()), aux_layers=())
+    draft = SimpleNamespace(model=SimpleNamespace(state_layers=(), attention_layers=()), aux_layers=(), heads=1)
     (tmp_path / "draft").mkdir()
     ledger = DecisionLedger()
     config = EngineConfig(speculative="mtp", draft_model=str(tmp_path / "draft"), draft_width=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,16 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.device.worker import Limits, Trial
+from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel, Progress
 from sglcore.runtime.memory.geometry import layer_shapes
 from sglcore.runtime.memory.make import Pools, make_rows
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
+from sglcore.runtime.model_runner import Model, ModelRunner
 from sglcore.runtime.speculative.choice import DRAFT_LOADER, TREE_MASK, Speculation, choose_speculation, promise
 from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.runtime.streams import Streams
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.step.hisparse import HiSparseConfig
 from sglcore.step.sizing import MemoryBudget, MemorySizes, size_text
@@ -128,6 +132,52 @@ def draft_pools(
         shapes = layer_shapes(layers)
         cells = pool_kind.make_pool(sizes.num_pages, sizes.page_size, shapes, draft.dtype, device, draft.kernels)
     return Pools(pools.req_to_token, cells, pools.token_table)
+
+
+def draft_heads(
+    config: EngineConfig,
+    package: DevicePackage,
+    facts: Facts,
+    progress: Progress,
+    streams: Streams,
+    speculation: Speculation | None,
+    draft_runner: ModelRunner | None,
+) -> tuple[ModelRunner, ...]:
+    """A runner for each layer behind the first of a draft whose layers propose a token each, over the first one's pools, attention and
+    buffers; with graphs of the same sizes where that has some. Waits for the device where it captures."""
+    if speculation is None or speculation.draft is None or draft_runner is None or speculation.heads == 1:
+        return ()
+    model: Any = speculation.draft
+    made = list[ModelRunner]()
+    for head in model.heads[1:]:
+        each = beside(draft_runner, head, config, facts)
+        if draft_runner.graphs is not None:
+            # What the first one's rows of the ledger say is said of all.
+            unsaid, told = DecisionLedger(), partial(progress, "capturing graphs")
+            backend = make_backend(config, package, facts, streams, each.attn_backend, unsaid, each.groups)
+            assert backend is not None
+            widths = speculation.shape_of(speculation.draft).widths
+            each.graphs = capture(config, facts, backend, each, unsaid, told, widths)
+        made.append(each)
+    return tuple(made)
+
+
+def beside(runner: ModelRunner, model: Model, config: EngineConfig, facts: Facts) -> ModelRunner:
+    """An eager runner of another model over what a runner has."""
+    return ModelRunner(
+        model,
+        runner.attn_backend,
+        runner.decode_registry,
+        runner.prefill_registry,
+        runner.token_table,
+        poison=config.poison,
+        eager_input_no_copy=config.eager_input_no_copy,
+        streams=runner.streams,
+        is_narrow=runner.is_narrow,
+        needs_host_lengths=facts.needs_host_lengths,
+        window_table=runner.window_table,
+        groups=runner.groups,
+    )
 
 
 def draft_ledger(ledger: DecisionLedger) -> DecisionLedger:

@@ -40,7 +40,7 @@ TREE_TOKENS, TREE_DEPTH = 7, 4
 """Of a tree where nobody asks for others: proposals, and tokens one after another."""
 
 LoadDraft = Callable[[Path, str], Any]
-"""`load(folder, kind)`: the draft, with its `model` and its `aux_layers`."""
+"""`load(folder, kind)`: the draft, with its `model`, its `aux_layers` and its `heads`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class StepShape:
 class Speculation:
     """Proposals of this `kind`, as many a step as one of `lengths`, ascending. `draft` is the model that makes them (None: none
     does); `aux_layers` as in `StepShape`, None where it reads nothing of the target but its tokens. `rule`: by which they are
-    accepted. `is_tried`: only if it turns out to be faster than no proposals. `tree`: that which they are, None for chains."""
+    accepted. `is_tried`: only if it turns out to be faster than no proposals. `tree`: that which they are, None for chains. `heads`: layers of
+    the draft of which each proposes one token (1: one proposes all)."""
 
     kind: str
     lengths: tuple[int, ...]
@@ -71,6 +72,7 @@ class Speculation:
     rule: str = COUPLED
     is_tried: bool = False
     tree: TreeShape | None = None
+    heads: int = 1
 
     @property
     def summary(self) -> str:
@@ -99,6 +101,9 @@ class Speculation:
             return StepShape(tuple(sorted({1, self.tree.width, self.tree.steps})), model.feature_size)
         if self.kind == DFLASH:
             return StepShape((model.config.words["block_size"],))
+        if self.heads > 1:
+            # As many rows before those of the target as are written again.
+            return StepShape(tuple(each + self.heads - 1 for each in widths), model.feature_size)
         if self.aux_layers is None:
             return StepShape((1, *(each + 1 for each in widths)))
         return StepShape(tuple(sorted({1, *widths})), model.feature_size)
@@ -157,10 +162,8 @@ def choose_speculation(
         ledger.record(Row("draft width", str(tree.width), "1", no_trees, remedy, downgrade=True))
         config, tree = replace(config, draft_width=1, draft_depth=None), None
     made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried, tree=tree)
-    if not is_tried:
-        ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))
     if kind in WITHOUT_MODEL:
-        return made
+        return _recorded(made, asked, why, ledger)
     draft = load(_draft_folder(config, folder, kind), kind)
     if reason := _reason_against_draft(draft.model):
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
@@ -170,7 +173,25 @@ def choose_speculation(
         )
     if kind == DFLASH:
         made = replace(made, lengths=_lengths_in_block(config, made, draft.model.config.words["block_size"]))
-    return replace(made, draft=draft.model, aux_layers=draft.aux_layers)
+    if draft.heads > 1:
+        made = _by_heads(config, made, draft.heads, ledger)
+    return _recorded(replace(made, draft=draft.model, aux_layers=draft.aux_layers), asked, why, ledger)
+
+
+def _recorded(made: Speculation, asked: str, why: str, ledger: DecisionLedger) -> Speculation:
+    """The same, said in the ledger; of what is tried the trial says it."""
+    if not made.is_tried:
+        ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(made.rule)}", "--speculative off"))
+    return made
+
+
+def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: DecisionLedger) -> Speculation:
+    """Proposals by layers of a draft of which each makes one."""
+    lengths = tuple(sorted({min(each, heads) for each in made.lengths}))
+    told, why = ", ".join(map(str, lengths)), f"each of the draft's {heads} layers proposes one token of a step"
+    asked = "auto" if config.draft_tokens is None else str(config.draft_tokens)
+    ledger.record(Row("draft tokens", asked, told, why, "--draft-tokens 1, for the first layer alone"))
+    return replace(made, lengths=lengths, heads=heads)
 
 
 def _tree(config: EngineConfig, kind: str, is_divided: bool) -> TreeShape | None:

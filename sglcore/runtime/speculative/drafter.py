@@ -33,7 +33,8 @@ class DraftRows:
     target has no cell yet; `slots` and `lengths` int32[R], its slot and its cells; `limits` int32[R], cells that are in its
     pages: what lies at or past it goes to slot 0. `most_lens` int32[R] is as much of `lengths` as the host knows: the most
     they can be, exact where steps do not overlap. `host_limits` int32[R]: `limits` on the host. `wanted`: how many proposals to make of each; `is_chain`: each must follow the one before. `history` int32[slots + 1, context + 1] has the tokens 0..lengths of each slot, if the
-    drafter reads it.
+    drafter reads it. Of prompts, `begins` int32[B] is 1 where a request enters its slot with these tokens, 0 where it goes on from
+    earlier ones; `goes_on`: some do.
     """
 
     batch: ForwardBatch
@@ -51,6 +52,8 @@ class DraftRows:
     history: Tensor | None = None
     is_chain: bool = False
     rank: RankDrafts | None = None
+    begins: Tensor | None = None
+    goes_on: bool = False
 
 
 class Drafter(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from sglcore.runtime.speculative.block import BlockDrafter
 from sglcore.runtime.speculative.choice import DFLASH, SUFFIX, WITHOUT_MODEL, Speculation
 from sglcore.runtime.speculative.drafter import Drafter
 from sglcore.runtime.speculative.features import FeatureModel
+from sglcore.runtime.speculative.heads import MultiHeadDrafter
 from sglcore.runtime.speculative.ngram import NgramDrafter
 from sglcore.runtime.speculative.rejection import RULES, RejectionWorker
 from sglcore.runtime.speculative.tree_worker import TreeWorker
@@ -23,8 +25,15 @@ from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.runtime.token_table import TokenTable
 
 
-def make_drafter(speculation: Speculation, draft_runner: ModelRunner | None, is_exact: bool = False) -> Drafter:
-    """What proposes; `draft_runner` is that of its model, if it has one. `is_exact`: the host must tell every length."""
+def make_drafter(
+    speculation: Speculation,
+    draft_runner: ModelRunner | None,
+    is_exact: bool = False,
+    draft_heads: Sequence[ModelRunner] = (),
+    slots: int = 1,
+) -> Drafter:
+    """What proposes, for requests in so many slots; `draft_runner` is that of its model, if it has one, `draft_heads` those of
+    its layers behind the first, where each proposes one token. `is_exact`: the host must tell every length."""
     if speculation.kind in WITHOUT_MODEL:
         return NgramDrafter(speculation.tokens)
     assert draft_runner is not None
@@ -33,6 +42,8 @@ def make_drafter(speculation: Speculation, draft_runner: ModelRunner | None, is_
     model: Any = draft_runner.model
     if speculation.kind == DFLASH:
         return BlockDrafter(draft_runner, speculation.tokens, model, is_exact)
+    if draft_heads:
+        return MultiHeadDrafter((draft_runner, *draft_heads), slots, model)
     if speculation.tree is not None:
         return TreeDrafter(draft_runner, speculation.tree, model.project)
     return FeatureDrafter(draft_runner, speculation.tokens, model.project)
@@ -45,11 +56,13 @@ def make_speculative_worker(
     token_table: TokenTable,
     limits: Limits,
     facts: Facts,
+    draft_heads: Sequence[ModelRunner] = (),
 ) -> SpeculativeWorker:
     """The worker whose decode steps verify what `speculation` proposes. Steps bring decode rows or prompts, never both; one
     whose forward must be told lengths by the host waits for those of the step before, as one that takes the host's proposals does."""
     from_host = speculation.kind == SUFFIX
-    drafter = make_drafter(speculation, draft_runner, facts.needs_host_lengths)
+    slots = limits.max_requests + 1
+    drafter = make_drafter(speculation, draft_runner, facts.needs_host_lengths, draft_heads, slots)
     limits = replace(
         limits,
         draft_tokens=drafter.tokens,

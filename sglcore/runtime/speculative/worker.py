@@ -144,6 +144,8 @@ class SpeculativeWorker(TpModelWorker):
             self._history,
             self._is_chain(batch),
             self._sampling.ranking(1, lengths),
+            arrived["begins"],
+            bool(batch.page_counts.any()),
         )
         self._propose(drawn)
 
@@ -336,12 +338,13 @@ def replace_proposals(table: Tensor, slots: Tensor, given: Tensor) -> None:
 
 
 def _chunk_arrays(batch: ScheduleBatch, rows: RowPlan) -> dict[str, NDArray]:
-    """What follows each chunk and where it ends, and of the rows that emit, slots and cells."""
+    """What follows each chunk, where it ends and whether its request enters, and of the rows that emit, slots and cells."""
     assert batch.cell_limits is not None
     following = np.full(batch.batch_size, -1, np.int32) if batch.next_ids is None else batch.next_ids
     return {
         "next_ids": following,
         "ends": batch.token_offsets[1:] - np.int32(1),
+        "begins": (batch.page_counts == 0).astype(np.int32),
         "emitting_slots": rows.select(batch.slots),
         "emitting_limits": rows.select(batch.cell_limits),
     }

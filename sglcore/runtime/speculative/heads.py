@@ -1,0 +1,209 @@
+"""Proposals by several layers, of which each proposes one token (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
+
+Cell i of layer j (from 0) has the token i + 1 + j, and what layer j - 1 made of cell i; layer 0 has what the target made of token i.
+So the last j cells of a text are made of proposals. Every forward begins k - 1 cells before those of the target, k being the
+number of layers, and writes them again of what the text has become; what it needs of these cells is kept by slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.speculative.autoregressive import decode_batch
+from sglcore.runtime.speculative.drafter import DraftRows
+
+
+class HeadsModel(Protocol):
+    """The first of the layers, and what all have in common."""
+
+    feature_size: int
+    dtype: torch.dtype
+
+    def project(self, features: Tensor, /) -> Tensor:
+        """The target's features [T, F] to [T, feature_size]."""
+        ...
+
+
+class Window(NamedTuple):
+    """The last cells of B requests before those of the target's forward, and perhaps those too: N rows of each, C >= N.
+
+    `slots` int32[B]; `batch` is a decode of all rows. `ids` int32[B, C] are the tokens after each row, and maybe a few more, the
+    first `known` int32[B] of which are the text's. `features` [B * N, H] are what the first layer reads.
+    """
+
+    slots: Tensor
+    batch: ForwardBatch
+    ids: Tensor
+    known: Tensor
+    features: Tensor
+
+
+class MultiHeadDrafter:
+    """One forward of each layer over the same cells; each proposes the token behind the last proposal. All layers run at every step,
+    however few proposals are wanted, so that no cell is left out."""
+
+    reads_history = False
+
+    def __init__(self, runners: Sequence[ModelRunner], slots: int, model: HeadsModel) -> None:
+        """`runners` of the layers, two or more, in order, over the target's page table; `slots` of requests, with that of padding."""
+        self.runners = tuple(runners)
+        self.tokens = self.lookahead = len(self.runners)
+        self._project = model.project
+        self._back = back = self.tokens - 1
+        device = runners[0].token_table.last.device
+        self._steps = torch.arange(max(2 * self.tokens, slots), dtype=torch.int32, device=device)
+        # By slot: the tokens after its last cells and what the target made of these, how many cells were there before its first
+        # prompt tokens, and what follows the known tokens.
+        self._ids = torch.zeros(slots, back, dtype=torch.int32, device=device)
+        self._features = torch.zeros(slots, back, model.feature_size, dtype=model.dtype, device=device)
+        self._starts = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._beyond = torch.zeros(slots, back, dtype=torch.int32, device=device)
+
+    def advance(self, rows: DraftRows) -> Tensor:
+        """As `Drafter.advance`."""
+        assert rows.features is not None
+        found, count = list[Tensor](), len(rows.most_lens)
+        run = self.run_verified if rows.batch.forward_mode.is_decode else self.run_prompts
+        for depth, hidden in enumerate(run(rows, self._project(rows.features)), 1):
+            if depth > rows.wanted or not count:
+                continue
+            found.append(rows.draw(self.runners[depth - 1].logits(hidden, None), depth))
+            if depth <= self._back:
+                self._beyond[:, depth - 1].index_put_((rows.slots,), found[-1])
+        return torch.stack(found, 1) if found else rows.ids.new_empty(count, rows.wanted)
+
+    def run_verified(self, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
+        """What each layer makes of the last verified token of each request, [R, H]; the next one reads what was proposed by then."""
+        count = len(rows.most_lens)
+        if not count:
+            return
+        window = self.verified(rows, features)
+        size = window.batch.num_tokens // count
+        last = self._steps[:count] * size + window.known - 1
+        kept, ids = (last[:, None] + self._steps[: self._back] - (self._back - 1)).flatten(), window.ids.flatten()
+        self.keep(rows.slots, ids.index_select(0, kept), window.features.index_select(0, kept))
+        self._expect(rows.slots, ids.index_select(0, last))
+        hidden = window.features
+        for depth, runner in enumerate(self.runners):
+            hidden = self._run(runner, window, depth, hidden)
+            yield hidden.index_select(0, last)
+
+    def run_prompts(self, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
+        """The same of the last tokens of prompts that end here, after chunks of all prompts."""
+        batch, slots = rows.batch, rows.batch.req_pool_indices
+        first, lengths, before = batch.extend_start_loc, batch.extend_seq_lens, batch.extend_prefix_lens
+        assert first is not None and lengths is not None and before is not None and rows.begins is not None
+        starts = torch.where(rows.begins > 0, before, self._starts.index_select(0, slots))
+        self._starts.index_put_((slots,), starts)
+        ends = first + lengths - 1
+        self._expect(slots, rows.ids.index_select(0, ends))
+        window = self.before_chunks(rows, first, ends) if rows.goes_on else None
+        self._keep_of_chunks(rows, features, first, lengths)
+        front, hidden = None if window is None else window.features, features
+        for depth, runner in enumerate(self.runners):
+            if window is not None and front is not None:
+                # Graphs of prompts may share their memory with those of decodes.
+                front = self._run(runner, window, depth, front).clone()
+            ids = self._ahead(rows.ids, slots, first, ends, depth)
+            given = {"input_ids": ids, "input_embeds": None, "features": hidden, "plan_record": None}
+            hidden = runner.forward(replace(batch, **given))[0]
+            yield hidden.index_select(0, rows.select)
+
+    def verified(self, rows: DraftRows, features: Tensor) -> Window:
+        """The cells before a verification and its own. Lengths on the host are those of its rows, as far as it knows them."""
+        count, batch = len(rows.most_lens), rows.batch
+        assert batch.seq_lens_cpu is not None
+        ends = batch.seq_lens_cpu.reshape(count, -1)
+        places = batch.positions.view(count, -1)
+        slots, positions = self.front(rows.slots, places[:, 0])
+        slots = torch.cat([slots, batch.req_pool_indices.view(count, -1)], 1).flatten()
+        positions = torch.cat([positions, places], 1).flatten()
+        ids = torch.cat([self._ids.index_select(0, rows.slots), rows.ids.view(count, -1)], 1)
+        most = np.concatenate([self._front_ends(ends[:, :1] - np.int32(1)), ends], 1).reshape(-1)
+        known = rows.select - self._steps[:count] * rows.width + (1 + self._back)
+        own = features.view(count, rows.width, -1)
+        features = torch.cat([self._features.index_select(0, rows.slots), own], 1).flatten(0, 1)
+        return Window(rows.slots, decode_batch(batch, slots, positions, ids, most), ids, known, features)
+
+    def before_chunks(self, rows: DraftRows, first: Tensor, ends: Tensor) -> Window:
+        """The cells before chunks of prompts, whose tokens are `first` <= i <= `ends` int32[B] of the batch."""
+        batch, slots = rows.batch, rows.batch.req_pool_indices
+        assert batch.extend_prefix_lens is not None and batch.extend_prefix_lens_cpu is not None
+        owners, positions = self.front(slots, batch.extend_prefix_lens)
+        places = torch.minimum(first[:, None] + self._steps[: self._back], ends[:, None])
+        following = rows.ids.index_select(0, places.flatten()).view(places.shape)
+        ids = torch.cat([self._ids.index_select(0, slots), following], 1)
+        most = self._front_ends(batch.extend_prefix_lens_cpu[:, None]).reshape(-1)
+        decode = decode_batch(batch, owners.flatten(), positions.flatten(), ids, most)
+        known = ends - first + (1 + self._back)
+        return Window(slots, decode, ids, known, self._features.index_select(0, slots).flatten(0, 1))
+
+    def front(self, slots: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots and positions int32[B, k - 1] of the last cells before `cells` int32[B]: those that are not there, or were before the
+        request was, go to the beginning of slot 0."""
+        places = cells[:, None] + (self._steps[: self._back] - self._back)
+        usable = places >= self._starts.index_select(0, slots)[:, None]
+        return slots[:, None] * usable, places * usable
+
+    def keep(self, slots: Tensor, ids: Tensor, features: Tensor) -> None:
+        """Remember of slots int32[B] the tokens after the last k - 1 cells, and what the target made of these."""
+        self._ids.index_put_((slots,), ids.view(-1, self._back))
+        self._features.index_put_((slots,), features.view(-1, self._back, features.shape[-1]))
+
+    def _keep_of_chunks(self, rows: DraftRows, features: Tensor, first: Tensor, lengths: Tensor) -> None:
+        """Where a chunk is shorter, what was kept goes on to be."""
+        slots = rows.batch.req_pool_indices
+        places = lengths[:, None] + (self._steps[: self._back] - self._back)
+        new = (first[:, None] + places.clamp(min=0)).flatten()
+        old = (slots[:, None] * self._back + (places + self._back).clamp(max=self._back - 1)).flatten()
+        is_new = (places >= 0).flatten()
+        ids = torch.where(is_new, rows.ids.index_select(0, new), self._ids.flatten().index_select(0, old))
+        before = self._features.flatten(0, 1).index_select(0, old)
+        self.keep(slots, ids, torch.where(is_new[:, None], features.index_select(0, new), before))
+
+    def _expect(self, slots: Tensor, last: Tensor) -> None:
+        """Until something is proposed, the last known tokens int32[B] follow themselves."""
+        self._beyond.index_put_((slots,), last[:, None].expand(-1, self._back))
+
+    def _run(self, runner: ModelRunner, window: Window, depth: int, features: Tensor) -> Tensor:
+        """A forward of the layer of this number, [B * N, H]."""
+        given = {"input_ids": self.ahead(window, depth), "features": features, "plan_record": None}
+        return runner.forward(replace(window.batch, **given))[0]
+
+    def ahead(self, window: Window, depth: int) -> Tensor:
+        """int32[B * N]: the tokens that are so many places behind those after each row."""
+        size = window.batch.num_tokens // len(window.slots)
+        columns = self._steps[:size] + depth
+        ids = window.ids.index_select(1, columns.clamp(max=window.ids.shape[1] - 1))
+        behind = columns - window.known[:, None]
+        places = window.slots[:, None] * self._back + behind.clamp(0, self._back - 1)
+        beyond = self._beyond.flatten().index_select(0, places.flatten()).view(places.shape)
+        return torch.where(behind < 0, ids, beyond).flatten()
+
+    def _ahead(self, ids: Tensor, slots: Tensor, first: Tensor, ends: Tensor, depth: int) -> Tensor:
+        """The same of chunks, int32[T]."""
+        turned, beyond = ids.roll(-depth), self._beyond.index_select(0, slots)
+        # The last one of a chunk at the end: what a short one has no token for is written over.
+        for place in range(depth):
+            rows = torch.maximum(ends - (depth - 1 - place), first)
+            turned.index_put_((rows,), beyond[:, place])
+        return turned
+
+    def _front_ends(self, cells: NDArray[np.int32]) -> NDArray[np.int32]:
+        """int32[B, k - 1]: lengths at the rows before cells int32[B, 1]."""
+        steps = np.arange(1 - self._back, 1, dtype=np.int32)
+        return np.maximum(cells + steps, np.int32(1))
+
+    def close(self) -> None:
+        """Free the runners' graphs."""
+        for each in self.runners:
+            each.close()
