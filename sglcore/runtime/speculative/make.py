@@ -12,9 +12,10 @@ from sglcore.device.worker import Limits
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
 from sglcore.runtime.speculative.block import BlockDrafter
-from sglcore.runtime.speculative.choice import DFLASH, SUFFIX, WITHOUT_MODEL, Speculation
+from sglcore.runtime.speculative.choice import DFLASH, FROZEN, SUFFIX, WITHOUT_MODEL, Speculation
 from sglcore.runtime.speculative.drafter import Drafter
 from sglcore.runtime.speculative.features import FeatureModel
+from sglcore.runtime.speculative.frozen import FrozenDrafter
 from sglcore.runtime.speculative.ngram import NgramDrafter
 from sglcore.runtime.speculative.rejection import RULES, RejectionWorker
 from sglcore.runtime.speculative.worker import SpeculativeWorker
@@ -31,6 +32,8 @@ def make_drafter(speculation: Speculation, draft_runner: ModelRunner | None, is_
     model: Any = draft_runner.model
     if speculation.kind == DFLASH:
         return BlockDrafter(draft_runner, speculation.tokens, model, is_exact)
+    if speculation.kind == FROZEN:
+        return FrozenDrafter(draft_runner, speculation.tokens, model.feature_size)
     return FeatureDrafter(draft_runner, speculation.tokens, model.project)
 
 
