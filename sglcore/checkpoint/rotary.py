@@ -14,11 +14,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from sglcore.checkpoint.config import ModelConfig, RopeConfig
+from sglcore.checkpoint.config import PROPORTIONAL, ModelConfig, RopeConfig
 from sglcore.device.errors import ConfigError
-
-PROPORTIONAL = "proportional"
-"""The kind that rotates whole heads, of which a part by nothing."""
 
 Frequencies: TypeAlias = tuple[np.ndarray, float]
 """float32 [R / 2] angles a position in radians, and the factor of the rotated part (of cosines and sines alike)."""
