@@ -34,7 +34,7 @@ def kept_of(target: Oracle, ids: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor
     if target.config.model_type == "gemma4_text":
         found = target.model(ids[None], return_shared_kv_states=True)
         return found.last_hidden_state[0], dict(found.shared_kv_states)
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     found = target.model(ids[None], past_key_values=cache, use_cache=True)
     kinds = getattr(target.config, "layer_types", None) or ["full_attention"] * len(cache.layers)
     return found.last_hidden_state[0], {

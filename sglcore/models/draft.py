@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -331,7 +331,7 @@ def _lacking(folder: Path, name: str, found: object, tensor: str, otherwise: str
     )
 
 
-def _unfit(folder: Path, name: str, found: object, wanted: str) -> None:
+def _unfit(folder: Path, name: str, found: object, wanted: str) -> NoReturn:
     raise ConfigError(f"{folder / 'config.json'} has {name} = {found}", wanted=wanted, remedy=_OTHER)
 
 
