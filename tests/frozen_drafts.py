@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma4AssistantConfig, Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
+from transformers.models.gemma4_assistant.modeling_gemma4_assistant import Gemma4AssistantMaskedEmbedder
 
 from tests.checkpoints import Oracle
 from tests.drafts import randomized
@@ -47,8 +48,8 @@ class DenseFrozen(nn.Module):
 
     target: Any
 
-    def __init__(self, target: Oracle, sizes: dict[str, int], kinds: Sequence[str]) -> None:
-        """`sizes` are those of heads, of layers with a window and of those without."""
+    def __init__(self, target: Oracle, sizes: dict[str, int], kinds: Sequence[str], groups: int = 0) -> None:
+        """`sizes` are those of heads, of layers with a window and of those without; `groups` of tokens, 0 for none."""
         super().__init__()
         self.__dict__["target"] = target
         own = target.config
@@ -71,6 +72,26 @@ class DenseFrozen(nn.Module):
         self.model: Any = Gemma4TextModel(Shared(**self.words))
         self.pre_projection = nn.Linear(2 * self.wide, self.size, bias=False)
         self.post_projection = nn.Linear(self.size, self.wide, bias=False)
+        text = {**self.words, "model_type": "gemma4_text"}
+        self.config = Gemma4AssistantConfig(
+            text_config=text,
+            backbone_hidden_size=self.wide,
+            architectures=["Gemma4AssistantForCausalLM"],
+            use_ordered_embeddings=groups > 0,
+            num_centroids=groups or 2048,
+            centroid_intermediate_top_k=max(groups // 3, 1),
+        )
+        if groups:
+            self.masked_embedding = Gemma4AssistantMaskedEmbedder(self.config)
+            self.masked_embedding.token_ordering.copy_(torch.randperm(own.vocab_size))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[1, size] to [1, vocab]; what the library gives tokens that it leaves out, none of the others has."""
+        weight = self.model.embed_tokens.weight
+        if not self.config.use_ordered_embeddings:
+            return hidden @ weight.T
+        found = self.masked_embedding(hidden[None], weight)[0]
+        return found.masked_fill(found == found.min(), -torch.inf)
 
     @torch.no_grad()
     def propose(self, tokens: Sequence[int], root: int, path: Sequence[int]) -> Tensor:
@@ -86,24 +107,23 @@ class DenseFrozen(nn.Module):
             joined = self.pre_projection(torch.cat([embedded, recurrent], -1))
             given = {"shared_kv_states": kept, "attention_mask": dict.fromkeys(KINDS), "use_cache": False}
             own = self.model(inputs_embeds=joined[None], position_ids=place, **given).last_hidden_state[0]
-            found.append(torch.log_softmax(own @ self.model.embed_tokens.weight.T, -1)[0])
+            found.append(torch.log_softmax(self.logits(own), -1)[0])
             recurrent = self.post_projection(own)
         return torch.stack(found)
 
 
-def frozen(target: Oracle, folder: Path, kinds: Sequence[str], head_dim: int, global_head_dim: int) -> DenseFrozen:
+def frozen(
+    target: Oracle, folder: Path, kinds: Sequence[str], head_dim: int, global_head_dim: int, groups: int = 0
+) -> DenseFrozen:
     """A draft in `folder`, of layers of these kinds."""
     torch.manual_seed(1)
-    made = randomized(DenseFrozen(target, {"head_dim": head_dim, "global_head_dim": global_head_dim}, kinds))
+    sizes = {"head_dim": head_dim, "global_head_dim": global_head_dim}
+    made = randomized(DenseFrozen(target, sizes, kinds, groups))
     for place, layer in enumerate(made.model.layers):
         layer.layer_scalar.fill_(0.7 + 0.2 * place)
         # Scores that no rounding of the target's keys moves far.
         layer.self_attn.q_norm.weight.data.mul_(0.4)
     folder.mkdir(exist_ok=True)
-    text = {**made.words, "model_type": "gemma4_text"}
-    config = Gemma4AssistantConfig(
-        text_config=text, backbone_hidden_size=made.wide, architectures=["Gemma4AssistantForCausalLM"]
-    )
-    config.save_pretrained(folder)
+    made.config.save_pretrained(folder)
     save_file({name: value.contiguous() for name, value in made.state_dict().items()}, folder / "model.safetensors")
     return made

@@ -18,7 +18,7 @@ from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
 from sglcore.checkpoint.rotary import halves_first, rotary_dim
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
-from sglcore.layers.frozen import FrozenAttention, Scale
+from sglcore.layers.frozen import ChosenHead, FrozenAttention, Scale
 from sglcore.layers.hyper import HyperConnection, HyperHead
 from sglcore.layers.latent import LatentAttention, Projections
 from sglcore.layers.limited import LimitedMlp, LimitedMoe
@@ -129,6 +129,10 @@ class Build(Scope):
     def frozen_attention(self, cells: FrozenCells, rotary: Tensor, scaling: float) -> FrozenAttention:
         """Queries alone, over cells of another model."""
         return FrozenAttention(self, cells, rotary, scaling)
+
+    def chosen_head(self, name: str, groups: int, most: int, head: Callable[[Tensor], Tensor]) -> ChosenHead:
+        """The output layer of some groups of tokens."""
+        return ChosenHead(self.at(name), groups, most, head)
 
     def scale(self, name: str) -> Scale:
         """One number that multiplies rows."""

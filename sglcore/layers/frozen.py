@@ -1,10 +1,15 @@
-"""Layers of a draft that keeps nothing: attention of queries alone over cells of another model, and a number that scales a layer."""
+"""Layers of a draft that keeps nothing: attention of queries alone over cells of another model, a number that scales a layer, and
+an output layer that leaves out groups of tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from sglcore.checkpoint.frozen import FrozenCells
+from sglcore.layers.linear import Linear
 from sglcore.layers.norm import RMSNorm
 from sglcore.layers.scope import Scope
 from sglcore.runtime.attention.layer import Attention
@@ -49,3 +54,34 @@ class Scale:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] to [T, H]."""
         return x * self.weight
+
+
+class ChosenHead:
+    """The output layer, -inf for tokens of groups that are not among the best: a centroid for each group says how good it is. All
+    rows of `head` are computed."""
+
+    __slots__ = ("_centroids", "_groups", "_head", "_most", "_order")
+
+    def __init__(self, build: Scope, groups: int, most: int, head: Callable[[Tensor], Tensor]) -> None:
+        """The arguments are those of `Build.chosen_head`."""
+        tokens, device = build.config.vocab_size, build.weights.device
+        self._centroids = Linear(build, (("centroids", groups),), build.config.hidden_size, may_round=False)
+        self._order = build.parameter("token_ordering", tokens, dtype=torch.int32)
+        self._groups = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self._head, self._most = head, most
+        build.weights.bounds.append((f"{build.prefix}token_ordering", self._order, tokens))
+        build.weights.derived.append(self._invert)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[N, H] to float32 [N, vocab]."""
+        scores = self._centroids(hidden)
+        chosen = scores >= scores.topk(self._most, dim=-1)[0][:, -1:]
+        return self._head(hidden).masked_fill(~chosen.index_select(1, self._groups), -torch.inf)
+
+    def _invert(self) -> None:
+        """The group of each token: the order has those of the first group first, as many as of any other."""
+        order = self._order.cpu().long()
+        size = len(order) // self._centroids.weight.shape[0]
+        groups = torch.empty(len(order), dtype=torch.int32)
+        groups[order] = torch.arange(len(order), dtype=torch.int32) // size
+        self._groups.copy_(groups)

@@ -275,8 +275,6 @@ def _frozen_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> 
     of the target's last layer with a window, or of its last one without. Raises ConfigError for what does not fit."""
     folder, last = config.path, {layer.sliding_window is not None: layer for layer in target.attention_layers}
     _same(folder, BACKBONE, config.words.get(BACKBONE, 0), target.config.hidden_size)
-    if config.words.get("use_ordered_embeddings", False):
-        _unfit(folder, "use_ordered_embeddings", True, "an output layer over all tokens")
     found = list[FrozenCells]()
     for place, window in enumerate(config.sliding_windows):
         layer, kind = last.get(window is not None), "full_attention" if window is None else "sliding_attention"
@@ -292,7 +290,26 @@ def _frozen_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> 
                 f"a multiple of the model's {layer.num_kv_heads} heads of {layer.head_dim}",
             )
         found.append(FrozenCells(layer.layer_id, layer.num_kv_heads, layer.head_dim, window))
-    return {"frozen_cells": tuple(found)}
+    return {"frozen_cells": tuple(found), "token_groups": _token_groups(config, shapes)}
+
+
+def _token_groups(config: ModelConfig, shapes: Shapes) -> tuple[int, int] | None:
+    """Groups of tokens, and those that a forward chooses; None where it takes all tokens. Raises ConfigError for others than the files
+    have."""
+    if not config.words.get("use_ordered_embeddings", False):
+        return None
+    groups, most = (config.words.get(name, 0) for name in ("num_centroids", "centroid_intermediate_top_k"))
+    stored = shapes.get("masked_embedding.centroids.weight", (0,))[0]
+    if groups != stored or groups < 1 or config.vocab_size % groups:
+        _unfit(
+            config.path,
+            "num_centroids",
+            groups,
+            f"{stored}, as masked_embedding.centroids has, a divisor of {config.vocab_size}",
+        )
+    if not 0 < most <= groups:
+        _unfit(config.path, "centroid_intermediate_top_k", most, f"1 to {groups}")
+    return groups, most
 
 
 def _spread(count: int, layers: int) -> list[int]:

@@ -25,6 +25,11 @@ class FrozenBuild(Build, Protocol):
         """Queries with `q_norm` of this scope, which `rotary` turns, over another model's cells: [T, heads * head_dim] to the same."""
         ...
 
+    def chosen_head(self, name: str, groups: int, most: int, head: Layer) -> Layer:
+        """What `head` gives, [T, size] to float32 [T, vocab], -inf but for tokens of the `most` groups that `centroids` of this
+        module choose, as it has them one after another in `token_ordering`."""
+        ...
+
     def scale(self, name: str) -> Layer:
         """The one number `name` of this scope times a row."""
         ...
@@ -56,7 +61,8 @@ class AssistantLayer:
 
 class Gemma4AssistantForCausalLM(Architecture):
     """Called with tokens and `features` [T, F] of those before them, it gives its hidden states with the features of what it
-    proposes behind them, [T, H + F]. The words of the configuration have `frozen_cells`, of each layer.
+    proposes behind them, [T, H + F]. The words of the configuration have `frozen_cells`, of each layer, and `token_groups`, how many
+    there are and how many of them a forward chooses, or None.
 
     `aux_layers`: it wants the target's hidden states after the last norm.
     """
@@ -80,7 +86,9 @@ class Gemma4AssistantForCausalLM(Architecture):
         self.post_projection = build.linear("post_projection", config.hidden_size, wide)
         self.embed_tokens = inner.embedding("embed_tokens", config.vocab_size, config.hidden_size)
         tied = self.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = build.head("lm_head", config.vocab_size, config.hidden_size, tied)
+        head = build.head("lm_head", config.vocab_size, config.hidden_size, tied)
+        groups = config.words["token_groups"]
+        self.lm_head = head if groups is None else own.chosen_head("masked_embedding", *groups, head)
         self.attention_layers = tuple(each.attention.layer for each in self.layers)
 
     @staticmethod
