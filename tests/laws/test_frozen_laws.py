@@ -307,8 +307,10 @@ def moves_on(drafter: Any, batch: ForwardBatch, ids: Tensor, hidden: Tensor) -> 
 
 
 def sees_more(drafter: Any, batch: ForwardBatch, ids: Tensor, hidden: Tensor) -> ForwardBatch:
+    """It is planned again: some plans have the lengths themselves."""
     found = FrozenDrafter.following(drafter, batch, ids, hidden)
-    return replace(found, seq_lens=found.seq_lens + 1)
+    more = None if found.seq_lens_cpu is None else found.seq_lens_cpu + 1
+    return replace(found, seq_lens=found.seq_lens + 1, seq_lens_cpu=more, plan_record=None)
 
 
 def keeps_the_targets_feature(drafter: Any, batch: ForwardBatch, ids: Tensor, hidden: Tensor) -> ForwardBatch:
