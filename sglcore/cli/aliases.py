@@ -128,6 +128,7 @@ DRAFTER_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "nextn": "mtp",
         "deepseek_mtp": "mtp",
+        "frozen_kv_mtp": "frozen-mtp",
         "draft_model": "standalone",
         "none": "off",
     }

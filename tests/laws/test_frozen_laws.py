@@ -16,6 +16,7 @@ from torch import Tensor
 from sglcore.checkpoint.frozen import FrozenCells
 from sglcore.device.errors import ConfigError
 from sglcore.layers.frozen import FrozenAttention
+from sglcore.models.draft import kind_of, offered_head
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import forward_context, get_forward_context
 from sglcore.runtime.memory.read_only import ReadOnlyPool, ReadOnlyPoolError
@@ -164,16 +165,33 @@ def test_layers_read_what_the_targets_own_layers_share(gemma4: Made) -> None:
     assert difference(gemma4, model_impl="transformers") < TOLERANCE
 
 
-@pytest.mark.needs("device")
-@pytest.mark.parametrize("overlap", [False, True])
-def test_proposals_change_no_text(made: Made, overlap: bool) -> None:
+def check_texts(made: Made, cells: str = "auto", **settings: Any) -> None:
     """Greedy, at several temperatures, and with penalties."""
     found = []
-    for settings in ({}, {"speculative": "frozen-mtp", "draft_tokens": TOKENS, "overlap": overlap}):
-        engine = TokenEngine(made.folder, graph="off", **settings)
+    for asked in ({"graph": "off"}, {"speculative": "frozen-mtp", "draft_tokens": TOKENS, **settings}):
+        engine = TokenEngine(made.folder, kv_cache_dtype=cells, **asked)
         found.append(run_texts(engine))
         engine.worker.close()
     check_same(found[1], found[0])
+
+
+def test_proposals_change_no_text(made: Made, graph: str) -> None:
+    check_texts(made, graph=graph)
+
+
+@pytest.mark.needs("device")
+def test_proposals_of_steps_that_wait_for_each_other_change_none(made: Made) -> None:
+    check_texts(made, graph="off", overlap=False)
+
+
+@pytest.mark.needs("graphs.native")
+def test_proposals_from_cells_of_eight_bits_change_none(made: Made) -> None:
+    """Queries alone need no kernel that stores in such cells."""
+    check_texts(made, "int8", graph="native")
+
+
+def test_a_draft_is_known_by_its_tensors_and_found_beside_the_model(made: Made) -> None:
+    assert kind_of(made.folder / "draft") == offered_head(made.folder) == "frozen-mtp"
 
 
 @pytest.mark.needs("device")
