@@ -87,7 +87,7 @@ class Gemma4AssistantForCausalLM(Architecture):
         self.embed_tokens = inner.embedding("embed_tokens", config.vocab_size, config.hidden_size)
         tied = self.embed_tokens if config.tie_word_embeddings else None
         head = build.head("lm_head", config.vocab_size, config.hidden_size, tied)
-        groups = config.words["token_groups"]
+        groups: tuple[int, int] | None = config.words["token_groups"]
         self.lm_head = head if groups is None else own.chosen_head("masked_embedding", *groups, head)
         self.attention_layers = tuple(each.attention.layer for each in self.layers)
 

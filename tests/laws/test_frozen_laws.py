@@ -168,7 +168,11 @@ def test_layers_read_what_the_targets_own_layers_share(gemma4: Made) -> None:
 def check_texts(made: Made, cells: str = "auto", **settings: Any) -> None:
     """Greedy, at several temperatures, and with penalties."""
     found = []
-    for asked in ({"graph": "off"}, {"speculative": "frozen-mtp", "draft_tokens": TOKENS, **settings}):
+    both: tuple[dict[str, Any], ...] = (
+        {"graph": "off"},
+        {"speculative": "frozen-mtp", "draft_tokens": TOKENS, **settings},
+    )
+    for asked in both:
         engine = TokenEngine(made.folder, kv_cache_dtype=cells, **asked)
         found.append(run_texts(engine))
         engine.worker.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -86,8 +87,14 @@ def test_rope_config_is_frozen() -> None:
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
 def test_a_kind_that_turns_a_part_of_a_head_by_nothing_has_the_oracles_cosines_and_sines(tmp_path, kind: str) -> None:
-    sizes = {"hidden_size": 24, "head_dim": 12, "num_hidden_layers": 2, "num_attention_heads": 4, "global_head_dim": 16}
-    own = Gemma4TextConfig(**sizes, layer_types=["sliding_attention", "full_attention"])
+    sizes: Any = {
+        "hidden_size": 24,
+        "head_dim": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "global_head_dim": 16,
+    }
+    own: Any = Gemma4TextConfig(**sizes, layer_types=["sliding_attention", "full_attention"])
     cos, sin = Gemma4TextRotaryEmbedding(own)(torch.zeros(1), torch.arange(64)[None], kind)
     given = own.rope_parameters[kind]
     partial, size = given.get("partial_rotary_factor", 1.0), 16 if kind == "full_attention" else 12
