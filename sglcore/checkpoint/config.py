@@ -21,13 +21,15 @@ from sglcore.checkpoint.values import check_values
 from sglcore.device.errors import ConfigError
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
+PROPORTIONAL = "proportional"
+"""The kind of rotary embedding that rotates whole heads, but a part of each by nothing."""
 NEAR = 0.6
 """How much two names have in common of which one may be meant by the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: `kind` is default, linear, dynamic, yarn, llama3 or longrope.
+    """Rotary position embedding: `kind` is default, linear, dynamic, yarn, llama3, longrope or proportional.
 
     `scaling` has the kind's own numbers.
 
@@ -327,7 +329,7 @@ def _check(config: ModelConfig) -> None:
             f"{config.path / 'config.json'} gives {config.hidden_size} elements to {config.num_attention_heads} heads",
             wanted="one for each at least",
         )
-    rotated = int(config.head_dim * config.rope.partial)
+    rotated = config.head_dim if config.rope.kind == PROPORTIONAL else int(config.head_dim * config.rope.partial)
     if rotated % 2:
         raise ConfigError(
             f"{config.path / 'config.json'} rotates {rotated} elements of a head", wanted="an even number"

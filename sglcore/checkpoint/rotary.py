@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from sglcore.checkpoint.config import ModelConfig, RopeConfig
+from sglcore.checkpoint.config import PROPORTIONAL, ModelConfig, RopeConfig
 from sglcore.device.errors import ConfigError
 
 Frequencies: TypeAlias = tuple[np.ndarray, float]
@@ -49,7 +49,7 @@ def mrope_axes(config: ModelConfig) -> np.ndarray | None:
 
 def rotary_dim(config: ModelConfig) -> int:
     """How many elements of a head are rotated."""
-    return int(config.head_dim * config.rope.partial)
+    return config.head_dim if config.rope.kind == PROPORTIONAL else int(config.head_dim * config.rope.partial)
 
 
 def halves_first(heads: int, size: int, turned: int) -> np.ndarray:
@@ -72,6 +72,13 @@ def _wavelengths(config: ModelConfig) -> np.ndarray:
 
 def _default(config: ModelConfig, max_positions: int) -> Frequencies:
     return np.float32(1.0) / _wavelengths(config), 1.0
+
+
+def _proportional(config: ModelConfig, max_positions: int) -> Frequencies:
+    """The highest of a whole head's frequencies; in place of the others, which are as many as are not `partial`, 0."""
+    frequencies = _default(config, max_positions)[0]
+    frequencies[int(config.rope.partial * config.head_dim // 2) :] = 0
+    return frequencies, 1.0
 
 
 def _linear(config: ModelConfig, max_positions: int) -> Frequencies:
@@ -145,6 +152,7 @@ KINDS: Mapping[str, Callable[[ModelConfig, int], Frequencies]] = MappingProxyTyp
         "linear": _linear,
         "llama3": _llama3,
         "longrope": _longrope,
+        PROPORTIONAL: _proportional,
         "yarn": _yarn,
     }
 )

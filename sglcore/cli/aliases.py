@@ -129,6 +129,7 @@ DRAFTER_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "nextn": "mtp",
         "deepseek_mtp": "mtp",
+        "frozen_kv_mtp": "frozen-mtp",
         "draft_model": "standalone",
         "none": "off",
     }

@@ -149,7 +149,7 @@ class EngineConfig:
         None,
         "What proposes tokens for the model to verify several at once, which changes no text: ngram (what followed the last tokens"
         " before), suffix (what followed the whole text in the prefix cache, and ngram elsewhere), a model by its kind (eagle, eagle3,"
-        " mtp, standalone, dflash), off, or auto: what the checkpoint brings, if the start"
+        " mtp, standalone, dflash, frozen-mtp), off, or auto: what the checkpoint brings, if the start"
         " measures that it is faster.",
     )
     draft_model: str | None = setting(

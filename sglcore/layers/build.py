@@ -11,12 +11,14 @@ from torch import Tensor
 
 from sglcore.checkpoint.compressed import CompressedConfig, Compression
 from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
+from sglcore.checkpoint.frozen import FrozenCells
 from sglcore.checkpoint.latent import LatentConfig
 from sglcore.checkpoint.quantization import has_mxfp4_experts
 from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
 from sglcore.checkpoint.rotary import halves_first, rotary_dim
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
+from sglcore.layers.frozen import ChosenHead, FrozenAttention, Scale
 from sglcore.layers.hyper import HyperConnection, HyperHead
 from sglcore.layers.latent import LatentAttention, Projections
 from sglcore.layers.limited import LimitedMlp, LimitedMoe
@@ -95,9 +97,10 @@ class Build(Scope):
         """Columns side by side."""
         return lambda *parts: torch.cat(parts, -1)
 
-    def rotary(self, rope: RopeConfig | None = None) -> Tensor:
-        """The cosines and sines of every position."""
+    def rotary(self, rope: RopeConfig | None = None, head_dim: int | None = None) -> Tensor:
+        """The cosines and sines of every position, for heads of a size (None: the configuration's)."""
         config = self.config if rope is None else replace(self.config, rope=rope)
+        config = config if head_dim is None else replace(config, head_dim=head_dim)
         return cos_sin_cache(config, self.max_positions, self.weights.device)
 
     def attention(
@@ -122,6 +125,18 @@ class Build(Scope):
             sinks=sinks,
             is_encoder=is_encoder,
         )
+
+    def frozen_attention(self, cells: FrozenCells, rotary: Tensor, scaling: float) -> FrozenAttention:
+        """Queries alone, over cells of another model."""
+        return FrozenAttention(self, cells, rotary, scaling)
+
+    def chosen_head(self, name: str, groups: int, most: int, head: Callable[[Tensor], Tensor]) -> ChosenHead:
+        """The output layer of some groups of tokens."""
+        return ChosenHead(self.at(name), groups, most, head)
+
+    def scale(self, name: str) -> Scale:
+        """One number that multiplies rows."""
+        return Scale(self, name)
 
     def compressed_attention(
         self,

@@ -10,13 +10,14 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from sglcore.checkpoint.axes import check_topology
 from sglcore.checkpoint.config import ModelConfig, config_of, read_config
 from sglcore.checkpoint.files import DRAFT_FOLDER, checkpoint_files, read_json
+from sglcore.checkpoint.frozen import BACKBONE, FrozenCells, flat_words
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
@@ -29,7 +30,7 @@ from sglcore.models.loader import load_model
 from sglcore.models.mtp import PREFIXES, layout_of, next_token_config
 from sglcore.models.safetensors_file import SafetensorsFile
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.speculative.choice import DFLASH, DRAFT_TOKENS, EAGLE, EAGLE3, MTP, STANDALONE
+from sglcore.runtime.speculative.choice import DFLASH, DRAFT_TOKENS, EAGLE, EAGLE3, FROZEN, MTP, STANDALONE
 
 if TYPE_CHECKING:
     from sglcore.runtime.parallel.group import Groups
@@ -39,6 +40,7 @@ DRAFTS: Mapping[str, str] = MappingProxyType(
         EAGLE: "sglcore.models.eagle:EagleForCausalLM",
         EAGLE3: "sglcore.models.eagle3:Eagle3ForCausalLM",
         DFLASH: "sglcore.models.dflash:DFlashDraftModel",
+        FROZEN: "sglcore.models.gemma4_assistant:Gemma4AssistantForCausalLM",
         MTP: "sglcore.models.mtp:NextToken",
         deepseek_v4_nextn.ARCHITECTURE: "sglcore.models.deepseek_v4_nextn:DeepseekV4NextN",
     }
@@ -79,6 +81,8 @@ def offered_head(folder: Path) -> str | None:
 def kind_of(folder: Path) -> str:
     """By the names of a checkpoint's tensors, which say more than those of architectures: many drafts are called as their target."""
     names, raw = _shapes(folder), _read(folder)
+    if "pre_projection.weight" in names and "post_projection.weight" in names:
+        return FROZEN
     if any(name.endswith(".hidden_norm.weight") for name in names):
         return EAGLE3
     if "fc.weight" in names and "hidden_norm.weight" in names:
@@ -103,7 +107,7 @@ def load_draft(
     groups: Groups | None = None,
 ) -> Draft:
     """The draft for a target, or with `groups` this rank's part of it, in its dtype and for its positions, from a checkpoint folder, which may be the target's own;
-    `kind` is one of EAGLE, EAGLE3, DFLASH, MTP and STANDALONE. What it is goes to the ledger. Raises ConfigError for one of another
+    `kind` is one of EAGLE, EAGLE3, DFLASH, FROZEN, MTP and STANDALONE. What it is goes to the ledger. Raises ConfigError for one of another
     kind, and for one that does not fit the target, before weights are read; and what `load_checkpoint` raises. Waits.
     """
     if folder == target.config.path and kind != MTP:
@@ -111,9 +115,9 @@ def load_draft(
     if kind == STANDALONE:
         shared = {"facts": facts, "kernels": kernels, "progress": progress, "groups": groups}
         return _standalone(config, folder, target, ledger=ledger, **shared)
-    if kind == DFLASH and groups is not None:
+    if kind in (DFLASH, FROZEN) and groups is not None:
         raise ConfigError(
-            "speculative is 'dflash', whose draft is not cut for ranks", remedy="--tp 1, or another draft"
+            f"speculative is {kind!r}, whose draft is not cut for ranks", remedy="--tp 1, or another draft"
         )
     draft, shapes = _draft_config(folder, kind, target, config), _shapes(folder)
     heads, layers = len(draft.words.get(PREFIXES, ())), draft.words.get(LAYERS, 1)
@@ -121,6 +125,8 @@ def load_draft(
         topology = groups.place.topology
         check_topology(draft, replace(topology, ep=1) if draft.moe is None else topology)
     given = {"model.embed_tokens": target.embed_ids, "lm_head": target.logits}
+    if kind == FROZEN:
+        given = {"target.embed_tokens": target.embed_ids}
     if kind == EAGLE3:
         given = {name: layer for name, layer in given.items() if f"{name.removeprefix('model.')}.weight" not in shapes}
     model: Any = load_model(
@@ -170,6 +176,8 @@ def _read(folder: Path) -> dict[str, Any]:
     """A `config.json`; one by the library speculators with its layer's words among the others. Raises ConfigError for one whose
     kind or layer is not served."""
     raw = read_json(folder / "config.json")
+    if BACKBONE in raw:
+        return flat_words(raw)
     if LIBRARY_KIND not in raw:
         return raw
     if other := _unserved(raw):
@@ -209,7 +217,7 @@ def _draft_config(folder: Path, kind: str, target: Architecture, asked: EngineCo
         made = next_token_config(config, names, used)
         return replace(made, architecture=kind, words={**made.words, LAYERS: len(prefixes)})
     words = {"num_nextn_predict_layers": 0} | _words_of(kind, config, shapes, target)
-    if kind != EAGLE3 or "embed_tokens.weight" not in shapes:
+    if kind != FROZEN and (kind != EAGLE3 or "embed_tokens.weight" not in shapes):
         _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
     has_bias = any(name.endswith("q_proj.bias") for name in shapes)
     return replace(
@@ -238,7 +246,8 @@ def _words_of(kind: str, config: ModelConfig, shapes: Shapes, target: Architectu
     """What the class of this kind wants to know beyond the configuration."""
     if kind == EAGLE:
         return {"fc_bias": "fc.bias" in shapes}
-    return (_dflash_words if kind == DFLASH else _eagle3_words)(config, shapes, target)
+    makers = {DFLASH: _dflash_words, FROZEN: _frozen_words}
+    return makers.get(kind, _eagle3_words)(config, shapes, target)
 
 
 def _eagle3_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
@@ -285,6 +294,48 @@ def _dflash_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> 
     return {"aux_layers": aux_layers, "block_size": block, "mask_token_id": mask, "target_hidden_size": width}
 
 
+def _frozen_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
+    """What `Gemma4AssistantForCausalLM` wants to know beyond the configuration: of each layer, whose cells it reads, which are those
+    of the target's last layer with a window, or of its last one without. Raises ConfigError for what does not fit."""
+    folder, last = config.path, {layer.sliding_window is not None: layer for layer in target.attention_layers}
+    _same(folder, BACKBONE, config.words.get(BACKBONE, 0), target.config.hidden_size)
+    found = list[FrozenCells]()
+    for place, window in enumerate(config.sliding_windows):
+        layer, kind = last.get(window is not None), "full_attention" if window is None else "sliding_attention"
+        if layer is None or layer.rows or layer.is_exact:
+            _unfit(folder, f"layer_types[{place}]", repr(kind), "layers of which the model has keys and values by head")
+        size = shapes.get(f"model.layers.{place}.self_attn.q_norm.weight", (0,))[0]
+        if size != layer.head_dim or config.num_attention_heads % layer.num_kv_heads:
+            heads = f"{config.num_attention_heads} heads of {size} in layer {place}"
+            _unfit(
+                folder,
+                "num_attention_heads",
+                heads,
+                f"a multiple of the model's {layer.num_kv_heads} heads of {layer.head_dim}",
+            )
+        found.append(FrozenCells(layer.layer_id, layer.num_kv_heads, layer.head_dim, window))
+    return {"frozen_cells": tuple(found), "token_groups": _token_groups(config, shapes)}
+
+
+def _token_groups(config: ModelConfig, shapes: Shapes) -> tuple[int, int] | None:
+    """Groups of tokens, and those that a forward chooses; None where it takes all tokens. Raises ConfigError for others than the files
+    have."""
+    if not config.words.get("use_ordered_embeddings", False):
+        return None
+    groups, most = (config.words.get(name, 0) for name in ("num_centroids", "centroid_intermediate_top_k"))
+    stored = shapes.get("masked_embedding.centroids.weight", (0,))[0]
+    if groups != stored or groups < 1 or config.vocab_size % groups:
+        _unfit(
+            config.path,
+            "num_centroids",
+            groups,
+            f"{stored}, as masked_embedding.centroids has, a divisor of {config.vocab_size}",
+        )
+    if not 0 < most <= groups:
+        _unfit(config.path, "centroid_intermediate_top_k", most, f"1 to {groups}")
+    return groups, most
+
+
 def _spread(count: int, layers: int) -> list[int]:
     """The layers of which a draft reads the output where it names none."""
     if count == 1:
@@ -321,7 +372,7 @@ def _lacking(folder: Path, name: str, found: object, tensor: str, otherwise: str
     )
 
 
-def _unfit(folder: Path, name: str, found: object, wanted: str) -> None:
+def _unfit(folder: Path, name: str, found: object, wanted: str) -> NoReturn:
     raise ConfigError(f"{folder / 'config.json'} has {name} = {found}", wanted=wanted, remedy=_OTHER)
 
 

@@ -121,7 +121,7 @@ def _storing(
 ) -> KernelTable:
     """The table with a `store_kv` for the cells of these layers, none of which calls it."""
     cells = torch.empty(1, dtype=index_dtype, device="meta")
-    for shape in dict.fromkeys((layer.num_kv_heads, layer.head_dim) for layer in layers if layer.cached):
+    for shape in dict.fromkeys((layer.num_kv_heads, layer.head_dim) for layer in layers if layer.stores):
         cell = torch.empty(1, *shape, dtype=dtype, device="meta")
         kernels = fitted(kernels, KernelTable.store_kv, (cell, cell, cell, cell, cells), refusals=refusals)
     return kernels

@@ -257,7 +257,7 @@ def runner(
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")
-        made.graphs = capture(config, facts, backend, made, ledger, told, shape.widths)
+        made.graphs = capture(config, facts, backend, made, ledger, told, shape.widths, shape.takes_prompts)
     return made
 
 

@@ -7,7 +7,7 @@ poison follow.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -25,9 +25,17 @@ class StalePlanError(RuntimeError):
     """A batch was planned for another backend, shape or pool than the one it is about to run on."""
 
 
+class Turn(NamedTuple):
+    """Which of several forwards over one plan a batch is for: `epoch` stands for the lengths, `step` counts from 0."""
+
+    epoch: int
+    step: int
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
-    """What was true when attention was planned: by whom, for which sizes, over which pool generation."""
+    """What was true when attention was planned: by whom, for which sizes, over which pool generation, for the lengths of which
+    epoch (None: of this batch alone) and for how many forwards over them."""
 
     plan: AttentionPlan
     planner: AttentionBackend
@@ -35,6 +43,8 @@ class PlanRecord:
     num_tokens: int
     generation: int
     replan_equivalent: bool
+    epoch: int | None = None
+    steps: int = 1
 
 
 @batch_record(ScheduleBatch)
@@ -44,6 +54,7 @@ class ForwardBatch(ForwardInputs[Tensor]):
     plan_record: PlanRecord | None = batch_field(
         axis=Axis.NONE, split=Split.FRESH, owner="attention", when=When.IF_GIVEN
     )
+    turn: Turn | None = batch_field(axis=Axis.NONE, split=Split.FRESH, owner="drafter", when=When.IF_GIVEN)
 
     @staticmethod
     def init_new(batch: ScheduleBatch, registry: BufferRegistry) -> ForwardBatch:
@@ -56,14 +67,14 @@ class ForwardBatch(ForwardInputs[Tensor]):
         registry.commit()
         return make_batch(registry.batch_type, fields)
 
-    def mark_forward_metadata_ready(self, plan: AttentionPlan, replan_equivalent: bool = False) -> None:
+    def mark_forward_metadata_ready(self, plan: AttentionPlan, replan_equivalent: bool = False, steps: int = 1) -> None:
         """Record that attention was planned for this batch as it is now.
 
         `replan_equivalent`: planning again on drifted sizes gives what the caller wants; otherwise drift is an error.
+        `steps`: how many forwards over the lengths of the batch's epoch may take this plan.
         """
-        self.plan_record = PlanRecord(
-            plan, plan.planner, self.batch_size, self.num_tokens, plan.generation, replan_equivalent
-        )
+        sizes, epoch = (self.batch_size, self.num_tokens), None if self.turn is None else self.turn.epoch
+        self.plan_record = PlanRecord(plan, plan.planner, *sizes, plan.generation, replan_equivalent, epoch, steps)
 
     def needs_forward_metadata_init(self, backend: AttentionBackend) -> bool:
         """True if `backend` must plan before it runs; raises StalePlanError on a plan that is not for this forward."""
@@ -86,4 +97,9 @@ class ForwardBatch(ForwardInputs[Tensor]):
             return f"planned for {planned}, the batch now has {self.batch_size} and {self.num_tokens}"
         if record.generation != backend.generation:
             return f"planned over generation {record.generation} of the KV pool, it is now {backend.generation}"
+        epoch, step = (None, 0) if self.turn is None else self.turn
+        if record.epoch != epoch:
+            return f"planned for the lengths of epoch {record.epoch}, the batch has those of {epoch}"
+        if step >= record.steps:
+            return f"planned for {record.steps} forwards, this is one more"
         return ""

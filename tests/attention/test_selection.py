@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,7 @@ def test_a_refusal_names_what_is_missing_and_what_there_is(facts: AttentionFacts
         ({"sliding_window": 4}, {"sliding_window"}),
         ({"softcap": 30.0}, {"softcap"}),
         ({"sinks": torch.zeros(4)}, {"sinks"}),
+        ({"is_frozen": True}, {"frozen"}),
         ({"causal": False, "cached": False}, {"encoder"}),
         ({}, set()),
     ],
@@ -239,3 +241,11 @@ def test_a_selection_that_falls_back_is_caught() -> None:
 )
 def test_index_types_and_padding_lengths_are_read(facts: AttentionFacts, reason: str) -> None:
     assert refusal(facts, NEEDS).endswith(reason) and bool(refusal(facts, NEEDS)) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("stored", "reason"), [(True, ""), (False, "queries alone; it takes them with keys and values")]
+)
+def test_layers_of_queries_alone_ask_for_a_backend_that_reads_cells(stored: bool, reason: str) -> None:
+    facts = AttentionFacts(features=NEEDS.features, takes_stored=stored)
+    assert refusal(facts, replace(NEEDS, features=NEEDS.features | {"frozen"})) == reason

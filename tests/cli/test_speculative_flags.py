@@ -36,8 +36,9 @@ def test_what_other_engines_call_it_is_ours(given: dict[str, object], wanted: di
 
 
 def test_names_of_drafters_are_ours() -> None:
-    words = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "deepseek_mtp", "Medusa")
-    assert [drafter_name(word) for word in words] == ["eagle", "eagle3", "mtp", "standalone", "ngram", "mtp", "medusa"]
+    words = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "deepseek_mtp", "FROZEN_KV_MTP", "Medusa")
+    ours = ["eagle", "eagle3", "mtp", "standalone", "ngram", "mtp", "frozen-mtp", "medusa"]
+    assert [drafter_name(word) for word in words] == ours
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sglcore.checkpoint.config import ModelConfig, RopeConfig, read_config
@@ -80,3 +83,22 @@ def test_axes_of_qwen_3_vl_take_turns_though_the_file_does_not_say_so(tmp_path) 
 def test_rope_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         RopeConfig(1e4, "default", 1.0, 64, {}).theta = 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_a_kind_that_turns_a_part_of_a_head_by_nothing_has_the_oracles_cosines_and_sines(tmp_path, kind: str) -> None:
+    sizes: Any = {
+        "hidden_size": 24,
+        "head_dim": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "global_head_dim": 16,
+    }
+    own: Any = Gemma4TextConfig(**sizes, layer_types=["sliding_attention", "full_attention"])
+    cos, sin = Gemma4TextRotaryEmbedding(own)(torch.zeros(1), torch.arange(64)[None], kind)
+    given = own.rope_parameters[kind]
+    partial, size = given.get("partial_rotary_factor", 1.0), 16 if kind == "full_attention" else 12
+    config = with_rope(tmp_path, kind=given["rope_type"], theta=given["rope_theta"], partial=partial)
+    got = cos_sin_cache(replace(config, head_dim=size), 64, torch.device("cpu"))
+    want = torch.cat((cos[0, :, : size // 2], sin[0, :, : size // 2]), dim=-1)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionPlan, Bucket
 from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan
-from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
+from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError, Turn
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.split import filter_batch
@@ -79,6 +79,26 @@ def test_a_plan_for_something_else_is_refused_and_the_error_names_both(kind: str
     drifted, backend = drift(site, batch, kind)
     with pytest.raises(StalePlanError, match=f"{FOUND[kind]}.*; plan again before the forward"):
         drifted.needs_forward_metadata_init(backend)
+
+
+def test_one_plan_serves_as_many_forwards_of_an_epoch_as_it_was_made_for() -> None:
+    site, batch = ready()
+    batch.turn = Turn(7, 0)
+    batch.mark_forward_metadata_ready(site.attention.plan(batch), steps=3)
+    turns = [replace(batch, turn=Turn(7, step)) for step in range(3)]
+    assert not any(each.needs_forward_metadata_init(site.attention) for each in turns)
+    with pytest.raises(StalePlanError, match="planned for 3 forwards, this is one more; plan again"):
+        replace(batch, turn=Turn(7, 3)).needs_forward_metadata_init(site.attention)
+
+
+@pytest.mark.parametrize("turn", [Turn(8, 0), None])
+def test_a_plan_for_the_lengths_of_another_epoch_is_refused(turn: Turn | None) -> None:
+    site, batch = ready()
+    batch.turn = Turn(7, 0)
+    batch.mark_forward_metadata_ready(site.attention.plan(batch), steps=3)
+    of = "None" if turn is None else "8"
+    with pytest.raises(StalePlanError, match=f"planned for the lengths of epoch 7, the batch has those of {of}"):
+        replace(batch, turn=turn).needs_forward_metadata_init(site.attention)
 
 
 def test_a_plan_from_before_the_cells_moved_is_stale_though_it_is_marked_after() -> None:

@@ -111,6 +111,7 @@ def counted(batch: ForwardBatch, rows: Rows, first: int, last: int) -> dict[str,
         "sampling": None,
         "spec_info": None,
         "plan_record": None,
+        "turn": None,
     }
 
 

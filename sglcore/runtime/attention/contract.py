@@ -179,10 +179,10 @@ class AttentionBackend(ABC, Generic[Plan]):
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
     ) -> Tensor:
         """Store k, v [T, kv_heads * head_dim] at the batch's cells and attend; both are None where the layer has stored
-        them. Raises what `planned` raises."""
+        them, or has none. Raises what `planned` raises."""
         batch, plan = self.planned(batch)
         if k is None or v is None:
-            assert k is v and self.takes_stored
+            assert k is v and (self.takes_stored or layer.is_frozen)
         elif layer.cached:
             pool, cells = self.cells_of(layer, batch)
             assert cells is not None

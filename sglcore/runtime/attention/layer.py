@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.forward_context import get_forward_context
+from sglcore.runtime.memory.read_only import ReadOnlyPool
 
 if TYPE_CHECKING:
     from sglcore.runtime.kernels.choice import Call
@@ -24,7 +25,8 @@ class Attention:
     token sees this step's alone; with `causal=False` all of its request, or those less than W from it either way. `softcap`
     c bends a scaled score s to
     c * tanh(s / c). `sinks` [heads] are the scores of one more key that every query sees and that has no value. `is_exact`: its
-    keys hold numbers that no rounding may change, and are kept in the model's type. `rows`: what is kept in other forms than
+    keys hold numbers that no rounding may change, and are kept in the model's type. `is_frozen`: it has queries alone, and
+    its keys and values are those of another model's layer of this id. `rows`: what is kept in other forms than
     keys and values by head, of which `top_k` are chosen for each token (0: it sees all).
     """
 
@@ -35,6 +37,7 @@ class Attention:
         "causal",
         "head_dim",
         "is_exact",
+        "is_frozen",
         "layer_id",
         "num_heads",
         "num_kv_heads",
@@ -57,6 +60,7 @@ class Attention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         is_exact: bool = False,
+        is_frozen: bool = False,
     ) -> None:
         self.layer_id = layer_id
         self.num_heads = num_heads
@@ -69,6 +73,12 @@ class Attention:
         self.softcap = softcap
         self.sinks = sinks
         self.is_exact = is_exact
+        self.is_frozen = is_frozen
+
+    @property
+    def stores(self) -> bool:
+        """It keeps keys and values in cells of its own."""
+        return self.cached and not self.is_frozen
 
     @property
     def size_by_head(self) -> int:
@@ -83,6 +93,7 @@ class Attention:
             "softcap": self.softcap is not None,
             "sinks": self.sinks is not None,
             "encoder": not self.cached,
+            "frozen": self.is_frozen,
         }
         return frozenset(name for name, is_asked in asked.items() if is_asked)
 
@@ -94,7 +105,7 @@ class Attention:
     def cells(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """The caches [cells, kv_heads, head_dim] of keys and values and the cells int[T] of this forward's tokens, if the
         caller may store there and then call with k and v None. Not where a compiler traces, the backend wants k and v, or
-        the pool has another layout.
+        the pool has another layout. Raises ReadOnlyPoolError for cells that are another model's.
         """
         if torch.compiler.is_compiling() or not self.cached:
             return None
@@ -103,11 +114,13 @@ class Attention:
         if not backend.takes_stored or batch is None:
             return None
         pool, cells = backend.cells_of(self, batch)
+        if isinstance(pool, ReadOnlyPool):
+            pool.refuse(self.layer_id)
         return None if cells is None else (*pool.kv(self.layer_id), cells)
 
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """q [T, heads * head_dim], k and v [T, kv_heads * head_dim] to [T, heads * head_dim]; stores k and v. Both are None
-        if they are in the layer's `cells` already."""
+        if they are in the layer's `cells` already, or the layer is frozen."""
         if torch.compiler.is_compiling():
             assert k is not None and v is not None
             return torch.ops.sglcore.attention(q, k, v, self.layer_id)

@@ -28,6 +28,10 @@ OF_ROWS: Mapping[str, Ref] = MappingProxyType(
 """Backends over rows, in the kernels of whatever device: behind those that a package has of its own."""
 
 
+FROZEN = "frozen"
+"""The feature of layers that have queries alone: served where new keys and values are read from their cells."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
     """What the model and the configuration ask of a backend."""
@@ -68,7 +72,9 @@ def refusal(facts: AttentionFacts, needs: AttentionNeeds) -> str:
         return f"padding rows of length {needs.padding_len}; it wants {facts.padding_len}"
     if not facts.takes_layout(needs.layout):
         return f"keys and values laid out {needs.layout}; it takes {', '.join(facts.layouts or ())}"
-    missing = sorted(needs.features - facts.features)
+    if FROZEN in needs.features and not facts.takes_stored:
+        return "queries alone; it takes them with keys and values"
+    missing = sorted(needs.features - facts.features - {FROZEN})
     return f"it lacks {', '.join(missing)}" if missing else ""
 
 

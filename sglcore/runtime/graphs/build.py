@@ -118,9 +118,12 @@ def capture(
     ledger: DecisionLedger,
     progress: Callable[[int, int], None],
     widths: tuple[int, ...] = (1,),
+    takes_prompts: bool = True,
 ) -> GraphRunner:
-    """Capture every bucket, of batch sizes with so many rows a request, and say in the ledger what replays from now on. Waits for the device."""
-    buckets, prompts = _within_limit(config, facts, runner, _prompt_forward(config, backend, runner), ledger, widths)
+    """Capture every bucket, of batch sizes with so many rows a request, and of prompts where the runner takes some; say in the ledger
+    what replays from now on. Waits for the device."""
+    wanted = _prompt_forward(config, backend, runner) if takes_prompts else None
+    buckets, prompts = _within_limit(config, facts, runner, wanted, ledger, widths)
     against = "" if runner.halves is None else reason_against_halves(backend, widths)
     captured = GraphRunner(
         backend,

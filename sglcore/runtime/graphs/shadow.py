@@ -98,7 +98,7 @@ def leaving_cells(context: ForwardContext, batch: ForwardBatch, forward: Step) -
     kept = []
     for layer in context.layers:
         pool, cells = context.attn_backend.cells_of(layer, batch)
-        if layer.cached and cells is not None:
+        if layer.stores and cells is not None:
             kept.append((pool, layer.layer_id, cells, *pool.read_cells(layer.layer_id, cells)))
     hidden = forward()
     for pool, layer_id, cells, keys, values in kept:

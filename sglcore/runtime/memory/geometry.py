@@ -24,7 +24,7 @@ CellBytes = Callable[["LayerShapes", torch.dtype], int]
 
 def has_window(layer: Attention) -> bool:
     """The layer keeps something that only a window sees."""
-    return layer.sliding_window is not None and (layer.cached or bool(layer.rows))
+    return layer.sliding_window is not None and (layer.stores or bool(layer.rows))
 
 
 def keeps_window(layer: Attention, window: int) -> bool:
@@ -33,7 +33,7 @@ def keeps_window(layer: Attention, window: int) -> bool:
 
 
 def layer_shapes(
-    layers: Sequence[Attention], kept: Callable[[Attention], bool] = lambda layer: layer.cached
+    layers: Sequence[Attention], kept: Callable[[Attention], bool] = lambda layer: layer.stores
 ) -> LayerShapes:
     """What a pool holds of each layer: nothing of those that are not `kept` there."""
     return tuple((layer.num_kv_heads if kept(layer) else 0, layer.head_dim) for layer in layers)
@@ -55,7 +55,7 @@ def geometry(
     of_rows = {place: row_bytes(rows, place, page_size) for place in Place}
     every = page_size * cell_bytes(layer_shapes(layers), dtype)
     of_windows = page_size * cell_bytes(
-        layer_shapes(layers, lambda layer: layer.cached and keeps_window(layer, window)), dtype
+        layer_shapes(layers, lambda layer: layer.stores and keeps_window(layer, window)), dtype
     )
     page, window_page = every - of_windows + of_rows[Place.PAGES], of_windows + of_rows[Place.WINDOW_PAGES]
     if not window:

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from sglcore.runtime.loaded_model import LoadedModel, Progress
 from sglcore.runtime.memory.geometry import layer_shapes
 from sglcore.runtime.memory.make import Pools, make_rows
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
+from sglcore.runtime.memory.read_only import ReadOnlyPool
 from sglcore.runtime.model_runner import Model, ModelRunner
 from sglcore.runtime.speculative.choice import DRAFT_LOADER, TREE_MASK, Speculation, choose_speculation, promise
 from sglcore.runtime.speculative.worker import SpeculativeWorker
@@ -32,6 +33,7 @@ from sglcore.step.hisparse import HiSparseConfig
 from sglcore.step.sizing import MemoryBudget, MemorySizes, size_text
 
 if TYPE_CHECKING:
+    from sglcore.runtime.memory.pools import TokenToKVPool
     from sglcore.runtime.parallel.group import Groups
 
 
@@ -122,11 +124,14 @@ def draft_pools(
     sizes: MemorySizes,
     pool_kind: PoolKind = PER_HEAD,
 ) -> Pools | None:
-    """The cells or rows of the model that proposes: pages and slots are those of the model that verifies."""
+    """The cells or rows of the model that proposes, or those of the model that verifies, which it only reads: pages and slots are that
+    one's."""
     if draft is None:
         return None
     layers, device = draft.attention_layers, facts.tensor_device
-    if any(layer.rows for layer in layers):
+    if all(layer.is_frozen for layer in layers):
+        cells: Any = ReadOnlyPool(cast("TokenToKVPool", pools.token_to_kv))
+    elif any(layer.rows for layer in layers):
         cells = make_rows(layers, sizes, device, config.poison, None)
     else:
         shapes = layer_shapes(layers)

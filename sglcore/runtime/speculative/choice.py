@@ -21,7 +21,14 @@ DRAFT_TOKENS = 4
 """Proposals of a step at most where nobody asks for a number."""
 NGRAM, SUFFIX = WITHOUT_MODEL = ("ngram", "suffix")
 """Kinds that need no model: what followed in the same text, and in those of others first."""
-EAGLE, EAGLE3, MTP, STANDALONE, DFLASH = MODELS = ("eagle", "eagle3", "mtp", "standalone", "dflash")
+EAGLE, EAGLE3, MTP, STANDALONE, DFLASH, FROZEN = MODELS = (
+    "eagle",
+    "eagle3",
+    "mtp",
+    "standalone",
+    "dflash",
+    "frozen-mtp",
+)
 """Kinds of models that propose."""
 KINDS = ("auto", "off", *WITHOUT_MODEL, *MODELS)
 COUPLED, REJECTION, BLOCK = RULES = ("coupled", "rejection", "block")
@@ -46,11 +53,12 @@ LoadDraft = Callable[[Path, str], Any]
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What the decode steps of one runner look like: so many rows of each request, `feature_size` numbers that each row brings,
-    and the layers before which a drafter reads the model (none: it runs as it is)."""
+    and the layers before which a drafter reads the model (none: it runs as it is). `takes_prompts`: it runs prompts too."""
 
     widths: tuple[int, ...] = (1,)
     feature_size: int = 0
     aux_layers: tuple[int, ...] = ()
+    takes_prompts: bool = True
 
     @property
     def most(self) -> int:
@@ -104,6 +112,8 @@ class Speculation:
         if self.heads > 1:
             # As many rows before those of the target as are written again.
             return StepShape(tuple(each + self.heads - 1 for each in widths), model.feature_size)
+        if self.kind == FROZEN:
+            return StepShape((1,), model.feature_size, takes_prompts=False)
         if self.aux_layers is None:
             return StepShape((1, *(each + 1 for each in widths)))
         return StepShape(tuple(sorted({1, *widths})), model.feature_size)

@@ -14,9 +14,10 @@ from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
 from sglcore.runtime.speculative.beams import TreeDrafter
 from sglcore.runtime.speculative.block import BlockDrafter
-from sglcore.runtime.speculative.choice import DFLASH, SUFFIX, WITHOUT_MODEL, Speculation
+from sglcore.runtime.speculative.choice import DFLASH, FROZEN, SUFFIX, WITHOUT_MODEL, Speculation
 from sglcore.runtime.speculative.drafter import Drafter
 from sglcore.runtime.speculative.features import FeatureModel
+from sglcore.runtime.speculative.frozen import FrozenDrafter
 from sglcore.runtime.speculative.heads import MultiHeadDrafter
 from sglcore.runtime.speculative.ngram import NgramDrafter
 from sglcore.runtime.speculative.rejection import RULES, RejectionWorker
@@ -46,6 +47,8 @@ def make_drafter(
         return MultiHeadDrafter((draft_runner, *draft_heads), slots, model)
     if speculation.tree is not None:
         return TreeDrafter(draft_runner, speculation.tree, model.project)
+    if speculation.kind == FROZEN:
+        return FrozenDrafter(draft_runner, speculation.tokens, model.feature_size)
     return FeatureDrafter(draft_runner, speculation.tokens, model.project)
 
 

@@ -25,6 +25,7 @@ GAPS: Mapping[str, str] = MappingProxyType(
         "mtp": _NO_MODEL,
         "standalone": _NO_MODEL,
         "dflash": _NO_MODEL,
+        "frozen-mtp": _NO_MODEL,
     }
 )
 """Kinds that the core knows and this device does not have, and why."""

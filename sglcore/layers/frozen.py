@@ -1,0 +1,87 @@
+"""Layers of a draft that keeps nothing: attention of queries alone over cells of another model, a number that scales a layer, and
+an output layer that leaves out groups of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sglcore.checkpoint.frozen import FrozenCells
+from sglcore.layers.linear import Linear
+from sglcore.layers.norm import RMSNorm
+from sglcore.layers.scope import Scope
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.kernels.table import KernelTable
+
+
+class FrozenAttention:
+    """Queries with a norm of each head and a rotary embedding, over keys and values that are there. `layer` is what backends see of
+    it."""
+
+    __slots__ = ("_cos_sin", "_rotary", "layer", "q_norm")
+
+    def __init__(self, build: Scope, cells: FrozenCells, rotary: Tensor, scaling: float) -> None:
+        """`rotary` is what `cos_sin_cache` gives for heads of these cells."""
+        heads, size = build.config.num_attention_heads, cells.head_dim
+        self.layer = Attention(
+            cells.layer_id, heads, cells.num_kv_heads, size, scaling, sliding_window=cells.window, is_frozen=True
+        )
+        self.q_norm = RMSNorm(build.at("q_norm"), size, build.config.rms_norm_eps, heads, offset=0.0)
+        self._cos_sin = rotary
+        turned = build.rows(heads * size), build.rows(size), build.indices(), rotary, size
+        self._rotary = build.kernel(KernelTable.rotary, *turned)
+
+    def __call__(self, q: Tensor, batch: ForwardBatch) -> Tensor:
+        """Queries [T, heads * head_dim], neither normed nor turned, to what attention gives, the same shape. Stores nothing."""
+        size = self.layer.head_dim
+        q = self.q_norm(q.unflatten(1, (-1, size))).flatten(1)
+        # The kernel turns two arrays, of which one is not wanted.
+        q, _ = self._rotary(q, q.new_zeros(len(q), size), batch.positions, self._cos_sin, size)
+        return self.layer(q, None, None)
+
+
+class Scale:
+    """x * w, the weight [1]."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, build: Scope, name: str) -> None:
+        self.weight = build.parameter(name, 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, H] to [T, H]."""
+        return x * self.weight
+
+
+class ChosenHead:
+    """The output layer, -inf for tokens of groups that are not among the best: a centroid for each group says how good it is. All
+    rows of `head` are computed."""
+
+    __slots__ = ("_centroids", "_groups", "_head", "_most", "_order")
+
+    def __init__(self, build: Scope, groups: int, most: int, head: Callable[[Tensor], Tensor]) -> None:
+        """The arguments are those of `Build.chosen_head`."""
+        tokens, device = build.config.vocab_size, build.weights.device
+        self._centroids = Linear(build, (("centroids", groups),), build.config.hidden_size, may_round=False)
+        self._order = build.parameter("token_ordering", tokens, dtype=torch.int32)
+        self._groups = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self._head, self._most = head, most
+        build.weights.bounds.append((f"{build.prefix}token_ordering", self._order, tokens))
+        build.weights.derived.append(self._invert)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[N, H] to float32 [N, vocab]."""
+        scores = self._centroids(hidden)
+        chosen = scores >= scores.topk(self._most, dim=-1)[0][:, -1:]
+        return self._head(hidden).masked_fill(~chosen.index_select(1, self._groups), -torch.inf)
+
+    def _invert(self) -> None:
+        """The group of each token: the order has those of the first group first, as many as of any other."""
+        order = self._order.cpu().long()
+        size = len(order) // self._centroids.weight.shape[0]
+        groups = torch.empty(len(order), dtype=torch.int32)
+        groups[order] = torch.arange(len(order), dtype=torch.int32) // size
+        self._groups.copy_(groups)

@@ -1,0 +1,111 @@
+"""Gemma 4's assistant: a token is proposed by what the model made of the one before, over the model's own keys and values.
+
+Its layers have queries alone. What it makes of a token takes the place of what the model would: that is all that it sees of its own
+proposals.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+from sglcore.checkpoint.config import RopeConfig
+from sglcore.checkpoint.frozen import BACKBONE, FrozenCells
+from sglcore.models.build import Architecture, Array, Attention, Batch, Build, Layer
+from sglcore.models.gemma2 import NORMS
+
+
+class FrozenBuild(Build, Protocol):
+    """The kinds of layers that only such a draft has."""
+
+    def rotary(self, rope: RopeConfig | None = None, head_dim: int | None = None) -> Any:
+        """As `Build.rotary`, for heads of a size (None: the configuration's)."""
+        ...
+
+    def frozen_attention(self, cells: FrozenCells, rotary: Any, scaling: float) -> Attention:
+        """Queries with `q_norm` of this scope, which `rotary` turns, over another model's cells: [T, heads * head_dim] to the same."""
+        ...
+
+    def chosen_head(self, name: str, groups: int, most: int, head: Layer) -> Layer:
+        """What `head` gives, [T, size] to float32 [T, vocab], -inf but for tokens of the `most` groups that `centroids` of this
+        module choose, as it has them one after another in `token_ordering`."""
+        ...
+
+    def scale(self, name: str) -> Layer:
+        """The one number `name` of this scope times a row."""
+        ...
+
+
+class AssistantLayer:
+    """Attention and feed-forward, each between two norms, and a number that multiplies the sum."""
+
+    __slots__ = ("attention", "mlp", "norms", "o_proj", "q_proj", "scale")
+
+    def __init__(self, build: Build, cells: FrozenCells, rotary: Any) -> None:
+        config, own = build.config, cast("FrozenBuild", build)
+        inner, attn = config.num_attention_heads * cells.head_dim, build.at("self_attn")
+        self.q_proj = attn.linear("q_proj", config.hidden_size, inner, config.attention_bias)
+        # The norm of queries stands in the place of a scale of scores.
+        self.attention = cast("FrozenBuild", attn).frozen_attention(cells, rotary, 1.0)
+        self.o_proj = attn.linear("o_proj", inner, config.hidden_size, config.attention_bias)
+        self.mlp = build.mlp("mlp", config.intermediate_size)
+        self.norms = tuple(build.norm(name, config.hidden_size, 0.0) for name in NORMS)
+        self.scale = own.scale("layer_scalar")
+
+    def __call__(self, hidden: Array, batch: Batch) -> Array:
+        """[T, H] to [T, H]."""
+        before_attention, after_attention, before_mlp, after_mlp = self.norms
+        mixed = self.o_proj(self.attention(self.q_proj(before_attention(hidden)), batch))
+        summed = hidden + after_attention(mixed)
+        return self.scale(summed + after_mlp(self.mlp(before_mlp(summed))))
+
+
+class Gemma4AssistantForCausalLM(Architecture):
+    """Called with tokens and `features` [T, F] of those before them, it gives its hidden states with the features of what it
+    proposes behind them, [T, H + F]. The words of the configuration have `frozen_cells`, of each layer, and `token_groups`, how many
+    there are and how many of them a forward chooses, or None.
+
+    `aux_layers`: it wants the target's hidden states after the last norm.
+    """
+
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        config, inner, own = build.config, build.at("model"), cast("FrozenBuild", build)
+        self.feature_size = wide = config.words[BACKBONE]
+        kept: tuple[FrozenCells, ...] = config.words["frozen_cells"]
+        ropes = {each: self._rotary(own, each) for each in {(each.head_dim, each.window is None) for each in kept}}
+        self.target_tokens = build.at("target").embedding("embed_tokens", config.vocab_size, wide)
+        self.concat = build.concat()
+        self.pre_projection = build.linear("pre_projection", 2 * wide, config.hidden_size)
+        self.layers = tuple(
+            AssistantLayer(inner.at("layers", place), each, ropes[each.head_dim, each.window is None])
+            for place, each in enumerate(kept)
+        )
+        self.norm = inner.norm("norm", config.hidden_size, 0.0)
+        self.post_projection = build.linear("post_projection", config.hidden_size, wide)
+        self.embed_tokens = inner.embedding("embed_tokens", config.vocab_size, config.hidden_size)
+        tied = self.embed_tokens if config.tie_word_embeddings else None
+        head = build.head("lm_head", config.vocab_size, config.hidden_size, tied)
+        groups: tuple[int, int] | None = config.words["token_groups"]
+        self.lm_head = head if groups is None else own.chosen_head("masked_embedding", *groups, head)
+        self.attention_layers = tuple(each.attention.layer for each in self.layers)
+
+    @staticmethod
+    def _rotary(build: FrozenBuild, kind: tuple[int, bool]) -> Any:
+        """Of layers with heads of a size, which are without a window or have one."""
+        size, is_full = kind
+        config = build.config
+        return build.rotary(config.rope if is_full or config.local_rope is None else config.local_rope, size)
+
+    def __call__(self, batch: Batch) -> Array:
+        """As the class says."""
+        hidden = self.pre_projection(self.concat(self.target_tokens(batch.input_ids), batch.features))
+        for layer in self.layers:
+            hidden = layer(hidden, batch)
+        hidden = self.norm(hidden)
+        return self.concat(hidden, self.post_projection(hidden))
+
+    def logits(self, hidden: Array) -> Array:
+        """float32 [N, vocab] from what a forward gave of N tokens."""
+        return self.lm_head(hidden[:, : self.config.hidden_size].contiguous())

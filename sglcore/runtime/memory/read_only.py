@@ -1,0 +1,69 @@
+"""The cells of one model as another may have them: it reads, and whatever would write raises."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from sglcore.runtime.memory.pools import TokenToKVPool
+
+
+class ReadOnlyPoolError(RuntimeError):
+    """A model stored keys and values in cells that are another's."""
+
+
+class ReadOnlyPool:
+    """A pool without a way to write to it. It has no memory of its own."""
+
+    __slots__ = ("_pool",)
+
+    def __init__(self, pool: TokenToKVPool) -> None:
+        self._pool = pool
+
+    @property
+    def generation(self) -> int:
+        """The pool's."""
+        return self._pool.generation
+
+    @property
+    def page_size(self) -> int:
+        """The pool's."""
+        return self._pool.page_size
+
+    @property
+    def num_cells(self) -> int:
+        """The pool's."""
+        return self._pool.num_cells
+
+    @property
+    def num_layers(self) -> int:
+        """The pool's."""
+        return self._pool.num_layers
+
+    @property
+    def layout(self) -> str:
+        """The pool's."""
+        return self._pool.layout
+
+    def kv(self, layer_id: int) -> Any:
+        """The layer's storage, for attention to read."""
+        return self._pool.kv(layer_id)
+
+    def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """As the pool's."""
+        return self._pool.read_cells(layer_id, cells)
+
+    def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> NoReturn:
+        """Raise ReadOnlyPoolError."""
+        self.refuse(layer_id)
+
+    def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> NoReturn:
+        """Raise ReadOnlyPoolError."""
+        self.refuse(layer_id)
+
+    def refuse(self, layer_id: int) -> NoReturn:
+        """Raise ReadOnlyPoolError, for whoever would write to the layer's storage."""
+        raise ReadOnlyPoolError(
+            f"a model would store keys and values in cells of layer {layer_id} of another; it may attend to them alone"
+        )

@@ -1,0 +1,74 @@
+"""Proposals of a draft that keeps nothing: queries over the cells that the target has, which no forward of it adds to.
+
+It sees its own proposals by what it made of them alone. So all its forwards of a step stand at one place and see the same
+cells, and attention is planned once for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglcore.runtime.forward_batch import ForwardBatch, Turn
+from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.speculative.autoregressive import decode_batch, placed
+from sglcore.runtime.speculative.drafter import DraftRows
+from sglcore.runtime.speculative.features import features_of
+
+
+class FrozenDrafter:
+    """A forward for each proposal, of one row a request: the last token with what was made of the one before."""
+
+    lookahead = 0
+    reads_history = False
+
+    def __init__(self, runner: ModelRunner, tokens: int, feature_size: int) -> None:
+        """`runner` is the draft's, over the target's page table and cells; the last `feature_size` numbers of each of its rows are
+        read by the next forward."""
+        self.tokens = tokens
+        self.runner = runner
+        self._feature_size = feature_size
+        self._epoch = 0
+
+    def advance(self, rows: DraftRows) -> Tensor:
+        """As `Drafter.advance`."""
+        count, found = len(rows.most_lens), list[Tensor]()
+        if not rows.wanted or not count:
+            return torch.empty(count, rows.wanted, dtype=torch.int32, device=rows.ids.device)
+        batch = self.planned(self.first(rows), rows.wanted)
+        for depth in range(1, rows.wanted + 1):
+            hidden = self.runner.forward(batch)[0]
+            found.append(rows.draw(self.runner.logits(hidden, None), depth))
+            batch = self.following(batch, found[-1], hidden)
+        return torch.stack(found, 1)
+
+    def first(self, rows: DraftRows) -> ForwardBatch:
+        """Each root, with what the target made of the token before it, at the place of that token, the last that has a cell."""
+        assert rows.features is not None
+        self._epoch += 1
+        slots, positions = placed(rows.slots, rows.lengths - 1, rows.limits)
+        ids, features = (each.index_select(0, rows.select) for each in (rows.ids, rows.features))
+        room = self.runner.attn_backend.req_to_token_pool.max_tokens
+        most = np.minimum(rows.most_lens, np.int32(room))
+        return replace(decode_batch(rows.batch, slots, positions, ids, most, features), turn=Turn(self._epoch, 0))
+
+    def planned(self, batch: ForwardBatch, steps: int) -> ForwardBatch:
+        """The batch with a plan for so many forwards; graphs have their own."""
+        runner = self.runner
+        if runner.graphs is None or not runner.graphs.can_run(batch):
+            plan = runner.attn_backend.plan(runner.prepared(batch))
+            batch.mark_forward_metadata_ready(plan, steps=steps)
+        return batch
+
+    def following(self, batch: ForwardBatch, ids: Tensor, hidden: Tensor) -> ForwardBatch:
+        """The same place and the same cells, with a proposal and with what the draft made of the token before it."""
+        assert batch.turn is not None
+        turn = batch.turn._replace(step=batch.turn.step + 1)
+        return replace(batch, input_ids=ids, features=features_of(hidden, self._feature_size), turn=turn)
+
+    def close(self) -> None:
+        """Free the runner's graphs."""
+        self.runner.close()
