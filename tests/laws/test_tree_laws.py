@@ -95,6 +95,13 @@ def test_neither_pages_nor_the_shape_of_trees_change_a_text(
 
 
 @pytest.mark.needs("device")
+def test_trees_in_two_halves_change_no_text(engines: Engines, plain: Ran) -> None:
+    engine = engines("guessing", plain, graph="off", two_batch_overlap="on")
+    check_same(ran(engine), plain)
+    assert "eager:halves" in engine.paths
+
+
+@pytest.mark.needs("device")
 def test_a_right_path_saves_its_steps_and_no_right_node_saves_none(engines: Engines, plain: Ran) -> None:
     decodes = {name: ran(engines(name, plain, graph="off", overlap=False)).decodes for name in TREES}
     # A prompt's step draws the first token. Where a text ends there are cells for its tokens, not for all nodes of a tree.

@@ -102,6 +102,7 @@ def counted(batch: ForwardBatch, rows: Rows, first: int, last: int) -> dict[str,
         "mrope_positions": [row[first:last] for row in batch.mrope_positions.tolist()],
         "input_embeds": batch.input_embeds.tolist()[first:last],
         "features": None,
+        "visible": None,
         "ngram_embedding_info": {
             "column_starts": [7 + rows[row][0] + step for row, step in zip(present, steps, strict=True)],
             "req_lens": lengths,
