@@ -134,14 +134,18 @@ def choose_speculation(
         found = "speculative is 'suffix', and the prefix cache is off, which has what is proposed"
         raise ConfigError(found, remedy="--speculative ngram, or leave the prefix cache on")
     made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried)
+    if kind in MODELS:
+        made = _with_draft(config, made, load(_draft_folder(config, folder, kind), kind))
     if not is_tried:
         ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))
-    if kind in WITHOUT_MODEL:
-        return made
-    draft = load(_draft_folder(config, folder, kind), kind)
+    return made
+
+
+def _with_draft(config: EngineConfig, made: Speculation, draft: Any) -> Speculation:
+    """By a draft that was loaded. Raises ConfigError for one that can not propose beyond verified tokens, or not as many."""
     if reason := _reason_against_draft(draft.model):
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
-    if kind == DFLASH:
+    if made.kind == DFLASH:
         made = replace(made, lengths=_lengths_in_block(config, made, draft.model.config.words["block_size"]))
     return replace(made, draft=draft.model, aux_layers=draft.aux_layers)
 
@@ -194,9 +198,12 @@ def _given_folder(text: str) -> Path:
 
 
 def _draft_folder(config: EngineConfig, folder: Path, kind: str) -> Path:
-    """Where a model of this kind is: in the folder that was given, or beside the model's own weights."""
+    """Where a model of this kind is: in the folder that was given, or beside the model's own weights, in a folder that is called as
+    the kind or as whatever the checkpoint brings."""
     if config.draft_model is not None:
         return _given_folder(config.draft_model)
+    if (folder / kind / "config.json").is_file():
+        return folder / kind
     brought = resolve(DRAFT_KIND if kind == MTP and folder.is_dir() else OFFERED)(folder)
     if brought != kind:
         raise ConfigError(
