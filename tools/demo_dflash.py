@@ -133,13 +133,11 @@ class DFlash(Head):
 
     @torch.no_grad()
     def begin(self, target: Decoder) -> None:
-        for layer, given in zip(self.layers, target.layers[-len(self.layers) :], strict=True):
-            weights = dict(given.state_dict())
-            for name, own in layer.mlp.state_dict(prefix="mlp.").items():
-                weights[name] = weights[name][: own.shape[0], : own.shape[1]]
-            layer.load_state_dict(weights, strict=False)
-        nn.init.normal_(self.fc.weight, std=0.01)
-        self.fc.weight[:, -len(self.fc.weight) :] += torch.eye(len(self.fc.weight))
+        """Start from noise: masks have nothing of what the target's layers read."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                is_last = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=0.01 if is_last else 0.03)
         self.norm.load_state_dict(target.norm.state_dict())
 
 

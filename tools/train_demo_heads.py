@@ -45,7 +45,7 @@ DFLASH_LAYERS, DFLASH_INTERMEDIATE = 2, 384
 TOKENS_A_BLOCK = 4
 """One block is trained for so many tokens of a row."""
 BLOCK_DECAY = 4.0
-CHECKED = 16
+CHECKED = 4
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
