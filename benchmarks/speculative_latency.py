@@ -3,8 +3,9 @@
 On the simulated accelerator each forward of the embedded model keeps the device busy for --step milliseconds, whatever it
 verifies, and each forward of its draft for a share c of that. The host goes on meanwhile, and waits where it would on hardware.
 k proposals that bring tau tokens a step are then worth tau / (1 + f c), if the host is hidden and nothing waits in between; asked
-for is that within a tenth. f is k where a forward brings one proposal, and 1 where it brings a block of them. The device's arithmetic runs on the host too, so that `host_ms`, processor time of a step, is more than
-the host's own. Where steps do not overlap, as on a device that must be told lengths, only the drafts hide the host.
+for is that within a tenth. f is k where a forward brings one proposal, and 1 where it brings a block of them. The device's arithmetic
+runs on the host too, so that `host_ms`, processor time of a step, is more than the host's own. Where steps do not overlap, as on a
+device that must be told lengths, only the drafts hide the host.
 
     python benchmarks/speculative_latency.py [--device KIND] [--step MS] [--json FILE]
 """

@@ -96,7 +96,7 @@ class DFlash(Head):
     def __init__(self, config: DemoConfig, mask: int) -> None:
         """`config` has the head's own layers and feed-forward width; `mask`: the id of `MASK`."""
         super().__init__()
-        self.mask = mask
+        self.config, self.mask = config, mask
         self.register_buffer("ids", torch.arange(config.vocab_size), persistent=False)
         self.fc = nn.Linear(len(READ_LAYERS) * config.hidden, config.hidden, bias=False)
         self.hidden_norm = RMSNorm(config.hidden, config.eps)
@@ -150,8 +150,8 @@ def save_dflash(head: DFlash, folder: Path) -> None:
     config |= {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "num_hidden_layers": len(head.layers),
-        "intermediate_size": head.layers[0].mlp.gate_proj.out_features,
+        "num_hidden_layers": head.config.layers,
+        "intermediate_size": head.config.intermediate,
         "tie_word_embeddings": True,
         "block_size": SIZE,
         "num_target_layers": base["num_hidden_layers"],
