@@ -7,7 +7,7 @@ for is that within a tenth. f is k where a forward brings one proposal, and 1 wh
 runs on the host too, so that `host_ms`, processor time of a step, is more than the host's own. Where steps do not overlap, as on a
 device that must be told lengths, only the drafts hide the host.
 
-    python benchmarks/speculative_latency.py [--device KIND] [--step MS] [--json FILE]
+    python benchmarks/speculative_latency.py [--device KIND] [--step MS] [--batch N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 
-BATCHES, COSTS = (1, 16), (0.1, 0.25)
+COSTS = (0.1, 0.25)
 HEADS = (("eagle3", (2, 4, 7)), ("mtp", (2, 4)), ("dflash", (2, 4, 7)))
 """What proposes, and how many."""
 TOKENS = 96
@@ -115,9 +115,9 @@ class Decoded:
 class Engine:
     """The embedded model on the simulated device. `target` and `draft` (None: nothing proposes) say how busy it keeps that."""
 
-    def __init__(self, sim: sglcore_sim.Simulator, **settings: object) -> None:
-        given = {"device": sim.kind.name, "prefix_cache": False, "max_model_len": 256, "max_requests": max(BATCHES)}
-        config = resolve_config({**given, "graph_buckets": BATCHES, **settings})
+    def __init__(self, sim: sglcore_sim.Simulator, batches: tuple[int, ...], **settings: object) -> None:
+        given = {"device": sim.kind.name, "prefix_cache": False, "max_model_len": 256, "max_requests": max(batches)}
+        config = resolve_config({**given, "graph_buckets": batches, **settings})
         started = start(config)
         worker, self.overlaps = started.worker, started.overlap
         assert isinstance(worker, TpModelWorker)
@@ -166,9 +166,9 @@ def busy(runner: ModelRunner, sim: sglcore_sim.Simulator) -> Busy:
 
 
 @contextmanager
-def engine(sim: sglcore_sim.Simulator, **settings: object) -> Iterator[Engine]:
+def engine(sim: sglcore_sim.Simulator, batches: tuple[int, ...], **settings: object) -> Iterator[Engine]:
     """One that is closed."""
-    made = Engine(sim, **settings)
+    made = Engine(sim, batches, **settings)
     try:
         yield made
     finally:
@@ -180,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--step", type=float, default=150.0, help="milliseconds of a target's forward")
     parser.add_argument("--device", default="musa", help="a kind of simulated device")
+    parser.add_argument("--batch", type=int, default=16, help="requests at once, beside runs of one request")
     parser.add_argument("--json")
     args = parser.parse_args()
     sim = sglcore_sim.install(args.device)
@@ -187,13 +188,13 @@ def main() -> None:
     told = ([{"role": "user", "content": f"Tell me a story about a {thing}."}] for thing in THINGS)
     prompts = [codec.encode(codec.render_chat(each), special=False) for each in told]
     by_torch = {"kernels": "reference", "attention_backend": "gathered"}
-    rows = []
-    with engine(sim, speculative="off", **by_torch) as one:
-        plain = {batch: one.decode(prompts[:batch], args.step) for batch in BATCHES}
+    rows, batches = [], (1, args.batch)
+    with engine(sim, batches, speculative="off", **by_torch) as one:
+        plain = {batch: one.decode(prompts[:batch], args.step) for batch in batches}
     for head, length in ((head, length) for head, lengths in HEADS for length in lengths):
         forwards = 1 if head == "dflash" else length
-        with engine(sim, speculative=head, draft_tokens=length, **by_torch) as one:
-            for batch, cost in product(BATCHES, COSTS):
+        with engine(sim, batches, speculative=head, draft_tokens=length, **by_torch) as one:
+            for batch, cost in product(batches, COSTS):
                 found = one.decode(prompts[:batch], args.step, cost)
                 named = {"draft": head, "k": length, "c": cost, "batch": batch, "overlaps": one.overlaps}
                 rows.append(named | compare(found, plain[batch], 1 + forwards * cost))

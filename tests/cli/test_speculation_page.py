@@ -54,6 +54,13 @@ def test_the_page_has_the_measured_latency() -> None:
     assert rows_below(heading) == list(measured())
 
 
+def test_drawn_acceptance_is_the_same_whatever_was_cached() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "speculative_acceptance.json").read_text())
+    for views in found["figures"].values():
+        assert max(point["at"] for point in views["cached"]) > 0.9
+        assert len({point["tau"] for point in views["cached"]}) == 1
+
+
 def test_the_page_has_every_kind() -> None:
     named = [
         row[0].strip("`")
