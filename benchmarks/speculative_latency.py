@@ -5,7 +5,8 @@ verifies, and each forward of its draft for a share c of that. The host goes on 
 k proposals that bring tau tokens a step are then worth tau / (1 + f c), if the host is hidden and nothing waits in between; asked
 for is that within a tenth. f is k where a forward brings one proposal, and 1 where it brings a block of them. The device's arithmetic
 runs on the host too, so that `host_ms`, processor time of a step, is more than the host's own. Where steps do not overlap, as on a
-device that must be told lengths, only the drafts hide the host.
+device that must be told lengths, only the drafts hide the host. On a busy machine set OMP_NUM_THREADS=1: torch's threads wait for each
+other's cores.
 
     python benchmarks/speculative_latency.py [--device KIND] [--step MS] [--batch N] [--json FILE]
 """
