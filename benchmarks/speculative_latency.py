@@ -2,11 +2,13 @@
 
 On the simulated accelerator each forward of the embedded model keeps the device busy for --step milliseconds, whatever it
 verifies, and each forward of its draft for a share c of that. The host goes on meanwhile, and waits where it would on hardware.
-k proposals that bring tau tokens a step are then worth tau / (1 + k c), if the host is hidden and nothing waits in between; asked
-for is that within a tenth. The device's arithmetic runs on the host too, so that `host_ms`, processor time of a step, is more than
-the host's own. Where steps do not overlap, as on a device that must be told lengths, only the drafts hide the host.
+k proposals that bring tau tokens a step are then worth tau / (1 + f c), if the host is hidden and nothing waits in between; asked
+for is that within a tenth. f is k where a forward brings one proposal, and 1 where it brings a block of them. The device's arithmetic
+runs on the host too, so that `host_ms`, processor time of a step, is more than the host's own. Where steps do not overlap, as on a
+device that must be told lengths, only the drafts hide the host. On a busy machine set OMP_NUM_THREADS=1: torch's threads wait for each
+other's cores.
 
-    python benchmarks/speculative_latency.py [--device KIND] [--step MS] [--json FILE]
+    python benchmarks/speculative_latency.py [--device KIND] [--step MS] [--batch N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import Model, ModelRunner
 from sglcore.runtime.speculative.autoregressive import AutoregressiveDrafter
+from sglcore.runtime.speculative.block import BlockDrafter
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.params import SamplingParams
@@ -38,7 +41,9 @@ from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 
-BATCHES, COSTS, LENGTHS, HEADS = (1, 16), (0.1, 0.25), (2, 4), ("eagle3", "mtp")
+COSTS = (0.1, 0.25)
+HEADS = (("eagle3", (2, 4, 7)), ("mtp", (2, 4)), ("dflash", (2, 4, 7)))
+"""What proposes, and how many."""
 TOKENS = 96
 THINGS = [
     "scarf",
@@ -111,15 +116,15 @@ class Decoded:
 class Engine:
     """The embedded model on the simulated device. `target` and `draft` (None: nothing proposes) say how busy it keeps that."""
 
-    def __init__(self, sim: sglcore_sim.Simulator, **settings: object) -> None:
-        given = {"device": sim.kind.name, "prefix_cache": False, "max_model_len": 256, "max_requests": max(BATCHES)}
-        config = resolve_config({**given, "graph_buckets": BATCHES, **settings})
+    def __init__(self, sim: sglcore_sim.Simulator, batches: tuple[int, ...], **settings: object) -> None:
+        given = {"device": sim.kind.name, "prefix_cache": False, "max_model_len": 256, "max_requests": max(batches)}
+        config = resolve_config({**given, "graph_buckets": batches, **settings})
         started = start(config)
         worker, self.overlaps = started.worker, started.overlap
         assert isinstance(worker, TpModelWorker)
         self.target, self.draft = busy(worker.runner, sim), None
         if isinstance(worker, SpeculativeWorker):
-            assert isinstance(worker.drafter, AutoregressiveDrafter)
+            assert isinstance(worker.drafter, AutoregressiveDrafter | BlockDrafter)
             self.draft = busy(worker.drafter.runner, sim)
         self._worker, self._runs = worker, 0
         self._loop = Loop(Scheduler(worker.limits, prefix_cache=False), worker, overlap=self.overlaps)
@@ -162,9 +167,9 @@ def busy(runner: ModelRunner, sim: sglcore_sim.Simulator) -> Busy:
 
 
 @contextmanager
-def engine(sim: sglcore_sim.Simulator, **settings: object) -> Iterator[Engine]:
+def engine(sim: sglcore_sim.Simulator, batches: tuple[int, ...], **settings: object) -> Iterator[Engine]:
     """One that is closed."""
-    made = Engine(sim, **settings)
+    made = Engine(sim, batches, **settings)
     try:
         yield made
     finally:
@@ -176,6 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--step", type=float, default=150.0, help="milliseconds of a target's forward")
     parser.add_argument("--device", default="musa", help="a kind of simulated device")
+    parser.add_argument("--batch", type=int, default=16, help="requests at once, beside runs of one request")
     parser.add_argument("--json")
     args = parser.parse_args()
     sim = sglcore_sim.install(args.device)
@@ -183,15 +189,16 @@ def main() -> None:
     told = ([{"role": "user", "content": f"Tell me a story about a {thing}."}] for thing in THINGS)
     prompts = [codec.encode(codec.render_chat(each), special=False) for each in told]
     by_torch = {"kernels": "reference", "attention_backend": "gathered"}
-    rows = []
-    with engine(sim, speculative="off", **by_torch) as one:
-        plain = {batch: one.decode(prompts[:batch], args.step) for batch in BATCHES}
-    for head, length in product(HEADS, LENGTHS):
-        with engine(sim, speculative=head, draft_tokens=length, **by_torch) as one:
-            for batch, cost in product(BATCHES, COSTS):
+    rows, batches = [], (1, args.batch)
+    with engine(sim, batches, speculative="off", **by_torch) as one:
+        plain = {batch: one.decode(prompts[:batch], args.step) for batch in batches}
+    for head, length in ((head, length) for head, lengths in HEADS for length in lengths):
+        forwards = 1 if head == "dflash" else length
+        with engine(sim, batches, speculative=head, draft_tokens=length, **by_torch) as one:
+            for batch, cost in product(batches, COSTS):
                 found = one.decode(prompts[:batch], args.step, cost)
                 named = {"draft": head, "k": length, "c": cost, "batch": batch, "overlaps": one.overlaps}
-                rows.append(named | compare(found, plain[batch], 1 + length * cost))
+                rows.append(named | compare(found, plain[batch], 1 + forwards * cost))
                 print(rows[-1], flush=True)
     if args.json:
         what = {"benchmark": "speed-up of verified proposals", "device": args.device, "target_ms": args.step}
@@ -203,7 +210,7 @@ def compare(found: Decoded, plain: Decoded, forwards: float) -> dict[str, float]
     """A step's tokens, what they are worth where it takes as long as `forwards` of the target, and what they were."""
     tau, speed_up = found.tokens / found.steps, found.rate / plain.rate
     row = {"tau": tau, "expected": tau / forwards, "speed_up": speed_up, "ratio": speed_up * forwards / tau}
-    row |= {"step_ms": found.step_ms, "host_ms": found.host_ms}
+    row |= {"step_ms": found.step_ms, "token_ms": 1e3 / found.rate, "host_ms": found.host_ms}
     return {name: round(value, 3) for name, value in row.items()}
 
 

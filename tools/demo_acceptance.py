@@ -17,12 +17,14 @@ from torch import Tensor
 from sglcore import LLM, SamplingParams
 from sglcore.sampling.noise import fixed_scale, seed_words
 from sglcore.sampling.race import RaceTables, draw_race, gaps_below_best, make_race_tables, row_keys
-from tools.demo_heads import Head, read, unroll
+from tools.demo_heads import Head, read
 from tools.demo_model import Decoder
 from tools.demo_text import document
 
 RECORD = "acceptance.json"
 DRAFTS = 4
+BLOCK_DRAFTS = 7
+"""Of heads that propose a block at once, which are also measured with all of one."""
 SPLIT, SEED, PROMPTS = "test", 1001, 64
 PROMPT, WRITTEN = 32, 128
 TEMPERATURES = (0.0, 1.0)
@@ -94,14 +96,14 @@ def drawn(logits: Tensor, text: Text, tables: RaceTables) -> Tensor:
 
 
 @torch.no_grad()
-def hits(head: Head, target: Decoder, text: Text) -> np.ndarray:
-    """bool[DRAFTS, cells]: whether the draft of a cell, at each depth, is the token that the text has there."""
+def hits(head: Head, target: Decoder, text: Text, drafts: int = DRAFTS) -> np.ndarray:
+    """bool[drafts, cells]: whether the draft of a cell, at each depth, is the token that the text has there."""
     ids = torch.tensor([text.ids])
     vocab_size = target.embed_tokens.num_embeddings
     tables = make_race_tables(vocab_size, ids.device)
     features, _ = read(head, target, ids)
     found = []
-    for drafted in unroll(head, target, ids, features, DRAFTS):
+    for drafted in head.drafts(target, ids, features, drafts):
         logits = torch.full((ids.shape[1] - 2, vocab_size), float("-inf"))
         logits.index_copy_(1, head.ids, drafted[0, :-1].float())
         found.append(drawn(logits, text, tables) == ids[0, 2:])
@@ -109,12 +111,14 @@ def hits(head: Head, target: Decoder, text: Text) -> np.ndarray:
 
 
 def walk(hit: np.ndarray, prompt: int) -> Walk:
-    """Over one text: the first written token is the prompt's own, and the last step ends where the text does."""
-    reached, right = [0] * DRAFTS, [0] * DRAFTS
-    root, last, steps = prompt, hit.shape[1] + 1, 0
+    """Over one text, of bool[drafts, cells]: the first written token is the prompt's own, and the last step ends where the text
+    does."""
+    drafts, last = hit.shape[0], hit.shape[1] + 1
+    reached, right = [0] * drafts, [0] * drafts
+    root, steps = prompt, 0
     while root < last:
         accepted, is_right = 0, True
-        while is_right and accepted < min(DRAFTS, last - root):
+        while is_right and accepted < min(drafts, last - root):
             is_right = bool(hit[accepted, root - 1 + accepted])
             reached[accepted] += 1
             right[accepted] += is_right
@@ -124,9 +128,9 @@ def walk(hit: np.ndarray, prompt: int) -> Walk:
     return Walk(last - prompt, steps, reached, right)
 
 
-def walks(head: Head, target: Decoder, texts: Sequence[Text]) -> list[Walk]:
+def walks(head: Head, target: Decoder, texts: Sequence[Text], drafts: int = DRAFTS) -> list[Walk]:
     """Of each text."""
-    return [walk(hits(head, target, text), text.prompt) for text in texts]
+    return [walk(hits(head, target, text, drafts), text.prompt) for text in texts]
 
 
 def tau(found: Sequence[Walk]) -> float:
@@ -142,6 +146,14 @@ def measured(found: Sequence[Walk]) -> dict[str, object]:
     return {"tau": round(tau(found), 3), "by_depth": shares, "steps": [one.steps for one in found]}
 
 
+def measured_head(kind: str, head: Head, target: Decoder, texts: Sequence[Text]) -> dict[str, object]:
+    """The same, and beside it that of whole blocks, by their number of drafts, where the head proposes such."""
+    found = measured(walks(head, target, texts))
+    if kind != "dflash":
+        return found
+    return found | {"longer": {str(BLOCK_DRAFTS): measured(walks(head, target, texts, BLOCK_DRAFTS))}}
+
+
 def record(
     folder: Path, kind: str, head: Head, target: Decoder, documents: Sequence[int], texts: Sequence[Sequence[Text]]
 ) -> None:
@@ -149,7 +161,7 @@ def record(
     path = folder / RECORD
     known = json.loads(path.read_text()) if path.exists() else {"heads": {}}
     own = {
-        str(temperature): measured(walks(head, target, part))
+        str(temperature): measured_head(kind, head, target, part)
         for temperature, part in zip(TEMPERATURES, texts, strict=True)
     }
     found = {

@@ -100,7 +100,7 @@ class Eagle3Layer(HeadLayer):
 
 
 class Head(nn.Module):
-    """What both heads are to the training: `ids` int64[V_d] are the target's ids of the draft vocabulary."""
+    """What heads are to the training: `ids` int64[V_d] are the target's ids of the draft vocabulary."""
 
     ids: Tensor
 
@@ -123,6 +123,10 @@ class Head(nn.Module):
     def begin(self, target: Decoder) -> None:
         """Start as the target's last layer."""
         raise NotImplementedError
+
+    def drafts(self, target: Decoder, ids: Tensor, features: Tensor, depths: int) -> list[Tensor]:
+        """What `unroll` gives."""
+        return unroll(self, target, ids, features, depths)
 
 
 class Eagle3(Head):

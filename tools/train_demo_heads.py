@@ -1,6 +1,6 @@
-"""Train a draft head of the demo model and ship it beside it: python -m tools.train_demo_heads mtp --minutes 10, and eagle3.
+"""Train a draft head of the demo model and ship it beside it: python -m tools.train_demo_heads mtp --minutes 10; eagle3, dflash.
 
-A head learns the target's softmax, unrolled over the depths that drafting uses, on the generated text and on what the
+A head learns the target's softmax, unrolled over the depths that drafting uses or in blocks behind random tokens, on the generated text and on what the
 target itself writes, greedily and at temperature 1. The learning rate follows the processor's clock.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sglcore import LLM
 from tools.demo_acceptance import TEMPERATURES, Text, asked, encoded, held_out, record, tau, walks, written
+from tools.demo_dflash import MASK, SIZE, DFlash, load_dflash, save_dflash
 from tools.demo_heads import (
     Eagle3,
     Head,
@@ -40,7 +41,11 @@ DEPTHS = 4
 DEPTH_WEIGHT = 0.8
 DRAFT_VOCAB = 1024
 EAGLE3_INTERMEDIATE = 512
-CHECKED = 16
+DFLASH_LAYERS, DFLASH_INTERMEDIATE = 2, 384
+TOKENS_A_BLOCK = 4
+"""One block is trained for so many tokens of a row."""
+BLOCK_DECAY = 4.0
+CHECKED = 4
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -102,6 +107,20 @@ def unrolled_loss(head: Head, target: Decoder, ids: Tensor, targets: Tensor) -> 
     return total
 
 
+def block_loss(head: DFlash, target: Decoder, ids: Tensor, targets: Tensor) -> Tensor:
+    """The cross entropy against the target's softmax in blocks behind random tokens, in nats, a mean in which each place of a
+    block has its weight (arXiv 2602.06036, section 4)."""
+    features, logits = read(head, target, ids)
+    rows, length = ids.shape
+    roots = torch.rand(rows, length - SIZE).argsort(1)[:, : length // TOKENS_A_BLOCK] + 1
+    row, cells = torch.arange(rows)[:, None, None], roots[..., None] + torch.arange(SIZE - 1)
+    counts = targets[row, cells] != IGNORED
+    q = head.blocks(target, ids, features, roots)[counts].float().log_softmax(-1)
+    p = logits[row, cells][counts].float().softmax(-1)
+    weights = torch.exp(-torch.arange(SIZE - 1) / BLOCK_DECAY).expand(counts.shape)[counts]
+    return -((p * q).sum(-1) * weights).sum() / weights.sum()
+
+
 class HeadTrainer:
     """One run: a head, its optimizers and its clock."""
 
@@ -117,7 +136,10 @@ class HeadTrainer:
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = learning_rate(self.seconds / (60 * self.minutes), self.rate)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = unrolled_loss(self.head, self.target, ids, targets)
+            if isinstance(self.head, DFlash):
+                loss = block_loss(self.head, self.target, ids, targets)
+            else:
+                loss = unrolled_loss(self.head, self.target, ids, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -142,16 +164,26 @@ class HeadTrainer:
         print(json.dumps({**place, "loss": round(self.loss, 3), "tau": taus}), flush=True)
 
 
-def make_head(kind: str, vocab_size: int, texts: Sequence[list[int]]) -> Eagle3 | NextToken:
+AnyHead = Eagle3 | NextToken | DFlash
+
+
+def make_head(kind: str, tokenizer: Tokenizer, texts: Sequence[list[int]]) -> AnyHead:
     """An untrained head; EAGLE-3's draft vocabulary is of these texts."""
+    vocab_size, mask = tokenizer.get_vocab_size(), tokenizer.token_to_id(MASK)
     config = DemoConfig(vocab_size=vocab_size)
+    if kind == "dflash":
+        assert mask is not None
+        return DFlash(replace(config, layers=DFLASH_LAYERS, intermediate=DFLASH_INTERMEDIATE), mask)
     if kind == "mtp":
         return NextToken(config)
     return Eagle3(replace(config, intermediate=EAGLE3_INTERMEDIATE), draft_ids(texts, vocab_size))
 
 
-def ship(head: Eagle3 | NextToken, folder: Path) -> Eagle3 | NextToken:
+def ship(head: AnyHead, folder: Path) -> AnyHead:
     """Write the head's files; the head as they give it back."""
+    if isinstance(head, DFlash):
+        save_dflash(head, folder)
+        return load_dflash(folder)
     if isinstance(head, Eagle3):
         save_eagle3(head, folder)
         return load_eagle3(folder)
@@ -162,7 +194,7 @@ def ship(head: Eagle3 | NextToken, folder: Path) -> Eagle3 | NextToken:
 def arguments(words: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("eagle3", "mtp"))
+    parser.add_argument("kind", choices=("eagle3", "mtp", "dflash"))
     parser.add_argument("--minutes", type=float, default=10.0, help="processor time of the training alone")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--rows", type=int, default=4)
@@ -183,7 +215,7 @@ def main(words: list[str]) -> None:
     with LLM(str(given.folder)) as llm:
         texts = training_texts(llm, tokenizer, given.seed, given.texts)
         tests = [written(llm, list(prompts.values()), asked(len(prompts), temperature)) for temperature in TEMPERATURES]
-    head = make_head(given.kind, tokenizer.get_vocab_size(), texts)
+    head = make_head(given.kind, tokenizer, texts)
     trainer = HeadTrainer(head, target, given.minutes, given.rate)
     source = batches(TextPacker(tokenizer, given.seed, texts), given.rows, given.length)
     trainer.run(source, [part[:CHECKED] for part in tests])

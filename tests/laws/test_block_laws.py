@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+from sglcore.checkpoint.files import DRAFT_FOLDER
+from sglcore.device.config import resolve_config
 from sglcore.device.errors import ConfigError
+from sglcore.engine.start import start
+from sglcore.models.draft import offered_head
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative.block import BlockDrafter
 from sglcore.runtime.speculative.drafter import DraftRows
 from tests.checkpoints import llama, save
 from tests.drafts import TARGET, DenseDraft, dflash, with_config
-from tests.laws.engine import TokenEngine, random_prompts
+from tests.laws.engine import TokenEngine, on_this_device, random_prompts
 from tests.laws.test_draft_laws import TOLERANCE, Recording, Step, features_of
 from tests.laws.test_speculative_laws import CONTEXT, VOCABULARY, check_same
 from tests.laws.test_speculative_laws import run as run_texts
@@ -127,3 +131,26 @@ def test_a_draft_that_does_not_fit_is_refused(made: Made, words: dict, told: str
 def test_more_proposals_than_a_block_has_are_refused(made: Made) -> None:
     with pytest.raises(ConfigError, match="draft_tokens is 5, and a block of the draft has 4; .*--draft-tokens 4"):
         TokenEngine(made[1], speculative="dflash", draft_tokens=5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft_tokens": 2}])
+def test_the_ledger_tells_as_many_proposals_as_a_block_has(made: Made, tmp_path: Path, settings: dict) -> None:
+    folder = save(made[0], tmp_path / "target")
+    dflash(made[0], tmp_path / "other", block=4)
+    given = {"model": str(folder), "draft_model": str(tmp_path / "other"), "max_requests": 2, **on_this_device()}
+    started = start(resolve_config({**given, **settings}, {}))
+    started.worker.close()
+    (row,) = [each for each in started.ledger.rows if each.topic == "speculative"]
+    most = settings.get("draft_tokens", 3)
+    assert row.effective.startswith("dflash") and row.effective.endswith(f"{most} tokens a step")
+    assert "a draft model was given" in row.reason and started.worker.limits.draft_tokens == most
+
+
+@pytest.mark.parametrize("name", [DRAFT_FOLDER, "dflash"])
+def test_a_draft_beside_the_weights_is_found_by_its_kind(made: Made, tmp_path: Path, name: str) -> None:
+    folder = save(made[0], tmp_path / "target")
+    dflash(made[0], folder / name)
+    assert offered_head(folder) == ("dflash" if name == DRAFT_FOLDER else None)
+    engine = TokenEngine(folder, speculative="dflash", draft_tokens=TOKENS)
+    assert isinstance(engine.worker.drafter, BlockDrafter)  # type: ignore[attr-defined]
+    engine.worker.close()

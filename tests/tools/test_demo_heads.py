@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sglcore import LLM
+from tests.drafts import DFlashLayer
 from tools.demo_acceptance import (
+    BLOCK_DRAFTS,
     DRAFTS,
     RECORD,
     TEMPERATURES,
@@ -27,6 +30,8 @@ from tools.demo_acceptance import (
     walks,
     written,
 )
+from tools.demo_dflash import FOLDER as DFLASH
+from tools.demo_dflash import READ_LAYERS, SIZE, DFlash, load_dflash
 from tools.demo_heads import (
     AUX_LAYERS,
     DRAFT,
@@ -45,7 +50,10 @@ from tools.demo_heads import (
 FOLDER = Path(__file__).resolve().parents[2] / "sglcore" / "assets" / "demo"
 PROMPTS = 4
 LEAST = 0.95
-LOADERS: dict[str, Callable[[Path], Head]] = {"eagle3": load_eagle3, "mtp": load_next_token}
+UNROLLED: dict[str, Callable[[Path], Head]] = {"eagle3": load_eagle3, "mtp": load_next_token}
+LOADERS = UNROLLED | {"dflash": load_dflash}
+MEASURED = [*((kind, DRAFTS) for kind in LOADERS), ("dflash", BLOCK_DRAFTS)]
+"""What the record has: kinds, and of how many drafts."""
 LAYER = {
     "input_layernorm.weight": (256,),
     "self_attn.o_proj.weight": (256, 256),
@@ -66,10 +74,15 @@ def recorded() -> dict:
     return json.loads((FOLDER / RECORD).read_text())
 
 
-def recorded_tau(kind: str, temperature: float, count: int) -> float:
+def recorded_steps(kind: str, temperature: float, count: int, drafts: int = DRAFTS) -> int:
+    """Of the first `count` prompts."""
+    found = recorded()["heads"][kind][str(temperature)]
+    return sum((found if drafts == DRAFTS else found["longer"][str(drafts)])["steps"][:count])
+
+
+def recorded_tau(kind: str, temperature: float, count: int, drafts: int = DRAFTS) -> float:
     """Over the first `count` prompts."""
-    found = recorded()
-    return count * (found["written"] - 1) / sum(found["heads"][kind][str(temperature)]["steps"][:count])
+    return count * (recorded()["written"] - 1) / recorded_steps(kind, temperature, count, drafts)
 
 
 def layer(width: int, inner: int) -> dict[str, tuple[int, ...]]:
@@ -91,6 +104,20 @@ def test_the_eagle3_head_has_the_published_names_and_shapes() -> None:
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["target_hidden_size"] == 256
     ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert tuple(each + 1 for each in ids) == AUX_LAYERS
+
+
+def test_the_dflash_head_has_the_published_names_and_shapes() -> None:
+    config = json.loads((FOLDER / DFLASH / "config.json").read_text())
+    own = layer(256, config["intermediate_size"]) | {f"self_attn.{name}_norm.weight": (32,) for name in ("q", "k")}
+    layers = range(config["num_hidden_layers"])
+    wanted = {f"layers.{index}.{name}": shape for index in layers for name, shape in own.items()}
+    wanted |= {"fc.weight": (256, 256 * len(READ_LAYERS)), "hidden_norm.weight": (256,), "norm.weight": (256,)}
+    found = load_file(FOLDER / DFLASH / "model.safetensors")
+    assert {name: tuple(value.shape) for name, value in found.items()} == wanted
+    assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == SIZE
+    ids, mask = config["dflash_config"]["target_layer_ids"], config["dflash_config"]["mask_token_id"]
+    assert tuple(each + 1 for each in ids) == READ_LAYERS
+    assert mask == json.loads((FOLDER / "config.json").read_text())["pad_token_id"]
 
 
 def test_both_maps_of_the_draft_vocabulary_name_the_same_tokens() -> None:
@@ -125,10 +152,10 @@ def test_attention_of_the_first_depth_is_causal_attention() -> None:
     torch.testing.assert_close(unrolled_attention(q, [(k, v)]), wanted)
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", UNROLLED)
 def test_unrolled_depths_are_what_drafting_step_by_step_gives(kind: str) -> None:
     """A draft's cells hold true features up to the root and the head's own behind it, in one causal pass each."""
-    head, target = LOADERS[kind](FOLDER), load_target(FOLDER)
+    head, target = UNROLLED[kind](FOLDER), load_target(FOLDER)
     ids = torch.randint(7, 2000, (1, 12), generator=torch.Generator().manual_seed(2))
     features, _ = read(head, target, ids)
     unrolled = unroll(head, target, ids, features, 4)
@@ -143,6 +170,28 @@ def test_unrolled_depths_are_what_drafting_step_by_step_gives(kind: str) -> None
             cells = torch.cat((cells, made[:, -1:]), 1)
 
 
+def test_blocks_of_all_roots_are_those_of_transformers_layers_over_each_roots_past() -> None:
+    head, target, raw = load_dflash(FOLDER), load_target(FOLDER), load_file(FOLDER / DFLASH / "model.safetensors")
+    config: Any = LlamaConfig.from_pretrained(FOLDER / DFLASH)
+    config._attn_implementation = "eager"
+    ids = torch.randint(7, 2000, (1, 20), generator=torch.Generator().manual_seed(2))
+    features, _ = read(head, target, ids)
+    root = 13
+    turns = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(root + SIZE)[None])
+    with torch.no_grad():
+        drafted = head.drafts(target, ids, features, SIZE - 1)
+        block = torch.tensor([int(ids[0, root]), *[head.mask] * (SIZE - 1)])
+        hidden, context = target.embed_tokens(block), head.project(features[0, :root])
+        for index in range(config.num_hidden_layers):
+            layer, prefix = DFlashLayer(config), f"layers.{index}."
+            own = {name.removeprefix(prefix): value for name, value in raw.items() if name.startswith(prefix)}
+            layer.load_state_dict(own)
+            hidden = layer(hidden, context, turns)
+        wanted = head.logits(hidden, target)
+    for depth in range(SIZE - 1):
+        torch.testing.assert_close(drafted[depth][0, root - 1 + depth], wanted[depth + 1], rtol=1e-4, atol=1e-4)
+
+
 def test_a_walk_counts_steps_as_the_engine_does() -> None:
     never, always = torch.zeros(4, 30, dtype=torch.bool).numpy(), torch.ones(4, 30, dtype=torch.bool).numpy()
     assert walk(never, 10).steps == walk(never, 10).tokens == 21
@@ -150,31 +199,31 @@ def test_a_walk_counts_steps_as_the_engine_does() -> None:
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(("kind", "drafts"), MEASURED)
 def test_the_head_reaches_its_recorded_acceptance(
-    kind: str, temperature: float, texts: dict[float, list[Text]]
+    kind: str, drafts: int, temperature: float, texts: dict[float, list[Text]]
 ) -> None:
-    found = tau(walks(LOADERS[kind](FOLDER), load_target(FOLDER), texts[temperature]))
-    assert found >= LEAST * recorded_tau(kind, temperature, PROMPTS)
+    found = tau(walks(LOADERS[kind](FOLDER), load_target(FOLDER), texts[temperature], drafts))
+    assert found >= LEAST * recorded_tau(kind, temperature, PROMPTS, drafts)
 
 
-def engine_share(kind: str, texts: dict[float, list[Text]], **settings: Any) -> float:
+def engine_share(kind: str, texts: dict[float, list[Text]], drafts: int = DRAFTS, **settings: Any) -> float:
     """The engine's tokens a step over the recorded ones, of both temperatures together."""
     tokens = steps = known = 0
     prompts = [text.ids[: text.prompt] for text in texts[0.0]]
-    given = {"device": "cpu", "threads": 1, "speculative": kind, "draft_tokens": DRAFTS, "max_requests": PROMPTS}
+    given = {"device": "cpu", "threads": 1, "speculative": kind, "draft_tokens": drafts, "max_requests": PROMPTS}
     with LLM(**given, **settings) as llm:
         for temperature in TEMPERATURES:
             for output in llm.generate(prompts, asked(len(prompts), temperature)):
                 tokens += len(output.outputs[0].token_ids) - 1
                 steps += output.outputs[0].verified_steps
-            known += sum(recorded()["heads"][kind][str(temperature)]["steps"][:PROMPTS])
+            known += recorded_steps(kind, temperature, PROMPTS, drafts)
     return known / steps * tokens / (len(TEMPERATURES) * PROMPTS * (WRITTEN - 1))
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-def test_the_engine_reaches_the_recorded_acceptance(kind: str, texts: dict[float, list[Text]]) -> None:
-    assert engine_share(kind, texts) >= LEAST
+@pytest.mark.parametrize(("kind", "drafts"), MEASURED)
+def test_the_engine_reaches_the_recorded_acceptance(kind: str, drafts: int, texts: dict[float, list[Text]]) -> None:
+    assert engine_share(kind, texts, drafts) >= LEAST
 
 
 def test_a_head_that_reads_the_layers_behind_its_own_is_below_its_record(
@@ -191,7 +240,7 @@ def shift_draft_ids(head: Eagle3) -> None:
     head.ids = delayed(head.ids, 1, -1)
 
 
-def read_later_layers(head: Eagle3) -> None:
+def read_later_layers(head: Eagle3 | DFlash) -> None:
     head.fc.weight.data = head.fc.weight.data.roll(256, -1)
 
 
@@ -199,9 +248,22 @@ def swap_inputs(head: NextToken) -> None:
     head.eh_proj.weight.data = head.eh_proj.weight.data.roll(256, -1)
 
 
-@pytest.mark.parametrize("defect", (shift_draft_ids, read_later_layers, swap_inputs), ids=lambda each: each.__name__)
-def test_a_broken_head_is_below_its_record(defect: Callable, texts: dict[float, list[Text]]) -> None:
-    kind = "mtp" if defect is swap_inputs else "eagle3"
+def fill_in_other_masks(head: DFlash) -> None:
+    head.mask = 7
+
+
+@pytest.mark.parametrize(
+    ("kind", "defect"),
+    (
+        ("eagle3", shift_draft_ids),
+        ("eagle3", read_later_layers),
+        ("mtp", swap_inputs),
+        ("dflash", read_later_layers),
+        ("dflash", fill_in_other_masks),
+    ),
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
+def test_a_broken_head_is_below_its_record(kind: str, defect: Callable, texts: dict[float, list[Text]]) -> None:
     head = LOADERS[kind](FOLDER)
     defect(head)
     assert tau(walks(head, load_target(FOLDER), texts[0.0][:2])) < LEAST * recorded_tau(kind, 0.0, 2)

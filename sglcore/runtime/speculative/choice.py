@@ -164,35 +164,45 @@ def choose_speculation(
     if kind == SUFFIX and not config.prefix_cache:
         found = "speculative is 'suffix', and the prefix cache is off, which has what is proposed"
         raise ConfigError(found, remedy="--speculative ngram, or leave the prefix cache on")
-    tree = _tree(config, kind, is_divided)
-    if tree is not None and (reason := _reason_against_trees(model.attention_layers)):
-        raise ConfigError(f"draft_width is {tree.width}, and this model keeps {reason}", remedy="--draft-width 1")
-    if tree is not None and no_trees:
-        remedy = "another --attention-backend"
-        ledger.record(Row("draft width", str(tree.width), "1", no_trees, remedy, downgrade=True))
-        config, tree = replace(config, draft_width=1, draft_depth=None), None
+    config, tree = _tree_of(config, kind, model, ledger, is_divided, no_trees)
     made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried, tree=tree)
-    if kind in WITHOUT_MODEL:
-        return _recorded(made, asked, why, ledger)
-    draft = load(_draft_folder(config, folder, kind), kind)
+    if kind in MODELS:
+        made = _with_draft(config, made, load(_draft_folder(config, folder, kind), kind), ledger)
+    if not is_tried:
+        ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))
+    return made
+
+
+def _tree_of(
+    config: EngineConfig, kind: str, model: LoadedModel, ledger: DecisionLedger, is_divided: bool, no_trees: str
+) -> tuple[EngineConfig, TreeShape | None]:
+    """The tree that was asked for, and the configuration, with chains where the device has none. Raises ConfigError for one that can
+    not be."""
+    tree = _tree(config, kind, is_divided)
+    if tree is None:
+        return config, None
+    if reason := _reason_against_trees(model.attention_layers):
+        raise ConfigError(f"draft_width is {tree.width}, and this model keeps {reason}", remedy="--draft-width 1")
+    if not no_trees:
+        return config, tree
+    remedy = "another --attention-backend"
+    ledger.record(Row("draft width", str(tree.width), "1", no_trees, remedy, downgrade=True))
+    return replace(config, draft_width=1, draft_depth=None), None
+
+
+def _with_draft(config: EngineConfig, made: Speculation, draft: Any, ledger: DecisionLedger) -> Speculation:
+    """By a draft that was loaded. Raises ConfigError for one that can not propose beyond verified tokens, or not as many."""
     if reason := _reason_against_draft(draft.model):
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
     if made.tree is not None and (reason := _reason_against_trees(draft.model.attention_layers)):
         raise ConfigError(
             f"draft_width is {config.draft_width}, and the draft keeps {reason}", remedy="--draft-width 1"
         )
-    if kind == DFLASH:
+    if made.kind == DFLASH:
         made = replace(made, lengths=_lengths_in_block(config, made, draft.model.config.words["block_size"]))
     if draft.heads > 1:
         made = _by_heads(config, made, draft.heads, ledger)
-    return _recorded(replace(made, draft=draft.model, aux_layers=draft.aux_layers), asked, why, ledger)
-
-
-def _recorded(made: Speculation, asked: str, why: str, ledger: DecisionLedger) -> Speculation:
-    """The same, said in the ledger; of what is tried the trial says it."""
-    if not made.is_tried:
-        ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(made.rule)}", "--speculative off"))
-    return made
+    return replace(made, draft=draft.model, aux_layers=draft.aux_layers)
 
 
 def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: DecisionLedger) -> Speculation:
@@ -281,9 +291,12 @@ def _given_folder(text: str) -> Path:
 
 
 def _draft_folder(config: EngineConfig, folder: Path, kind: str) -> Path:
-    """Where a model of this kind is: in the folder that was given, or beside the model's own weights."""
+    """Where a model of this kind is: in the folder that was given, or beside the model's own weights, in a folder that is called as
+    the kind or as whatever the checkpoint brings."""
     if config.draft_model is not None:
         return _given_folder(config.draft_model)
+    if (folder / kind / "config.json").is_file():
+        return folder / kind
     brought = resolve(DRAFT_KIND if kind == MTP and folder.is_dir() else OFFERED)(folder)
     if brought != kind:
         raise ConfigError(

@@ -1,0 +1,79 @@
+"""docs/speculation.md shows recorded acceptance, measured latency, kinds and refusals as they are."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglcore.cli.__main__ import main
+from sglcore.runtime.speculative.choice import KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "speculation.md").read_text(encoding="utf-8")
+TITLES = {"eagle3": "EAGLE-3", "mtp": "next-token layer", "dflash": "DFlash"}
+SHOWN_COST, SHOWN_BATCH = 0.1, 8
+
+
+def rows_below(heading: str) -> list[list[str]]:
+    """The cells of the table whose first line this is, without its heading."""
+    lines = PAGE.splitlines()
+    start = lines.index(heading) + 2
+    table = lines[start : next(at for at in range(start, len(lines)) if not lines[at].startswith("|"))]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
+
+
+def recorded() -> Iterator[list[str]]:
+    """What the record of the embedded model has, head by head and number of proposals by number."""
+    found = json.loads((ROOT / "sglcore" / "assets" / "demo" / "acceptance.json").read_text())
+    for kind, temperatures in found["heads"].items():
+        greedy, drawn = temperatures["0.0"], temperatures["1.0"]
+        yield [TITLES[kind], str(found["drafts"]), f"{greedy['tau']:.2f}", f"{drawn['tau']:.2f}"]
+        for drafts, longer in greedy.get("longer", {}).items():
+            yield [TITLES[kind], drafts, f"{longer['tau']:.2f}", f"{drawn['longer'][drafts]['tau']:.2f}"]
+
+
+def measured() -> Iterator[list[str]]:
+    """What the benchmark found for several requests and the lesser cost."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "speculative_latency.json").read_text())
+    for row in found["rows"]:
+        if (row["c"], row["batch"]) == (SHOWN_COST, SHOWN_BATCH):
+            figures = (f"{row['tau']:.2f}", f"{row['step_ms']:.0f}", f"{row['token_ms']:.1f}", f"{row['speed_up']:.2f}")
+            yield [TITLES[row["draft"]], str(row["k"]), *figures]
+
+
+def test_the_page_has_the_recorded_acceptance() -> None:
+    assert rows_below("| head | proposals | greedy | temperature 1 |") == list(recorded())
+
+
+def test_the_page_has_the_measured_latency() -> None:
+    heading = "| head | proposals | tokens of a step | ms of a step | ms a token | times as fast |"
+    assert rows_below(heading) == list(measured())
+
+
+def test_drawn_acceptance_is_the_same_whatever_was_cached() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "speculative_acceptance.json").read_text())
+    for views in found["figures"].values():
+        assert max(point["at"] for point in views["cached"]) > 0.9
+        assert len({point["tau"] for point in views["cached"]}) == 1
+
+
+def test_the_page_has_every_kind() -> None:
+    named = [
+        row[0].strip("`")
+        for row in rows_below("| `--speculative` | reads of the model | forwards for k proposals | file |")
+    ]
+    assert set(KINDS) - {"auto", "off"} <= set(named)
+
+
+REFUSED = rows_below("| asked for | refused with |")
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED, ids=[words.strip("`") for words, _ in REFUSED])
+def test_what_the_page_says_is_refused_is(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("explain", *shlex.split(words.strip("`")))) == 2
+    error = capsys.readouterr().err.strip()
+    assert says in error and len(error.splitlines()) == 1

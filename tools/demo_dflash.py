@@ -1,0 +1,173 @@
+"""The DFlash head of the demo model (arXiv 2602.06036): masks behind a root, filled in at once from the target's features
+before it. Parameter names as published.
+
+A block's rows attend to what is injected in the cells before its root, and to each other. Row j predicts the token j places
+behind the root.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tools.demo_heads import Head, delayed, published
+from tools.demo_model import MLP, Decoder, DemoConfig, RMSNorm, rotate, save_weights
+
+FOLDER = "dflash"
+"""The folder of the head, in the model's: that of its kind."""
+SIZE = 8
+"""Tokens of a block, the root included."""
+MASK = "<|pad|>"
+"""The token that stands for one to be found: no text has it."""
+READ_LAYERS = (2, 4, 6)
+"""The layers whose input the head reads, the last being none; files name the layers whose output it is, 1, 3 and 5."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of `SIZE` rows: `roots` int64[rows, blocks] is the cell of each one's first token. Turns are cosines and sines, of
+    the blocks' rows [rows, 1, blocks * SIZE, head_dim / 2] and of the injected cells [length, head_dim / 2]."""
+
+    roots: Tensor
+    own_turns: tuple[Tensor, Tensor]
+    turns: tuple[Tensor, Tensor]
+
+
+class BlockAttention(nn.Module):
+    """Queries of blocks over injected cells and the blocks' own rows, with a norm of each head."""
+
+    def __init__(self, config: DemoConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.q_proj = nn.Linear(config.hidden, config.heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.eps)
+        self.k_norm = RMSNorm(config.head_dim, config.eps)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[rows, T, n * head_dim] as [rows, n, T, head_dim]."""
+        return x.unflatten(2, (-1, self.config.head_dim)).transpose(1, 2)
+
+    def keys_and_values(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Of x [rows, T, hidden], [rows, heads, T, head_dim] each."""
+        group = self.config.heads // self.config.kv_heads
+        k = rotate(self.k_norm(self.heads(self.k_proj(x))), *turns)
+        return k.repeat_interleave(group, 1), self.heads(self.v_proj(x)).repeat_interleave(group, 1)
+
+    def forward(self, x: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
+        """x: [rows, blocks * SIZE, hidden]; context: [rows, length, hidden]."""
+        q = rotate(self.q_norm(self.heads(self.q_proj(x))), *blocks.own_turns)
+        (k, v), (own_k, own_v) = self.keys_and_values(context, blocks.turns), self.keys_and_values(x, blocks.own_turns)
+        q, own_k, own_v = (each.unflatten(2, (-1, SIZE)) for each in (q, own_k, own_v))
+        length = context.shape[1]
+        is_seen = torch.arange(length) < blocks.roots[:, None, :, None, None]
+        far = (q.flatten(2, 3) @ k.mT).unflatten(2, (-1, SIZE)).masked_fill(~is_seen, float("-inf"))
+        scores = torch.cat((far, q @ own_k.mT), -1)
+        weights = (scores.float() * self.config.head_dim**-0.5).softmax(-1).to(v.dtype)
+        mixed = weights[..., :length].flatten(2, 3) @ v + (weights[..., length:] @ own_v).flatten(2, 3)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class BlockLayer(nn.Module):
+    """One layer of a block."""
+
+    def __init__(self, config: DemoConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden, config.eps)
+        self.self_attn = BlockAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
+        """x: [rows, blocks * SIZE, hidden]; context: [rows, length, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x), context, blocks)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlash(Head):
+    """The head, with the target's embedding and output layer."""
+
+    def __init__(self, config: DemoConfig, mask: int) -> None:
+        """`config` has the head's own layers and feed-forward width; `mask`: the id of `MASK`."""
+        super().__init__()
+        self.config, self.mask = config, mask
+        self.register_buffer("ids", torch.arange(config.vocab_size), persistent=False)
+        self.fc = nn.Linear(len(READ_LAYERS) * config.hidden, config.hidden, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden, config.eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.eps)
+
+    def features(self, target: Decoder, streams: list[Tensor]) -> Tensor:
+        return torch.cat([streams[layer] for layer in READ_LAYERS], -1)
+
+    def project(self, features: Tensor) -> Tensor:
+        return self.hidden_norm(self.fc(features))
+
+    def logits(self, recurrent: Tensor, target: Decoder) -> Tensor:
+        return F.linear(self.norm(recurrent), target.embed_tokens.weight)
+
+    def blocks(self, target: Decoder, ids: Tensor, features: Tensor, roots: Tensor) -> Tensor:
+        """Logits [rows, blocks, SIZE - 1, V] of what follows roots int64[rows, blocks], each 1 at least, in ids int64[rows, length]
+        with the target's features [rows, length, F]."""
+        dtype, (rows, count) = features.dtype, roots.shape
+        places = (roots[..., None] + torch.arange(SIZE)).flatten(1)
+        own_turns = target.cosine[places][:, None].to(dtype), target.sine[places][:, None].to(dtype)
+        turns = target.cosine[: ids.shape[1]].to(dtype), target.sine[: ids.shape[1]].to(dtype)
+        made = torch.full((rows, count, SIZE), self.mask)
+        made[..., 0] = ids.gather(1, roots)
+        x, context = target.embed_tokens(made).flatten(1, 2).to(dtype), self.project(features)
+        for layer in self.layers:
+            x = layer(x, context, Blocks(roots, own_turns, turns))
+        return self.logits(x.unflatten(1, (count, SIZE))[:, :, 1:], target)
+
+    def drafts(self, target: Decoder, ids: Tensor, features: Tensor, depths: int) -> list[Tensor]:
+        roots = torch.arange(1, ids.shape[1]).expand(len(ids), -1)
+        made = self.blocks(target, ids, features, roots)
+        return [delayed(made[:, :, depth], depth) for depth in range(depths)]
+
+    @torch.no_grad()
+    def begin(self, target: Decoder) -> None:
+        """Start from noise: masks have nothing of what the target's layers read."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                is_last = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=0.01 if is_last else 0.03)
+        self.norm.load_state_dict(target.norm.state_dict())
+
+
+def save_dflash(head: DFlash, folder: Path) -> None:
+    """Write config.json and model.safetensors, as published ones are, into the model's folder."""
+    base = json.loads((folder / "config.json").read_text())
+    taken = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act")
+    taken += ("max_position_embeddings", "rms_norm_eps", "rope_theta", "attention_bias")
+    config = {name: base[name] for name in (*taken, "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")}
+    config |= {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": head.config.layers,
+        "intermediate_size": head.config.intermediate,
+        "tie_word_embeddings": True,
+        "block_size": SIZE,
+        "num_target_layers": base["num_hidden_layers"],
+        "dflash_config": {"mask_token_id": head.mask, "target_layer_ids": [layer - 1 for layer in READ_LAYERS]},
+    }
+    (folder / FOLDER).mkdir(exist_ok=True)
+    (folder / FOLDER / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_weights(published(head), folder / FOLDER)
+
+
+def load_dflash(folder: Path) -> DFlash:
+    """The shipped head of the model in `folder`, in float32. Raises RuntimeError if names or shapes are not as published."""
+    config = json.loads((folder / FOLDER / "config.json").read_text())
+    shape = DemoConfig(
+        config["vocab_size"], layers=config["num_hidden_layers"], intermediate=config["intermediate_size"]
+    )
+    head = DFlash(shape, config["dflash_config"]["mask_token_id"])
+    head.load_state_dict(load_file(folder / FOLDER / "model.safetensors"))
+    return head
