@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative.beams import TreeDrafter
 from sglcore.runtime.speculative.drafter import NONE, DraftRows
@@ -23,7 +22,7 @@ from tests.laws import test_speculative_laws as laws
 from tests.laws.engine import TokenEngine
 from tests.laws.test_speculative_laws import CONTEXT, PROMPTS, VOCABULARY
 from tests.laws.test_tree_laws import DEPTH, FREE, SHAPE, WIDTH
-from tests.laws.trees import TREES
+from tests.laws.trees import TREES, GrowingTrees
 
 Path_ = tuple[int, ...]
 Drawn = dict[int, tuple[list[int], list[int], list[int]]]
@@ -137,9 +136,16 @@ def test_drafts_write_no_cells_but_their_own(
 
 
 class Counted(TreeWorker):
-    """Counts by plain Python what each step proposed."""
+    """Counts by plain Python what each step proposed, and looks where rows and lengths are."""
 
     offered: list[int]
+
+    def _place(self, staged: ForwardBatch, *given: Any) -> None:
+        super()._place(staged, *given)
+        is_outside = staged.req_pool_indices == 0
+        assert (staged.seq_lens[is_outside] == 1).all()
+        assert (staged.positions[is_outside] == 0).all()
+        assert (staged.positions < staged.seq_lens).all()
 
     def _walk(self, staged: ForwardBatch, rows: Any, sampled: Any, before: Tensor, width: int, steps: int) -> Any:
         proposals = self._proposals[rows.slots].tolist()
@@ -151,8 +157,7 @@ class Counted(TreeWorker):
         runs, path = super()._walk(staged, rows, sampled, before, width, steps)
         assert runs[1].tolist() == wanted
         assert (runs[0] <= runs[1]).all()
-        assert (before <= runs[3]).all()
-        assert (runs[3] <= torch.maximum(rows.limits, before)).all()
+        assert torch.equal(runs[3], (before + runs[0] + 1).minimum(rows.limits.maximum(before)))
         assert torch.equal(self._lengths[rows.slots], runs[3])
         self.offered += wanted
         return runs, path
@@ -173,3 +178,31 @@ def test_what_is_told_of_proposals_is_what_had_cells(folder: Path, monkeypatch: 
     laws.check_same(laws.run(engine, samplings=FREE), texts)
     engine.worker.close()
     assert min(worker.offered) < max(worker.offered)
+
+
+class Spoiled(GrowingTrees):
+    """Whatever is wrong is `token`, whose numbers are none, or else another."""
+
+    token: int
+
+    def _wrong(self, taken: set[int]) -> int:
+        return super()._wrong(taken) if self.token in taken else self.token
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_wrong_node_without_numbers_spoils_no_other(tmp_path: Path, graph: str, overlap: bool) -> None:
+    target = llama(**TARGET, max_position_embeddings=CONTEXT, vocab_size=VOCABULARY, tie_word_embeddings=False)
+    plain = TokenEngine(save(target, tmp_path / "sound"), graph="off")
+    texts = laws.run(plain, samplings=FREE)
+    plain.worker.close()
+    whole = [prompt + output for prompt, output in zip(PROMPTS, texts.tokens, strict=True)]
+    token = next(token for token in range(VOCABULARY) if all(token not in text for text in whole))
+    target.model.embed_tokens.weight.data[token] = torch.nan
+    folder = save(target, tmp_path / "spoiled")
+    eagle(target, folder / "draft")
+    engine = TokenEngine(folder, speculative="eagle", graph=graph, overlap=overlap, **SHAPE)
+    worker: Any = engine.worker
+    worker.drafter = Spoiled(worker.shape.nodes, DEPTH, whole, VOCABULARY)
+    worker.drafter.token = token
+    laws.check_same(laws.run(engine, samplings=FREE), texts)
+    engine.worker.close()
