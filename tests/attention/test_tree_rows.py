@@ -60,6 +60,29 @@ def test_rows_in_triton_do_too(programs: int, heads: Heads) -> None:
     torch.testing.assert_close(case.run(), case.dense(), rtol=1e-5, atol=1e-5)
 
 
+def spoil(case: Case) -> None:
+    """What rows do not see has no numbers."""
+    assert case.batch.visible is not None
+    pool = case.backend.token_to_kv_pool
+    for cells, word in zip(case.cells, case.batch.visible.tolist(), strict=True):
+        hidden = [back for back in range(1, min(32, len(cells))) if not word >> (31 - back) & 1]
+        none = torch.full((len(hidden), case.layer.num_kv_heads, case.layer.head_dim), torch.nan)
+        pool.write_cells(0, cells[[len(cells) - 1 - back for back in hidden]], none, none)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("kind", ["reference", "gathered", "captured", "triton"])
+def test_cells_that_rows_do_not_see_may_have_no_numbers(kind: str, heads: Heads) -> None:
+    made: Any = ReferenceAttention if kind == "reference" else GatheredAttention
+    if kind == "triton":
+        pytest.importorskip("triton", reason="needs the library triton")
+        from sglcore.runtime.attention.triton import TritonAttention as made
+    case = tree_case(heads, 4, made)
+    spoil(case)
+    found = fixed(case) if kind == "captured" else case.run()
+    torch.testing.assert_close(found, case.dense(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("module", [reference, gathered])
 def test_a_word_that_is_read_one_off_shows(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = reference.is_seen

@@ -19,9 +19,11 @@ from sglcore.runtime.speculative.bring_up import reason_against_trees
 from sglcore.runtime.speculative.choice import choose_speculation
 from sglcore.runtime.speculative.drafter import NONE
 from sglcore.runtime.speculative.tree import DraftTree, TreeTables, recorded, tree_build, tree_expand, tree_walk
+from sglcore.runtime.speculative.tree_worker import along
 from sglcore.sampling.batch import SamplingNeeds
 from sglcore.sampling.noise import fixed_scale
 from sglcore.sampling.sampler import Sampler, SamplingState
+from sglcore.sampling.state import Logprobs, SampledTokens
 from tests.laws.trees import walked
 
 ROWS = 40
@@ -110,6 +112,19 @@ def test_the_right_path_is_what_a_walk_finds(nodes: int) -> None:
         assert path[row, 0] == 0
         assert path[row, 1 : len(nodes_of) + 1].tolist() == nodes_of
         assert path[row, len(nodes_of) + 1 :].tolist() == list(range(len(nodes_of) + 1, steps))
+
+
+def test_all_that_is_told_of_a_draw_goes_along_its_path() -> None:
+    numbers = torch.arange(6)
+    top = torch.stack([numbers, -numbers], 1)
+    drawn = SampledTokens(numbers.int(), numbers == 4, Logprobs(numbers.float(), numbers.int(), top.int(), top.float()))
+    order = torch.tensor([0, 4, 1, 3])
+    found = along(drawn, order)
+    assert found.token_ids.tolist() == order.tolist()
+    assert found.bad_rows.tolist() == [False, True, False, False]
+    assert found.logprobs is not None
+    assert found.logprobs.chosen.tolist() == found.logprobs.ranks.tolist() == order.tolist()
+    assert found.logprobs.top_ids.tolist() == found.logprobs.top.tolist() == [[n, -n] for n in order.tolist()]
 
 
 def by_python(scores: list[list[list[float]]], width: int, nodes: int) -> list[tuple[float, int, int, int]]:

@@ -135,7 +135,8 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
             mask &= is_seen(
                 part.visible[:, None], part.seq_lens[:, None] - 1 - columns - (0 if starts is None else starts)
             )
-        positions = torch.minimum(columns, counts - 1)
+        # What is not seen may have no numbers, and none times a weight of 0 is none: the row's own cell is read in its place.
+        positions = torch.where(mask, columns, counts - 1)
         if starts is not None:
             positions = positions + starts
         return self._cells(part.slots, positions).view(-1), mask[:, None, None, :]
