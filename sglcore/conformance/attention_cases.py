@@ -105,6 +105,17 @@ def draw_contents(seed: int, rows: Rows, *harnesses: Harness, lift: float = 0.0)
     return contents
 
 
+def without_hidden(contents: Contents) -> Contents:
+    """The same, with no numbers in the cells that rows of trees do not see."""
+    for word, (before, _), keys, values in zip(
+        words_of_trees(len(contents.rows)).tolist(), contents.rows, contents.keys, contents.values, strict=True
+    ):
+        for back in range(1, min(32, before + 1)):
+            if not word >> (31 - back) & 1:
+                keys[before - back] = values[before - back] = torch.nan
+    return contents
+
+
 class Probe:
     """Stands in for a model: one attention layer on given rows, under the runner's own plan and context."""
 

@@ -23,6 +23,7 @@ from sglcore.conformance.attention_cases import (
     attend,
     draw_contents,
     expected_cells,
+    without_hidden,
 )
 from sglcore.conformance.checkpoint import CONTEXT
 from sglcore.conformance.harness import Harness
@@ -76,6 +77,7 @@ def _check_start(
     forward_mode, batches = MODES[mode]
     for seed, rows in enumerate(batches[-1:] if extra else batches):
         contents = draw_contents(seed, rows, harness, reference, lift=LIFT if extra in EXTRAS else 0.0)
+        contents = without_hidden(contents) if extra == TREE else contents
         again = partial(_refreshed, harness.facts.needs_host_lengths) if mode == "decode" else None
         found = attend(harness, forward_mode, contents, again, extra)
         wanted = attend(reference, forward_mode, contents, extra=extra)
