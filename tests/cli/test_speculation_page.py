@@ -49,6 +49,17 @@ def test_the_page_has_the_recorded_acceptance() -> None:
     assert rows_below("| head | proposals | greedy | temperature 1 |") == list(recorded())
 
 
+def test_the_page_has_what_trees_bring() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "draft_trees.json").read_text())
+    assert rows_below("| head | proposed | greedy | temperature 1 |") == [
+        [TITLES[kind], name, f"{own['0.0']:.2f}", f"{own['1.0']:.2f}"]
+        for kind, shapes in found["tokens_of_a_step"].items()
+        for name, own in shapes.items()
+    ]
+    for name, taken in found["microseconds"].items():
+        assert f"{taken:.0f} us to {'build' if name == 'build' else 'find'}" in PAGE
+
+
 def test_the_page_has_the_measured_latency() -> None:
     heading = "| head | proposals | tokens of a step | ms of a step | ms a token | times as fast |"
     assert rows_below(heading) == list(measured())
