@@ -344,6 +344,7 @@ def test_a_defect_where_trees_are_verified_shows(engines: Engines, folder: Path,
         ({"draft_width": 16, "draft_depth": 4}, "write 48 cells, and 32"),
         ({"draft_width": 2, "speculative_verify": "block"}, "the rule 'block' accepts chains alone"),
         ({"draft_width": 2, "speculative": "ngram"}, "proposals of 'ngram' are chains"),
+        ({"draft_width": 2, "speculative": None}, "speculative is 'not asked', of which nothing is proposed"),
         ({"draft_depth": 3}, "draft_depth is that of trees"),
     ],
 )

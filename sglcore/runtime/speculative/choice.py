@@ -156,6 +156,9 @@ def choose_speculation(
         remedy = "leave one of --draft-model and --speculative out"
         raise ConfigError(f"a draft model is given, and speculative is {asked!r}, which has none", remedy=remedy)
     if kind == "off":
+        if config.draft_width > 1 and config.speculative != "auto":
+            found = f"draft_width is {config.draft_width}, and speculative is {asked!r}, of which nothing is proposed"
+            raise ConfigError(found, remedy=f"--speculative {', '.join(IN_TREES)}, or leave --draft-width out")
         ledger.record(Row("speculative", asked, "off", why, "--speculative ngram, for texts that repeat themselves"))
         return None
     reason = _reason_against(model)
