@@ -135,6 +135,25 @@ def test_drafts_write_no_cells_but_their_own(
     assert grown(folder, PROMPTS, FREE, monkeypatch, overlap=overlap, **settings).outside
 
 
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_beams_of_few_candidates_have_gaps_and_change_no_text(folder: Path, monkeypatch: Any, overlap: bool) -> None:
+    """Nodes that are no tokens lie among others."""
+    samplings = [{**each, "top_k": 2} if each["temperature"] else each for each in FREE]
+    plain = TokenEngine(folder, graph="off")
+    texts = laws.run(plain, samplings=samplings)
+    plain.worker.close()
+    monkeypatch.setattr("sglcore.runtime.speculative.make.TreeDrafter", CheckedTrees)
+    given = {**SHAPE, "draft_tokens": 16}
+    engine = TokenEngine(folder, speculative="eagle", graph="off", overlap=overlap, **given)
+    worker: Any = engine.worker
+    worker.drafter.grown = {}
+    laws.check_same(laws.run(engine, samplings=samplings), texts)
+    engine.worker.close()
+    trees = [tokens for slot in worker.drafter.grown.values() for tokens, *_ in slot.values()]
+    assert any(NONE in tokens[: tokens.index(max(tokens))] for tokens in trees)
+
+
 class Counted(TreeWorker):
     """Counts by plain Python what each step proposed, and looks where rows and lengths are."""
 
