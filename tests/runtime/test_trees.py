@@ -15,6 +15,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.reference import is_seen
+from sglcore.runtime.kernels.reference_speculative import accept_proposals
 from sglcore.runtime.speculative.bring_up import reason_against_trees
 from sglcore.runtime.speculative.choice import Speculation, choose_speculation
 from sglcore.runtime.speculative.drafter import NONE
@@ -27,7 +28,7 @@ from sglcore.runtime.speculative.tree import (
     tree_expand,
     tree_walk,
 )
-from sglcore.runtime.speculative.tree_worker import along
+from sglcore.runtime.speculative.tree_worker import TreeWorker, along
 from sglcore.sampling.batch import SamplingNeeds
 from sglcore.sampling.noise import fixed_scale
 from sglcore.sampling.sampler import SHARPNESS, Sampler, SamplingState
@@ -120,6 +121,36 @@ def test_the_right_path_is_what_a_walk_finds(nodes: int) -> None:
         assert path[row, 0] == 0
         assert path[row, 1 : len(nodes_of) + 1].tolist() == nodes_of
         assert path[row, len(nodes_of) + 1 :].tolist() == list(range(len(nodes_of) + 1, steps))
+
+
+@pytest.mark.parametrize("width", [1, 3, 6])
+def test_of_chains_all_is_as_the_table_of_kernels_has_it(width: int) -> None:
+    """Also of requests whose pages end within a step, or ended before it."""
+    generator = torch.Generator().manual_seed(width)
+    slots = torch.randperm(ROWS, generator=generator).to(torch.int32) + 1
+
+    def drawn(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    limits, lengths, last = drawn(8, 16, ROWS), drawn(6, 18, ROWS + 1), drawn(0, 9, ROWS + 1)
+    proposals, tokens = drawn(-1, 2, ROWS + 1, 5), drawn(0, 2, ROWS * width)
+    places = lengths[slots.long(), None] + torch.arange(width)
+    owners = (slots[:, None] * (places < limits[:, None])).flatten()
+    tables, runs = [each.clone() for each in (last, lengths, proposals)], torch.empty(4, ROWS, dtype=torch.int32)
+    accept_proposals(tokens, owners, slots, limits, *tables, runs)
+    worker: Any = SimpleNamespace(
+        _proposals=proposals,
+        _lengths=lengths,
+        _table=SimpleNamespace(publish=lambda slots, drawn: last.index_put_((slots,), drawn)),
+        _placed_trees=TreeTables(ROWS + 1, 6, torch.device("cpu")).of_slots(slots),
+    )
+    staged: Any = SimpleNamespace(req_pool_indices=owners)
+    rows: Any = SimpleNamespace(slots=slots, limits=limits)
+    sampled = SampledTokens(tokens, torch.zeros_like(tokens, dtype=torch.bool))
+    found, path = TreeWorker._walk(worker, staged, rows, sampled, lengths[slots.long()], width, width)
+    assert torch.equal(found, runs)
+    assert torch.equal(torch.stack([last, lengths]), torch.stack(tables[:2]))
+    assert torch.equal(path, torch.arange(width).expand(ROWS, width))
 
 
 def test_all_that_is_told_of_a_draw_goes_along_its_path() -> None:
