@@ -11,15 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglcore.conformance.matcher import HashedMatcher
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative.beams import TreeDrafter
 from sglcore.runtime.speculative.drafter import NONE, DraftRows
 from sglcore.runtime.speculative.tree import Beams, DraftTree
 from sglcore.runtime.speculative.tree_worker import TreeWorker
+from sglcore.schedule.request import Request
 from tests.checkpoints import llama, save
 from tests.drafts import TARGET, eagle
 from tests.laws import test_speculative_laws as laws
 from tests.laws.engine import TokenEngine
+from tests.laws.test_speculative_grammar import GRAMMARS
 from tests.laws.test_speculative_laws import CONTEXT, PROMPTS, VOCABULARY
 from tests.laws.test_tree_laws import DEPTH, FREE, SHAPE, WIDTH
 from tests.laws.trees import TREES, GrowingTrees
@@ -133,6 +136,45 @@ def test_drafts_write_no_cells_but_their_own(
     folder: Path, monkeypatch: Any, overlap: bool, settings: dict[str, int]
 ) -> None:
     assert grown(folder, PROMPTS, FREE, monkeypatch, overlap=overlap, **settings).outside
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_beams_of_few_candidates_have_gaps_and_change_no_text(folder: Path, monkeypatch: Any, overlap: bool) -> None:
+    """Nodes that are no tokens lie among others."""
+    samplings = [{**each, "top_k": 2} if each["temperature"] else each for each in FREE]
+    plain = TokenEngine(folder, graph="off")
+    texts = laws.run(plain, samplings=samplings)
+    plain.worker.close()
+    monkeypatch.setattr("sglcore.runtime.speculative.make.TreeDrafter", CheckedTrees)
+    given = {**SHAPE, "draft_tokens": 16}
+    engine = TokenEngine(folder, speculative="eagle", graph="off", overlap=overlap, **given)
+    worker: Any = engine.worker
+    worker.drafter.grown = {}
+    laws.check_same(laws.run(engine, samplings=samplings), texts)
+    engine.worker.close()
+    trees = [tokens for slot in worker.drafter.grown.values() for tokens, *_ in slot.values()]
+    assert any(NONE in tokens[: tokens.index(max(tokens))] for tokens in trees)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_grammars_of_texts_that_nothing_counts_have_chains(folder: Path, overlap: bool) -> None:
+    """Where nothing else asks for them, and grammars allow most of what is wrong."""
+
+    def prepare(requests: list[Request]) -> None:
+        for request, seed in zip(requests, GRAMMARS, strict=True):
+            request.matcher = None if seed is None else HashedMatcher(seed, VOCABULARY, 0.8)
+
+    plain = TokenEngine(folder, graph="off")
+    texts = laws.run(plain, samplings=FREE, prepare=prepare)
+    plain.worker.close()
+    engine = TokenEngine(folder, speculative="eagle", graph="off", overlap=overlap, **SHAPE)
+    worker: Any = engine.worker
+    whole = [prompt + output for prompt, output in zip(PROMPTS, texts.tokens, strict=True)]
+    worker.drafter = TREES["guessing"](worker.shape.nodes, DEPTH, whole, VOCABULARY)
+    laws.check_same(laws.run(engine, samplings=FREE, prepare=prepare), texts)
+    engine.worker.close()
 
 
 class Counted(TreeWorker):

@@ -15,14 +15,23 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.reference import is_seen
+from sglcore.runtime.kernels.reference_speculative import accept_proposals
 from sglcore.runtime.speculative.bring_up import reason_against_trees
-from sglcore.runtime.speculative.choice import choose_speculation
+from sglcore.runtime.speculative.choice import Speculation, choose_speculation
 from sglcore.runtime.speculative.drafter import NONE
-from sglcore.runtime.speculative.tree import DraftTree, TreeTables, recorded, tree_build, tree_expand, tree_walk
-from sglcore.runtime.speculative.tree_worker import along
+from sglcore.runtime.speculative.tree import (
+    DraftTree,
+    TreeShape,
+    TreeTables,
+    recorded,
+    tree_build,
+    tree_expand,
+    tree_walk,
+)
+from sglcore.runtime.speculative.tree_worker import TreeWorker, along
 from sglcore.sampling.batch import SamplingNeeds
 from sglcore.sampling.noise import fixed_scale
-from sglcore.sampling.sampler import Sampler, SamplingState
+from sglcore.sampling.sampler import SHARPNESS, Sampler, SamplingState
 from sglcore.sampling.state import Logprobs, SampledTokens
 from tests.laws.trees import walked
 
@@ -114,6 +123,36 @@ def test_the_right_path_is_what_a_walk_finds(nodes: int) -> None:
         assert path[row, len(nodes_of) + 1 :].tolist() == list(range(len(nodes_of) + 1, steps))
 
 
+@pytest.mark.parametrize("width", [1, 3, 6])
+def test_of_chains_all_is_as_the_table_of_kernels_has_it(width: int) -> None:
+    """Also of requests whose pages end within a step, or ended before it."""
+    generator = torch.Generator().manual_seed(width)
+    slots = torch.randperm(ROWS, generator=generator).to(torch.int32) + 1
+
+    def drawn(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    limits, lengths, last = drawn(8, 16, ROWS), drawn(6, 18, ROWS + 1), drawn(0, 9, ROWS + 1)
+    proposals, tokens = drawn(-1, 2, ROWS + 1, 5), drawn(0, 2, ROWS * width)
+    places = lengths[slots.long(), None] + torch.arange(width)
+    owners = (slots[:, None] * (places < limits[:, None])).flatten()
+    tables, runs = [each.clone() for each in (last, lengths, proposals)], torch.empty(4, ROWS, dtype=torch.int32)
+    accept_proposals(tokens, owners, slots, limits, *tables, runs)
+    worker: Any = SimpleNamespace(
+        _proposals=proposals,
+        _lengths=lengths,
+        _table=SimpleNamespace(publish=lambda slots, drawn: last.index_put_((slots,), drawn)),
+        _placed_trees=TreeTables(ROWS + 1, 6, torch.device("cpu")).of_slots(slots),
+    )
+    staged: Any = SimpleNamespace(req_pool_indices=owners)
+    rows: Any = SimpleNamespace(slots=slots, limits=limits)
+    sampled = SampledTokens(tokens, torch.zeros_like(tokens, dtype=torch.bool))
+    found, path = TreeWorker._walk(worker, staged, rows, sampled, lengths[slots.long()], width, width)
+    assert torch.equal(found, runs)
+    assert torch.equal(torch.stack([last, lengths]), torch.stack(tables[:2]))
+    assert torch.equal(path, torch.arange(width).expand(ROWS, width))
+
+
 def test_all_that_is_told_of_a_draw_goes_along_its_path() -> None:
     numbers = torch.arange(6)
     top = torch.stack([numbers, -numbers], 1)
@@ -203,6 +242,34 @@ def test_the_first_of_a_race_is_what_is_drawn(is_greedy: tuple[bool, ...]) -> No
     assert all(len(set(row)) == 4 for row in tokens[:5].tolist())
 
 
+def test_a_greedy_row_ranks_by_its_logits_alone() -> None:
+    """Whatever scale came with it, and however its neighbours draw: as likely as a softmax of what is told has it."""
+    generator = torch.Generator().manual_seed(2)
+    logits = 2 * torch.randn(2, 50, generator=generator)
+    wanted = torch.log_softmax(SHARPNESS * logits[0], -1).topk(5)
+    for scale in (1.0, fixed_scale(1.0), fixed_scale(0.1)):
+        needs = SamplingNeeds(all_greedy=False, any_greedy=True)
+        scales = torch.tensor([scale, fixed_scale(1.0)])
+        words = torch.ones(2, 2, dtype=torch.int32)
+        state = SamplingState(needs, torch.arange(2, dtype=torch.int32), words, scales, torch.tensor([True, False]))
+        tokens, likely = Sampler(50, "cpu").leaders(logits, state, 5)
+        assert tokens[0].tolist() == wanted.indices.tolist()
+        torch.testing.assert_close(likely[0], wanted.values, atol=1e-3, rtol=0)
+
+
+def test_what_is_no_candidate_is_no_leader() -> None:
+    logits = torch.full((1, 50), -torch.inf)
+    logits[0, [3, 8]] = torch.tensor([1.0, 0.0])
+    needs = SamplingNeeds(all_greedy=False, any_greedy=False)
+    words = torch.ones(1, 2, dtype=torch.int32)
+    positions, scale = torch.zeros(1, dtype=torch.int32), torch.tensor([fixed_scale(1.0)])
+    state = SamplingState(needs, positions, words, scale, torch.tensor([False]))
+    tokens, likely = Sampler(50, "cpu").leaders(logits, state, 4)
+    assert set(tokens[0, :2].tolist()) == {3, 8}
+    assert likely[0, :2].isfinite().all()
+    assert (likely[0, 2:] == -torch.inf).all()
+
+
 def test_trees_on_a_device_without_masks_of_trees_are_chains_and_the_ledger_says_so(tmp_path: Path) -> None:
     model: Any = SimpleNamespace(
         config=SimpleNamespace(is_encoder=False), state_layers=(), reads_history=False, attention_layers=()
@@ -217,6 +284,37 @@ def test_trees_on_a_device_without_masks_of_trees_are_chains_and_the_ledger_says
     assert found.lengths == (0, 1, 3, 4)
     (row,) = [row for row in ledger.rows if row.topic == "draft width"]
     assert (row.requested, row.effective, row.reason, row.downgrade) == ("2", "1", "nothing masks trees", True)
+
+
+def chosen(tmp_path: Path, **settings: Any) -> Speculation:
+    """Of a model and a draft that serve any tree."""
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(is_encoder=False), state_layers=(), reads_history=False, attention_layers=()
+    )
+    draft = SimpleNamespace(model=SimpleNamespace(state_layers=(), attention_layers=(), feature_size=8), aux_layers=())
+    (tmp_path / "draft").mkdir(exist_ok=True)
+    config = EngineConfig(speculative="mtp", draft_model=str(tmp_path / "draft"), **settings)
+    found = choose_speculation(config, model, tmp_path, DecisionLedger(), lambda *_: draft)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("width", "depth", "tokens"), [(2, 1, 2), (2, 2, 6), (2, 4, 4), (8, 5, 31), (16, 3, 31)])
+def test_the_largest_trees_are_served(tmp_path: Path, width: int, depth: int, tokens: int) -> None:
+    """All records are kept, nodes follow one another, or a word's bits are all of use."""
+    found = chosen(tmp_path, draft_width=width, draft_depth=depth, draft_tokens=tokens)
+    assert found.tree == TreeShape(width, depth, tokens + 1)
+    assert found.lengths == (tokens,)
+    assert found.draft is not None
+    assert set(found.shape_of(found.draft).widths) == {1, width, depth + 1}
+    model: Any = SimpleNamespace()
+    assert found.shape_of(model).widths == (tokens + 1,)
+
+
+@pytest.mark.parametrize(("width", "depth", "tokens"), [(2, 1, 3), (2, 2, 7), (2, 4, 3), (11, 4, 31), (8, 4, 32)])
+def test_larger_ones_are_refused(tmp_path: Path, width: int, depth: int, tokens: int) -> None:
+    with pytest.raises(ConfigError, match=f"draft_width is {width}, and "):
+        chosen(tmp_path, draft_width=width, draft_depth=depth, draft_tokens=tokens)
 
 
 def test_several_ranks_verify_no_trees(tmp_path: Path) -> None:
