@@ -115,10 +115,6 @@ def load_draft(
     if kind == STANDALONE:
         shared = {"facts": facts, "kernels": kernels, "progress": progress, "groups": groups}
         return _standalone(config, folder, target, ledger=ledger, **shared)
-    if kind in (DFLASH, FROZEN) and groups is not None:
-        raise ConfigError(
-            f"speculative is {kind!r}, whose draft is not cut for ranks", remedy="--tp 1, or another draft"
-        )
     draft, shapes = _draft_config(folder, kind, target, config), _shapes(folder)
     heads, layers = len(draft.words.get(PREFIXES, ())), draft.words.get(LAYERS, 1)
     if groups is not None:

@@ -291,7 +291,9 @@ def chosen(tmp_path: Path, **settings: Any) -> Speculation:
     model: Any = SimpleNamespace(
         config=SimpleNamespace(is_encoder=False), state_layers=(), reads_history=False, attention_layers=()
     )
-    draft = SimpleNamespace(model=SimpleNamespace(state_layers=(), attention_layers=(), feature_size=8), aux_layers=(), heads=1)
+    draft = SimpleNamespace(
+        model=SimpleNamespace(state_layers=(), attention_layers=(), feature_size=8), aux_layers=(), heads=1
+    )
     (tmp_path / "draft").mkdir(exist_ok=True)
     config = EngineConfig(speculative="mtp", draft_model=str(tmp_path / "draft"), **settings)
     found = choose_speculation(config, model, tmp_path, DecisionLedger(), lambda *_: draft)

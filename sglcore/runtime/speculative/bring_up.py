@@ -26,6 +26,7 @@ from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.runtime.memory.read_only import ReadOnlyPool
 from sglcore.runtime.model_runner import Model, ModelRunner
 from sglcore.runtime.speculative.choice import DRAFT_LOADER, TREE_MASK, Speculation, choose_speculation, promise
+from sglcore.runtime.speculative.combinations import ALL, HOST_ROWS, SHARDS, reason_against
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.runtime.streams import Streams
 from sglcore.runtime.tp_worker import TpModelWorker
@@ -52,13 +53,9 @@ def speculation(
     """What proposes tokens, with the model that does if one does; None: every step brings one token of a request."""
     why, remedy = "", ""
     if hisparse_config is not None:
-        why, remedy = (
-            "rows lie in host memory, of which a step brings those of one token of a request",
-            "--hisparse off",
-        )
+        why, remedy = reason_against(HOST_ROWS, ALL), "--hisparse off"
     elif groups is not None and groups.place.topology.dp > 1:
-        why = "requests are in shards, and an idle one proposes nothing with the others"
-        remedy = "--dp 1"
+        why, remedy = reason_against(SHARDS, ALL), "--dp 1"
     elif groups is not None and config.speculative == "auto":
         # Each rank would time a trial for itself.
         why = "several ranks hold this model, which do not try whether proposals are faster"

@@ -11,6 +11,21 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import Ref, resolve
+from sglcore.runtime.speculative.combinations import (
+    ALL,
+    DRAFT_RINGS,
+    DRAFT_STATE,
+    EMBEDS,
+    HISTORY,
+    NO_PREFIX_CACHE,
+    OTHER_RULES,
+    RANKS,
+    ROWS,
+    STATE,
+    TREES,
+    WINDOWS,
+    reason_against,
+)
 from sglcore.runtime.speculative.tree import MOST_NODES, TreeShape
 from sglcore.step.draft_length import lengths_of
 
@@ -161,12 +176,14 @@ def choose_speculation(
             raise ConfigError(found, remedy=f"--speculative {', '.join(IN_TREES)}, or leave --draft-width out")
         ledger.record(Row("speculative", asked, "off", why, "--speculative ngram, for texts that repeat themselves"))
         return None
-    reason = _reason_against(model)
+    reason = _reason_against(model, kind)
     if reason:
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--speculative off")
-    if kind == SUFFIX and not config.prefix_cache:
-        found = "speculative is 'suffix', and the prefix cache is off, which has what is proposed"
-        raise ConfigError(found, remedy="--speculative ngram, or leave the prefix cache on")
+    if not config.prefix_cache and (reason := reason_against(NO_PREFIX_CACHE, kind)):
+        remedy = "--speculative ngram, or leave the prefix cache on"
+        raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy=remedy)
+    if is_divided and (reason := reason_against(RANKS, kind)):
+        raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--tp 1, or another draft")
     config, tree = _tree_of(config, kind, model, ledger, is_divided, no_trees)
     made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried, tree=tree)
     if kind in MODELS:
@@ -195,7 +212,7 @@ def _tree_of(
 
 def _with_draft(config: EngineConfig, made: Speculation, draft: Any, ledger: DecisionLedger) -> Speculation:
     """By a draft that was loaded. Raises ConfigError for one that can not propose beyond verified tokens, or not as many."""
-    if reason := _reason_against_draft(draft.model):
+    if reason := _reason_against_draft(draft.model, made.kind):
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
     if made.tree is not None and (reason := _reason_against_trees(draft.model.attention_layers)):
         raise ConfigError(
@@ -229,9 +246,9 @@ def _tree(config: EngineConfig, kind: str, is_divided: bool) -> TreeShape | None
     if kind not in IN_TREES:
         reason = f"proposals of {kind!r} are chains; those of {', '.join(IN_TREES)} may be trees"
     elif config.speculative_verify != COUPLED:
-        reason = f"the rule {config.speculative_verify!r} accepts chains alone"
+        reason = f"the rule is {config.speculative_verify!r}, and {reason_against(OTHER_RULES, TREES)}"
     elif is_divided:
-        reason = "several ranks hold this model, which verify chains alone"
+        reason = reason_against(RANKS, TREES)
     elif not depth <= tokens < MOST_NODES:
         reason = f"a tree of {tokens} tokens is to be {depth} deep; it has {depth} to {MOST_NODES - 1} of them"
         remedy = "--draft-tokens or --draft-depth"
@@ -271,11 +288,11 @@ def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, 
     if config.draft_model is not None:
         return resolve(DRAFT_KIND)(_given_folder(config.draft_model)), "a draft model was given", False
     if model.config.is_encoder:
-        return "off", "this model embeds", False
+        return "off", reason_against(EMBEDS, ALL), False
     offered = resolve(OFFERED)(folder)
     if offered is None:
         return "off", "this checkpoint brings nothing that proposes tokens", False
-    if reason := _reason_against(model):
+    if reason := _reason_against(model, offered):
         return "off", reason, False
     if config.speculative is None:
         return (
@@ -308,30 +325,23 @@ def _draft_folder(config: EngineConfig, folder: Path, kind: str) -> Path:
     return folder
 
 
-def _reason_against(model: LoadedModel) -> str:
-    """Why proposals can not be verified on this model; empty if they can."""
-    if model.config.is_encoder:
-        return "this model embeds: it proposes and draws no tokens"
-    if model.state_layers:
-        return "this model keeps a state of each request, which can not go back to before a wrong proposal"
-    if model.reads_history:
-        return "this model reads the history of each token, which has no proposals"
-    return ""
+def _reason_against(model: LoadedModel, kind: str) -> str:
+    """Why proposals of a kind can not be verified on this model; empty if they can."""
+    has = {EMBEDS: model.config.is_encoder, STATE: model.state_layers, HISTORY: model.reads_history}
+    return next((reason_against(beside, kind) for beside, is_there in has.items() if is_there), "")
 
 
-def _reason_against_draft(draft: LoadedModel) -> str:
+def _reason_against_draft(draft: LoadedModel, kind: str) -> str:
     """What a model keeps that what it proposes beyond the verified tokens would spoil; empty if nothing."""
-    if draft.state_layers:
-        return "a state of each request, which can not go back to before what it proposed"
-    if any(kept.ring for layer in draft.attention_layers for kept in layer.rows.values()):
-        return "its last tokens in rings, where what it proposes takes the place of tokens that it needs again"
-    return ""
+    rings = any(kept.ring for layer in draft.attention_layers for kept in layer.rows.values())
+    has = {DRAFT_STATE: draft.state_layers, DRAFT_RINGS: rings}
+    return next((reason_against(beside, kind) for beside, is_there in has.items() if is_there), "")
 
 
 def _reason_against_trees(layers: Sequence[Any]) -> str:
     """What a model keeps of which a row can not leave out single tokens; empty if nothing."""
-    if any(layer.rows for layer in layers):
-        return "rows of a form of its own, of which a tree's branches can not see their own alone"
-    if any(layer.sliding_window is not None for layer in layers):
-        return "windows, which count tokens of other branches of a tree too"
-    return ""
+    has = {
+        ROWS: any(layer.rows for layer in layers),
+        WINDOWS: any(layer.sliding_window is not None for layer in layers),
+    }
+    return next((reason_against(beside, TREES) for beside, is_there in has.items() if is_there), "")

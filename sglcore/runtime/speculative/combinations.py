@@ -1,0 +1,85 @@
+"""What may propose tokens beside what else a start has, as data: the refusals of a start and the table of docs/speculation.md say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+ALL, TREES = "all", "trees"
+"""Whatever proposes, and whatever proposes trees, in place of a kind."""
+CELLS, WINDOWS, ROWS = "keys and values", "windows", "rows"
+STATE, HISTORY, EMBEDS = "state", "history", "embeds"
+DRAFT_STATE, DRAFT_RINGS = "draft state", "draft rings"
+RANKS, SHARDS, HOST_ROWS = "ranks", "shards", "host rows"
+NO_PREFIX_CACHE, OTHER_RULES, TEXT = "no prefix cache", "rejection", "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """`name`, as pages have it, and by what proposes why it is refused beside that; what is not named goes with it."""
+
+    name: str
+    refused: Mapping[str, str]
+
+
+def _refused(name: str, **reasons: str) -> Combination:
+    return Combination(name, MappingProxyType(reasons))
+
+
+_UNCUT = "its draft is not cut for ranks"
+COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
+    {
+        CELLS: _refused("a model that keeps keys and values of all tokens"),
+        WINDOWS: _refused("a model with windows", trees="windows, which count tokens of other branches of a tree too"),
+        ROWS: _refused(
+            "a model that keeps rows of latents or of compressed blocks",
+            trees="rows of a form of its own, of which a tree's branches can not see their own alone",
+        ),
+        STATE: _refused(
+            "a model that keeps a state of each request",
+            all="this model keeps a state of each request, which can not go back to before a wrong proposal",
+        ),
+        HISTORY: _refused(
+            "a model that reads the history of each token",
+            all="this model reads the history of each token, which has no proposals",
+        ),
+        EMBEDS: _refused("a model that embeds", all="this model embeds: it proposes and draws no tokens"),
+        DRAFT_STATE: _refused(
+            "a draft that keeps a state of each request",
+            all="a state of each request, which can not go back to before what it proposed",
+        ),
+        DRAFT_RINGS: _refused(
+            "a draft that keeps its last tokens in rings",
+            all="its last tokens in rings, where what it proposes takes the place of tokens that it needs again",
+        ),
+        RANKS: Combination(
+            "several ranks",
+            MappingProxyType(
+                {
+                    "dflash": _UNCUT,
+                    "frozen-mtp": _UNCUT,
+                    TREES: "several ranks hold this model, which verify chains alone",
+                }
+            ),
+        ),
+        SHARDS: _refused(
+            "requests in shards (`--dp`)",
+            all="requests are in shards, and an idle one proposes nothing with the others",
+        ),
+        HOST_ROWS: _refused(
+            "rows in host memory (`--hisparse`)",
+            all="rows lie in host memory, of which a step brings those of one token of a request",
+        ),
+        NO_PREFIX_CACHE: _refused("no prefix cache", suffix="the prefix cache is off, which has what is proposed"),
+        OTHER_RULES: _refused("`--speculative-verify rejection` or `block`", trees="these accept chains alone"),
+        TEXT: _refused("grammars, schemas and penalties, for which trees become chains"),
+    }
+)
+"""By what there is beside."""
+
+
+def reason_against(beside: str, what: str) -> str:
+    """Why a kind, or TREES, is refused beside something; empty if they go together."""
+    refused = COMBINATIONS[beside].refused
+    return refused.get(what, refused.get(ALL, ""))
