@@ -50,6 +50,7 @@ class Case:
     seq_lens: Tensor
     starts: Tensor
     sinks: Tensor | None = None
+    visible: Tensor | None = None
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
@@ -57,7 +58,8 @@ class Case:
     def arguments(self, kernel: str, out: Tensor) -> dict[str, float]:
         """Those of `paged_decode` or `paged_prefill`."""
         heads = self.ask.heads
-        more = {"starts": self.starts.data_ptr()} if kernel == "paged_prefill" else {}
+        more = {"visible": 0 if self.visible is None else self.visible.data_ptr()}
+        more = {"starts": self.starts.data_ptr()} if kernel == "paged_prefill" else more
         return {
             "q": self.q.data_ptr(),
             "q_stride": self.q.stride(0),
@@ -95,12 +97,32 @@ class Case:
     def expected(self) -> Tensor:
         """float64 [T, heads * dim]; zero for padding."""
         heads, outs, first = self.ask.heads, [], 0
-        for (_, new), keys, values in zip(self.ask.rows, self.keys, self.values, strict=True):
+        for row, ((_, new), keys, values) in enumerate(zip(self.ask.rows, self.keys, self.values, strict=True)):
             query = self.q[first : first + new].double().view(new, heads.heads, heads.dim)
-            outs.append(dense(query, keys.double(), values.double(), heads, self.sinks).flatten(1))
+            hidden = self.hidden(row)
+            outs.append(dense(query, keys.double(), values.double(), heads, self.sinks, hidden).flatten(1))
             first += new
         outs.append(torch.zeros(len(self.q) - first, heads.heads * heads.dim, dtype=torch.float64))
         return torch.cat(outs)
+
+    def hidden(self, row: int) -> list[int]:
+        """The tokens that the last one of a row does not see, of those before it."""
+        last = len(self.keys[row]) - 1
+        word = -1 if self.visible is None else int(self.visible[row])
+        return [last - back for back in range(1, min(32, last + 1)) if not word >> (31 - back) & 1]
+
+    def make_tree(self, seed: int) -> None:
+        """Every row sees about half of the tokens before its own; the cells of the others hold no numbers."""
+        generator = torch.Generator().manual_seed(seed)
+        words = torch.randint(-(1 << 31), 0, (len(self.slots),), generator=generator, dtype=torch.int32)
+        self.visible, check = guarded_copy(words, 0, 0)
+        self.checks.append(check)
+        size = self.ask.page_size
+        for row in range(len(self.ask.rows)):
+            pages = self.page_table[self.slots[row].item()].tolist()
+            cells = [pages[token // size] * size + token % size for token in self.hidden(row)]
+            for cache in (self.k_cache, self.v_cache):
+                cache[cells] = foreign_cells(self.ask, len(cells))
 
     def check(self, found: Tensor) -> None:
         """It is what the oracle gives."""
@@ -108,14 +130,18 @@ class Case:
         torch.testing.assert_close(found.double(), self.expected(), atol=bound, rtol=bound)
 
 
-def dense(query: Tensor, keys: Tensor, values: Tensor, heads: Heads, sinks: Tensor | None) -> Tensor:
-    """query [n, heads, dim] over keys and values [length, kv_heads, dim]; returns query's shape."""
+def dense(
+    query: Tensor, keys: Tensor, values: Tensor, heads: Heads, sinks: Tensor | None, hidden: Sequence[int] = ()
+) -> Tensor:
+    """query [n, heads, dim] over keys and values [length, kv_heads, dim], without the `hidden` ones; returns query's shape."""
     group = heads.heads // heads.kv_heads
     keys, values = (part.repeat_interleave(group, 1).transpose(0, 1) for part in (keys, values))
     scores = query.transpose(0, 1) @ keys.transpose(1, 2) * (heads.scaling or heads.dim**-0.5)
     if heads.softcap is not None:
         scores = torch.tanh(scores / heads.softcap) * heads.softcap
-    scores = scores.masked_fill(~visible(keys.shape[1], len(query), heads.window), -torch.inf)
+    seen = visible(keys.shape[1], len(query), heads.window)
+    seen[:, list(hidden)] = False
+    scores = scores.masked_fill(~seen, -torch.inf)
     ground = torch.full((heads.heads,), -torch.inf) if sinks is None else sinks
     scores = torch.cat([scores, ground.double()[:, None, None].expand(-1, len(query), 1)], -1)
     return (torch.softmax(scores, -1)[..., :-1] @ values).transpose(0, 1)

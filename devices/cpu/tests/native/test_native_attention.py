@@ -65,6 +65,17 @@ def test_rows_of_one_token(engine: Engine, number: int) -> None:
     case.check(case.run(engine, "paged_decode"))
 
 
+@pytest.mark.parametrize("number", range(12))
+def test_rows_of_trees(engine: Engine, number: int) -> None:
+    """Which leave out single keys, within a chunk and where one begins."""
+    rows = [(before, 1) for before in (0, 9, 31, 32, 255, 256, 270, 511, 600)]
+    ask = replace(drawn(rows, random.Random(number), number), page_size=(1, 3, 8, 16)[number % 4])
+    case = make_case(replace(ask, heads=replace(ask.heads, window=None)))
+    case.make_tree(number)
+    case.check(case.run(engine, "paged_decode"))
+    assert any(case.hidden(row) for row in range(len(rows)))
+
+
 @pytest.mark.parametrize("number", range(30))
 def test_rows_of_several_tokens(engine: Engine, number: int) -> None:
     case = make_case(prefill_ask(number))
