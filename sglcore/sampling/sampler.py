@@ -127,7 +127,9 @@ class Sampler:
             scores = torch.where(state.greedy[:, None], scores, raced) if state.needs.any_greedy else raced
         nats = (scores.float() * (SHARPNESS / ONE)).masked_fill_(gaps >= LIMIT, -torch.inf)
         best, tokens = nats.topk(count)
-        return tokens.to(torch.int32), (best - nats.logsumexp(-1, keepdim=True)).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+        return tokens.to(torch.int32), (best - nats.logsumexp(-1, keepdim=True)).nan_to_num_(
+            nan=-torch.inf, neginf=-torch.inf
+        )
 
     def draw_by_weight(self, weights: Tensor, seed_words: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """One token a row by weights float32[B, V] of any sum, and which rows have none: int32[B], bool[B]. The noise is that of
