@@ -158,7 +158,6 @@ class Decoder {
         const auto* table = static_cast<const int32_t*>(args_.page_table);
         int64_t slot = static_cast<const int32_t*>(args_.slots)[item.row];
         locate(table + slot * args_.table_stride, args_.page_size, item.first, count, own.cells);
-        if (args_.visible) leave_out(table + slot * args_.table_stride, item, own.cells);
         for (int64_t head = 0; head < heads; ++head) {
             int64_t at = item.row * args_.q_stride + (item.head * group_ + head) * args_.dim;
             arrange<Kind>(args_.q, args_.q_type, at, args_.dim, own.q + head * width_);
@@ -243,26 +242,13 @@ class Decoder {
         tops[1] = reduce_add(sum) + power_of_two(sink - tops[0]);
     }
 
-    // What the row does not see may have no numbers, and none times a weight of 0 is none: its own cell is read instead.
-    void leave_out(const int32_t* pages, const Item& item, int64_t* cells) const {
-        int64_t own;
-        locate(pages, args_.page_size, static_cast<const int32_t*>(args_.seq_lens)[item.row] - 1, 1, &own);
-        each_hidden(item, [&](int64_t i) { cells[i] = own; });
-    }
-
-    // Scales are positive.
+    // Keys that the row does not see; scales are positive.
     void hide(float* scores, const Item& item) const {
-        each_hidden(item, [&](int64_t i) { scores[i] = -INFINITY; });
-    }
-
-    // The keys of an item that its row does not see.
-    template <typename Do>
-    void each_hidden(const Item& item, Do&& act) const {
         constexpr int64_t kBits = 32;
         auto seen = static_cast<uint32_t>(static_cast<const int32_t*>(args_.visible)[item.row]);
         int64_t own = static_cast<const int32_t*>(args_.seq_lens)[item.row] - 1;
         for (int64_t key = std::max(item.first, own - kBits + 1); key < item.last; ++key)
-            if (!(seen >> (kBits - 1 - (own - key)) & 1)) act(key - item.first);
+            if (!(seen >> (kBits - 1 - (own - key)) & 1)) scores[key - item.first] = -INFINITY;
     }
 
     // A factor may be negative or zero, so what is absent is put in after the product.
