@@ -131,7 +131,9 @@ def test_many_requests_grow_the_trees_that_each_grows_alone(folder: Path, monkey
 
 @pytest.mark.needs("device")
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("settings", [{"max_model_len": 64}, {"max_model_len": 80, "kv_cache_memory": 160 << 10}])
+@pytest.mark.parametrize(
+    "settings", [{"max_model_len": 64, "max_batch_tokens": 16}, {"max_model_len": 80, "kv_cache_memory": 160 << 10}]
+)
 def test_drafts_write_no_cells_but_their_own(
     folder: Path, monkeypatch: Any, overlap: bool, settings: dict[str, int]
 ) -> None:

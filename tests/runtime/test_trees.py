@@ -137,7 +137,7 @@ def test_of_chains_all_is_as_the_table_of_kernels_has_it(width: int) -> None:
     places = lengths[slots.long(), None] + torch.arange(width)
     owners = (slots[:, None] * (places < limits[:, None])).flatten()
     tables, runs = [each.clone() for each in (last, lengths, proposals)], torch.empty(4, ROWS, dtype=torch.int32)
-    accept_proposals(tokens, owners, slots, limits, *tables, runs)
+    accept_proposals(tokens, owners, slots, limits, tables[0], tables[1], tables[2], runs)
     worker: Any = SimpleNamespace(
         _proposals=proposals,
         _lengths=lengths,
