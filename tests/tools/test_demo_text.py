@@ -19,7 +19,7 @@ from tools.demo_text.words import TOYS
 FOLDER = Path(__file__).resolve().parents[2] / "sglcore" / "assets" / "demo"
 SEED = 20240
 COMPRESSED = 12_500_000
-"""Bytes of the folder in a wheel, which may have 12 million with all code."""
+"""Bytes of the folder in a wheel: the model, two heads beside it and one in its file."""
 EQUATION = re.compile(r"\b(\d+) ?([-+*]|plus|minus|times) ?(\d+) ?(?:=|is) ?(\d+)\b")
 SIGNS = {"+": "plus", "-": "minus", "*": "times"}
 
