@@ -54,7 +54,7 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 def tokens_of_a_step(
-    kind: str, prompts: Sequence[list[int]], written: int, settings: Mapping[str, int]
+    kind: str, prompts: Sequence[list[int]], written: int, settings: Mapping[str, Any]
 ) -> dict[str, float]:
     """By temperature, tokens that a step of verification brought a request, its own one among them."""
     found = {}

@@ -119,7 +119,7 @@ class Case:
         self.checks.append(check)
         size = self.ask.page_size
         for row in range(len(self.ask.rows)):
-            pages = self.page_table[self.slots[row].item()].tolist()
+            pages = self.page_table[self.slots[row].item()].tolist()  # pyright: ignore[reportArgumentType]
             cells = [pages[token // size] * size + token % size for token in self.hidden(row)]
             for cache in (self.k_cache, self.v_cache):
                 cache[cells] = foreign_cells(self.ask, len(cells))
