@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sglcore.device.worker import BatchResult
 
 LENGTHS = (0, 1, 3, 5, 7)
 """Numbers of proposals between which a start changes, besides its largest."""
@@ -114,6 +118,41 @@ class LengthController:
     def _of(self, requests: int) -> _Evidence:
         most = self.lengths[-1]
         return self._evidence.setdefault(requests.bit_length(), _Evidence(np.zeros(most), np.zeros(most)))
+
+
+class Started(NamedTuple):
+    """A verification of so many proposals of each request, and `time.perf_counter()` when it was submitted. `is_steady`: as many
+    are made for the next step."""
+
+    step: int
+    requests: int
+    tokens: int
+    begin: float
+    is_steady: bool
+
+
+class StepTimes:
+    """Tells a controller what verifications brought and took."""
+
+    def __init__(self) -> None:
+        self._started = deque[Started]()
+        self._last_collect = 0.0
+
+    def begin(self, started: Started) -> None:
+        """A verification was submitted."""
+        self._started.append(started)
+
+    def end(self, result: BatchResult, length: LengthController) -> None:
+        """A step was collected. What it took is the time since it was submitted, or since the one before it was collected: nothing
+        waits for it."""
+        now, before = time.perf_counter(), self._last_collect
+        self._last_collect = now
+        while self._started and self._started[0].step <= result.step:
+            started = self._started.popleft()
+            if started.step == result.step:
+                accepted = result.token_offsets[1:] - result.token_offsets[:-1] - 1
+                seconds = now - max(before, started.begin) if started.is_steady else None
+                length.learn(started.requests, started.tokens, accepted, seconds)
 
 
 def _lower_quartile(values: deque[float]) -> float:

@@ -7,7 +7,6 @@ state between steps is in tables by slot on the device: how many cells of it are
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,7 +27,7 @@ from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.sampler import SamplingState
 from sglcore.sampling.state import SampledTokens
-from sglcore.step.draft_length import LengthController
+from sglcore.step.draft_length import LengthController, Started, StepTimes
 from sglcore.step.output import StepOutput
 from sglcore.step.proposals import WideRows, node_limits, wide_rows, widen
 from sglcore.step.rows import RowPlan, plan_rows
@@ -58,17 +57,6 @@ class Verified(NamedTuple):
     width: int
 
 
-class Started(NamedTuple):
-    """A verification of so many proposals of each request, and `time.perf_counter()` when it was submitted. `is_steady`: as many
-    are made for the next step."""
-
-    step: int
-    requests: int
-    tokens: int
-    begin: float
-    is_steady: bool
-
-
 class SpeculativeWorker(TpModelWorker):
     """Composes the target's runner and a drafter. Decode rows bring up to `limits.draft_tokens` proposals, as `length` has it, prompts
     as always."""
@@ -88,8 +76,7 @@ class SpeculativeWorker(TpModelWorker):
         `reads_proposals`: the host reads them in their place, so that no step is wider than what was proposed."""
         self.drafter = drafter
         self.length = LengthController(lengths or (drafter.tokens,))
-        self._started = deque[Started]()
-        self._last_collect = 0.0
+        self._times = StepTimes()
         self._feature_size = feature_size
         self._table = token_table
         device, slots = token_table.last.device, limits.max_requests + 1
@@ -170,7 +157,7 @@ class SpeculativeWorker(TpModelWorker):
         output = StepOutput(found.plan, path, found.sampled, runs=(found.runs[0], found.runs[1]))
         self.length.choose(batch.batch_size)
         is_same = self.length.tokens == planned
-        self._started.append(Started(batch.step, batch.batch_size, width - 1, begin, is_same))
+        self._times.begin(Started(batch.step, batch.batch_size, width - 1, begin, is_same))
         # The host goes on while proposals are made, unless it waits for them too.
         ticket = self._ticket(batch, staged, arrays, output) if batch.masks is None else None
         self._advance_verified(batch, rows, found)
@@ -312,17 +299,9 @@ class SpeculativeWorker(TpModelWorker):
         self._proposals.index_put_((rows.slots,), whole)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """As the plain worker's. What a step took is the time since it was submitted, or since the one before it was collected:
-        nothing waits for it."""
+        """As the plain worker's."""
         result = super().collect(ticket)
-        now, before = time.perf_counter(), self._last_collect
-        self._last_collect = now
-        while self._started and self._started[0].step <= result.step:
-            started = self._started.popleft()
-            if started.step == result.step:
-                accepted = result.token_offsets[1:] - result.token_offsets[:-1] - 1
-                seconds = now - max(before, started.begin) if started.is_steady else None
-                self.length.learn(started.requests, started.tokens, accepted, seconds)
+        self._times.end(result, self.length)
         return result
 
     def close(self) -> None:
