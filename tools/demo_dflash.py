@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tools.demo_heads import Head, delayed, published
-from tools.demo_model import MLP, Decoder, DemoConfig, RMSNorm, rotate, save_weights
+from tools.demo_model import Decoder, DemoConfig, Layer, RMSNorm, rotate, save_weights
 
 FOLDER = "dflash"
 """The folder of the head, in the model's: that of its kind."""
@@ -74,22 +74,6 @@ class BlockAttention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
-class BlockLayer(nn.Module):
-    """One layer of a block."""
-
-    def __init__(self, config: DemoConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden, config.eps)
-        self.self_attn = BlockAttention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
-        self.mlp = MLP(config)
-
-    def forward(self, x: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
-        """x: [rows, blocks * SIZE, hidden]; context: [rows, length, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), context, blocks)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
 class DFlash(Head):
     """The head, with the target's embedding and output layer."""
 
@@ -100,7 +84,7 @@ class DFlash(Head):
         self.register_buffer("ids", torch.arange(config.vocab_size), persistent=False)
         self.fc = nn.Linear(len(READ_LAYERS) * config.hidden, config.hidden, bias=False)
         self.hidden_norm = RMSNorm(config.hidden, config.eps)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config, BlockAttention(config)) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
 
     def features(self, target: Decoder, streams: list[Tensor]) -> Tensor:

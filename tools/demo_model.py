@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,18 +87,18 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer."""
+    """One decoder layer, with attention of its own kind (None: causal)."""
 
-    def __init__(self, config: DemoConfig) -> None:
+    def __init__(self, config: DemoConfig, attention: nn.Module | None = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden, config.eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config) if attention is None else attention
         self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """x: [rows, length, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), cosine, sine)
+    def forward(self, x: Tensor, *given: Any) -> Tensor:
+        """x: [rows, length, hidden]; `given` is the attention's: cosine and sine of its places."""
+        x = x + self.self_attn(self.input_layernorm(x), *given)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
