@@ -60,6 +60,7 @@ def test_a_server_that_decodes_answers_by_prompts_of_another(tmp_path: Path) -> 
             check_answers(second)
             check_grammar(second)
             prompts.kill()
+            prompts.wait()
             check_failures(second, address)
 
 
