@@ -75,7 +75,7 @@ def build(shape: TreeShape, depths: Any, tables: TreeTables, leaders: Sequence[t
     beams, kept = None, list[Records]()
     for tokens, scores in leaders:
         if kept:
-            beams = tree_expand(kept[-1], shape.width, sum(each.tokens.shape[1] for each in kept[:-1]))
+            beams = tree_expand(kept[-1], shape.width, sum(shape.records[: len(kept) - 1]))
         kept.append(recorded(tokens, scores, beams))
     tree = tree_build(kept, depths, shape.nodes)
     tables.put(slots, tree, shape.depth)
@@ -96,8 +96,7 @@ def host_time(requests: int) -> dict[str, float]:
         )
         for width in widths
     ]
-    counts = torch.tensor([shape.width, *[shape.width**2] * (shape.depth - 1)])
-    depths = torch.arange(1, shape.depth + 1, dtype=torch.int32).repeat_interleave(counts)
+    depths = shape.depths_of_records("cpu")
     built, walked = [], []
     usable = torch.ones(requests, shape.nodes, dtype=torch.bool)
     for _ in range(ROUNDS):

@@ -17,7 +17,16 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.autoregressive import FeatureDrafter, decode_batch, placed
 from sglcore.runtime.speculative.drafter import NONE, DraftRows
-from sglcore.runtime.speculative.tree import Beams, DraftTree, Records, TreeShape, recorded, tree_build, tree_expand
+from sglcore.runtime.speculative.tree import (
+    Beams,
+    CellBits,
+    DraftTree,
+    Records,
+    TreeShape,
+    recorded,
+    tree_build,
+    tree_expand,
+)
 
 
 class TreeDrafter(FeatureDrafter):
@@ -28,13 +37,8 @@ class TreeDrafter(FeatureDrafter):
         super().__init__(runner, shape.nodes - 1, project)
         device = runner.token_table.last.device
         self.shape = shape
-        places = torch.arange(shape.cells, dtype=torch.int64)
-        self._places = places.to(torch.int32).to(device)
-        self._bits = (1 << places).to(torch.int32).to(device)
-        self._low = ((1 << (31 - places)) - 1).to(torch.int32).to(device)
-        counts = [shape.width, *[shape.width**2] * (shape.depth - 1)]
-        depths = torch.arange(1, shape.depth + 1, dtype=torch.int32)
-        self._depths = depths.repeat_interleave(torch.tensor(counts)).to(device)
+        self._bits = CellBits(shape.cells, device)
+        self._depths = shape.depths_of_records(device)
 
     def advance(self, rows: DraftRows) -> Tensor:
         """As `Drafter.advance`: the tokens of a tree."""
@@ -50,7 +54,7 @@ class TreeDrafter(FeatureDrafter):
         logits = self.runner.logits(hidden, None)
         for depth in range(1, self.shape.depth + 1):
             if kept:
-                beams = tree_expand(kept[-1], width, sum(each.tokens.shape[1] for each in kept[:-1]))
+                beams = tree_expand(kept[-1], width, sum(self.shape.records[: depth - 2]))
                 batch, seen = self.batch(rows, beams, depth, hidden, seen)
                 hidden = self.run(batch)
                 logits = self.runner.logits(hidden, None)
@@ -65,20 +69,19 @@ class TreeDrafter(FeatureDrafter):
         ones, int32[R, w], by those of the depth before, `seen`."""
         count, width = beams.tokens.shape
         own = slice((depth - 2) * width, (depth - 1) * width)
+        bits = self._bits
         if seen is None:
-            seen, sources = self._bits[own].expand(count, width), None
-            features = hidden.repeat_interleave(width, 0)
+            seen, features = bits.own[own].expand(count, width), hidden.repeat_interleave(width, 0)
         else:
-            seen = seen.gather(1, beams.origins).bitwise_or_(self._bits[own])
+            seen = seen.gather(1, beams.origins).bitwise_or_(bits.own[own])
             sources = beams.origins + torch.arange(0, count * width, width, device=hidden.device)[:, None]
             features = hidden.index_select(0, sources.flatten())
-        words = (seen << (31 - self._places[own])).bitwise_or_(self._low[own])
-        slots, cells = placed(rows.slots[:, None], rows.lengths[:, None] + self._places[own], rows.limits[:, None])
+        slots, cells = placed(rows.slots[:, None], rows.lengths[:, None] + bits.places[own], rows.limits[:, None])
         positions = (rows.lengths + (depth - 2))[:, None] * (slots > 0)
         places = rows.most_lens[:, None] + np.arange(own.start + 1, own.stop + 1, dtype=np.int32)
         most = np.minimum(places, np.maximum(rows.host_limits, 1)[:, None]).reshape(-1)
         batch = decode_batch(rows.batch, slots.flatten(), positions.flatten(), beams.tokens.flatten(), most, features)
-        return replace(batch, seq_lens=(cells + 1).flatten(), visible=words.flatten()), seen
+        return replace(batch, seq_lens=(cells + 1).flatten(), visible=bits.words(seen, own).flatten()), seen
 
 
 def chained(tokens: Tensor, most: int) -> DraftTree:

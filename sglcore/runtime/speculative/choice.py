@@ -24,6 +24,7 @@ from sglcore.runtime.speculative.combinations import (
     STATE,
     TREES,
     WINDOWS,
+    first_reason,
     reason_against,
 )
 from sglcore.runtime.speculative.tree import MOST_NODES, TreeShape
@@ -252,8 +253,8 @@ def _tree(config: EngineConfig, kind: str, is_divided: bool) -> TreeShape | None
     elif not depth <= tokens < MOST_NODES:
         reason = f"a tree of {tokens} tokens is to be {depth} deep; it has {depth} to {MOST_NODES - 1} of them"
         remedy = "--draft-tokens or --draft-depth"
-    elif tokens > width + (depth - 1) * width**2:
-        reason = f"{width} beams that are {depth} deep record {width + (depth - 1) * width**2} tokens, and {tokens} are to be kept"
+    elif tokens > sum(shape.records):
+        reason = f"{width} beams that are {depth} deep record {sum(shape.records)} tokens, and {tokens} are to be kept"
         remedy = "lower --draft-tokens, or raise --draft-width"
     elif shape.cells > MOST_NODES:
         reason = f"{width} beams that are {depth} deep write {shape.cells} cells, and {MOST_NODES} can be told apart"
@@ -328,14 +329,14 @@ def _draft_folder(config: EngineConfig, folder: Path, kind: str) -> Path:
 def _reason_against(model: LoadedModel, kind: str) -> str:
     """Why proposals of a kind can not be verified on this model; empty if they can."""
     has = {EMBEDS: model.config.is_encoder, STATE: model.state_layers, HISTORY: model.reads_history}
-    return next((reason_against(beside, kind) for beside, is_there in has.items() if is_there), "")
+    return first_reason(has, kind)
 
 
 def _reason_against_draft(draft: LoadedModel, kind: str) -> str:
     """What a model keeps that what it proposes beyond the verified tokens would spoil; empty if nothing."""
     rings = any(kept.ring for layer in draft.attention_layers for kept in layer.rows.values())
     has = {DRAFT_STATE: draft.state_layers, DRAFT_RINGS: rings}
-    return next((reason_against(beside, kind) for beside, is_there in has.items() if is_there), "")
+    return first_reason(has, kind)
 
 
 def _reason_against_trees(layers: Sequence[Any]) -> str:
@@ -344,4 +345,4 @@ def _reason_against_trees(layers: Sequence[Any]) -> str:
         ROWS: any(layer.rows for layer in layers),
         WINDOWS: any(layer.sliding_window is not None for layer in layers),
     }
-    return next((reason_against(beside, TREES) for beside, is_there in has.items() if is_there), "")
+    return first_reason(has, TREES)

@@ -83,3 +83,8 @@ def reason_against(beside: str, what: str) -> str:
     """Why a kind, or TREES, is refused beside something; empty if they go together."""
     refused = COMBINATIONS[beside].refused
     return refused.get(what, refused.get(ALL, ""))
+
+
+def first_reason(beside: Mapping[str, object], what: str) -> str:
+    """The first reason against a kind, or TREES, of what is there: what has a true value."""
+    return next((reason_against(each, what) for each, is_there in beside.items() if is_there), "")

@@ -37,6 +37,16 @@ class TreeShape:
         """Cells behind the known ones that beams write."""
         return self.width * (self.depth - 1)
 
+    @property
+    def records(self) -> tuple[int, ...]:
+        """Tokens that may be kept, of each depth."""
+        return self.width, *[self.width**2] * (self.depth - 1)
+
+    def depths_of_records(self, device: torch.device | str) -> Tensor:
+        """int32[M]: how deep each of them is."""
+        depths = torch.arange(1, self.depth + 1, dtype=torch.int32)
+        return depths.repeat_interleave(torch.tensor(self.records)).to(device)
+
 
 class DraftTree(NamedTuple):
     """Trees of R requests, int32[R, N - 1] each: the tokens of the nodes behind the root, NONE where there is none; the number of
@@ -66,28 +76,40 @@ class Records(NamedTuple):
     parents: Tensor
 
 
+class CellBits:
+    """A bit for each of so many cells behind the known ones, int32[cells], and the words of rows that have these."""
+
+    def __init__(self, cells: int, device: torch.device) -> None:
+        places = torch.arange(cells, dtype=torch.int64)
+        self.places, self.own, self._before = (
+            each.to(torch.int32).to(device) for each in (places, 1 << places, (1 << (31 - places)) - 1)
+        )
+
+    def words(self, seen: Tensor, cells: slice = slice(None)) -> Tensor:
+        """As `ForwardInputs.visible` has them, for rows in these cells which see the cells of bits `seen` int32[R, n], and all known
+        ones: a row's own bit becomes the highest."""
+        return (seen << (31 - self.places[cells])).bitwise_or_(self._before[cells])
+
+
 class TreeTables:
     """What a step knows of the nodes of each slot, int32[slots, N] each: `parents`; `shifts`, depth less number; `ancestors`, a bit
     for each node on the way from the root, itself among them; `words`, the same as `ForwardInputs.visible`."""
 
     def __init__(self, slots: int, nodes: int, device: torch.device) -> None:
         self._held = torch.zeros(4, slots, nodes, dtype=torch.int32, device=device)
-        self._bits = (1 << torch.arange(nodes, dtype=torch.int64)).to(torch.int32).to(device)
-        self._places = torch.arange(nodes, dtype=torch.int32, device=device)
-        self._low = ((1 << (31 - torch.arange(nodes, dtype=torch.int64))) - 1).to(torch.int32).to(device)
+        self._bits = CellBits(nodes, device)
         chain = self.of_trees(torch.arange(nodes - 1, dtype=torch.int32, device=device)[None], None, nodes - 1)
         self._held.copy_(chain.expand(4, slots, nodes))
 
     def of_trees(self, parents: Tensor, depths: Tensor | None, deepest: int) -> Tensor:
         """int32[4, R, N] for trees of these parents and depths int32[R, N - 1] (None: chains)."""
         before = torch.nn.functional.pad(parents, (1, 0))
-        behind = self._places if depths is None else torch.nn.functional.pad(depths, (1, 0))
-        upwards, ancestors = before.long(), self._bits.expand_as(before)
+        bits = self._bits
+        behind = bits.places if depths is None else torch.nn.functional.pad(depths, (1, 0))
+        upwards, ancestors = before.long(), bits.own.expand_as(before)
         for _ in range(deepest):
-            ancestors = ancestors.gather(1, upwards).bitwise_or_(self._bits)
-        # A node's own bit becomes the highest: what is lower are the cells before its own.
-        words = (ancestors << (31 - self._places)).bitwise_or_(self._low)
-        return torch.stack([before, (behind - self._places).expand_as(before), ancestors, words])
+            ancestors = ancestors.gather(1, upwards).bitwise_or_(bits.own)
+        return torch.stack([before, (behind - bits.places).expand_as(before), ancestors, bits.words(ancestors)])
 
     def put(self, slots: Tensor, tree: DraftTree, deepest: int) -> None:
         """Remember the trees of slots int32[R]."""

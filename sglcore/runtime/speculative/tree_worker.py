@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -117,8 +117,7 @@ class TreeWorker(SpeculativeWorker):
         return replace(chain, width=steps)
 
     def _propose(self, rows: DraftRows) -> None:
-        drafter: Any = self.drafter
-        tree: DraftTree = drafter.grow(rows)
+        tree = cast("Growing", self.drafter).grow(rows)
         self._proposals.index_put_((rows.slots,), tree.tokens)
         self._trees.put(rows.slots, tree, self.shape.depth)
 
