@@ -9,22 +9,12 @@ from torch import Tensor
 
 from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
 from sglcore.layers.scope import Scope
-from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.states import StateTensor
-from sglcore.runtime.state_layer import StateLayer
+from sglcore.runtime.memory.states import PoolRows, StateTensor
+from sglcore.runtime.state_layer import ReplayedLayer
 
 Rows = Callable[[Tensor], Tensor]
 """A function of rows."""
-PoolRows = tuple[Tensor, Tensor | None, Tensor | None]
-"""`slots`, `starts` and `lengths` as the kernel table's recurrent entries take them."""
-
-
-def pool_rows(batch: ForwardBatch) -> PoolRows:
-    """Of a batch; on decode steps each row is one token."""
-    if batch.forward_mode.is_decode:
-        return batch.req_pool_indices, None, None
-    return batch.req_pool_indices, batch.extend_start_loc, batch.extend_seq_lens
 
 
 class CausalConv:
@@ -46,7 +36,7 @@ class CausalConv:
         return self._conv(x, self.weight, self.bias, self._silu, tails, *rows)
 
 
-class GatedDeltaNet(StateLayer):
+class GatedDeltaNet(ReplayedLayer):
     """Queries, keys and values through a convolution, then the gated delta rule, and a norm with a gate (Yang et al. 2024)."""
 
     def __init__(self, build: Scope, layer_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> None:
@@ -60,23 +50,31 @@ class GatedDeltaNet(StateLayer):
         self.norm = build.parameter("norm.weight", net.value_dim).view(1, net.value_dim)
         self._sizes, self._eps = [width, net.values, heads, heads], build.config.rms_norm_eps
         matrices = StateTensor((heads, net.key_dim, net.value_dim), float32)
-        super().__init__(layer_id, {"conv": self.conv.tail, "recurrent": matrices})
+        taken = StateTensor((sum(self._sizes),), build.dtype)
+        super().__init__(layer_id, {"conv": self.conv.tail, "recurrent": matrices}, taken)
         by_head, state = build.rows(heads), torch.empty(1, *matrices.shape, dtype=float32, device="meta")
         given = build.rows(width), by_head, by_head, self.a_log, self.dt_bias, state, build.indices(), None, None
         self._rule = build.kernel(KernelTable.gated_delta_rule, *given)
         values = build.rows(net.values)
         self._norm = build.kernel(KernelTable.gated_rms_norm, values, values, self.norm, self._eps, False)
 
-    def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
-        """hidden [T, H] to [T, H]."""
-        rows = pool_rows(batch)
-        qkv, gate, b, a = self.projection(hidden).split(self._sizes, dim=1)
+    def take(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] to the projection's parts."""
+        return self.projection(hidden)
+
+    def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
+        """[T, n] to values [T, H * V]."""
+        qkv, _, b, a = taken.split(self._sizes, dim=1)
         qkv = self.conv(qkv, states["conv"], rows)
-        mixed = self._rule(qkv, a, b, self.a_log, self.dt_bias, states["recurrent"], *rows)
+        return self._rule(qkv, a, b, self.a_log, self.dt_bias, states["recurrent"], *rows)
+
+    def finish(self, mixed: Tensor, taken: Tensor) -> Tensor:
+        """Values [T, H * V] behind their gates, to [T, H]."""
+        gate = taken.split(self._sizes, dim=1)[1]
         return self.output(self._norm(mixed, gate, self.norm, self._eps, False))
 
 
-class Mamba2(StateLayer):
+class Mamba2(ReplayedLayer):
     """A convolution and the selective scan, then a norm with a gate before it (Dao and Gu 2024)."""
 
     def __init__(self, build: Scope, layer_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> None:
@@ -89,33 +87,50 @@ class Mamba2(StateLayer):
         self._sizes, self._eps = [space.inner, space.channels, heads], build.config.rms_norm_eps
         self._limits = space.dt_min, space.dt_max
         matrices = StateTensor((heads, space.head_dim, space.width), float32)
-        super().__init__(layer_id, {"conv": self.conv.tail, "recurrent": matrices})
+        taken = StateTensor((sum(self._sizes),), build.dtype)
+        super().__init__(layer_id, {"conv": self.conv.tail, "recurrent": matrices}, taken)
         state = torch.empty(1, *matrices.shape, dtype=float32, device="meta")
         given = build.rows(space.channels), build.rows(heads), *self.by_head, *self._limits, state
         self._scan = build.kernel(KernelTable.selective_scan, *given, build.indices(), None, None)
         inner = build.rows(space.inner)
         self.norm_rows = build.kernel(KernelTable.gated_rms_norm, inner, inner, self.norm, self._eps, True)
 
-    def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
-        """hidden [T, H] to [T, H]."""
-        rows = pool_rows(batch)
-        gate, xbc, dt = self.projection(hidden).split(self._sizes, dim=1)
+    def take(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] to the projection's parts."""
+        return self.projection(hidden)
+
+    def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
+        """[T, n] to values [T, inner]."""
+        _, xbc, dt = taken.split(self._sizes, dim=1)
         xbc = self.conv(xbc, states["conv"], rows)
         a_log, d, dt_bias = self.by_head
-        mixed = self._scan(xbc, dt, a_log, d, dt_bias, *self._limits, states["recurrent"], *rows)
+        return self._scan(xbc, dt, a_log, d, dt_bias, *self._limits, states["recurrent"], *rows)
+
+    def finish(self, mixed: Tensor, taken: Tensor) -> Tensor:
+        """Values [T, inner] behind their gates, to [T, H]."""
+        gate = taken.split(self._sizes, dim=1)[0]
         return self.output(self.norm_rows(mixed, gate, self.norm, self._eps, True))
 
 
-class ShortConv(StateLayer):
+class ShortConv(ReplayedLayer):
     """A convolution of what one gate lets through, behind another gate (Liquid AI's LFM2)."""
 
     def __init__(self, build: Scope, layer_id: int, taps: int, projection: Rows, output: Rows, bias: bool) -> None:
         """`projection` gives the first gate, the second, and what they weigh, side by side."""
         self.projection, self.output = projection, output
-        self.conv = CausalConv(build, "conv", build.config.hidden_size, taps, bias=bias, silu=False)
-        super().__init__(layer_id, {"conv": self.conv.tail})
+        size = build.config.hidden_size
+        self.conv = CausalConv(build, "conv", size, taps, bias=bias, silu=False)
+        super().__init__(layer_id, {"conv": self.conv.tail}, StateTensor((3 * size,), build.dtype))
 
-    def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
-        """hidden [T, H] to [T, H]."""
-        before, after, x = self.projection(hidden).chunk(3, dim=1)
-        return self.output(after * self.conv(before * x, states["conv"], pool_rows(batch)))
+    def take(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] to the gates and what they weigh."""
+        return self.projection(hidden)
+
+    def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
+        """[T, 3 H] to [T, H]."""
+        before, _, x = taken.chunk(3, dim=1)
+        return self.conv(before * x, states["conv"], rows)
+
+    def finish(self, mixed: Tensor, taken: Tensor) -> Tensor:
+        """[T, H] behind the other gate, to [T, H]."""
+        return self.output(taken.chunk(3, dim=1)[1] * mixed)

@@ -48,6 +48,7 @@ from sglcore.runtime.registry_builders import (
     build_decode_registry,
     build_prefill_registry,
     feature_buffer,
+    run_buffers,
     visible_buffer,
 )
 from sglcore.runtime.speculative.bring_up import draft, draft_heads, draft_ledger, draft_pools, speculation, trial
@@ -230,6 +231,7 @@ def runner(
     # A buffer belongs to one registry.
     own = [[feature_buffer(shape.feature_size, model.dtype)] if shape.feature_size else [] for _ in range(2)]
     own[0] += [visible_buffer()] if speculation is not None and speculation.tree is not None else []
+    own[0] += run_buffers() if speculation is not None and pools.states is not None else []
     given = {"cells": cells, "window_table": table}
     entered: list[Entered] = [] if hisparse is None else [hisparse]
     entered += [rows] if isinstance(rows, RowPool) and rows.poisons_slots else []

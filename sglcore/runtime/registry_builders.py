@@ -94,6 +94,29 @@ def visible_buffer() -> InputBuffer:
     return InputBuffer(spec, source_fn=given)
 
 
+def run_buffers() -> list[InputBuffer]:
+    """The buffers of `ForwardInputs.run_*`; rows of a batch that says nothing are runs of one, on their requests' own states."""
+    ones = dict[torch.device, Tensor]()
+
+    def slots(batch: ForwardBatch, ctx: FillContext) -> Tensor:
+        given = batch.req_pool_indices if batch.run_slots is None else batch.run_slots
+        return given[: ctx.raw_bs]
+
+    def lens(batch: ForwardBatch, ctx: FillContext) -> Tensor:
+        if batch.run_lens is not None:
+            return batch.run_lens[: ctx.raw_bs]
+        device = batch.seq_lens.device
+        return ones.setdefault(device, torch.ones(1, dtype=torch.int32, device=device)).expand(ctx.raw_bs)
+
+    def rows(batch: ForwardBatch, ctx: FillContext) -> Tensor:
+        if batch.run_rows is not None:
+            return batch.run_rows[: ctx.raw_bs]
+        return batch.req_pool_indices[: ctx.raw_bs] * 0
+
+    sources = {"run_slots": slots, "run_lens": lens, "run_rows": rows}
+    return [InputBuffer(spec_of(ForwardBatch, name), source_fn=source) for name, source in sources.items()]
+
+
 def _build(
     facts: Facts, batch_type: type[ForwardBatch], max_bs: int, max_num_tokens: int, buffers: Iterable[InputBuffer]
 ) -> BufferRegistry:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.forward_context import get_forward_context, get_state_pool
-from sglcore.runtime.memory.states import StateTensor
+from sglcore.runtime.memory.states import PoolRows, StateTensor
 
 if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
@@ -21,6 +21,8 @@ class StateLayer(ABC):
 
     `layer_id` is its number among the model's layers with states; `kept`, what it keeps of each request, by name.
     """
+
+    taken_in: StateTensor | None = None
 
     def __init__(self, layer_id: int, kept: Mapping[str, StateTensor]) -> None:
         self.layer_id = layer_id
@@ -47,6 +49,43 @@ class StateLayer(ABC):
         """hidden [T, H] of the batch's rows, and each state [rows, *shape], row s of which is slot s's. Begins with what a
         row's slot holds and leaves there what holds after its tokens. On decode steps it runs inside graphs: no host reads.
         Padding rows are of slot 0, whose state may hold anything."""
+
+
+class ReplayedLayer(StateLayer):
+    """A layer that is three functions: of rows alone what its states take in, the states' own, and of rows alone again. So states can
+    take the same tokens in again, without what comes before and after."""
+
+    def __init__(self, layer_id: int, kept: Mapping[str, StateTensor], taken_in: StateTensor) -> None:
+        super().__init__(layer_id, kept)
+        self.taken_in = taken_in
+
+    def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
+        """hidden [T, H] to [T, H]; what a verification takes in is kept."""
+        taken = self.take(hidden)
+        if batch.run_rows is not None and batch.forward_mode.is_decode:
+            get_state_pool().keep(self.layer_id, taken, batch.run_rows)
+        return self.finish(self.advance(taken, pool_rows(batch), states), taken)
+
+    @abstractmethod
+    def take(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] to what the states take in, [T, *taken_in.shape]."""
+
+    @abstractmethod
+    def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
+        """`taken` [T, n] to what the states make of it, [T, m]; the states of the rows' slots go on. No host reads."""
+
+    @abstractmethod
+    def finish(self, mixed: Tensor, taken: Tensor) -> Tensor:
+        """What `advance` made [T, m] of `taken` [T, n], to [T, H]."""
+
+
+def pool_rows(batch: ForwardBatch) -> PoolRows:
+    """Of a batch; on decode steps each row is one token, or one of a run of those of its request."""
+    if not batch.forward_mode.is_decode:
+        return batch.req_pool_indices, batch.extend_start_loc, batch.extend_seq_lens
+    if batch.run_slots is None:
+        return batch.req_pool_indices, None, None
+    return batch.run_slots, get_state_pool().places(batch.num_tokens), batch.run_lens
 
 
 @torch.library.custom_op("sglcore::state_layer", mutates_args=())

@@ -245,8 +245,9 @@ class RunningRequests:
 
     def save_states(self, chosen: NDArray[np.intp] | None) -> Ints | None:
         """int32[N]: the snapshots into which the chosen decode rows (None: all), whose `seq_lens` are this step's already,
-        copy their state, 0 for none; None if no row does. A row does that fills its last page."""
-        if not self.memory.takes_snapshots:
+        copy their state, 0 for none; None if no row does. A row does that fills its last page; none beside proposals, of which only
+        the device knows how far they bring a state."""
+        if not self.memory.takes_snapshots or self._limits.draft_tokens:
             return None
         rows = self.rows
         chosen = np.arange(len(rows.requests)) if chosen is None else chosen

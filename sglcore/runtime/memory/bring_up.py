@@ -23,12 +23,12 @@ from sglcore.runtime.memory.pools import (
     TokenToKVPool,
     WindowTable,
 )
-from sglcore.runtime.memory.states import StatePool
+from sglcore.runtime.memory.states import StatePool, trial_bytes
 from sglcore.runtime.speculative.bring_up import beside_laws
 from sglcore.runtime.speculative.choice import Speculation, most_drafts
 from sglcore.runtime.token_table import TokenTable
 from sglcore.step.hisparse import HiSparseConfig
-from sglcore.step.sizing import MemoryBudget, MemorySizes, size_pools, size_text
+from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools, size_text
 
 if TYPE_CHECKING:
     from sglcore.runtime.parallel.group import Groups
@@ -64,6 +64,8 @@ def sizes(
         why = f"blocks of this model come out even in it; the device's own is {facts.page_size}"
         ledger.record(Row("page size", "auto", f"{page_size} tokens", why, "set page_size to a multiple of it"))
     kept = geometry(layers, model.state_layers, most, page_size, model.dtype, pool_kind.cell_bytes)
+    if model.state_layers and speculation is not None:
+        kept = beside_trials(model, speculation, kept, ledger)
     swapped = swap_shape(hisparse_config, layers, longest, page_size, facts.has_streams)
     kept, device_memory = beside_buffers(hisparse_config, swapped, facts, kept, device_memory)
     if has_rows:
@@ -92,6 +94,19 @@ def sizes(
     )
 
 
+def beside_trials(model: LoadedModel, speculation: Speculation, kept: Geometry, ledger: DecisionLedger) -> Geometry:
+    """What a request takes with what verifications of its states work with."""
+    each = trial_bytes(model.state_layers, verified_rows(model, speculation))
+    why = "verifications go on in copies of states, and what is right is taken in again by the requests' own"
+    ledger.record(Row("state trials", "auto", f"{size_text(each)} a request", why, "--speculative off"))
+    return replace(kept, ring=kept.ring + each)
+
+
+def verified_rows(model: LoadedModel, speculation: Speculation | None) -> int:
+    """Rows of a request in a verification at most; 0: nothing is verified."""
+    return 0 if speculation is None else speculation.shape_of(model).most
+
+
 def least_of_ranks(facts: Facts, own: MemoryBudget, groups: Groups) -> MemoryBudget:
     """What every rank has: its share where ranks of one machine have the same memory, and the least of them all. Waits for the
     others."""
@@ -116,11 +131,17 @@ def _check_cells(config: EngineConfig, model: LoadedModel, pool_kind: PoolKind, 
 
 
 def pools(
-    config: EngineConfig, facts: Facts, model: LoadedModel, sizes: MemorySizes, pool_kind: PoolKind = PER_HEAD
+    config: EngineConfig,
+    facts: Facts,
+    model: LoadedModel,
+    sizes: MemorySizes,
+    pool_kind: PoolKind = PER_HEAD,
+    speculation: Speculation | None = None,
 ) -> Pools:
     """The page table, the cells, one page of them for an encoder, or the rows, the token table, and those of windows and the
     states if there are some."""
     device, states, layers = facts.tensor_device, model.state_layers, model.attention_layers
+    counts = sizes.max_requests, sizes.num_snapshots
     windowed = frozenset(each.layer_id for each in layers if keeps_window(each, sizes.window))
     table = None
     if windowed:
@@ -137,6 +158,6 @@ def pools(
         ReqToTokenPool(sizes.max_requests, sizes.max_model_len, sizes.page_size, device),
         full,
         TokenTable(sizes.max_requests, sizes.max_model_len, device),
-        StatePool(states, sizes.max_requests, sizes.num_snapshots, device, config.poison) if states else None,
+        StatePool(states, *counts, device, config.poison, verified_rows(model, speculation)) if states else None,
         None if table is None or of_windows is None else WindowPools(windowed, table, of_windows),
     )

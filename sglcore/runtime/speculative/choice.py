@@ -19,6 +19,7 @@ from sglcore.runtime.speculative.combinations import (
     HISTORY,
     NO_PREFIX_CACHE,
     OTHER_RULES,
+    OTHER_STATE,
     RANKS,
     ROWS,
     STATE,
@@ -202,7 +203,7 @@ def _tree_of(
     tree = _tree(config, kind, is_divided)
     if tree is None:
         return config, None
-    if reason := _reason_against_trees(model.attention_layers):
+    if reason := _reason_against_trees(model.attention_layers) or first_reason({STATE: model.state_layers}, TREES):
         raise ConfigError(f"draft_width is {tree.width}, and this model keeps {reason}", remedy="--draft-width 1")
     if not no_trees:
         return config, tree
@@ -328,7 +329,11 @@ def _draft_folder(config: EngineConfig, folder: Path, kind: str) -> Path:
 
 def _reason_against(model: LoadedModel, kind: str) -> str:
     """Why proposals of a kind can not be verified on this model; empty if they can."""
-    has = {EMBEDS: model.config.is_encoder, STATE: model.state_layers, HISTORY: model.reads_history}
+    has = {
+        EMBEDS: model.config.is_encoder,
+        OTHER_STATE: any(layer.taken_in is None for layer in model.state_layers),
+        HISTORY: model.reads_history,
+    }
     return first_reason(has, kind)
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 ALL, TREES = "all", "trees"
 """Whatever proposes, and whatever proposes trees, in place of a kind."""
 CELLS, WINDOWS, ROWS = "keys and values", "windows", "rows"
-STATE, HISTORY, EMBEDS = "state", "history", "embeds"
+STATE, OTHER_STATE, HISTORY, EMBEDS = "state", "other state", "history", "embeds"
 DRAFT_STATE, DRAFT_RINGS = "draft state", "draft rings"
 RANKS, SHARDS, HOST_ROWS = "ranks", "shards", "host rows"
 NO_PREFIX_CACHE, OTHER_RULES, TEXT = "no prefix cache", "rejection", "text"
@@ -38,7 +38,11 @@ COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
         ),
         STATE: _refused(
             "a model that keeps a state of each request",
-            all="this model keeps a state of each request, which can not go back to before a wrong proposal",
+            trees="a state of each request, which goes on along one branch alone",
+        ),
+        OTHER_STATE: _refused(
+            "a model of transformers' classes that keeps a state of each request",
+            all="this model keeps a state of each request by transformers' classes, which can not go back to before a wrong proposal",
         ),
         HISTORY: _refused(
             "a model that reads the history of each token",

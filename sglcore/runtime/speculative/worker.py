@@ -95,11 +95,14 @@ class SpeculativeWorker(TpModelWorker):
         return self._verify(batch) if batch.forward_mode.is_decode else self._extend(batch)
 
     def _extend(self, batch: ScheduleBatch) -> Ticket:
-        rows = plan_rows(batch)
+        rows, states = plan_rows(batch), self.runner.state_pool
         inputs = self._sampling.inputs(batch, rows)
-        staged, arrays = self._stage(batch, inputs, _chunk_arrays(batch, rows))
+        more = _chunk_arrays(batch, rows)
+        staged, arrays = self._stage(batch, inputs, more if states is None else more | states.changes(batch))
         assert arrays is not None
         hidden, path = self.runner.forward(staged)
+        if states is not None:
+            states.copy_out(arrays.arrived)
         tokens, prompt = self._sampling.run(batch, staged, rows, hidden, inputs, arrays.arrived)
         self._advance_prompts(batch, staged, rows, hidden, arrays.arrived)
         output = StepOutput(rows, path, tokens, prompt, drafts=self._drafts(batch, staged.req_pool_indices))
@@ -148,6 +151,9 @@ class SpeculativeWorker(TpModelWorker):
         if (given := arrays.arrived.get("proposals")) is not None:
             replace_proposals(self._proposals, rows.slots, given)
         self._place(staged, rows, arrays.arrived.get("node_limits"))
+        states = self.runner.state_pool
+        if states is not None:
+            staged.run_slots, staged.run_lens, staged.run_rows = states.begin_trial(staged.req_pool_indices, width)
         if self._sampling.looks_back(inputs):
             self._table.admit_history(staged.req_pool_indices, staged.positions, staged.input_ids)
         hidden, path = self.runner.forward(staged)
@@ -160,6 +166,8 @@ class SpeculativeWorker(TpModelWorker):
         self._times.begin(Started(batch.step, batch.batch_size, width - 1, begin, is_same))
         # The host goes on while proposals are made, unless it waits for them too.
         ticket = self._ticket(batch, staged, arrays, output) if batch.masks is None else None
+        if states is not None:
+            states.end_trial(staged.req_pool_indices, found.runs[0] + 1, width)
         self._advance_verified(batch, rows, found)
         if ticket is None:
             output.drafts = self._drafts(batch, rows.slots)
