@@ -22,7 +22,7 @@ from sglcore.runtime.overlap import halves
 from sglcore.runtime.speculative.choice import choose_speculation
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.worker import SpeculativeWorker
-from tests.checkpoints import lfm2, llama, qwen3_next, save
+from tests.checkpoints import llama, qwen3_next, save
 from tests.deepseek_v4 import DenseStreams, deepseek_v4, streams_of, with_published_names
 from tests.drafts import AUX_IDS, TARGET, DenseDraft, dflash, eagle, eagle3, next_token, with_config
 from tests.latent import deepseek_v3, deepseek_v32
@@ -230,12 +230,6 @@ def test_a_draft_that_keeps_what_its_proposals_would_spoil_is_refused(tmp_path: 
     save(draft, folder / "draft")
     with pytest.raises(ConfigError, match=f"the draft keeps {kept}, .*; use another draft"):
         TokenEngine(folder, speculative="standalone", draft_model=str(folder / "draft"), page_size=None)
-
-
-@pytest.mark.needs("device")
-def test_a_model_whose_states_can_not_go_back_verifies_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="speculative is 'ngram', and this model keeps a state .*; --speculative off"):
-        TokenEngine(save(lfm2(), tmp_path), speculative="ngram", graph="off")
 
 
 @pytest.mark.parametrize(("word", "reason"), [("is_encoder", "embeds"), ("reads_history", "reads the history of each")])

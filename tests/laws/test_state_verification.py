@@ -4,6 +4,7 @@ log-probabilities are those of plain decode, and the state is that of the tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.device.batch import ScheduleBatch
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.memory.states import Runs, StatePool
 from sglcore.runtime.speculative.worker import SpeculativeWorker
@@ -75,3 +75,191 @@ def check(folder: Path, drafter: str, plain: Ran, tokens: int = 4, **settings: A
 def test_proposals_change_no_text_of_a_model_with_states(family: tuple[Path, Ran], graph: str, overlap: bool) -> None:
     engine = check(family[0], "guessing", family[1], graph=graph, overlap=overlap)
     assert graph == "off" or engine.paths != {"eager"}
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("drafter", ["ngram", "oracle", "adversary"])
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_neither_who_proposes_nor_how_many_changes_a_text(hybrid: tuple[Path, Ran], drafter: str, tokens: int) -> None:
+    check(*hybrid[:1], drafter, hybrid[1], tokens, graph="off", max_batch_tokens=16, page_size=16)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_cache_that_holds_no_two_texts_changes_none_with_states(hybrid: tuple[Path, Ran], overlap: bool) -> None:
+    folder, plain = hybrid
+    small = {"kv_cache_memory": 36 << 10, "max_model_len": 80, "snapshot_memory": 16 << 10}
+    engine = check(folder, "guessing", plain, graph="off", overlap=overlap, **small)
+    assert engine.scheduler.stats().retractions > 0
+
+
+@pytest.mark.needs("device")
+def test_texts_that_come_again_begin_with_snapshots_of_prompts(hybrid: tuple[Path, Ran]) -> None:
+    folder, plain = hybrid
+    engine = proposing(folder, "guessing", plain, graph="off")
+    for _ in range(2):
+        check_same(run(engine), plain)
+    assert engine.scheduler.stats().snapshot_hits > 0
+    engine.worker.close()
+
+
+def test_a_replay_beside_an_eager_forward_goes_on_from_the_same_copies(hybrid: tuple[Path, Ran], graph: str) -> None:
+    if graph == "off":
+        return
+    engine = proposing(hybrid[0], "guessing", hybrid[1], graph=graph, shadow=1)
+    check_same(run(engine), hybrid[1])
+    graphs = engine.worker.runner.graphs
+    assert graphs is not None and graphs.shadow is not None and graphs.shadow.compared > 5
+    engine.worker.close()
+
+
+@pytest.mark.needs("device")
+def test_verifications_in_two_halves_keep_each_request_s_rows(hybrid: tuple[Path, Ran]) -> None:
+    engine = check(hybrid[0], "guessing", hybrid[1], graph="off", two_batch_overlap="on")
+    assert "eager:halves" in engine.paths
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_states_follow_what_other_rules_accept(hybrid: tuple[Path, Ran], rule: str) -> None:
+    """Greedy texts are the same by these too."""
+    greedy = [{"temperature": 0.0}] * len(PROMPTS)
+    plain = TokenEngine(hybrid[0], graph="off")
+    engine = TokenEngine(hybrid[0], graph="off", speculative="ngram", draft_tokens=3, speculative_verify=rule)
+    check_same(run(engine, samplings=greedy), run(plain, samplings=greedy))
+    for each in (engine, plain):
+        each.worker.close()
+
+
+@pytest.mark.needs("device")
+def test_the_layer_behind_a_model_with_states_proposes_as_dense_torch_does(tmp_path: Path) -> None:
+    target = qwen3_next(max_position_embeddings=CONTEXT)
+    one = {"layer_types": ["full_attention"], "mlp_only_layers": []}
+    dense = next_token(target, tmp_path, qwen3_next, "qwen", **one)
+    assert run_drafts(tmp_path, "mtp", dense, target, graph="off", poison=True) < 5e-4
+
+
+def second_turns(folder: Path, oracle: Any, prepare: Callable[[TokenEngine], None] = lambda engine: None) -> int:
+    """Texts, and what goes on from all of them and from their middle, by transformers' log-probabilities; how many began with a
+    snapshot."""
+    engine = TokenEngine(folder, graph="off", speculative="ngram", draft_tokens=4, max_requests=3, page_size=4)
+    prepare(engine)
+    base = random_prompts(8, (9,))[0] * 3
+    first = engine.run([base + tail for tail in random_prompts(10, (3, 5, 2, 4))], 24, stagger=2)
+    check_logprobs(first, oracle)
+    for cut in (None, 12):
+        said = [each.prompt + each.tokens[:cut] for each in first]
+        again = [text + tail for text, tail in zip(said, random_prompts(11, (3, 1, 2, 6)), strict=True)]
+        check_logprobs(engine.run(again, 12, stagger=1), oracle)
+    engine.worker.close()
+    return engine.scheduler.stats().snapshot_hits
+
+
+@pytest.mark.needs("device")
+def test_log_probabilities_of_verified_tokens_and_of_second_turns_are_transformers_own(tmp_path: Path) -> None:
+    oracle = qwen3_next(max_position_embeddings=CONTEXT)
+    assert second_turns(save(oracle, tmp_path), oracle) > 3
+
+
+@pytest.mark.needs("device")
+def test_snapshots_by_steps_whose_end_only_the_device_knows_show(tmp_path: Path) -> None:
+    """A row that may have filled its last page leaves a copy of its state, wherever that has come to."""
+    oracle = qwen3_next(max_position_embeddings=CONTEXT)
+
+    def prepare(engine: TokenEngine) -> None:
+        running = engine.scheduler._running
+        limits = replace(running._limits, draft_tokens=0)
+
+        class Saving(RunningRequests):
+            def save_states(self, chosen: Any) -> Any:
+                known, self._limits = self._limits, limits
+                found = super().save_states(chosen)
+                self._limits = known
+                return found
+
+        running.__class__ = Saving
+
+    with pytest.raises(AssertionError):
+        second_turns(save(oracle, tmp_path), oracle, prepare)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"speculative": "ngram", "model_impl": "transformers"}, "by transformers' classes, which can not go back"),
+        ({"speculative": "mtp", "draft_width": 2}, "keeps a state of each request, which goes on along one branch"),
+    ],
+)
+def test_what_states_do_not_go_with_is_refused(settings: dict[str, Any], reason: str, hybrid: tuple[Path, Ran]) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        TokenEngine(hybrid[0], graph="off", **settings)
+
+
+class NoCopies(StatePool):
+    """Verifications go on in the requests' own states."""
+
+    def begin_trial(self, slots: Tensor, width: int) -> Runs:
+        runs = super().begin_trial(slots, width)
+        own = slots.view(-1, width)[:, :1]
+        return runs._replace(slots=(runs.slots.view(-1, width) > 0).int().mul(own).flatten())
+
+
+class NothingTakenIn(StatePool):
+    """What was right is forgotten."""
+
+    def end_trial(self, slots: Tensor, counts: Tensor, width: int) -> None:
+        """Nothing."""
+
+
+class AllTakenIn(StatePool):
+    """Whatever was proposed."""
+
+    def end_trial(self, slots: Tensor, counts: Tensor, width: int) -> None:
+        super().end_trial(slots, (slots.view(-1, width) > 0).sum(1, dtype=torch.int32), width)
+
+
+class OneTooFew(StatePool):
+    """All but the token that was drawn last before."""
+
+    def end_trial(self, slots: Tensor, counts: Tensor, width: int) -> None:
+        super().end_trial(slots, counts - 1, width)
+
+
+class OldCopies(StatePool):
+    """A copy is made of a state once."""
+
+    def write(self, rows: Tensor, states: Any) -> None:
+        seen = vars(self).setdefault("seen", set())
+        new = [row not in seen or row < self._trials for row in rows.tolist()]
+        seen.update(rows.tolist())
+        super().write(rows[new], [each[:, new] for each in states])
+
+
+class OfNeighbours(StatePool):
+    """Rows are kept in another's place."""
+
+    def keep(self, layer_id: int, taken: Tensor, rows: Tensor) -> None:
+        super().keep(layer_id, taken.roll(1, 0), rows)
+
+
+class OfOneLayer(StatePool):
+    """Every layer takes in what the first one does."""
+
+    def keep(self, layer_id: int, taken: Tensor, rows: Tensor) -> None:
+        super().keep(layer_id, taken, rows)
+        if layer_id:
+            self._taken[layer_id][rows] = self._taken[0][rows]
+
+
+MUTANTS = (NoCopies, NothingTakenIn, AllTakenIn, OneTooFew, OldCopies, OfNeighbours, OfOneLayer)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("defect", MUTANTS, ids=lambda each: each.__name__)
+def test_states_that_are_not_those_of_the_right_tokens_show(hybrid: tuple[Path, Ran], defect: type[StatePool]) -> None:
+    engine = proposing(hybrid[0], "guessing", hybrid[1], graph="off")
+    assert engine.worker.runner.state_pool is not None
+    engine.worker.runner.state_pool.__class__ = defect
+    with pytest.raises(AssertionError):
+        check_same(run(engine), hybrid[1])

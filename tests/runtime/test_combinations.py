@@ -24,6 +24,7 @@ from sglcore.runtime.speculative.combinations import (
     HOST_ROWS,
     NO_PREFIX_CACHE,
     OTHER_RULES,
+    OTHER_STATE,
     RANKS,
     ROWS,
     SHARDS,
@@ -53,7 +54,8 @@ def layers_of(beside: str) -> tuple[Any, ...]:
 
 def choose(folder: Path, kind: str, beside: str, is_tree: bool) -> Any:
     """What a start comes to, with something beside."""
-    states = ("state",) if beside == STATE else ()
+    taken_in = {STATE: ("numbers",), OTHER_STATE: (None,)}.get(beside, ())
+    states = tuple(SimpleNamespace(taken_in=each) for each in taken_in)
     config = SimpleNamespace(is_encoder=beside == EMBEDS)
     model: Any = SimpleNamespace(
         config=config, state_layers=states, reads_history=beside == HISTORY, attention_layers=layers_of(beside)
@@ -99,7 +101,8 @@ def test_a_start_refuses_what_the_data_refuse(beside: str, kind: str, is_tree: b
 
 def test_something_goes_and_something_is_refused() -> None:
     assert not reason_against(CELLS, TREES)
-    assert reason_against(STATE, TREES) == reason_against(STATE, ALL)
+    assert reason_against(STATE, TREES) and not reason_against(STATE, "mtp")
+    assert reason_against(OTHER_STATE, TREES) == reason_against(OTHER_STATE, ALL)
     assert reason_against(RANKS, DFLASH)
     assert not reason_against(RANKS, "mtp")
 

@@ -202,8 +202,8 @@ def test_a_poison_that_forgets_computed_buffers_is_caught() -> None:
 def test_the_buffers_of_a_registry_are_the_declared_ones() -> None:
     decode, prefill = registries(SHARED)
     declared = {spec.name for spec in specs(ForwardBatch) if spec.is_buffered} | {"input_embeds"}
-    # Steps with trees alone have one, which `visible_buffer` makes.
-    declared -= {"visible"}
+    # Steps that verify trees, or proposals of a model with states, have them alone (`visible_buffer`, `run_buffers`).
+    declared -= {"visible", "run_slots", "run_lens", "run_rows"}
     nested = {f"ngram_embedding_info.{spec.name}" for spec in specs(NgramEmbeddingInfo)}
     assert set(prefill.names) == declared | nested
     extend = {"extend_prefix_lens", "extend_seq_lens", "extend_start_loc", "input_embeds"}

@@ -154,7 +154,7 @@ class StatePool:
             layer.advance(self._taken[layer.layer_id][tokens], rows, self.states(layer.layer_id))
 
     def read(self, rows: Tensor) -> list[Tensor]:
-        """Every layer's states of rows int[N], copied."""
+        """The states of rows int[N], copied: of those of one shape and type together, [n, N, *shape]."""
         return [stack.index_select(1, rows) for stack in self._stacks]
 
     def write(self, rows: Tensor, states: Sequence[Tensor]) -> None:
