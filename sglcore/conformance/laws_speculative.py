@@ -34,6 +34,11 @@ def proposals_change_no_rows(trial: Trial) -> None:
     _verify(trial, "compressed", (14, 9))
 
 
+def proposals_change_no_states(trial: Trial) -> None:
+    """The same with states that take in one token after another, and none that was wrong."""
+    _verify(trial, "hybrid", (5, 14, 9))
+
+
 def _verify(trial: Trial, model: str, lengths: tuple[int, ...]) -> None:
     kind, sizes = trial.case.partition("/")[0], {"graph_buckets": BUCKETS, "graph_token_buckets": (32,)}
     with trial.opened(model, speculative="ngram", draft_tokens=TOKENS, graph=kind, **sizes) as harness:
@@ -79,5 +84,14 @@ LAWS: tuple[Law, ...] = (
         broken.ROW_BY_ROW,
         needs=TORCH | {"proposals"},
         cases=lambda _: ("auto/compressed",),
+    ),
+    c2(
+        "proposals_change_no_states",
+        "A state has taken in what was right of several tokens of a request in one decode step, and nothing else.",
+        proposals_change_no_states,
+        broken.TAKES_IN_ALL,
+        broken.GOES_ON_IN_PLACE,
+        needs=TORCH | {"proposals"},
+        cases=lambda _: ("auto/hybrid",),
     ),
 )

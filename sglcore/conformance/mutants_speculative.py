@@ -77,6 +77,36 @@ def stands_still(base: Any) -> type:
     return StandsStill
 
 
+def takes_in_all(base: Any) -> type:
+    """A request's state has taken in what was proposed, right or wrong."""
+
+    class TakesInAll(base):
+        def end_trial(self, slots: Tensor, counts: Tensor, width: int) -> None:
+            super().end_trial(slots, torch.full_like(counts, width), width)
+
+    return TakesInAll
+
+
+def goes_on_in_place(base: Any) -> type:
+    """A verification goes on in the request's own state."""
+
+    class GoesOnInPlace(base):
+        def begin_trial(self, slots: Tensor, width: int) -> Any:
+            runs = super().begin_trial(slots, width)
+            return runs._replace(slots=torch.where(runs.slots > 0, slots, 0))
+
+    return GoesOnInPlace
+
+
+def _of_states(defect: Any) -> Mutant:
+    def change(pools: Any) -> Any:
+        if pools.states is not None:
+            become(pools.states, defect)
+        return pools
+
+    return in_runtime(*words_of(defect), pools=change)
+
+
 def _mutant(step: str, defect: Any) -> Mutant:
     return in_runtime(*words_of(defect), **{step: lambda built: become(built, defect)})
 
@@ -85,3 +115,5 @@ SEES_AHEAD = _mutant("attention", sees_ahead)
 ROW_BY_ROW = _mutant("attention", row_by_row)
 KEEPS_WRONG_ONES = _mutant("worker", keeps_wrong_ones)
 STANDS_STILL = _mutant("worker", stands_still)
+TAKES_IN_ALL = _of_states(takes_in_all)
+GOES_ON_IN_PLACE = _of_states(goes_on_in_place)

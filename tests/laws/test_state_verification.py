@@ -71,9 +71,14 @@ def check(folder: Path, drafter: str, plain: Ran, tokens: int = 4, **settings: A
     return engine
 
 
+@pytest.mark.needs("device")
 @pytest.mark.parametrize("overlap", [False, True])
-def test_proposals_change_no_text_of_a_model_with_states(family: tuple[Path, Ran], graph: str, overlap: bool) -> None:
-    engine = check(family[0], "guessing", family[1], graph=graph, overlap=overlap)
+def test_proposals_change_no_text_of_a_model_with_states(family: tuple[Path, Ran], overlap: bool) -> None:
+    check(family[0], "guessing", family[1], graph="off", overlap=overlap)
+
+
+def test_neither_do_they_in_any_graph(hybrid: tuple[Path, Ran], graph: str) -> None:
+    engine = check(hybrid[0], "guessing", hybrid[1], graph=graph)
     assert graph == "off" or engine.paths != {"eager"}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglcore.device.errors import ConfigError, WorkerLost
-from tests.checkpoints import llama, save
+from tests.checkpoints import llama, qwen3_next, save
 from tests.deepseek_v4 import deepseek_v4, with_published_names
 from tests.drafts import TARGET, eagle, eagle3, next_token, next_tokens
 from tests.latent import deepseek_v3
@@ -61,6 +61,11 @@ def of_streams(folder: Path) -> dict[str, Any]:
     return {"speculative": "mtp", "page_size": 16}
 
 
+def of_states(folder: Path) -> dict[str, Any]:
+    next_token(qwen3_next(), folder, qwen3_next, "qwen", layer_types=["full_attention"], mlp_only_layers=[])
+    return {"speculative": "mtp"}
+
+
 def of_another(folder: Path) -> dict[str, Any]:
     save(llama(**TARGET), folder)
     return {"draft_model": str(save(llama(seed=1), folder / "small")), "speculative": "standalone"}
@@ -80,6 +85,7 @@ KINDS: MappingProxyType[str, tuple[Make, int]] = MappingProxyType(
         "mtp, by several layers": (of_several, 2),
         "mtp, over latent rows": (of_latent, 2),
         "mtp, over streams": (of_streams, 2),
+        "mtp, of a model with states": (of_states, 2),
         "a model of its own": (of_another, 2),
         "eagle, by rejection": (by_rule("rejection"), 2),
         "eagle, by the block": (by_rule("block"), 2),
