@@ -267,21 +267,29 @@ def greedy(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 MOST_SINGLES = 5
 """Rows of one token: more are more of the same."""
-PoolRows = tuple[Tensor, Tensor | None, Tensor | None]
+PoolRows = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def rows_of_pool(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, PoolRows]]:
-    """Tokens, size of a pool, and (slots, starts, lengths): a token for each row, the second of them padding; then rows of
-    several tokens, behind which there are two padding rows, as a padded batch has them, and a token of nobody."""
+    """Tokens, size of a pool, and (slots, starts, lengths, targets): a token for each row, the second of them padding; then rows of
+    several tokens, behind which there are two padding rows, as a padded batch has them, and a token of nobody; then the same whose
+    states go to the rows behind all slots, every second one nowhere, the last one where it was."""
     singles = min(tokens, MOST_SINGLES)
     slots = drawn.permutation(singles).int() + 1
     slots[1:2] = 0
-    yield singles, singles + 1, (slots, None, None)
+    yield singles, singles + 1, (slots, None, None, None)
     lengths = [1, 2, tokens - 4] if tokens > 4 else [tokens - 1] * (tokens > 1)
     starts = torch.tensor([*lengths, 0, 0], device="cpu").cumsum(0).roll(1)
     starts[[0, -2, -1]] = 0
     slots = torch.cat((drawn.permutation(len(lengths)) + 1, torch.zeros(2, dtype=torch.int64, device="cpu")))
-    yield tokens, len(lengths) + 2, (slots.int(), starts.int(), torch.tensor([*lengths, 1, 1], device="cpu").int())
+    size = len(lengths) + 2
+    rows = slots.int(), starts.int(), torch.tensor([*lengths, 1, 1], device="cpu").int()
+    yield tokens, size, (*rows, None)
+    targets = torch.arange(size, 2 * size, device="cpu", dtype=torch.int32)
+    targets[1::2] = 0
+    if len(lengths) > 2:
+        targets[2] = rows[0][2]
+    yield tokens, 2 * size, (*rows, targets)
 
 
 def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:

@@ -90,7 +90,7 @@ LAWS: tuple[Law, ...] = (
         "A state has taken in what was right of several tokens of a request in one decode step, and nothing else.",
         proposals_change_no_states,
         broken.TAKES_IN_ALL,
-        broken.GOES_ON_IN_PLACE,
+        broken.GOES_ON_AT_ONCE,
         needs=TORCH | {"proposals"},
         cases=lambda _: ("auto/hybrid",),
     ),

@@ -195,7 +195,7 @@ def keeps_padding(real: Callable[..., Any]) -> Callable[..., Any]:
     """Rows of slot 0 write their state too."""
 
     def broken(*args: Any) -> Tensor:
-        args[-4][0] += 1
+        args[-5][0] += 1
         return real(*args)
 
     return broken
@@ -205,7 +205,7 @@ def decays_afterwards(real: Callable[..., Any]) -> Callable[..., Any]:
     """The state is read and written before it decays."""
 
     def broken(*args: Any) -> Tensor:
-        _, a, _, a_log, dt_bias, states, slots, starts, _ = args
+        _, a, _, a_log, dt_bias, states, slots, starts, *_ = args
         result = real(*args[:3], torch.full_like(a_log, float("-inf")), *args[4:])
         if starts is None:
             decay = (-a_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias)).exp()
@@ -213,6 +213,11 @@ def decays_afterwards(real: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return broken
+
+
+def writes_in_place(real: Callable[..., Any]) -> Callable[..., Any]:
+    """States are written where they were, wherever they are to be."""
+    return lambda *args: real(*args[:-1], None)
 
 
 def whole_blocks(real: Callable[..., Any]) -> Limited:
@@ -304,6 +309,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("moe", sums_every_expert),
     _mutant("causal_conv", loses_tail),
     *(_mutant(entry, keeps_padding) for entry in ("causal_conv", "gated_delta_rule", "selective_scan")),
+    *(_mutant(entry, writes_in_place) for entry in ("causal_conv", "gated_delta_rule", "selective_scan")),
     _mutant("gated_delta_rule", decays_afterwards),
     _mutant("compress", reads_what_it_wrote),
     _mutant("swap_in", keeps_order),

@@ -81,21 +81,21 @@ def takes_in_all(base: Any) -> type:
     """A request's state has taken in what was proposed, right or wrong."""
 
     class TakesInAll(base):
-        def end_trial(self, slots: Tensor, counts: Tensor, width: int) -> None:
-            super().end_trial(slots, torch.full_like(counts, width), width)
+        def take_in(self, slots: Tensor, counts: Tensor, width: int) -> None:
+            super().take_in(slots, torch.full_like(counts, width), width)
 
     return TakesInAll
 
 
-def goes_on_in_place(base: Any) -> type:
-    """A verification goes on in the request's own state."""
+def goes_on_at_once(base: Any) -> type:
+    """A verification's rows are taken in before it is known which are right."""
 
-    class GoesOnInPlace(base):
-        def begin_trial(self, slots: Tensor, width: int) -> Any:
-            runs = super().begin_trial(slots, width)
-            return runs._replace(slots=torch.where(runs.slots > 0, slots, 0))
+    class GoesOnAtOnce(base):
+        def runs(self, slots: Tensor, width: int) -> Any:
+            runs = super().runs(slots, width)
+            return runs._replace(targets=runs.slots)
 
-    return GoesOnInPlace
+    return GoesOnAtOnce
 
 
 def _of_states(defect: Any) -> Mutant:
@@ -116,4 +116,4 @@ ROW_BY_ROW = _mutant("attention", row_by_row)
 KEEPS_WRONG_ONES = _mutant("worker", keeps_wrong_ones)
 STANDS_STILL = _mutant("worker", stands_still)
 TAKES_IN_ALL = _of_states(takes_in_all)
-GOES_ON_IN_PLACE = _of_states(goes_on_in_place)
+GOES_ON_AT_ONCE = _of_states(goes_on_at_once)

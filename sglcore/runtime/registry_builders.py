@@ -95,26 +95,30 @@ def visible_buffer() -> InputBuffer:
 
 
 def run_buffers() -> list[InputBuffer]:
-    """The buffers of `ForwardInputs.run_*`; rows of a batch that says nothing are runs of one, on their requests' own states."""
+    """The buffers of `ForwardInputs.run_*`; rows of a batch that says nothing are runs of one, of which nothing is kept."""
     ones = dict[torch.device, Tensor]()
 
-    def slots(batch: ForwardBatch, ctx: FillContext) -> Tensor:
-        given = batch.req_pool_indices if batch.run_slots is None else batch.run_slots
-        return given[: ctx.raw_bs]
+    def own(batch: ForwardBatch) -> Tensor:
+        return batch.req_pool_indices
 
-    def lens(batch: ForwardBatch, ctx: FillContext) -> Tensor:
-        if batch.run_lens is not None:
-            return batch.run_lens[: ctx.raw_bs]
+    def one(batch: ForwardBatch) -> Tensor:
         device = batch.seq_lens.device
-        return ones.setdefault(device, torch.ones(1, dtype=torch.int32, device=device)).expand(ctx.raw_bs)
+        return ones.setdefault(device, torch.ones(1, dtype=torch.int32, device=device)).expand(batch.batch_size)
 
-    def rows(batch: ForwardBatch, ctx: FillContext) -> Tensor:
-        if batch.run_rows is not None:
-            return batch.run_rows[: ctx.raw_bs]
-        return batch.req_pool_indices[: ctx.raw_bs] * 0
+    def none(batch: ForwardBatch) -> Tensor:
+        return batch.req_pool_indices * 0
 
-    sources = {"run_slots": slots, "run_lens": lens, "run_rows": rows}
-    return [InputBuffer(spec_of(ForwardBatch, name), source_fn=source) for name, source in sources.items()]
+    def buffer(name: str, otherwise: Callable[[ForwardBatch], Tensor]) -> InputBuffer:
+        read = attrgetter(name)
+
+        def given(batch: ForwardBatch, ctx: FillContext) -> Tensor:
+            found = read(batch)
+            return (otherwise(batch) if found is None else found)[: ctx.raw_bs]
+
+        return InputBuffer(spec_of(ForwardBatch, name), source_fn=given)
+
+    sources = {"run_slots": own, "run_targets": own, "run_lens": one, "run_rows": none}
+    return [buffer(name, otherwise) for name, otherwise in sources.items()]
 
 
 def _build(

@@ -82,10 +82,10 @@ class ReplayedLayer(StateLayer):
 def pool_rows(batch: ForwardBatch) -> PoolRows:
     """Of a batch; on decode steps each row is one token, or one of a run of those of its request."""
     if not batch.forward_mode.is_decode:
-        return batch.req_pool_indices, batch.extend_start_loc, batch.extend_seq_lens
+        return batch.req_pool_indices, batch.extend_start_loc, batch.extend_seq_lens, None
     if batch.run_slots is None:
-        return batch.req_pool_indices, None, None
-    return batch.run_slots, get_state_pool().places(batch.num_tokens), batch.run_lens
+        return batch.req_pool_indices, None, None, None
+    return batch.run_slots, get_state_pool().places(batch.num_tokens), batch.run_lens, batch.run_targets
 
 
 @torch.library.custom_op("sglcore::state_layer", mutates_args=())

@@ -54,12 +54,12 @@ def check(kernels: ModuleType, entry: str, guards: Guards, tokens: int, dtype: t
                 wanted, found = [*wanted, wanted_args[place]], [*found, given[place]]
             for one, other in zip(found, wanted, strict=True):
                 assert one.dtype == other.dtype and one.shape == other.shape
-                assert relative_error(one, other) <= RELATIVE[str(dtype).removeprefix("torch.")], (args[-3:], strided)
+                assert relative_error(one, other) <= RELATIVE[str(dtype).removeprefix("torch.")], (args[-4:], strided)
 
 
 def spoil_padding(args: tuple[Any, ...], place: int) -> None:
     """NaN in the slot of nobody and in the tokens of padding rows."""
-    slots, starts, _ = args[-3:]
+    slots, starts, *_ = args[-4:]
     args[place][0] = torch.nan
     if starts is None:
         args[0][slots == 0] = torch.nan
@@ -83,6 +83,13 @@ MUTANTS: tuple[tuple[str, str, str], ...] = (
     ("causal_conv", "(slot > 0) & (tile == 0)", "tile == 0"),
     ("causal_conv", "length + place_in_tail", "place_in_tail"),
     ("causal_conv", "slot * ((TAPS - 1) * SIZE)", "0"),
+    ("causal_conv", "(slot > 0) & (target > 0)", "(slot > 0)"),
+    ("causal_conv", "(slot > 0) & (target > 0)", "(target > 0)"),
+    ("causal_conv", "target * ((TAPS - 1) * SIZE)", "slot * ((TAPS - 1) * SIZE)"),
+    ("gated_delta_rule", "inside & (target > 0)", "inside"),
+    ("gated_delta_rule", "(target * HEADS + head)", "(slot * HEADS + head)"),
+    ("selective_scan", "inside & (target > 0)", "inside"),
+    ("selective_scan", "(target * HEADS + head)", "(slot * HEADS + head)"),
     ("causal_conv", "column < SIZE", "column <= SIZE"),
     ("gated_delta_rule", "at + i < length", "at + i <= length"),
     ("gated_delta_rule", "state * tl.exp(whole)", "state"),

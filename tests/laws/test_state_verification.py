@@ -1,4 +1,4 @@
-"""Models that keep a state of each request verify proposals in copies of it: with any drafter, drawn or greedy, tokens and
+"""Models that keep a state of each request verify proposals beside it: with any drafter, drawn or greedy, tokens and
 log-probabilities are those of plain decode, and the state is that of the tokens that were right."""
 
 from __future__ import annotations
@@ -201,44 +201,41 @@ def test_what_states_do_not_go_with_is_refused(settings: dict[str, Any], reason:
         TokenEngine(hybrid[0], graph="off", **settings)
 
 
-class NoCopies(StatePool):
-    """Verifications go on in the requests' own states."""
+class GoesOnAtOnce(StatePool):
+    """Rows are taken in before it is known which are right."""
 
-    def begin_trial(self, slots: Tensor, width: int) -> Runs:
-        runs = super().begin_trial(slots, width)
-        own = slots.view(-1, width)[:, :1]
-        return runs._replace(slots=(runs.slots.view(-1, width) > 0).int().mul(own).flatten())
+    def runs(self, slots: Tensor, width: int) -> Runs:
+        runs = super().runs(slots, width)
+        return runs._replace(targets=runs.slots)
 
 
 class NothingTakenIn(StatePool):
     """What was right is forgotten."""
 
-    def end_trial(self, slots: Tensor, counts: Tensor, width: int) -> None:
+    def take_in(self, slots: Tensor, counts: Tensor, width: int) -> None:
         """Nothing."""
 
 
 class AllTakenIn(StatePool):
     """Whatever was proposed."""
 
-    def end_trial(self, slots: Tensor, counts: Tensor, width: int) -> None:
-        super().end_trial(slots, (slots.view(-1, width) > 0).sum(1, dtype=torch.int32), width)
+    def take_in(self, slots: Tensor, counts: Tensor, width: int) -> None:
+        super().take_in(slots, (slots.view(-1, width) > 0).sum(1, dtype=torch.int32), width)
 
 
 class OneTooFew(StatePool):
     """All but the token that was drawn last before."""
 
-    def end_trial(self, slots: Tensor, counts: Tensor, width: int) -> None:
-        super().end_trial(slots, counts - 1, width)
+    def take_in(self, slots: Tensor, counts: Tensor, width: int) -> None:
+        super().take_in(slots, counts - 1, width)
 
 
-class OldCopies(StatePool):
-    """A copy is made of a state once."""
+class OnlyFirst(StatePool):
+    """No row sees those before it."""
 
-    def write(self, rows: Tensor, states: Any) -> None:
-        seen = vars(self).setdefault("seen", set())
-        new = [row not in seen or row < self._trials for row in rows.tolist()]
-        seen.update(rows.tolist())
-        super().write(rows[new], [each[:, new] for each in states])
+    def runs(self, slots: Tensor, width: int) -> Runs:
+        runs = super().runs(slots, width)
+        return runs._replace(lens=runs.lens.clamp(max=1))
 
 
 class OfNeighbours(StatePool):
@@ -257,7 +254,7 @@ class OfOneLayer(StatePool):
             self._taken[layer_id][rows] = self._taken[0][rows]
 
 
-MUTANTS = (NoCopies, NothingTakenIn, AllTakenIn, OneTooFew, OldCopies, OfNeighbours, OfOneLayer)
+MUTANTS = (GoesOnAtOnce, NothingTakenIn, AllTakenIn, OneTooFew, OnlyFirst, OfNeighbours, OfOneLayer)
 
 
 @pytest.mark.needs("device")

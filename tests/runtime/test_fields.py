@@ -203,7 +203,7 @@ def test_the_buffers_of_a_registry_are_the_declared_ones() -> None:
     decode, prefill = registries(SHARED)
     declared = {spec.name for spec in specs(ForwardBatch) if spec.is_buffered} | {"input_embeds"}
     # Steps that verify trees, or proposals of a model with states, have them alone (`visible_buffer`, `run_buffers`).
-    declared -= {"visible", "run_slots", "run_lens", "run_rows"}
+    declared -= {"visible", "run_slots", "run_targets", "run_lens", "run_rows"}
     nested = {f"ngram_embedding_info.{spec.name}" for spec in specs(NgramEmbeddingInfo)}
     assert set(prefill.names) == declared | nested
     extend = {"extend_prefix_lens", "extend_seq_lens", "extend_start_loc", "input_embeds"}

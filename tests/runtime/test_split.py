@@ -104,6 +104,7 @@ def counted(batch: ForwardBatch, rows: Rows, first: int, last: int) -> dict[str,
         "features": None,
         "visible": None,
         "run_slots": None,
+        "run_targets": None,
         "run_lens": None,
         "run_rows": None,
         "ngram_embedding_info": {

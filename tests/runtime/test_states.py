@@ -209,7 +209,7 @@ def test_a_copy_that_is_missing_late_or_elsewhere_is_seen(pool: type[StatePool],
     site = make(pool, poison)
     if pool is NoZeroing and not poison:
         assert site.runner.state_pool is not None
-        site.runner.state_pool.write(torch.arange(SLOTS + 1), [torch.ones(4, SLOTS + 1, HIDDEN)])
+        site.runner.state_pool.write(torch.arange(SLOTS + 1), [torch.ones(SLOTS + 1, HIDDEN)] * 4)
     assert not is_right(site)
 
 
@@ -254,10 +254,10 @@ def test_bytes_of_a_request_are_the_sum_over_layers_and_names() -> None:
 def test_states_that_are_read_are_copies() -> None:
     pool = StatePool(DecayModel().state_layers, SLOTS, SNAPSHOTS, "cpu")
     rows = torch.tensor([1, SLOTS + SNAPSHOTS])
-    pool.write(rows, [torch.arange(1.0, 5)[:, None, None].expand(4, 2, HIDDEN)])
-    (kept,) = pool.read(rows)
-    pool.write(rows, [torch.zeros(4, 2, HIDDEN)])
-    assert_close(kept[:, 0, 0], torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    pool.write(rows, [torch.full((2, HIDDEN), float(i + 1)) for i in range(4)])
+    kept = pool.read(rows)
+    pool.write(rows, [torch.zeros(2, HIDDEN)] * 4)
+    assert_close(torch.stack(kept)[:, 0, 0], torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert all(tensor.shape == (1 + SLOTS + SNAPSHOTS, HIDDEN) for tensor in pool.states(1).values())
 
 

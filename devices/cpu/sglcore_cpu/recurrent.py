@@ -32,6 +32,7 @@ class Recurrent:
         slots: Tensor,
         starts: Tensor | None,
         lengths: Tensor | None,
+        targets: Tensor | None = None,
     ) -> Tensor:
         """Channels are shared out; each passes over a row's tokens."""
         tokens, size = x.shape
@@ -46,7 +47,7 @@ class Recurrent:
             out=out.data_ptr(),
             size=size,
             taps=weight.shape[0],
-            **_rows(slots, starts, lengths, tokens, x.dtype),
+            **_rows(slots, starts, lengths, targets, tokens, x.dtype),
         )
         return out
 
@@ -61,6 +62,7 @@ class Recurrent:
         slots: Tensor,
         starts: Tensor | None,
         lengths: Tensor | None,
+        targets: Tensor | None = None,
     ) -> Tensor:
         """Columns of the states are shared out; each passes over a row's tokens."""
         tokens, (_, heads, key, size) = qkv.shape[0], states.shape
@@ -81,7 +83,7 @@ class Recurrent:
             key=key,
             size=size,
             eps=L2_EPS,
-            **_rows(slots, starts, lengths, tokens, qkv.dtype),
+            **_rows(slots, starts, lengths, targets, tokens, qkv.dtype),
         )
         return out
 
@@ -98,6 +100,7 @@ class Recurrent:
         slots: Tensor,
         starts: Tensor | None,
         lengths: Tensor | None,
+        targets: Tensor | None = None,
     ) -> Tensor:
         """Rows of the states are shared out; each passes over a row's tokens."""
         tokens, (_, heads, size, width) = xbc.shape[0], states.shape
@@ -118,7 +121,7 @@ class Recurrent:
             heads=heads,
             size=size,
             width=width,
-            **_rows(slots, starts, lengths, tokens, xbc.dtype),
+            **_rows(slots, starts, lengths, targets, tokens, xbc.dtype),
         )
         return out
 
@@ -145,12 +148,18 @@ class Recurrent:
 
 
 def _rows(
-    slots: Tensor, starts: Tensor | None, lengths: Tensor | None, tokens: int, dtype: torch.dtype
+    slots: Tensor,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    targets: Tensor | None,
+    tokens: int,
+    dtype: torch.dtype,
 ) -> dict[str, int]:
     return {
         "slots": slots.data_ptr(),
         "starts": 0 if starts is None else starts.data_ptr(),
         "lengths": 0 if lengths is None else lengths.data_ptr(),
+        "targets": (slots if targets is None else targets).data_ptr(),
         "rows": slots.shape[0],
         "tokens": tokens,
         "type": TYPES[dtype],

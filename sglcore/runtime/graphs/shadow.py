@@ -73,9 +73,7 @@ class Held:
         """Of a batch whose inputs are on the device, copied."""
         rows = context.attn_backend.rows_of(batch)
         return cls._read(
-            context.state_pool,
-            batch.req_pool_indices if batch.run_slots is None else batch.run_slots,
-            [(tensor, places, tensor) for tensor, places in rows],
+            context.state_pool, batch.req_pool_indices, [(tensor, places, tensor) for tensor, places in rows]
         )
 
     @classmethod

@@ -2,6 +2,7 @@
 
 A row keeps its state in `slots[row]` of a pool. Its tokens are [starts[row], starts[row] + lengths[row]); without `starts`
 and `lengths`, row r is token r alone. Rows of slot 0 are padding: they change no state, and theirs and nobody's tokens give zeros.
+What a row's state becomes is written to `targets[row]` of the pool, nowhere where that is 0; without `targets`, to where it was.
 """
 
 from __future__ import annotations
@@ -28,8 +29,14 @@ def causal_conv(
     slots: Tensor,
     starts: Tensor | None,
     lengths: Tensor | None,
+    targets: Tensor | None = None,
 ) -> Tensor:
     """Depthwise convolution over a token and the W - 1 before it, as in Mamba (Gu and Dao 2023)."""
+    if targets is not None:
+        own, places = _apart(tails, slots)
+        out = causal_conv(x, weight, bias, silu, own, places, starts, lengths)
+        _keep(tails, (targets * (slots > 0)).long(), own[1:])
+        return out
 
     def step(x: Tensor, slots: Tensor) -> Tensor:
         window = torch.cat((tails.index_select(0, slots), x.unsqueeze(1)), dim=1)
@@ -51,8 +58,14 @@ def gated_delta_rule(
     slots: Tensor,
     starts: Tensor | None,
     lengths: Tensor | None,
+    targets: Tensor | None = None,
 ) -> Tensor:
     """S = exp(g) S; S = S + k (beta (v - S^T k))^T; S^T q (Yang et al. 2024, Gated Delta Networks), q and k of unit length."""
+    if targets is not None:
+        own, places = _apart(states, slots)
+        out = gated_delta_rule(qkv, a, b, a_log, dt_bias, own, places, starts, lengths)
+        _keep(states, (targets * (slots > 0)).long(), own[1:])
+        return out
     _, heads, key_size, size = states.shape
     key_heads = (qkv.shape[1] - heads * size) // (2 * key_size)
 
@@ -89,8 +102,14 @@ def selective_scan(
     slots: Tensor,
     starts: Tensor | None,
     lengths: Tensor | None,
+    targets: Tensor | None = None,
 ) -> Tensor:
     """S = exp(dt A) S + dt x B^T; S C + D x (Dao and Gu 2024, Mamba 2), dt = softplus(dt + bias) within its limits."""
+    if targets is not None:
+        own, places = _apart(states, slots)
+        out = selective_scan(xbc, dt, a_log, d, dt_bias, dt_min, dt_max, own, places, starts, lengths)
+        _keep(states, (targets * (slots > 0)).long(), own[1:])
+        return out
     _, heads, size, width = states.shape
     groups = (xbc.shape[1] - heads * size) // (2 * width)
 
@@ -119,6 +138,12 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_fir
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     out = (weight * normed.view(tokens, width // (groups * size), groups, size)).view(tokens, width)
     return out if gate_first else (out * opened).to(x.dtype)
+
+
+def _apart(pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """A pool of the rows' states alone, behind nobody's, and the rows' slots in it."""
+    places = torch.arange(1, slots.shape[0] + 1, dtype=slots.dtype, device=slots.device)
+    return torch.cat((pool[:1], pool.index_select(0, slots))), places * (slots > 0)
 
 
 def _keep(pool: Tensor, slots: Tensor, new: Tensor) -> None:

@@ -165,22 +165,23 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     """
     causal_conv = entry(reference_recurrent.causal_conv, writes=("tails",))
     """`causal_conv(x [T, C], weight [W, C], bias [C] | None, silu: bool, tails [S, W - 1, C], slots int32 [B], starts int32
-    [B] | None, lengths int32 [B] | None) -> [T, C]`: sum over j of weight[j] * x[t - W + 1 + j], and its silu if wanted.
+    [B] | None, lengths int32 [B] | None, targets int32 [B] | None) -> [T, C]`: sum over j of weight[j] * x[t - W + 1 + j], and its silu if wanted.
 
     This and the two below keep a state for each row: row r's in slots[r] of a pool of S, which they read and write in
     place. Its tokens are [starts[r], starts[r] + lengths[r]), a continuation of what the state knows; where both are None,
     row r is token r. Slots are distinct, except that any number of padding rows have slot 0: they write nothing, and their
-    tokens and nobody's give zeros. A tail is a slot's last W - 1 rows of x, in its dtype, the latest last.
+    tokens and nobody's give zeros. With `targets` what a state becomes is written to targets[r] of the pool, nowhere where that
+    is 0, and its own place stays as it is; targets are nobody else's slots. A tail is a slot's last W - 1 rows of x, in its dtype, the latest last.
     """
     gated_delta_rule = entry(reference_recurrent.gated_delta_rule, writes=("states",))
     """`gated_delta_rule(qkv [T, 2 * Hk * K + H * V], a, b [T, H], a_log, dt_bias float32 [H], states float32 [S, H, K, V],
-    slots, starts, lengths) -> [T, H * V]`; head h has query and key head h // (H / Hk), which are brought to length 1.
+    slots, starts, lengths, targets) -> [T, H * V]`; head h has query and key head h // (H / Hk), which are brought to length 1.
 
     S = exp(-exp(a_log) softplus(a + dt_bias)) S, then S += k (sigmoid(b) (v - S^T k))^T, then S^T q / sqrt(K).
     """
     selective_scan = entry(reference_recurrent.selective_scan, writes=("states",))
     """`selective_scan(xbc [T, H * P + 2 * G * N], dt [T, H], a_log, d, dt_bias float32 [H], dt_min, dt_max, states float32
-    [S, H, P, N], slots, starts, lengths) -> [T, H * P]`; head h has B and C of group h // (H / G).
+    [S, H, P, N], slots, starts, lengths, targets) -> [T, H * P]`; head h has B and C of group h // (H / G).
 
     dt = softplus(dt + dt_bias) within [dt_min, dt_max]; S = exp(-exp(a_log) dt) S + dt x B^T, then S C + d x.
     """

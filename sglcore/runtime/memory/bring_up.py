@@ -23,7 +23,7 @@ from sglcore.runtime.memory.pools import (
     TokenToKVPool,
     WindowTable,
 )
-from sglcore.runtime.memory.states import StatePool, trial_bytes
+from sglcore.runtime.memory.states import StatePool, taken_bytes
 from sglcore.runtime.speculative.bring_up import beside_laws
 from sglcore.runtime.speculative.choice import Speculation, most_drafts
 from sglcore.runtime.token_table import TokenTable
@@ -65,7 +65,7 @@ def sizes(
         ledger.record(Row("page size", "auto", f"{page_size} tokens", why, "set page_size to a multiple of it"))
     kept = geometry(layers, model.state_layers, most, page_size, model.dtype, pool_kind.cell_bytes)
     if model.state_layers and speculation is not None:
-        kept = beside_trials(model, speculation, kept, ledger)
+        kept = beside_taken(model, speculation, kept, ledger)
     swapped = swap_shape(hisparse_config, layers, longest, page_size, facts.has_streams)
     kept, device_memory = beside_buffers(hisparse_config, swapped, facts, kept, device_memory)
     if has_rows:
@@ -94,11 +94,11 @@ def sizes(
     )
 
 
-def beside_trials(model: LoadedModel, speculation: Speculation, kept: Geometry, ledger: DecisionLedger) -> Geometry:
-    """What a request takes with what verifications of its states work with."""
-    each = trial_bytes(model.state_layers, verified_rows(model, speculation))
-    why = "verifications go on in copies of states, and what is right is taken in again by the requests' own"
-    ledger.record(Row("state trials", "auto", f"{size_text(each)} a request", why, "--speculative off"))
+def beside_taken(model: LoadedModel, speculation: Speculation, kept: Geometry, ledger: DecisionLedger) -> Geometry:
+    """What a request takes with what its states take in of a verification's rows."""
+    each = verified_rows(model, speculation) * taken_bytes(model.state_layers)
+    why = "what states take in of proposals, of which they take in again what was right"
+    ledger.record(Row("verified rows", "auto", f"{size_text(each)} a request", why, "--speculative off"))
     return replace(kept, ring=kept.ring + each)
 
 

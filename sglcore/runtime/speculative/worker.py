@@ -153,7 +153,8 @@ class SpeculativeWorker(TpModelWorker):
         self._place(staged, rows, arrays.arrived.get("node_limits"))
         states = self.runner.state_pool
         if states is not None:
-            staged.run_slots, staged.run_lens, staged.run_rows = states.begin_trial(staged.req_pool_indices, width)
+            runs = states.runs(staged.req_pool_indices, width)
+            staged.run_slots, staged.run_targets, staged.run_lens, staged.run_rows = runs
         if self._sampling.looks_back(inputs):
             self._table.admit_history(staged.req_pool_indices, staged.positions, staged.input_ids)
         hidden, path = self.runner.forward(staged)
@@ -167,7 +168,7 @@ class SpeculativeWorker(TpModelWorker):
         # The host goes on while proposals are made, unless it waits for them too.
         ticket = self._ticket(batch, staged, arrays, output) if batch.masks is None else None
         if states is not None:
-            states.end_trial(staged.req_pool_indices, found.runs[0] + 1, width)
+            states.take_in(staged.req_pool_indices, found.runs[0] + 1, width)
         self._advance_verified(batch, rows, found)
         if ticket is None:
             output.drafts = self._drafts(batch, rows.slots)

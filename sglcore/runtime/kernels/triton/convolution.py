@@ -24,6 +24,7 @@ def causal_conv_kernel(
     slots,
     starts,
     lengths,
+    targets,
     out,
     x_stride,
     SIZE: tl.constexpr,
@@ -69,12 +70,14 @@ def causal_conv_kernel(
         out + (start + place)[:, None] * SIZE + column[None, :], narrow(result, out.dtype.element_ty), mask=written
     )
     tl.debug_barrier()
-    kept = column < tl.where((slot > 0) & (tile == 0), SIZE, 0)
+    target = tl.load(targets + row).to(tl.int64)
+    kept = column < tl.where((slot > 0) & (target > 0) & (tile == 0), SIZE, 0)
+    to = tails + target * ((TAPS - 1) * SIZE) + column
     for place_in_tail in tl.static_range(TAPS - 1):
         source = length - (TAPS - 1) + place_in_tail
         known = tail + (length + place_in_tail) * SIZE
         latest = tl.where(source >= 0, rows + source * x_stride + column, known)
-        tl.store(tail + place_in_tail * SIZE, tl.load(latest, mask=kept, other=0.0), mask=kept)
+        tl.store(to + place_in_tail * SIZE, tl.load(latest, mask=kept, other=0.0), mask=kept)
 
 
 def causal_conv(
@@ -86,6 +89,7 @@ def causal_conv(
     slots: Tensor,
     starts: Tensor | None,
     lengths: Tensor | None,
+    targets: Tensor | None = None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
     """The table's `causal_conv`."""
@@ -104,6 +108,7 @@ def causal_conv(
         slots,
         starts,
         lengths,
+        slots if targets is None else targets,
         out,
         x.stride(0),
         SIZE=size,

@@ -67,6 +67,7 @@ def delta_step_kernel(
     dt_bias,
     states,
     slots,
+    targets,
     out,
     qkv_stride,
     a_stride,
@@ -98,7 +99,9 @@ def delta_step_kernel(
     state = tl.load(place, mask=inside, other=0.0) * tl.exp(g)
     delta = (v - tl.sum(state * k[:, None], axis=0)) * beta
     state += k[:, None] * delta[None, :]
-    tl.store(place, state, mask=inside)
+    target = tl.load(targets + row).to(tl.int64)
+    to = states + ((target * HEADS + head) * KEY + key)[:, None] * SIZE + column[None, :]
+    tl.store(to, state, mask=inside & (target > 0))
     result = tl.sum(state * q[:, None], axis=0)
     tl.store(out + (row * HEADS + head) * SIZE + column, narrow(result, out.dtype.element_ty), mask=column < SIZE)
 
@@ -112,6 +115,7 @@ def delta_chunks_kernel(
     dt_bias,
     states,
     slots,
+    targets,
     starts,
     lengths,
     out,
@@ -163,7 +167,9 @@ def delta_chunks_kernel(
         state = state * tl.exp(whole) + rounded_dot(tl.trans(k * tl.exp(whole - total)[:, None]), update, dtype)
         to = out + (token * HEADS + head)[:, None] * SIZE + column[None, :]
         tl.store(to, narrow(result, out.dtype.element_ty), mask=values)
-    tl.store(place, state, mask=inside)
+    target = tl.load(targets + row).to(tl.int64)
+    to = states + ((target * HEADS + head) * KEY + key)[:, None] * SIZE + column[None, :]
+    tl.store(to, state, mask=inside & (target > 0))
 
 
 def gated_delta_rule(
@@ -176,11 +182,12 @@ def gated_delta_rule(
     slots: Tensor,
     starts: Tensor | None,
     lengths: Tensor | None,
+    targets: Tensor | None = None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
     """The table's `gated_delta_rule`."""
     tokens, (_, heads, key_size, size) = qkv.shape[0], states.shape
-    given = qkv, a, b, a_log, dt_bias, states, slots
+    given = qkv, a, b, a_log, dt_bias, states, slots, slots if targets is None else targets
     strides = qkv.stride(0), a.stride(0), b.stride(0), key_size**-0.5
     key_heads = (qkv.shape[1] - heads * size) // (2 * key_size)
     shape = tokens, heads * size

@@ -32,6 +32,7 @@ def scan_step_kernel(
     dt_bias,
     states,
     slots,
+    targets,
     out,
     xbc_stride,
     dt_stride,
@@ -60,7 +61,9 @@ def scan_step_kernel(
     place = states + ((slot * HEADS + head) * SIZE + element)[:, None] * WIDTH + column[None, :]
     state = tl.load(place, mask=inside, other=0.0) * tl.exp(-tl.exp(tl.load(a_log + head)) * step)
     state += (step * x)[:, None] * before[None, :]
-    tl.store(place, state, mask=inside)
+    target = tl.load(targets + row).to(tl.int64)
+    to = states + ((target * HEADS + head) * SIZE + element)[:, None] * WIDTH + column[None, :]
+    tl.store(to, state, mask=inside & (target > 0))
     result = tl.sum(state * after[None, :], axis=1) + tl.load(d + head) * x
     tl.store(out + (row * HEADS + head) * SIZE + element, narrow(result, out.dtype.element_ty), mask=element < SIZE)
 
@@ -74,6 +77,7 @@ def scan_chunks_kernel(
     dt_bias,
     states,
     slots,
+    targets,
     starts,
     lengths,
     out,
@@ -125,7 +129,9 @@ def scan_chunks_kernel(
         state = state * tl.exp(whole) + rounded_dot(tl.trans(taken * tl.exp(whole - total)[:, None]), before, dtype)
         to = out + (token * HEADS + head)[:, None] * SIZE + element[None, :]
         tl.store(to, narrow(result, out.dtype.element_ty), mask=mine)
-    tl.store(place, state, mask=inside)
+    target = tl.load(targets + row).to(tl.int64)
+    to = states + ((target * HEADS + head) * SIZE + element)[:, None] * WIDTH + column[None, :]
+    tl.store(to, state, mask=inside & (target > 0))
 
 
 def selective_scan(
@@ -140,11 +146,15 @@ def selective_scan(
     slots: Tensor,
     starts: Tensor | None,
     lengths: Tensor | None,
+    targets: Tensor | None = None,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
     """The table's `selective_scan`."""
     tokens, (_, heads, size, width) = xbc.shape[0], states.shape
-    given, last = (xbc, dt, a_log, d, dt_bias, states, slots), (xbc.stride(0), dt.stride(0), dt_min, dt_max)
+    given, last = (
+        (xbc, dt, a_log, d, dt_bias, states, slots, slots if targets is None else targets),
+        (xbc.stride(0), dt.stride(0), dt_min, dt_max),
+    )
     shape = tokens, heads * size
     out = xbc.new_empty(shape) if starts is None else torch.zeros(shape, dtype=xbc.dtype, device=xbc.device)
     if not tokens:

@@ -26,7 +26,9 @@ void convolve(const CausalConvArgs& args, const Row& row, int64_t channel, int64
         sum = cast<T>(sum);
         put(out + token * args.size, args.silu ? silu(sum) : sum, count);
     }
-    for (int64_t place = 0; place < past; ++place) put(tail + place * args.size, at(length + place), count);
+    if (!row.target) return;
+    T* to = static_cast<T*>(args.tails) + row.target * past * args.size + channel;
+    for (int64_t place = 0; place < past; ++place) put(to + place * args.size, at(length + place), count);
 }
 
 }  // namespace

@@ -99,12 +99,13 @@ void gated_delta_rule(const DeltaRuleArgs& args, Pool& pool) {
             auto* own = static_cast<float*>(pool.scratch(thread, (2 + kColumns) * args.key * sizeof(float)));
             Head<T> head{args, part / of_head, own, own + args.key, 0.0f, 0.0f};
             int64_t column = part % of_head * kColumns, count = std::min(kColumns, args.size - column);
-            float* kept = static_cast<float*>(args.states) +
-                          (row.slot * args.heads + head.head) * args.key * args.size + column;
-            bool is_long = row.last - row.first > kFew;
-            float* state = is_long ? own + 2 * args.key : kept;
-            int64_t stride = is_long ? kColumns : args.size;
-            if (is_long) copy_rows(kept, args.size, state, stride, args.key, count);
+            auto state_of = [&](int64_t slot) {
+                return static_cast<float*>(args.states) + (slot * args.heads + head.head) * args.key * args.size + column;
+            };
+            bool is_apart = row.last - row.first > kFew || row.target != row.slot;
+            float* state = is_apart ? own + 2 * args.key : state_of(row.slot);
+            int64_t stride = is_apart ? kColumns : args.size;
+            if (is_apart) copy_rows(state_of(row.slot), args.size, state, stride, args.key, count);
             for (int64_t token = row.first; token < row.last; ++token) {
                 head.read(token);
                 T* out = row_of<T>(args.out, token, width) + head.head * args.size + column;
@@ -112,7 +113,7 @@ void gated_delta_rule(const DeltaRuleArgs& args, Pool& pool) {
                 if (count == kColumns) step<true>(head, values, state, stride, out, count);
                 else step<false>(head, values, state, stride, out, count);
             }
-            if (is_long) copy_rows(state, stride, kept, args.size, args.key, count);
+            if (is_apart && row.target) copy_rows(state, stride, state_of(row.target), args.size, args.key, count);
         });
     });
 }

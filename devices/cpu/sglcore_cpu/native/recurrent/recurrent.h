@@ -1,11 +1,11 @@
 // Layers with a state for each request: row r's is state slots[r] of a pool, read and written in place. Its tokens are
 // [starts[r], starts[r] + lengths[r]), or token r alone where `starts` is null. Rows of slot 0 write no state; their
-// tokens and nobody's give zeros. Inputs and results have `type` (f32 or bf16); strides are elements from row to row.
+// tokens and nobody's give zeros. What a state becomes is written to targets[r], nowhere where that is 0. Inputs and results have `type` (f32 or bf16); strides are elements from row to row.
 #pragma once
 
 #include "../operations/elements.h"
 
-#define SGL_ROWS_ARGS(P, I) P(slots) P(starts) P(lengths) I(rows) I(tokens) I(type)
+#define SGL_ROWS_ARGS(P, I) P(slots) P(starts) P(lengths) P(targets) I(rows) I(tokens) I(type)
 
 // out [tokens, size] = the sum over j of weight[j] * x[t - taps + 1 + j], plus bias if that is not null, and its silu if
 // wanted; weight [taps, size], tails [.., taps - 1, size] of `type`.
@@ -43,15 +43,16 @@ void gated_rms_norm(const GatedRmsNormArgs& args, Pool& pool);
 
 // The tokens of one row: none for padding.
 struct Row {
-    int64_t slot, first, last;
+    int64_t slot, first, last, target;
 };
 
 template <class Args>
 Row row_at(const Args& args, int64_t row) {
     int64_t slot = static_cast<const int32_t*>(args.slots)[row];
-    if (!args.starts) return {slot, row, slot ? row + 1 : row};
+    int64_t target = static_cast<const int32_t*>(args.targets)[row];
+    if (!args.starts) return {slot, row, slot ? row + 1 : row, target};
     int64_t first = static_cast<const int32_t*>(args.starts)[row];
-    return {slot, first, slot ? first + static_cast<const int32_t*>(args.lengths)[row] : first};
+    return {slot, first, slot ? first + static_cast<const int32_t*>(args.lengths)[row] : first, target};
 }
 
 // body(row, part, thread) for every part of every row, by several threads; `work` is what one part of one token takes,

@@ -40,13 +40,18 @@ void selective_scan(const SelectiveScanArgs& args, Pool& pool) {
         int64_t of_head = (args.size + kElements - 1) / kElements, all = args.heads * args.size;
         int64_t work = 3 * kElements * args.width;
         each_part<T>(pool, args, args.heads * of_head, work, all, [&](const Row& row, int64_t part, int thread) {
-            auto* own = static_cast<float*>(pool.scratch(thread, 2 * args.width * sizeof(float)));
+            auto* own = static_cast<float*>(pool.scratch(thread, (2 + kElements) * args.width * sizeof(float)));
             int64_t head = part / of_head, first = part % of_head * kElements;
             int64_t group = head / (args.heads / args.groups) * args.width;
             float rate = -std::exp(static_cast<const float*>(args.a_log)[head]);
             float skip = static_cast<const float*>(args.d)[head], bias = static_cast<const float*>(args.dt_bias)[head];
-            float* state = static_cast<float*>(args.states) +
-                           ((row.slot * args.heads + head) * args.size + first) * args.width;
+            int64_t count = std::min(kElements, args.size - first);
+            auto state_of = [&](int64_t slot) {
+                return static_cast<float*>(args.states) + ((slot * args.heads + head) * args.size + first) * args.width;
+            };
+            bool is_apart = row.target != row.slot;
+            float* state = is_apart ? own + 2 * args.width : state_of(row.slot);
+            if (is_apart) std::memcpy(state, state_of(row.slot), count * args.width * sizeof(float));
             for (int64_t token = row.first; token < row.last; ++token) {
                 const T* given = row_of<T>(args.xbc, token, args.xbc_stride);
                 widen(given + all + group, own, args.width);
@@ -55,7 +60,10 @@ void selective_scan(const SelectiveScanArgs& args, Pool& pool) {
                 time = std::min(std::max(time, static_cast<float>(args.dt_min)), static_cast<float>(args.dt_max));
                 int64_t place = head * args.size + first;
                 step<T>(args, own, own + args.width, given + place, state, row_of<T>(args.out, token, all) + place,
-                        std::min(kElements, args.size - first), time, std::exp(rate * time), skip);
+                        count, time, std::exp(rate * time), skip);
+            }
+            if (is_apart && row.target) {
+                std::memcpy(state_of(row.target), state, count * args.width * sizeof(float));
             }
         });
     });
