@@ -1,10 +1,10 @@
-"""What verifying proposals costs a model that keeps states, beside its forward: the copy of the states, and taking in what was right.
+"""What verifying proposals costs a model that keeps states, beside its forward: states take in what was right once that is known.
 
 A Qwen 3 Next by transformers' class, random, with three layers of the gated delta rule to each one of attention. Each step verifies
-so many proposals of each request; as the weights are random, hardly one is right, which changes no time.
+so many proposals of each request; as the weights are random, hardly one is right.
 
-Floor, in bytes of states: a plain step reads and writes each once. A verification does that to a copy; making the copy and taking in
-what was right are each once more, so three times the plain step's at most, and no weight is read again.
+Floor, in bytes of states: a plain step reads and writes each once. A verification reads them, and taking in reads and writes them, and
+reads no weight: so one and a half times the plain step's.
 
     python benchmarks/state_verification.py [--layers N] [--requests N] [--json FILE]
 """
@@ -63,20 +63,14 @@ def write_checkpoint(folder: Path, layers: int) -> None:
 
 
 class TimedPool(StatePool):
-    """Notes how long copies and taking in take, milliseconds."""
+    """Notes how long taking in takes, milliseconds."""
 
-    taken: dict[str, list[float]]
+    taken: list[float]
 
-    def begin_trial(self, slots: Any, width: int) -> Any:
+    def take_in(self, slots: Any, counts: Any, width: int) -> None:
         begin = time.perf_counter()
-        found = super().begin_trial(slots, width)
-        self.taken["copy"].append((time.perf_counter() - begin) * 1e3)
-        return found
-
-    def end_trial(self, slots: Any, counts: Any, width: int) -> None:
-        begin = time.perf_counter()
-        super().end_trial(slots, counts, width)
-        self.taken["taking in"].append((time.perf_counter() - begin) * 1e3)
+        super().take_in(slots, counts, width)
+        self.taken.append((time.perf_counter() - begin) * 1e3)
 
 
 def measured(folder: Path, requests: int, tokens: int) -> dict[str, float]:
@@ -87,7 +81,7 @@ def measured(folder: Path, requests: int, tokens: int) -> dict[str, float]:
     worker: Any = start(config).worker
     pool = worker.runner.state_pool
     if tokens:
-        pool.__class__, pool.taken = TimedPool, {"copy": [], "taking in": []}
+        pool.__class__, pool.taken = TimedPool, []
         worker._proposals_here = None  # as wide as asked for, whatever was found
     scheduler = Scheduler(worker.limits)
     loop = Loop(scheduler, worker, overlap=False)
@@ -100,7 +94,7 @@ def measured(folder: Path, requests: int, tokens: int) -> dict[str, float]:
         begin = time.perf_counter()
         loop.step()
         took.append((time.perf_counter() - begin) * 1e3)
-    parts = {name: round(median(values[WARM:]), 3) for name, values in pool.taken.items()} if tokens else {}
+    parts = {"taking in": round(median(pool.taken[WARM:]), 3)} if tokens else {}
     worker.close()
     return {"step": round(median(took[WARM:]), 3), **parts}
 

@@ -101,7 +101,7 @@ def delta_step_kernel(
     state += k[:, None] * delta[None, :]
     target = tl.load(targets + row).to(tl.int64)
     to = states + ((target * HEADS + head) * KEY + key)[:, None] * SIZE + column[None, :]
-    tl.store(to, state, mask=inside & (target > 0))
+    tl.store(to, state, mask=inside & (key < tl.where(target > 0, KEY, 0))[:, None])
     result = tl.sum(state * q[:, None], axis=0)
     tl.store(out + (row * HEADS + head) * SIZE + column, narrow(result, out.dtype.element_ty), mask=column < SIZE)
 
@@ -169,7 +169,7 @@ def delta_chunks_kernel(
         tl.store(to, narrow(result, out.dtype.element_ty), mask=values)
     target = tl.load(targets + row).to(tl.int64)
     to = states + ((target * HEADS + head) * KEY + key)[:, None] * SIZE + column[None, :]
-    tl.store(to, state, mask=inside & (target > 0))
+    tl.store(to, state, mask=inside & (key < tl.where(target > 0, KEY, 0))[:, None])
 
 
 def gated_delta_rule(

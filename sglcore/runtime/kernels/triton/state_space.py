@@ -63,7 +63,7 @@ def scan_step_kernel(
     state += (step * x)[:, None] * before[None, :]
     target = tl.load(targets + row).to(tl.int64)
     to = states + ((target * HEADS + head) * SIZE + element)[:, None] * WIDTH + column[None, :]
-    tl.store(to, state, mask=inside & (target > 0))
+    tl.store(to, state, mask=inside & (element < tl.where(target > 0, SIZE, 0))[:, None])
     result = tl.sum(state * after[None, :], axis=1) + tl.load(d + head) * x
     tl.store(out + (row * HEADS + head) * SIZE + element, narrow(result, out.dtype.element_ty), mask=element < SIZE)
 
@@ -131,7 +131,7 @@ def scan_chunks_kernel(
         tl.store(to, narrow(result, out.dtype.element_ty), mask=mine)
     target = tl.load(targets + row).to(tl.int64)
     to = states + ((target * HEADS + head) * SIZE + element)[:, None] * WIDTH + column[None, :]
-    tl.store(to, state, mask=inside & (target > 0))
+    tl.store(to, state, mask=inside & (element < tl.where(target > 0, SIZE, 0))[:, None])
 
 
 def selective_scan(
