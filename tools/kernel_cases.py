@@ -160,12 +160,12 @@ def _recurrent(dtype: torch.dtype, tuning: Tuning) -> Cases:
     rule = x, heads, heads, by_head, by_head, delta, ints
     space = torch.empty(TOKENS, 3328, dtype=dtype), heads, by_head, by_head, by_head, 0.0, 1.0, scan, ints
     return {
-        "convolution": lambda: convolution.causal_conv(*conv, None, None, tuning),
-        "convolution of prompts": lambda: convolution.causal_conv(*conv, ints, ints, tuning),
-        "delta rule": lambda: delta_rule.gated_delta_rule(*rule, None, None, tuning),
-        "delta rule of prompts": lambda: delta_rule.gated_delta_rule(*rule, ints, ints, tuning),
-        "selective scan": lambda: state_space.selective_scan(*space, None, None, tuning),
-        "selective scan of prompts": lambda: state_space.selective_scan(*space, ints, ints, tuning),
+        "convolution": lambda: convolution.causal_conv(*conv, None, None, None, tuning),
+        "convolution of prompts": lambda: convolution.causal_conv(*conv, ints, ints, ints, tuning),
+        "delta rule": lambda: delta_rule.gated_delta_rule(*rule, None, None, None, tuning),
+        "delta rule of prompts": lambda: delta_rule.gated_delta_rule(*rule, ints, ints, ints, tuning),
+        "selective scan": lambda: state_space.selective_scan(*space, None, None, None, tuning),
+        "selective scan of prompts": lambda: state_space.selective_scan(*space, ints, ints, ints, tuning),
         "gated norm": lambda: norm.gated_rms_norm(x, x, gains, 1e-6, False, tuning),
     }
 

@@ -41,11 +41,10 @@ def causal_conv_kernel(
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + row).to(tl.int64)
+    slot, target = tl.load(slots + row).to(tl.int64), tl.load(targets + row)
     start = tl.load(starts + row).to(tl.int64) if RAGGED else row
     length = tl.load(lengths + row) if RAGGED else tl.full((), 1, tl.int32)
-    place = tile * TOKENS + tl.arange(0, TOKENS)
-    channels = column < SIZE
+    place, channels = tile * TOKENS + tl.arange(0, TOKENS), column < SIZE
     # A padding row has no channels.
     live = (column < tl.where(slot > 0, SIZE, 0))[None, :] & (place < length)[:, None]
     rows, tail = x + start * x_stride, tails + slot * ((TAPS - 1) * SIZE) + column
@@ -70,9 +69,8 @@ def causal_conv_kernel(
         out + (start + place)[:, None] * SIZE + column[None, :], narrow(result, out.dtype.element_ty), mask=written
     )
     tl.debug_barrier()
-    target = tl.load(targets + row).to(tl.int64)
     kept = column < tl.where((slot > 0) & (target > 0) & (tile == 0), SIZE, 0)
-    to = tails + target * ((TAPS - 1) * SIZE) + column
+    to = tail + (target - slot) * ((TAPS - 1) * SIZE)
     for place_in_tail in tl.static_range(TAPS - 1):
         source = length - (TAPS - 1) + place_in_tail
         known = tail + (length + place_in_tail) * SIZE

@@ -83,7 +83,7 @@ def delta_step_kernel(
     """Programs (row, head, columns of the state). Floor: rows * HEADS * KEY * SIZE float32 read once and written once."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key, column = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + row).to(tl.int64)
+    slot, target = tl.load(slots + row).to(tl.int64), tl.load(targets + row)
     # A padding row has neither keys nor values.
     keys, values = key < tl.where(slot > 0, KEY, 0), column < tl.where(slot > 0, SIZE, 0)
     g, beta = gates(a, b, a_log, dt_bias, row, a_stride, b_stride, head, slot > 0)
@@ -99,9 +99,8 @@ def delta_step_kernel(
     state = tl.load(place, mask=inside, other=0.0) * tl.exp(g)
     delta = (v - tl.sum(state * k[:, None], axis=0)) * beta
     state += k[:, None] * delta[None, :]
-    target = tl.load(targets + row).to(tl.int64)
-    to = states + ((target * HEADS + head) * KEY + key)[:, None] * SIZE + column[None, :]
-    tl.store(to, state, mask=inside & (key < tl.where(target > 0, KEY, 0))[:, None])
+    changed = inside & (key < tl.where(target > 0, KEY, 0))[:, None]
+    tl.store(place + (target - slot) * (HEADS * KEY * SIZE), state, mask=changed)
     result = tl.sum(state * q[:, None], axis=0)
     tl.store(out + (row * HEADS + head) * SIZE + column, narrow(result, out.dtype.element_ty), mask=column < SIZE)
 
@@ -138,17 +137,15 @@ def delta_chunks_kernel(
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key, column = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    slot, start = tl.load(slots + row).to(tl.int64), tl.load(starts + row).to(tl.int64)
-    length = tl.where(slot > 0, tl.load(lengths + row), 0)
-    whose = (head // (HEADS // KEY_HEADS)) * KEY + key
+    slot, target = tl.load(slots + row).to(tl.int64), tl.load(targets + row)
+    start, length = tl.load(starts + row).to(tl.int64), tl.where(slot > 0, tl.load(lengths + row), 0)
+    i, whose = tl.arange(0, CHUNK), (head // (HEADS // KEY_HEADS)) * KEY + key
     inside = (key < tl.where(slot > 0, KEY, 0))[:, None] & (column < SIZE)[None, :]
     place = states + ((slot * HEADS + head) * KEY + key)[:, None] * SIZE + column[None, :]
     state = tl.load(place, mask=inside, other=0.0)
-    i = tl.arange(0, CHUNK)
     dtype: tl.constexpr = qkv.dtype.element_ty
     for at in range(0, length, CHUNK):
-        token = start + at + i
-        live = at + i < length
+        token, live = start + at + i, at + i < length
         g, beta = gates(a, b, a_log, dt_bias, token, a_stride, b_stride, head, live)
         rows = qkv + token[:, None] * qkv_stride
         keys = live[:, None] & (key < KEY)[None, :]
@@ -167,9 +164,8 @@ def delta_chunks_kernel(
         state = state * tl.exp(whole) + rounded_dot(tl.trans(k * tl.exp(whole - total)[:, None]), update, dtype)
         to = out + (token * HEADS + head)[:, None] * SIZE + column[None, :]
         tl.store(to, narrow(result, out.dtype.element_ty), mask=values)
-    target = tl.load(targets + row).to(tl.int64)
-    to = states + ((target * HEADS + head) * KEY + key)[:, None] * SIZE + column[None, :]
-    tl.store(to, state, mask=inside & (key < tl.where(target > 0, KEY, 0))[:, None])
+    changed = inside & (key < tl.where(target > 0, KEY, 0))[:, None]
+    tl.store(place + (target - slot) * (HEADS * KEY * SIZE), state, mask=changed)
 
 
 def gated_delta_rule(

@@ -48,7 +48,7 @@ def scan_step_kernel(
     """Programs (row, head, rows of the state). Floor: rows * HEADS * SIZE * WIDTH float32 read once and written once."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     element, column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
-    slot = tl.load(slots + row).to(tl.int64)
+    slot, target = tl.load(slots + row).to(tl.int64), tl.load(targets + row)
     # A padding row has neither values nor a state.
     elements, columns = element < tl.where(slot > 0, SIZE, 0), column < tl.where(slot > 0, WIDTH, 0)
     step = time_step(dt, dt_bias, row * dt_stride + head, head, slot > 0, dt_min, dt_max)
@@ -61,9 +61,8 @@ def scan_step_kernel(
     place = states + ((slot * HEADS + head) * SIZE + element)[:, None] * WIDTH + column[None, :]
     state = tl.load(place, mask=inside, other=0.0) * tl.exp(-tl.exp(tl.load(a_log + head)) * step)
     state += (step * x)[:, None] * before[None, :]
-    target = tl.load(targets + row).to(tl.int64)
-    to = states + ((target * HEADS + head) * SIZE + element)[:, None] * WIDTH + column[None, :]
-    tl.store(to, state, mask=inside & (element < tl.where(target > 0, SIZE, 0))[:, None])
+    changed = inside & (element < tl.where(target > 0, SIZE, 0))[:, None]
+    tl.store(place + (target - slot) * (HEADS * SIZE * WIDTH), state, mask=changed)
     result = tl.sum(state * after[None, :], axis=1) + tl.load(d + head) * x
     tl.store(out + (row * HEADS + head) * SIZE + element, narrow(result, out.dtype.element_ty), mask=element < SIZE)
 
@@ -99,8 +98,8 @@ def scan_chunks_kernel(
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     element, column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
-    slot, start = tl.load(slots + row).to(tl.int64), tl.load(starts + row).to(tl.int64)
-    length = tl.where(slot > 0, tl.load(lengths + row), 0)
+    slot, target = tl.load(slots + row).to(tl.int64), tl.load(targets + row)
+    start, length = tl.load(starts + row).to(tl.int64), tl.where(slot > 0, tl.load(lengths + row), 0)
     rate, skip = -tl.exp(tl.load(a_log + head)), tl.load(d + head)
     shared = HEADS * SIZE + (head // (HEADS // GROUPS)) * WIDTH + column
     inside = (element < tl.where(slot > 0, SIZE, 0))[:, None] & (column < WIDTH)[None, :]
@@ -109,16 +108,14 @@ def scan_chunks_kernel(
     i = tl.arange(0, CHUNK)
     dtype: tl.constexpr = xbc.dtype.element_ty
     for at in range(0, length, CHUNK):
-        token = start + at + i
-        live = at + i < length
+        token, live = start + at + i, at + i < length
         step = time_step(dt, dt_bias, token * dt_stride + head, head, live, dt_min, dt_max)
         rows = xbc + token[:, None] * xbc_stride
         mine, states_of = live[:, None] & (element < SIZE)[None, :], live[:, None] & (column < WIDTH)[None, :]
         x = tl.load(rows + (head * SIZE + element)[None, :], mask=mine, other=0.0).to(tl.float32)
         before = tl.load(rows + shared[None, :], mask=states_of, other=0.0).to(tl.float32)
         after = tl.load(rows + (GROUPS * WIDTH + shared)[None, :], mask=states_of, other=0.0).to(tl.float32)
-        total = tl.cumsum(rate * step, axis=0)
-        whole = tl.sum(rate * step, axis=0)
+        total, whole = tl.cumsum(rate * step, axis=0), tl.sum(rate * step, axis=0)
         seen = rounded_dot(after, tl.trans(before), dtype) * decays_between(total, i)
         taken = x * step[:, None]
         result = (
@@ -129,9 +126,8 @@ def scan_chunks_kernel(
         state = state * tl.exp(whole) + rounded_dot(tl.trans(taken * tl.exp(whole - total)[:, None]), before, dtype)
         to = out + (token * HEADS + head)[:, None] * SIZE + element[None, :]
         tl.store(to, narrow(result, out.dtype.element_ty), mask=mine)
-    target = tl.load(targets + row).to(tl.int64)
-    to = states + ((target * HEADS + head) * SIZE + element)[:, None] * WIDTH + column[None, :]
-    tl.store(to, state, mask=inside & (element < tl.where(target > 0, SIZE, 0))[:, None])
+    changed = inside & (element < tl.where(target > 0, SIZE, 0))[:, None]
+    tl.store(place + (target - slot) * (HEADS * SIZE * WIDTH), state, mask=changed)
 
 
 def selective_scan(
