@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import BatchResult, Ticket
 from sglcore.runtime import speculative
 from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
 from sglcore.runtime.speculative.beams import TreeDrafter
@@ -28,7 +30,7 @@ from sglcore.schedule.request import Request
 from tests.checkpoints import llama, save
 from tests.drafts import TARGET, dflash, eagle, eagle3, next_token, next_tokens
 from tests.frozen_drafts import frozen
-from tests.laws.engine import TokenEngine
+from tests.laws.engine import TokenEngine, Watched
 from tests.laws.test_speculative_laws import CONTEXT, VOCABULARY
 
 TOKENS, BLOCK = 3, 5
@@ -172,3 +174,25 @@ class Steered:
                 chosen = next((n for n in children if own[n] == token), self._random.choice(children))
                 own[chosen], at = token, int(chosen) + 1
         return torch.tensor(steered, dtype=torch.int32).view(tokens.shape).to(tokens.device)
+
+
+class InFlight(Watched):
+    """Also how many steps were submitted and not collected, at most."""
+
+    most = now = 0
+
+    @classmethod
+    def of(cls, engine: TokenEngine) -> InFlight:
+        """The worker of an engine, from here on."""
+        made = cls(engine.worker)
+        engine.loop.worker, made.paths = made, engine.paths
+        return made
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        return super().submit(batch)
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        self.now -= 1
+        return super().collect(ticket)

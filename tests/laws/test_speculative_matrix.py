@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 
 from sglcore.conformance.matcher import HashedMatcher
-from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import BatchResult, Ticket
 from sglcore.runtime.speculative.choice import IN_TREES, MODELS, WITHOUT_MODEL
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.request import Request
 from tests.laws import test_speculative_laws as laws
 from tests.laws.conftest import KINDS
-from tests.laws.engine import TokenEngine, Watched
-from tests.laws.proposers import PROPOSERS, Proposers, Steered, drafter_classes
+from tests.laws.engine import TokenEngine
+from tests.laws.proposers import PROPOSERS, InFlight, Proposers, Steered, drafter_classes
 from tests.laws.test_speculative_laws import PROMPTS, SAMPLING, VOCABULARY, Ran, check_same
 
 FREE = (*SAMPLING[:3], {"temperature": 1.0, "seed": 7}, SAMPLING[4])
@@ -63,29 +61,13 @@ def plain(proposers: Proposers) -> tuple[Ran, Ran]:
     return run(engine, False), run(engine, True)
 
 
-class InFlight(Watched):
-    """Also how many steps were submitted and not collected, at most."""
-
-    most = now = 0
-
-    def submit(self, batch: ScheduleBatch) -> Ticket:
-        self.now += 1
-        self.most = max(self.most, self.now)
-        return super().submit(batch)
-
-    def collect(self, ticket: Ticket) -> BatchResult:
-        self.now -= 1
-        return super().collect(ticket)
-
-
 def check(proposers: Proposers, plain: tuple[Ran, Ran], name: str, **settings: Any) -> tuple[TokenEngine, InFlight]:
     """Both kinds of batches in one engine, whose second finds the prompts of the first in the cache."""
     engine = proposers.engine(name, poison=True, **settings)
     worker: Any = engine.worker
     assert type(worker.drafter) is PROPOSERS[name].drafter
     worker.drafter = steered = Steered(worker.drafter)
-    watched = InFlight(engine.worker)
-    engine.loop.worker, watched.paths = watched, engine.paths
+    watched = InFlight.of(engine)
     for everything, wanted in enumerate(plain):
         check_same(run(engine, bool(everything), steered, wanted), wanted)
     counted = sums_of(engine.scheduler.drafts)
