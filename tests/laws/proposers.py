@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -138,9 +138,10 @@ class Steered:
     """A drafter that proposes by itself, of which the right tokens are then put in as often as chance has it, so that any number of
     them is accepted. Waits for the device, which no drafter does."""
 
-    def __init__(self, inner: Any, seed: int = 0) -> None:
+    def __init__(self, inner: Any, chance: Any = None) -> None:
+        """`chance`: as a generator of numpy's, or one of its seed 0."""
         self.inner = inner
-        self._random = np.random.default_rng(seed)
+        self.chance = chance or np.random.default_rng(0)
         self.requests, self.texts = list[Request](), list[list[int]]()
 
     def __getattr__(self, name: str) -> Any:
@@ -167,11 +168,11 @@ class Steered:
         steered = tokens.tolist()
         for row, (slot, length) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
             following, own, at = by_slot.get(slot, [])[length + 1 :], steered[row], 0
-            for token in following[: self._random.integers(rows.wanted + 1)]:
+            for token in following[: self.chance.integers(rows.wanted + 1)]:
                 children = [n for n, parent in enumerate(parents[row]) if parent == at and own[n] >= 0]
                 if not children:
                     break
-                chosen = next((n for n in children if own[n] == token), self._random.choice(children))
+                chosen = next((n for n in children if own[n] == token), self.chance.choice(children))
                 own[chosen], at = token, int(chosen) + 1
         return torch.tensor(steered, dtype=torch.int32).view(tokens.shape).to(tokens.device)
 
@@ -182,7 +183,7 @@ class InFlight(Watched):
     most = now = 0
 
     @classmethod
-    def of(cls, engine: TokenEngine) -> InFlight:
+    def of(cls, engine: TokenEngine) -> Self:
         """The worker of an engine, from here on."""
         made = cls(engine.worker)
         engine.loop.worker, made.paths = made, engine.paths
