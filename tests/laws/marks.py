@@ -48,6 +48,8 @@ class Marks:
         assert made.size == (batch.batch_size, batch.num_tokens), "a plan of another size"
         if made.lengths:
             assert made.lengths == batch.seq_lens.tolist(), "a plan for other lengths"
+            most = batch.seq_lens_cpu
+            assert most is not None and (most >= batch.seq_lens.numpy()).all(), "more tokens than the host was told"
             assert batch.turn is not None or made.forward == self.forwards, "a plan of a step before"
         self.attended.append((backend, made, batch.turn, 0 if self.watched is None else self.watched.now))
 

@@ -22,6 +22,7 @@ from sglcore.runtime.speculative.drafter import NONE, DraftRows
 from sglcore.runtime.speculative.heads import MultiHeadDrafter
 from sglcore.runtime.speculative.tree import DraftTree
 from sglcore.schedule.draft_counts import sums_of
+from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
 from tests.laws import test_speculative_laws as laws
 from tests.laws.engine import TokenEngine
@@ -109,14 +110,16 @@ def plain(proposers: Proposers) -> Ran:
     return laws.run(proposers.plain(), samplings=FREE)
 
 
-def recorded(engine: TokenEngine, plain: Ran, proposes: bool, times: int) -> Recording:
-    """All prompts, as often as is said."""
+def recorded(engine: TokenEngine, plain: Ran, proposes: bool, times: int, table: Tensor | None = None) -> Recording:
+    """All prompts, as often as is said; as rows of a table of embeddings, if there is one."""
     worker: Any = engine.worker
     worker.drafter = recording = Recording(worker.drafter, proposes)
     texts = [prompt + output for prompt, output in zip(PROMPTS, plain.tokens, strict=True)]
 
     def prepare(requests: list[Request]) -> None:
         recording.begin(texts, requests)
+        for request in requests if table is not None else ():
+            request.embeds = PromptEmbeds(table.numpy()[request.prompt_ids], request.prompt_ids.tolist())
 
     for _ in range(times):
         check_same(laws.run(engine, samplings=FREE, prepare=prepare), plain)
@@ -151,13 +154,8 @@ WAYS = {
 """Prompts by parts, the first of which are from the cache where they come again."""
 
 
-def check(proposers: Proposers, plain: Ran, wanted: dict[tuple[int, int], Proposed], name: str, way: str) -> None:
-    """All that is proposed is what is known."""
-    settings = {"poison": True, "scramble_pages": 2, "graph_buckets": (1, 2, 5), **WAYS[way]}
-    engine = proposers.engine(name, **settings)
-    found = recorded(engine, plain, True, 2).found
-    stats, counted = engine.scheduler.stats(), sums_of(engine.scheduler.drafts)
-    assert stats.hit_tokens > 0 and 0 < counted.accepted < counted.proposed
+def compare(found: dict[tuple[int, int], Proposed], wanted: dict[tuple[int, int], Proposed]) -> None:
+    """Of all texts that both have."""
     both = found.keys() & wanted.keys()
     assert len(both) > 15
     for key in both:
@@ -165,6 +163,16 @@ def check(proposers: Proposers, plain: Ran, wanted: dict[tuple[int, int], Propos
         assert torch.equal(one.logprobs.isinf(), other.logprobs.isinf()), key
         worst = (one.logprobs - other.logprobs).nan_to_num().abs().max() if one.logprobs.numel() else 0.0
         assert worst < TOLERANCE and one.tokens == other.tokens, (key, worst)
+
+
+def check(proposers: Proposers, plain: Ran, wanted: dict[tuple[int, int], Proposed], name: str, way: str) -> None:
+    """All that is proposed is what is known."""
+    settings = {"poison": True, "scramble_pages": 2, "graph_buckets": (1, 2, 5), **WAYS[way]}
+    engine = proposers.engine(name, **settings)
+    found = recorded(engine, plain, True, 2).found
+    stats, counted = engine.scheduler.stats(), sums_of(engine.scheduler.drafts)
+    assert stats.hit_tokens > 0 and 0 < counted.accepted < counted.proposed
+    compare(found, wanted)
 
 
 NAMES = [name for name in PROPOSERS if name != "suffix"]
@@ -177,6 +185,16 @@ def test_what_is_proposed_is_a_function_of_the_text(
     proposers: Proposers, plain: Ran, known: Any, proposer: str, way: str
 ) -> None:
     check(proposers, plain, known(proposer), proposer, way)
+    proposers.close()
+
+
+@pytest.mark.parametrize("proposer", [name for name in NAMES if name != "ngram"])
+def test_what_is_proposed_after_embeddings_is_what_is_after_their_tokens(
+    proposers: Proposers, plain: Ran, known: Any, proposer: str
+) -> None:
+    table = proposers.target.get_input_embeddings().weight.detach()
+    found = recorded(proposers.engine(proposer, graph="off", max_batch_tokens=16), plain, True, 1, table).found
+    compare(found, known(proposer))
     proposers.close()
 
 
