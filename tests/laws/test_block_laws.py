@@ -18,7 +18,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative.block import BlockDrafter
 from sglcore.runtime.speculative.drafter import DraftRows
 from tests.checkpoints import llama, save
-from tests.drafts import TARGET, DenseDraft, dflash, with_config
+from tests.drafts import AUX_IDS, TARGET, DenseDraft, dflash, with_config
 from tests.laws.engine import TokenEngine, on_this_device, random_prompts
 from tests.laws.test_draft_laws import TOLERANCE, Recording, Step, features_of
 from tests.laws.test_speculative_laws import CONTEXT, VOCABULARY, check_same
@@ -110,6 +110,12 @@ def test_a_defect_of_a_block_shows(made: Made, part: str, defect: Any, monkeypat
     setattr(Defective, part, defect)
     monkeypatch.setattr("sglcore.runtime.speculative.make.BlockDrafter", Defective)
     assert difference(made, graph="off") > 0.01
+
+
+@pytest.mark.needs("device")
+def test_a_block_of_layers_that_are_read_one_late_shows(made: Made, tmp_path: Path) -> None:
+    dflash(made[0], tmp_path / "draft", BLOCK, target_layer_ids=[layer + 1 for layer in AUX_IDS])
+    assert difference(made, graph="off", draft_model=str(tmp_path / "draft")) > 0.01
 
 
 @pytest.mark.parametrize(

@@ -250,3 +250,26 @@ def test_a_wrong_node_without_numbers_spoils_no_other(tmp_path: Path, graph: str
     worker.drafter.token = token
     laws.check_same(laws.run(engine, samplings=FREE), texts)
     engine.worker.close()
+
+
+class Chained(TreeDrafter):
+    """Counts the tokens of each chain that it was asked for."""
+
+    lengths: set[int]
+
+    def grow(self, rows: DraftRows) -> DraftTree:
+        tree = super().grow(rows)
+        if rows.is_chain:
+            self.lengths |= {*(tree.tokens != NONE).sum(1).tolist()}
+        return tree
+
+
+@pytest.mark.needs("device")
+def test_chains_in_place_of_trees_are_as_deep_as_these(folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("sglcore.runtime.speculative.make.TreeDrafter", Chained)
+    engine = TokenEngine(folder, speculative="eagle", graph="off", **SHAPE)
+    worker: Any = engine.worker
+    worker.drafter.lengths = set()
+    laws.run(engine)
+    engine.worker.close()
+    assert worker.drafter.lengths == {DEPTH}

@@ -261,6 +261,14 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.parametrize("rule", list(RULES))
+def test_certain_proposals_that_are_accepted_by_a_law_change_it(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The likeliest token is proposed, and tested as if it had been drawn from a law that has others too."""
+    law = Chain.law
+    monkeypatch.setattr(Chain, "law", lambda chain, place, size: law(chain, place, size) / 2)
+    assert p_value(*count_texts(RULES[rule](Sampler(SIZE, "cpu")), 60_000, is_certain=True)) < 1e-9
+
+
 @pytest.mark.parametrize(("rule", "mutant"), MUTANTS)
 def test_a_defect_changes_the_law(
     rule: str, mutant: Callable[[Rejection, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

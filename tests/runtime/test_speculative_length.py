@@ -8,10 +8,12 @@ from itertools import count, pairwise
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import BatchResult
 from sglcore.runtime.speculative.worker import SpeculativeWorker
-from sglcore.step.draft_length import DWELL, LengthController, lengths_of
+from sglcore.step.draft_length import DWELL, TRIES, LengthController, Started, StepTimes, lengths_of
 from sglcore.step.proposals import WideRows
 from tests.laws.test_speculative_laws import Ran, check_same, engines, folder, plain, run
 
@@ -117,6 +119,36 @@ def test_it_stays_with_a_length_for_some_steps() -> None:
 
 def test_no_length_is_narrower_than_what_was_proposed() -> None:
     assert [LengthController((3, 6)).fitting(tokens) for tokens in range(7)] == [0, 3, 3, 3, 6, 6, 6]
+
+
+def test_each_length_is_tried_before_one_is_chosen_the_longest_first() -> None:
+    made, tried = LengthController(LENGTHS), [0]
+    taken = simulate(made, 12, 0.5, lambda tokens: 1 + tokens)
+    for tokens in taken:
+        tried += [tokens] * (tokens != tried[-1])
+    assert tried[1:5] == [4, 3, 1, 0]
+    assert all(taken.count(tokens) >= TRIES for tokens in LENGTHS)
+
+
+class Learning(LengthController):
+    """Remembers of which steps it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(LENGTHS)
+        self.told: list[tuple[int, int, list[int]]] = []
+
+    def learn(self, requests: int, tokens: int, accepted: NDArray[np.int32], seconds: float | None) -> None:
+        self.told.append((requests, tokens, accepted.tolist()))
+
+
+def test_a_step_that_nobody_collected_is_passed_over() -> None:
+    times, told = StepTimes(), Learning()
+    for step in (3, 5, 6):
+        times.begin(Started(step, 2, step - 2, 0.0, True))
+    for step, counts in ((4, [1, 1]), (5, [1, 3]), (6, [5, 1]), (7, [1, 1])):
+        offsets = np.cumsum([0, *counts], dtype=np.int32)
+        times.end(BatchResult(step, offsets, np.zeros(sum(counts), np.int32), np.zeros(2, bool)), told)
+    assert told.told == [(2, 3, [0, 2]), (2, 4, [4, 0])]
 
 
 class AtRandom(LengthController):

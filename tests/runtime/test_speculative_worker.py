@@ -63,6 +63,24 @@ def test_who_chooses_their_number_and_who_counts_them_are_told_the_same(engines,
     assert engine.worker.drafter.closed
 
 
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_as_many_proposals_are_asked_for_as_the_next_step_verifies(engines, plain: Ran, overlap: bool) -> None:
+    engine = engines("guessing", plain, overlap=overlap, graph="off")
+    engine.worker.length, wanted = Told(), set[int]()
+    own = engine.worker.drafter.advance
+
+    def advance(rows: Any) -> Any:
+        assert rows.wanted == engine.worker.length.tokens
+        wanted.add(rows.wanted)
+        return own(rows)
+
+    engine.worker.drafter.advance = advance
+    engine.worker.length.learn = lambda *told: None
+    check_same(run(engine), plain)
+    assert wanted == {0, 1, 3, 4}
+
+
 class Timed(LengthController):
     """Keeps what steps took."""
 

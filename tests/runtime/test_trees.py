@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.reference import is_seen
 from sglcore.runtime.kernels.reference_speculative import accept_proposals
+from sglcore.runtime.speculative import tree
 from sglcore.runtime.speculative.bring_up import reason_against_trees
 from sglcore.runtime.speculative.choice import Speculation, choose_speculation
 from sglcore.runtime.speculative.drafter import NONE
@@ -34,6 +36,7 @@ from sglcore.sampling.noise import fixed_scale
 from sglcore.sampling.sampler import SHARPNESS, Sampler, SamplingState
 from sglcore.sampling.state import Logprobs, SampledTokens
 from tests.laws.trees import walked
+from tests.planted import planted
 
 ROWS = 40
 
@@ -121,6 +124,23 @@ def test_the_right_path_is_what_a_walk_finds(nodes: int) -> None:
         assert path[row, 0] == 0
         assert path[row, 1 : len(nodes_of) + 1].tolist() == nodes_of
         assert path[row, len(nodes_of) + 1 :].tolist() == list(range(len(nodes_of) + 1, steps))
+
+
+RIGHT = "torch.nn.functional.pad(proposals, (1, 0), value=NONE) == drawn.gather(1, parents.long())"
+LAST = "torch.zeros_like(drawn).scatter_reduce(1, parents[:, 1:].long(), nodes[1:].expand(len(drawn), -1), 'amax')"
+WALKS = {
+    "takes the last child": (RIGHT, f"nodes == {LAST}.gather(1, parents.long())"),
+    "takes what is drawn after the node itself": (RIGHT, RIGHT.replace(".gather(1, parents.long())", "")),
+    "goes on below a wrong node": ("(ancestors & wrong[:, None]) == 0", "is_right"),
+    "takes what has no cell": ("is_right = usable & (", "is_right = ("),
+}
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_walk_that_takes_another_path_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "tree_walk", planted(tree, *WALKS[name]).tree_walk)
+    with pytest.raises(AssertionError):
+        test_the_right_path_is_what_a_walk_finds(9)
 
 
 @pytest.mark.parametrize("width", [1, 3, 6])

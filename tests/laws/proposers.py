@@ -1,0 +1,199 @@
+"""Everything that proposes, over one tiny target: of each kind a checkpoint with its draft, and who it is that proposes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import BatchResult, Ticket
+from sglcore.runtime import speculative
+from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
+from sglcore.runtime.speculative.beams import TreeDrafter
+from sglcore.runtime.speculative.block import BlockDrafter
+from sglcore.runtime.speculative.drafter import DraftRows
+from sglcore.runtime.speculative.frozen import FrozenDrafter
+from sglcore.runtime.speculative.heads import MultiHeadDrafter
+from sglcore.runtime.speculative.ngram import NgramDrafter
+from sglcore.runtime.speculative.tree import DraftTree
+from sglcore.schedule.request import Request
+from tests.checkpoints import llama, save
+from tests.drafts import TARGET, dflash, eagle, eagle3, next_token, next_tokens
+from tests.frozen_drafts import frozen
+from tests.laws.engine import TokenEngine, Watched
+from tests.laws.test_speculative_laws import CONTEXT, VOCABULARY
+
+TOKENS, BLOCK = 3, 5
+TREE = MappingProxyType({"draft_width": 3, "draft_depth": 3, "draft_tokens": 7})
+
+
+@dataclass(frozen=True)
+class Proposer:
+    """What proposes: its `kind`, as it is asked for; the class of the drafter; whether it proposes trees, and whether a step waits for the
+    one before whatever was asked. `make(target, folder)` saves a target with its draft, and gives that by dense torch, if it is a model."""
+
+    kind: str
+    drafter: type
+    make: Callable[[Any, Path], Any] = save
+    is_tree: bool = False
+    waits: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of an engine."""
+        return {"speculative": self.kind, **(TREE if self.is_tree else {"draft_tokens": TOKENS})}
+
+
+def _beside(make: Callable[[Any, Path], Any]) -> Callable[[Any, Path], Any]:
+    return lambda target, folder: make(target, save(target, folder) / "draft")
+
+
+def _standalone(target: Any, folder: Path) -> Any:
+    oracle = llama(max_position_embeddings=CONTEXT, vocab_size=VOCABULARY, hidden_size=32)
+    save(target, folder)
+    save(oracle, folder / "draft")
+    return oracle
+
+
+_EAGLE, _EAGLE3 = _beside(eagle), _beside(eagle3)
+_KINDS = ("full_attention", "full_attention")
+
+
+def _mtp(target: Any, folder: Path) -> Any:
+    return next_token(target, folder, llama)
+
+
+PROPOSERS: Mapping[str, Proposer] = MappingProxyType(
+    {
+        "ngram": Proposer("ngram", NgramDrafter),
+        "suffix": Proposer("suffix", NgramDrafter, waits=True),
+        "standalone": Proposer("standalone", StandaloneDrafter, _standalone),
+        "eagle": Proposer("eagle", FeatureDrafter, _EAGLE),
+        "eagle, trees": Proposer("eagle", TreeDrafter, _EAGLE, is_tree=True),
+        "eagle3": Proposer("eagle3", FeatureDrafter, _EAGLE3),
+        "eagle3, trees": Proposer("eagle3", TreeDrafter, _EAGLE3, is_tree=True),
+        "mtp": Proposer("mtp", FeatureDrafter, _mtp),
+        "mtp, trees": Proposer("mtp", TreeDrafter, _mtp, is_tree=True),
+        "mtp of several layers": Proposer("mtp", MultiHeadDrafter, lambda t, f: next_tokens(t, f, llama, TOKENS)),
+        "frozen-mtp": Proposer("frozen-mtp", FrozenDrafter, _beside(lambda t, f: frozen(t, f, _KINDS, 12, 12))),
+        "dflash": Proposer("dflash", BlockDrafter, _beside(lambda t, f: dflash(t, f, BLOCK))),
+    }
+)
+
+
+def drafter_classes() -> set[type]:
+    """Every class of the package that may stand for a drafter: with a method `advance`, and complete."""
+    found = set[type]()
+    for module in pkgutil.iter_modules(speculative.__path__, f"{speculative.__name__}."):
+        classes = inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
+        found |= {each for _, each in classes if "advance" in dir(each) and each.__module__ == module.name}
+    return {each for each in found if not inspect.isabstract(each) and Protocol not in each.__bases__}
+
+
+@dataclass
+class Proposers:
+    """Checkpoints of each, made when they are asked for, and engines over them."""
+
+    folder: Path
+    target: Any = field(default_factory=lambda: llama(**TARGET, max_position_embeddings=CONTEXT, vocab_size=VOCABULARY))
+    made: dict[str, tuple[Path, Any]] = field(default_factory=dict)
+    engines: list[TokenEngine] = field(default_factory=list)
+
+    def of(self, name: str) -> tuple[Path, Any]:
+        """Its checkpoint, and its draft by dense torch."""
+        if name not in self.made:
+            folder = self.folder / name.replace(", ", "-").replace(" ", "-")
+            self.made[name] = folder, PROPOSERS[name].make(self.target, folder)
+        return self.made[name]
+
+    def engine(self, name: str, **settings: Any) -> TokenEngine:
+        """One in which it proposes."""
+        (folder, _), own = self.of(name), PROPOSERS[name]
+        where = {"draft_model": str(folder / "draft")} if (folder / "draft").is_dir() else {}
+        self.engines.append(TokenEngine(folder, **{**own.settings, **where, **settings}))
+        return self.engines[-1]
+
+    def plain(self) -> TokenEngine:
+        """One in which nothing is proposed."""
+        self.engines.append(TokenEngine(self.of("ngram")[0], graph="off"))
+        return self.engines[-1]
+
+    def close(self) -> None:
+        """Close all engines that were made; again if it likes."""
+        while self.engines:
+            self.engines.pop().worker.close()
+
+
+class Steered:
+    """A drafter that proposes by itself, of which the right tokens are then put in as often as chance has it, so that any number of
+    them is accepted. Waits for the device, which no drafter does."""
+
+    def __init__(self, inner: Any, chance: Any = None) -> None:
+        """`chance`: as a generator of numpy's, or one of its seed 0."""
+        self.inner = inner
+        self.chance = chance or np.random.default_rng(0)
+        self.requests, self.texts = list[Request](), list[list[int]]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def begin(self, texts: Sequence[list[int]], requests: list[Request]) -> None:
+        """Of these requests, whose texts will be these."""
+        self.texts, self.requests = list(texts), requests
+
+    def advance(self, rows: DraftRows) -> Tensor:
+        """As the drafter's own."""
+        found = self.inner.advance(rows)
+        chain = [[*range(found.shape[1])]] * len(found)
+        return self.steer(rows, found, chain)
+
+    def grow(self, rows: DraftRows) -> DraftTree:
+        """As the drafter's own."""
+        tree = self.inner.grow(rows)
+        return tree._replace(tokens=self.steer(rows, tree.tokens, tree.parents.tolist()))
+
+    def steer(self, rows: DraftRows, tokens: Tensor, parents: list[list[int]]) -> Tensor:
+        """Put right tokens on some way from the root, as far as chance has it."""
+        by_slot = {each.slot: text for each, text in zip(self.requests, self.texts, strict=True)}
+        steered = tokens.tolist()
+        for row, (slot, length) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
+            following, own, at = by_slot.get(slot, [])[length + 1 :], steered[row], 0
+            for token in following[: self.chance.integers(rows.wanted + 1)]:
+                children = [n for n, parent in enumerate(parents[row]) if parent == at and own[n] >= 0]
+                if not children:
+                    break
+                chosen = next((n for n in children if own[n] == token), self.chance.choice(children))
+                own[chosen], at = token, int(chosen) + 1
+        return torch.tensor(steered, dtype=torch.int32).view(tokens.shape).to(tokens.device)
+
+
+class InFlight(Watched):
+    """Also how many steps were submitted and not collected, at most."""
+
+    most = now = 0
+
+    @classmethod
+    def of(cls, engine: TokenEngine) -> Self:
+        """The worker of an engine, from here on."""
+        made = cls(engine.worker)
+        engine.loop.worker, made.paths = made, engine.paths
+        return made
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        return super().submit(batch)
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        self.now -= 1
+        return super().collect(ticket)

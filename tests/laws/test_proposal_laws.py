@@ -1,0 +1,268 @@
+"""What is proposed after a text, and what it is drawn of, is a function of the text: whoever proposes, however prompts were cut and
+pages lie, whatever came from the cache and was accepted before, in steps that overlap or wait, eagerly or by graphs.
+
+What it is drawn of is another law's: dense torch has it for one of these ways, of each drafter with a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglcore.runtime.speculative import make
+from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
+from sglcore.runtime.speculative.beams import TreeDrafter
+from sglcore.runtime.speculative.block import BlockDrafter
+from sglcore.runtime.speculative.drafter import NONE, DraftRows
+from sglcore.runtime.speculative.heads import MultiHeadDrafter
+from sglcore.runtime.speculative.tree import DraftTree
+from sglcore.schedule.draft_counts import sums_of
+from sglcore.schedule.prompt_embeds import PromptEmbeds
+from sglcore.schedule.request import Request
+from tests.laws import test_speculative_laws as laws
+from tests.laws.engine import TokenEngine
+from tests.laws.proposers import BLOCK, PROPOSERS, TOKENS, TREE, Proposers, Steered
+from tests.laws.test_speculative_laws import PROMPTS, SAMPLING, Ran, check_same
+
+FREE = (*SAMPLING[:3], {"temperature": 1.0, "seed": 7}, SAMPLING[4])
+TOLERANCE = 5e-4
+pytestmark = pytest.mark.needs("graphs.native")
+"""What depends on no device."""
+
+
+def reach_of(drafter: Any) -> int:
+    """Cells behind a text that it writes: what lacks one is another law's."""
+    own = {BlockDrafter: BLOCK, TreeDrafter: TREE["draft_width"] * (TREE["draft_depth"] - 1)}
+    return next((cells for kind, cells in own.items() if isinstance(drafter, kind)), TOKENS)
+
+
+class Proposed(NamedTuple):
+    """After a text: tokens, and log-probabilities [rows, vocab] of all draws, in order."""
+
+    tokens: list[int]
+    logprobs: Tensor
+
+
+class Recording(Steered):
+    """Remembers what was proposed after each text, by its number and length. `proposes`: what is right is steered; else nothing is
+    proposed at all, so that every length comes."""
+
+    def __init__(self, inner: Any, proposes: bool) -> None:
+        super().__init__(inner)
+        self.proposes, self.reach = proposes, reach_of(inner)
+        self.found: dict[tuple[int, int], Proposed] = {}
+        self._drawn = list[Tensor]()
+
+    def listened(self, rows: DraftRows) -> DraftRows:
+        """With draws that are remembered."""
+        self._drawn.clear()
+        count, draw, rank = len(rows.most_lens), rows.draw, rows.rank
+        assert rank is not None
+
+        def remember(logits: Tensor) -> None:
+            self._drawn.append(torch.log_softmax(logits, -1).view(count, -1, logits.shape[-1]).clone())
+
+        def drawn(logits: Tensor, depth: int) -> Tensor:
+            remember(logits)
+            return draw(logits, depth)
+
+        def ranked(logits: Tensor, depth: int, leaders: int) -> tuple[Tensor, Tensor]:
+            remember(logits)
+            return rank(logits, depth, leaders)
+
+        return replace(rows, draw=drawn, rank=ranked)
+
+    def advance(self, rows: DraftRows) -> Tensor:
+        return super().advance(self.listened(rows))
+
+    def grow(self, rows: DraftRows) -> DraftTree:
+        return super().grow(self.listened(rows))
+
+    def steer(self, rows: DraftRows, tokens: Tensor, parents: list[list[int]]) -> Tensor:
+        logprobs = torch.cat(self._drawn, 1) if self._drawn else torch.zeros(len(tokens), 0, 1)
+        numbers = {each.slot: number for number, each in enumerate(self.requests)}
+        for row, (slot, length) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
+            if (
+                slot in numbers
+                and length + self.reach <= int(rows.limits[row])
+                and length < len(self.texts[numbers[slot]])
+            ):
+                self.found[numbers[slot], length] = Proposed(tokens[row].tolist(), logprobs[row])
+        return super().steer(rows, tokens, parents) if self.proposes else torch.full_like(tokens, NONE)
+
+
+@pytest.fixture(scope="module")
+def proposers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proposers]:
+    """Of all kinds."""
+    made = Proposers(tmp_path_factory.mktemp("proposers"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def plain(proposers: Proposers) -> Ran:
+    """What comes without proposals."""
+    return laws.run(proposers.plain(), samplings=FREE)
+
+
+def recorded(engine: TokenEngine, plain: Ran, proposes: bool, times: int, table: Tensor | None = None) -> Recording:
+    """All prompts, as often as is said; as rows of a table of embeddings, if there is one."""
+    worker: Any = engine.worker
+    worker.drafter = recording = Recording(worker.drafter, proposes)
+    texts = [prompt + output for prompt, output in zip(PROMPTS, plain.tokens, strict=True)]
+
+    def prepare(requests: list[Request]) -> None:
+        recording.begin(texts, requests)
+        for request in requests if table is not None else ():
+            request.embeds = PromptEmbeds(table.numpy()[request.prompt_ids], request.prompt_ids.tolist())
+
+    for _ in range(times):
+        check_same(laws.run(engine, samplings=FREE, prepare=prepare), plain)
+    return recording
+
+
+@pytest.fixture(scope="module")
+def known(proposers: Proposers, plain: Ran) -> Callable[[str], dict[tuple[int, int], Proposed]]:
+    """What a drafter proposes of whole prompts in new pages, when every text grows by a token a step."""
+    found: dict[str, dict[tuple[int, int], Proposed]] = {}
+
+    def of(name: str) -> dict[tuple[int, int], Proposed]:
+        if name not in found:
+            engine = proposers.engine(name, graph="off", overlap=False, prefix_cache=False)
+            found[name] = recorded(engine, plain, False, 1).found
+        return found[name]
+
+    return of
+
+
+WAYS = {
+    "tokens of their own pages, overlapped": {"max_batch_tokens": 7, "page_size": 1, "overlap": True, "graph": "off"},
+    "large pages, in graphs": {"max_batch_tokens": 16, "page_size": 16, "overlap": False, "graph": "native"},
+    "small pages, overlapped, in graphs": {
+        "max_batch_tokens": 3,
+        "page_size": 4,
+        "overlap": True,
+        "graph": "native",
+        "max_requests": 3,
+    },
+}
+"""Prompts by parts, the first of which are from the cache where they come again."""
+
+
+def compare(found: dict[tuple[int, int], Proposed], wanted: dict[tuple[int, int], Proposed]) -> None:
+    """Of all texts that both have."""
+    both = found.keys() & wanted.keys()
+    assert len(both) > 15
+    for key in both:
+        one, other = found[key], wanted[key]
+        assert torch.equal(one.logprobs.isinf(), other.logprobs.isinf()), key
+        worst = (one.logprobs - other.logprobs).nan_to_num().abs().max() if one.logprobs.numel() else 0.0
+        assert worst < TOLERANCE and one.tokens == other.tokens, (key, worst)
+
+
+def check(proposers: Proposers, plain: Ran, wanted: dict[tuple[int, int], Proposed], name: str, way: str) -> None:
+    """All that is proposed is what is known."""
+    settings = {"poison": True, "scramble_pages": 2, "graph_buckets": (1, 2, 5), **WAYS[way]}
+    engine = proposers.engine(name, **settings)
+    found = recorded(engine, plain, True, 2).found
+    stats, counted = engine.scheduler.stats(), sums_of(engine.scheduler.drafts)
+    assert stats.hit_tokens > 0 and 0 < counted.accepted < counted.proposed
+    compare(found, wanted)
+
+
+NAMES = [name for name in PROPOSERS if name != "suffix"]
+"""What a suffix finds is what others wrote."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("proposer", NAMES)
+def test_what_is_proposed_is_a_function_of_the_text(
+    proposers: Proposers, plain: Ran, known: Any, proposer: str, way: str
+) -> None:
+    check(proposers, plain, known(proposer), proposer, way)
+    proposers.close()
+
+
+@pytest.mark.parametrize("proposer", [name for name in NAMES if name != "ngram"])
+def test_what_is_proposed_after_embeddings_is_what_is_after_their_tokens(
+    proposers: Proposers, plain: Ran, known: Any, proposer: str
+) -> None:
+    table = proposers.target.get_input_embeddings().weight.detach()
+    found = recorded(proposers.engine(proposer, graph="off", max_batch_tokens=16), plain, True, 1, table).found
+    compare(found, known(proposer))
+    proposers.close()
+
+
+def of_the_root_alone(rows: DraftRows) -> DraftRows:
+    """The rows of a verification, of which that before the root alone has a cell."""
+    batch = rows.batch
+    if not batch.forward_mode.is_decode:
+        return rows
+    kept = torch.zeros_like(batch.positions)
+    kept[rows.select] = 1
+    slots, places = batch.req_pool_indices * kept, batch.positions * kept
+    return replace(rows, batch=replace(batch, req_pool_indices=slots, positions=places, seq_lens=places + 1))
+
+
+class SkipsVerified(FeatureDrafter):
+    """What it wrote of its own proposals stays."""
+
+    def take_in(self, rows: DraftRows) -> Tensor:
+        return super().take_in(of_the_root_alone(rows))
+
+
+class TreesSkipVerified(TreeDrafter):
+    def take_in(self, rows: DraftRows) -> Tensor:
+        return super().take_in(of_the_root_alone(rows))
+
+
+class SkipsTheLast(StandaloneDrafter):
+    """The last proposal, which it never ran itself, gets no cell."""
+
+    def take_in(self, rows: DraftRows) -> Tensor:
+        roots = rows.ids.index_select(0, rows.select)
+        return self.run(self.decode(rows, roots, 0)) if rows.batch.forward_mode.is_decode else super().take_in(rows)
+
+
+class InjectsTheRootAlone(BlockDrafter):
+    def inject(self, rows: DraftRows) -> None:
+        super().inject(of_the_root_alone(rows))
+
+
+class ShiftedFeatures(BlockDrafter):
+    """What the target made of each token goes to the cell of the one before it."""
+
+    def inject(self, rows: DraftRows) -> None:
+        assert rows.features is not None
+        super().inject(replace(rows, features=rows.features.roll(-1, 0)))
+
+
+class WritesNothingAgain(MultiHeadDrafter):
+    def front(self, slots: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+        owners, positions = super().front(slots, cells)
+        return owners * 0, positions * 0
+
+
+DEFECTS = {
+    "eagle": SkipsVerified,
+    "eagle, trees": TreesSkipVerified,
+    "standalone": SkipsTheLast,
+    "dflash": InjectsTheRootAlone,
+    "mtp of several layers": WritesNothingAgain,
+}
+
+
+@pytest.mark.parametrize(("proposer", "defect"), [*DEFECTS.items(), ("dflash", ShiftedFeatures)])
+def test_what_goes_on_from_other_cells_than_those_of_its_text_shows(
+    proposers: Proposers, plain: Ran, known: Any, proposer: str, defect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = known(proposer)
+    monkeypatch.setattr(make, defect.__bases__[0].__name__, defect)
+    with pytest.raises(AssertionError, match=r"\(\(\d+, \d+\), tensor"):
+        check(proposers, plain, wanted, proposer, "large pages, in graphs")
+    proposers.close()
