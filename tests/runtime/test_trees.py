@@ -319,14 +319,6 @@ def test_larger_ones_are_refused(tmp_path: Path, width: int, depth: int, tokens:
         chosen(tmp_path, draft_width=width, draft_depth=depth, draft_tokens=tokens)
 
 
-def test_several_ranks_verify_no_trees(tmp_path: Path) -> None:
-    model: Any = SimpleNamespace(config=SimpleNamespace(is_encoder=False), state_layers=(), reads_history=False)
-    (tmp_path / "draft").mkdir()
-    config = EngineConfig(speculative="mtp", draft_model=str(tmp_path / "draft"), draft_width=2)
-    with pytest.raises(ConfigError, match="several ranks hold this model.*--draft-width 1"):
-        choose_speculation(config, model, tmp_path, DecisionLedger(), lambda *_: None, is_divided=True)
-
-
 def test_attention_that_hides_no_cells_is_named() -> None:
     package: Any = SimpleNamespace(name="odd", attention={"plain": "tests.runtime.test_trees:Plain"})
     assert (

@@ -185,7 +185,7 @@ def choose_speculation(
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy=remedy)
     if is_divided and (reason := reason_against(RANKS, kind)):
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--tp 1, or another draft")
-    config, tree = _tree_of(config, kind, model, ledger, is_divided, no_trees)
+    config, tree = _tree_of(config, kind, model, ledger, no_trees)
     made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried, tree=tree)
     if kind in MODELS:
         made = _with_draft(config, made, load(_draft_folder(config, folder, kind), kind), ledger)
@@ -195,11 +195,11 @@ def choose_speculation(
 
 
 def _tree_of(
-    config: EngineConfig, kind: str, model: LoadedModel, ledger: DecisionLedger, is_divided: bool, no_trees: str
+    config: EngineConfig, kind: str, model: LoadedModel, ledger: DecisionLedger, no_trees: str
 ) -> tuple[EngineConfig, TreeShape | None]:
     """The tree that was asked for, and the configuration, with chains where the device has none. Raises ConfigError for one that can
     not be."""
-    tree = _tree(config, kind, is_divided)
+    tree = _tree(config, kind)
     if tree is None:
         return config, None
     if reason := _reason_against_trees(model.attention_layers):
@@ -235,7 +235,7 @@ def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: Decis
     return replace(made, lengths=lengths, heads=heads)
 
 
-def _tree(config: EngineConfig, kind: str, is_divided: bool) -> TreeShape | None:
+def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
     """The tree that was asked for; None: chains. Raises ConfigError for one that can not be."""
     width, depth, tokens = config.draft_width, config.draft_depth or TREE_DEPTH, config.draft_tokens or TREE_TOKENS
     if width == 1:
@@ -248,8 +248,6 @@ def _tree(config: EngineConfig, kind: str, is_divided: bool) -> TreeShape | None
         reason = f"proposals of {kind!r} are chains; those of {', '.join(IN_TREES)} may be trees"
     elif config.speculative_verify != COUPLED:
         reason = f"the rule is {config.speculative_verify!r}, and {reason_against(OTHER_RULES, TREES)}"
-    elif is_divided:
-        reason = reason_against(RANKS, TREES)
     elif not depth <= tokens < MOST_NODES:
         reason = f"a tree of {tokens} tokens is to be {depth} deep; it has {depth} to {MOST_NODES - 1} of them"
         remedy = "--draft-tokens or --draft-depth"
