@@ -4,7 +4,8 @@ Floor of the host time: a sort and three gathers over the records of every reque
 
     python benchmarks/draft_trees.py [--prompts 64] [--written 128] [--requests 64] [--depths 1 2 3 4 5 6] [--json FILE]
 
-With `--depths`, for each number of forwards of the draft: a chain beside trees of 8 nodes with as many beams as `WIDTHS`.
+With `--depths`, for each number of forwards of the draft: a chain, trees of 8 nodes with as many beams as `WIDTHS`, and the tree of
+everything that beams recorded, which no choice of 8 of its nodes can surpass.
 """
 
 from __future__ import annotations
@@ -76,12 +77,14 @@ def tokens_of_a_step(
 
 def shapes_of(depth: int) -> dict[str, dict[str, int]]:
     """A chain, and the trees of `NODES` nodes that there can be, by `depth` forwards of the draft each."""
-    found = {f"chain of {depth}": {"draft_tokens": depth}}
+    found = {"chain": {"draft_tokens": depth}}
     for width in WIDTHS:
-        shape = TreeShape(width, depth, NODES)
-        if depth < NODES <= sum(shape.records) + 1 and shape.cells <= MOST_NODES:
-            given = {"draft_tokens": NODES - 1, "draft_width": width, "draft_depth": depth}
-            found[f"{width} beams"] = given
+        shape, given = TreeShape(width, depth, NODES), {"draft_width": width, "draft_depth": depth}
+        most = sum(shape.records)
+        if depth < NODES <= most + 1 and shape.cells <= MOST_NODES:
+            found[f"{width} beams"] = {"draft_tokens": NODES - 1, **given}
+        if NODES <= most < MOST_NODES:
+            found[f"all of {width} beams"] = {"draft_tokens": most, **given}
     return found
 
 

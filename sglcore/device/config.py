@@ -170,7 +170,10 @@ class EngineConfig:
         most=MOST_BEAMS,
     )
     draft_depth: int | None = setting(
-        None, "Tokens of a tree one after another at most; left out, 4.", least=1, most=MOST_DRAFTS
+        None,
+        "Tokens of a tree one after another at most; left out, 5 or as many as there can be.",
+        least=1,
+        most=MOST_DRAFTS,
     )
     speculative_verify: str = setting(
         "coupled",

@@ -59,8 +59,9 @@ IN_TREES = (EAGLE, EAGLE3, MTP)
 """Kinds whose proposals may be trees: those that read features, a token at a time."""
 TREE_MASK = "tree_mask"
 """The feature of attention whose rows may leave out single cells."""
-TREE_TOKENS, TREE_DEPTH = 7, 4
-"""Of a tree where nobody asks for others: proposals, and tokens one after another."""
+TREE_TOKENS, TREE_DEPTH = 7, 5
+"""Of a tree where nobody asks for others: proposals, and tokens one after another, as far as there are so many and their beams' cells
+can be told apart."""
 
 LoadDraft = Callable[[Path, str], Any]
 """`load(folder, kind)`: the draft, with its `model`, its `aux_layers` and its `heads`."""
@@ -237,7 +238,8 @@ def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: Decis
 
 def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
     """The tree that was asked for; None: chains. Raises ConfigError for one that can not be."""
-    width, depth, tokens = config.draft_width, config.draft_depth or TREE_DEPTH, config.draft_tokens or TREE_TOKENS
+    width, tokens = config.draft_width, config.draft_tokens or TREE_TOKENS
+    depth = config.draft_depth or min(TREE_DEPTH, tokens, MOST_NODES // width + 1)
     if width == 1:
         if config.draft_depth is not None:
             raise ConfigError("draft_depth is that of trees, and draft_width is 1", remedy="--draft-tokens alone")
