@@ -69,6 +69,7 @@ def make_speculative_worker(
     limits = replace(
         limits,
         draft_tokens=drafter.tokens,
+        draft_cells=0 if speculation.tree is None else speculation.tree.cells,
         takes_proposals=from_host,
         lookahead=drafter.lookahead,
         keeps_history=drafter.reads_history,
