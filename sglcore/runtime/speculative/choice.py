@@ -55,8 +55,8 @@ OFFERED: Ref = "sglcore.models.draft:offered_head"
 """How a draft becomes a model, of which kind one is, and which a checkpoint brings; references, because models build on the
 runtime."""
 
-IN_TREES = (EAGLE, EAGLE3, MTP)
-"""Kinds whose proposals may be trees: those that read features, a token at a time."""
+IN_TREES = (EAGLE, EAGLE3, MTP, STANDALONE, FROZEN)
+"""Kinds whose proposals may be trees: those of a model that proposes a token at a time."""
 TREE_MASK = "tree_mask"
 """The feature of attention whose rows may leave out single cells."""
 TREE_TOKENS, TREE_DEPTH = 7, 5
@@ -123,7 +123,7 @@ class Speculation:
         if model is not self.draft:
             return StepShape(widths, aux_layers=self.aux_layers or ())
         if self.tree is not None:
-            return StepShape(tuple(sorted({1, self.tree.width, self.tree.steps})), model.feature_size)
+            return self._shape_of_beams(self.tree, model)
         if self.kind == DFLASH:
             return StepShape((model.config.words["block_size"],))
         if self.heads > 1:
@@ -134,6 +134,13 @@ class Speculation:
         if self.aux_layers is None:
             return StepShape((1, *(each + 1 for each in widths)))
         return StepShape(tuple(sorted({1, *widths})), model.feature_size)
+
+    def _shape_of_beams(self, tree: TreeShape, model: LoadedModel) -> StepShape:
+        if self.kind == FROZEN:
+            return StepShape((1, tree.width), model.feature_size, takes_prompts=False)
+        if self.aux_layers is None:
+            return StepShape(tuple(sorted({1, tree.width, tree.steps + 1})))
+        return StepShape(tuple(sorted({1, tree.width, tree.steps})), model.feature_size)
 
 
 def most_drafts(config: EngineConfig) -> int:
@@ -256,7 +263,7 @@ def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
     elif tokens > sum(shape.records):
         reason = f"{width} beams that are {depth} deep record {sum(shape.records)} tokens, and {tokens} are to be kept"
         remedy = "lower --draft-tokens, or raise --draft-width"
-    elif shape.cells > MOST_NODES:
+    elif shape.cells > MOST_NODES and kind != FROZEN:
         reason = f"{width} beams that are {depth} deep write {shape.cells} cells, and {MOST_NODES} can be told apart"
         remedy = "lower --draft-width or --draft-depth"
     if reason:

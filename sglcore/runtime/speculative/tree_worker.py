@@ -73,7 +73,7 @@ class TreeWorker(SpeculativeWorker):
             assert staged.out_cache_loc is not None
             move_path(self.runner.attn_backend.token_to_kv_pool, staged.out_cache_loc.view(-1, width), path)
         order = (path + torch.arange(0, logits.shape[0], width, device=path.device)[:, None]).flatten()
-        chain = self._chain(batch, staged, rows, before, steps)
+        chain = self._chain(batch, staged, rows, before, order)
         plan = plan if steps == width else self._plan_of(len(order))
         return Verified(chain, hidden.index_select(0, order), plan, along(sampled, order), runs, width)
 
@@ -107,12 +107,13 @@ class TreeWorker(SpeculativeWorker):
         return torch.stack([accepted, offered, first + accepted, ends]), path
 
     def _chain(
-        self, batch: ScheduleBatch, staged: ForwardBatch, rows: VerifiedRows, before: Tensor, steps: int
+        self, batch: ScheduleBatch, staged: ForwardBatch, rows: VerifiedRows, before: Tensor, order: Tensor
     ) -> ForwardBatch:
-        """The rows of a path as those of a step that verified a chain."""
+        """The rows `order` int64[B * steps] of paths as those of a step that verified chains."""
+        steps = len(order) // len(before)
         places = before[:, None] + self._steps[:steps]
         slots, positions = placed(rows.slots[:, None], places, rows.limits[:, None])
-        ids = staged.input_ids[: places.numel()]
+        ids = staged.input_ids.index_select(0, order)
         chain = decode_batch(staged, slots.flatten(), positions.flatten(), ids, most_lens(batch, steps))
         return replace(chain, width=steps)
 
