@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from sglcore import LLM, SamplingParams
 from sglcore.engine.start import embedded_model
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.tree import (
     MOST_NODES,
     Records,
@@ -32,7 +33,6 @@ from sglcore.runtime.speculative.tree import (
     recorded,
     tree_build,
     tree_expand,
-    tree_walk,
 )
 
 KINDS, TEMPERATURES = ("eagle3", "mtp"), (0.0, 1.0)
@@ -126,16 +126,17 @@ def host_time(requests: int) -> dict[str, float]:
         for width in widths
     ]
     depths = shape.depths_of_records("cpu")
-    built, walked = [], []
-    usable = torch.ones(requests, shape.nodes, dtype=torch.bool)
+    built, walked, walk = [], [], KernelTable().tree_walk
+    owners, state = slots.repeat_interleave(shape.nodes), torch.zeros(3, requests + 1, dtype=torch.int32)
+    proposals = torch.zeros(requests + 1, shape.nodes - 1, dtype=torch.int32)
+    path, runs = torch.empty(requests, shape.steps).int(), torch.empty(4, requests).int()
     for _ in range(ROUNDS):
         begin = time.perf_counter()
         tree = build(shape, depths, tables, leaders, slots)
         middle = time.perf_counter()
-        trees = tables.of_slots(slots)
-        tree_walk(
-            torch.randint(1000, (requests, shape.nodes), dtype=torch.int32), tree.tokens, usable, trees, shape.steps
-        )
+        proposals[1:] = tree.tokens
+        drawn = torch.randint(1000, (requests * shape.nodes,), dtype=torch.int32)
+        walk(drawn, owners, slots, state[0, 1:], tables.held, state[1], state[2], proposals, path, runs)
         built.append((middle - begin) * 1e6)
         walked.append((time.perf_counter() - middle) * 1e6)
     return {"build": round(statistics.median(built), 1), "walk": round(statistics.median(walked), 1)}

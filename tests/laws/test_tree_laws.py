@@ -331,15 +331,19 @@ class NeverAChain(TreeWorker):
 
 
 class TreesOfTheNextSlot(TreeWorker):
-    def _place(self, *given: Any) -> None:
-        super()._place(*given)
-        self._placed_trees = self._placed_trees.roll(1, 1)
+    def _walk(self, *given: Any) -> Any:
+        kept = self._trees.held
+        self._trees.held = kept.roll(1, 1)
+        try:
+            return super()._walk(*given)
+        finally:
+            self._trees.held = kept
 
 
 class RowsAsTheyWere(TreeWorker):
     def _walk(self, *given: Any) -> Any:
         runs, path = super()._walk(*given)
-        return runs, torch.arange(path.shape[1], device=path.device).expand_as(path)
+        return runs, torch.arange(path.shape[1], dtype=torch.int32, device=path.device).expand_as(path)
 
 
 @pytest.mark.needs("device")

@@ -237,14 +237,15 @@ class Counted(TreeWorker):
         assert (staged.positions[is_outside] == 0).all()
         assert (staged.positions < staged.seq_lens).all()
 
-    def _walk(self, staged: ForwardBatch, rows: Any, sampled: Any, before: Tensor, width: int, steps: int) -> Any:
+    def _walk(self, staged: ForwardBatch, rows: Any, sampled: Any, steps: int) -> Any:
+        before, width = self._lengths[rows.slots], staged.num_tokens // len(rows.slots)
         proposals = self._proposals[rows.slots].tolist()
         cells = zip(proposals, before.tolist(), rows.limits.tolist(), strict=True)
         wanted = [
             sum(token != NONE and at + n < limit for n, token in enumerate(own[: width - 1], 1))
             for own, at, limit in cells
         ]
-        runs, path = super()._walk(staged, rows, sampled, before, width, steps)
+        runs, path = super()._walk(staged, rows, sampled, steps)
         assert runs[1].tolist() == wanted
         assert (runs[0] <= runs[1]).all()
         assert torch.equal(runs[3], (before + runs[0] + 1).minimum(rows.limits.maximum(before)))

@@ -15,7 +15,8 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.reference import is_seen
-from sglcore.runtime.kernels.reference_speculative import accept_proposals
+from sglcore.runtime.kernels.reference_speculative import accept_proposals, tree_walk
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.bring_up import reason_against_trees
 from sglcore.runtime.speculative.choice import Speculation, choose_speculation
 from sglcore.runtime.speculative.drafter import NONE
@@ -26,7 +27,6 @@ from sglcore.runtime.speculative.tree import (
     recorded,
     tree_build,
     tree_expand,
-    tree_walk,
 )
 from sglcore.runtime.speculative.tree_worker import TreeWorker, along
 from sglcore.sampling.batch import SamplingNeeds
@@ -89,6 +89,21 @@ def test_a_slot_that_nobody_gave_a_tree_has_a_chain() -> None:
     assert words[0].tolist() == [-1] * 5
 
 
+def walk(parents: Any, tokens: Any, drawn: Any, usable: Any, steps: int) -> tuple[Tensor, Tensor]:
+    """How deep the right path of each tree is, and its nodes, by the table; row n is of slot n + 1."""
+    count = len(parents)
+    slots, held = torch.arange(1, count + 1, dtype=torch.int32), torch.zeros(4, count + 1, len(drawn[0])).int()
+    held[:, 1:] = trees_of(parents)
+    proposals = torch.zeros(count + 1, len(tokens[0]), dtype=torch.int32)
+    proposals[1:] = torch.tensor(tokens)
+    owners = (slots[:, None] * torch.tensor(usable)).flatten()
+    last, lengths, limits = (torch.full((count + 1,), n, dtype=torch.int32) for n in (0, 3, 99))
+    path, runs = torch.empty(count, steps, dtype=torch.int32), torch.empty(4, count, dtype=torch.int32)
+    found = torch.tensor(drawn, dtype=torch.int32).flatten()
+    tree_walk(found, owners, slots, limits[1:], held, last, lengths, proposals, path, runs)
+    return runs[0], path
+
+
 @pytest.mark.parametrize("nodes", [2, 9, 32])
 def test_the_right_path_is_what_a_walk_finds(nodes: int) -> None:
     rng = np.random.default_rng(nodes)
@@ -108,13 +123,7 @@ def test_the_right_path_is_what_a_walk_finds(nodes: int) -> None:
         drawn.append(row)
         usable.append([True, *(rng.random(nodes - 1) < 0.9).tolist()])
     steps = 1 + max(max(depths_of(each)) for each in parents)
-    accepted, path = tree_walk(
-        torch.tensor(drawn, dtype=torch.int32),
-        torch.tensor(tokens, dtype=torch.int32),
-        torch.tensor(usable),
-        trees_of(parents),
-        steps,
-    )
+    accepted, path = walk(parents, tokens, drawn, usable, steps)
     wanted = [walked(*each) for each in zip(drawn, tokens, parents, usable, strict=True)]
     assert accepted.tolist() == [len(each) for each in wanted]
     assert max(accepted.tolist()) >= min(2, nodes - 1)
@@ -142,16 +151,17 @@ def test_of_chains_all_is_as_the_table_of_kernels_has_it(width: int) -> None:
     worker: Any = SimpleNamespace(
         _proposals=proposals,
         _lengths=lengths,
-        _table=SimpleNamespace(publish=lambda slots, drawn: last.index_put_((slots,), drawn)),
-        _placed_trees=TreeTables(ROWS + 1, 6, torch.device("cpu")).of_slots(slots),
+        _kernels=KernelTable(),
+        _table=SimpleNamespace(last=last),
+        _trees=TreeTables(ROWS + 1, 6, torch.device("cpu")),
     )
     staged: Any = SimpleNamespace(req_pool_indices=owners)
     rows: Any = SimpleNamespace(slots=slots, limits=limits)
     sampled = SampledTokens(tokens, torch.zeros_like(tokens, dtype=torch.bool))
-    found, path = TreeWorker._walk(worker, staged, rows, sampled, lengths[slots.long()], width, width)
+    found, path = TreeWorker._walk(worker, staged, rows, sampled, width)
     assert torch.equal(found, runs)
     assert torch.equal(torch.stack([last, lengths]), torch.stack(tables[:2]))
-    assert torch.equal(path, torch.arange(width).expand(ROWS, width))
+    assert torch.equal(path, torch.arange(width, dtype=torch.int32).expand(ROWS, width))
 
 
 def test_all_that_is_told_of_a_draw_goes_along_its_path() -> None:
