@@ -2,7 +2,10 @@
 
 Floor of the host time: a sort and three gathers over the records of every request; nothing of it grows with the vocabulary.
 
-    python benchmarks/draft_trees.py [--prompts 64] [--written 128] [--requests 64] [--json FILE]
+    python benchmarks/draft_trees.py [--prompts 64] [--written 128] [--requests 64] [--depths 1 2 3 4 5 6] [--json FILE]
+
+With `--depths`, for each number of forwards of the draft: a chain, trees of 8 nodes with as many beams as `WIDTHS`, and the tree of
+everything that beams recorded, which no choice of 8 of its nodes can surpass.
 """
 
 from __future__ import annotations
@@ -21,14 +24,15 @@ from tokenizers import Tokenizer
 
 from sglcore import LLM, SamplingParams
 from sglcore.engine.start import embedded_model
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.tree import (
+    MOST_NODES,
     Records,
     TreeShape,
     TreeTables,
     recorded,
     tree_build,
     tree_expand,
-    tree_walk,
 )
 
 KINDS, TEMPERATURES = ("eagle3", "mtp"), (0.0, 1.0)
@@ -44,6 +48,7 @@ SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
     }
 )
 """All by as many forwards of the draft."""
+NODES, WIDTHS = 8, (2, 3, 4, 7)
 
 
 def prompts_of(count: int) -> list[list[int]]:
@@ -67,6 +72,30 @@ def tokens_of_a_step(
             outputs = [each.outputs[0] for each in llm.generate(prompts, params)]
             steps = sum(each.verified_steps for each in outputs)
             found[str(temperature)] = round(1 + sum(each.accepted_tokens for each in outputs) / steps, 3)
+    return found
+
+
+def shapes_of(depth: int) -> dict[str, dict[str, int]]:
+    """A chain, and the trees of `NODES` nodes that there can be, by `depth` forwards of the draft each."""
+    found = {"chain": {"draft_tokens": depth}}
+    for width in WIDTHS:
+        shape, given = TreeShape(width, depth, NODES), {"draft_width": width, "draft_depth": depth}
+        most = sum(shape.records)
+        if depth < NODES <= most + 1 and shape.cells <= MOST_NODES:
+            found[f"{width} beams"] = {"draft_tokens": NODES - 1, **given}
+        if NODES <= most < MOST_NODES:
+            found[f"all of {width} beams"] = {"draft_tokens": most, **given}
+    return found
+
+
+def tokens_by_shape(
+    kind: str, prompts: Sequence[list[int]], written: int, shapes: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, float]]:
+    """As `tokens_of_a_step`, by shape; printed."""
+    found = {}
+    for name, settings in shapes.items():
+        own = found[name] = tokens_of_a_step(kind, prompts, written, settings)
+        print(f"{kind:8}{name:28}" + "".join(f"  {own[each]:.3f} at {each}" for each in own), flush=True)
     return found
 
 
@@ -97,16 +126,17 @@ def host_time(requests: int) -> dict[str, float]:
         for width in widths
     ]
     depths = shape.depths_of_records("cpu")
-    built, walked = [], []
-    usable = torch.ones(requests, shape.nodes, dtype=torch.bool)
+    built, walked, walk = [], [], KernelTable().tree_walk
+    owners, state = slots.repeat_interleave(shape.nodes), torch.zeros(3, requests + 1, dtype=torch.int32)
+    proposals = torch.zeros(requests + 1, shape.nodes - 1, dtype=torch.int32)
+    path, runs = torch.empty(requests, shape.steps).int(), torch.empty(4, requests).int()
     for _ in range(ROUNDS):
         begin = time.perf_counter()
         tree = build(shape, depths, tables, leaders, slots)
         middle = time.perf_counter()
-        trees = tables.of_slots(slots)
-        tree_walk(
-            torch.randint(1000, (requests, shape.nodes), dtype=torch.int32), tree.tokens, usable, trees, shape.steps
-        )
+        proposals[1:] = tree.tokens
+        drawn = torch.randint(1000, (requests * shape.nodes,), dtype=torch.int32)
+        walk(drawn, owners, slots, state[0, 1:], tables.held, state[1], state[2], proposals, path, runs)
         built.append((middle - begin) * 1e6)
         walked.append((time.perf_counter() - middle) * 1e6)
     return {"build": round(statistics.median(built), 1), "walk": round(statistics.median(walked), 1)}
@@ -118,6 +148,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--written", type=int, default=128)
     parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--depths", type=int, nargs="*", default=[])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -125,15 +156,16 @@ def main() -> None:
     print(
         f"host time of {given.requests} requests: {taken['build']} us to build trees, {taken['walk']} us to walk them"
     )
-    found: dict[str, dict[str, dict[str, float]]] = {}
     prompts = prompts_of(given.prompts)
-    for kind in KINDS:
-        for name, settings in SHAPES.items():
-            own = found.setdefault(kind, {})[name] = tokens_of_a_step(kind, prompts, given.written, settings)
-            print(f"{kind:8}{name:28}" + "".join(f"  {own[each]:.3f} at {each}" for each in own), flush=True)
+    found = {kind: tokens_by_shape(kind, prompts, given.written, SHAPES) for kind in KINDS}
+    by_depth = {
+        kind: {str(each): tokens_by_shape(kind, prompts, given.written, shapes_of(each)) for each in given.depths}
+        for kind in KINDS
+    }
     if given.json:
         sizes = {"prompts": given.prompts, "written": given.written, "requests": given.requests}
-        write_results(given.json, {"machine": machine(), **sizes, "microseconds": taken, "tokens_of_a_step": found})
+        results = {"machine": machine(), **sizes, "microseconds": taken, "tokens_of_a_step": found}
+        write_results(given.json, results | {"by_forwards_of_the_draft": by_depth})
 
 
 if __name__ == "__main__":

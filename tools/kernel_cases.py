@@ -239,10 +239,12 @@ def _verification(tuning: Tuning) -> Cases:
     )
     wide, runs = torch.empty(16, dtype=torch.int32), torch.empty(4, 4, dtype=torch.int32)
     tables, inputs = (last, last, table), (wide, wide, wide, wide)
+    trees = torch.empty(4, CELLS, 8, dtype=torch.int32), *tables, runs
     return {
         "placed proposals": lambda: proposals.place_proposals(*tables, ints, ints, None, *inputs, tuning),
         "placed proposals with masks": lambda: proposals.place_proposals(*tables, ints, ints, ints, *inputs, tuning),
         "accepted proposals": lambda: proposals.accept_proposals(wide, wide, ints, ints, *tables, runs, tuning),
+        "walked trees": lambda: proposals.tree_walk(wide, wide, ints, ints, *trees, runs, tuning),
     }
 
 

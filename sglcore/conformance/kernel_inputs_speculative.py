@@ -47,3 +47,44 @@ def accept_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
             found[:, :-1] = torch.where(is_right, proposals[slots.long()][:, : width - 1].clamp(min=0), found[:, :-1])
             runs = torch.full((4, tokens), -7, dtype=torch.int32, device="cpu")
             yield found.reshape(-1), owners, slots, limits, last, lengths, proposals, runs
+
+
+def tree_walk(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Trees of any form, of which siblings are different tokens; a node in four is none or has no cell."""
+    for width in (1, 4, MOST + 1):
+        for last, lengths, _, slots, limits in _tables(drawn, tokens, width):
+            trees, proposals = _trees(drawn)
+            steps = torch.arange(width, dtype=torch.int32)
+            usable = lengths[slots.long()][:, None] + steps < limits[:, None]
+            owners = (slots[:, None] * usable).reshape(-1)
+            found = _drawn_of(drawn, trees[0][slots.long()], proposals[slots.long()], width)
+            path = torch.full((tokens, width), -7, dtype=torch.int32, device="cpu")
+            runs = torch.full((4, tokens), -7, dtype=torch.int32, device="cpu")
+            yield found, owners, slots, limits, trees, last, lengths, proposals, path, runs
+
+
+def _trees(drawn: Draw) -> tuple[Tensor, Tensor]:
+    """Parents, shifts, ancestors and words int32[4, SLOTS, MOST + 1], and proposals int32[SLOTS, MOST]."""
+    trees = torch.zeros(4, SLOTS, MOST + 1, dtype=torch.int32, device="cpu")
+    trees[2, :, 0] = 1
+    proposals = torch.zeros(SLOTS, MOST, dtype=torch.int32, device="cpu")
+    slots = torch.arange(SLOTS)
+    for node in range(1, MOST + 1):
+        parents = drawn.ints(0, node, SLOTS).long()
+        trees[0, :, node] = parents.to(torch.int32)
+        depths = trees[1, slots, parents] + parents.to(torch.int32) + 1
+        trees[1, :, node] = depths - node
+        trees[2, :, node] = trees[2, slots, parents] | (1 << node)
+        known = drawn.ints(0, 4, SLOTS) < RIGHT_OF_FOUR
+        proposals[:, node - 1] = torch.where(known, node + MOST * drawn.ints(0, 2, SLOTS), -1)
+    return trees, proposals
+
+
+def _drawn_of(drawn: Draw, parents: Tensor, proposals: Tensor, width: int) -> Tensor:
+    """int32[B * width]: after most nodes that have children, one of these."""
+    found = torch.zeros(len(parents), width, dtype=torch.int32, device="cpu")
+    for node in range(1, width):
+        is_drawn = (drawn.ints(0, 4, len(parents)) < RIGHT_OF_FOUR) & (proposals[:, node - 1] >= 0)
+        own = parents[:, node].long()[:, None]
+        found.scatter_(1, own, torch.where(is_drawn[:, None], proposals[:, node - 1 : node], found.gather(1, own)))
+    return found.reshape(-1)

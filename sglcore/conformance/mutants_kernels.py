@@ -294,6 +294,7 @@ _OWN: MappingProxyType[str, Change] = MappingProxyType(
         "compress_plan": next_cell,
         "place_proposals": next_cell,
         "accept_proposals": next_cell,
+        "tree_walk": next_cell,
         "swap_in": next_cell,
         "copy_rows": loses_last_copy,
     }

@@ -125,8 +125,8 @@ class ScheduleBatch:
     (t - window_starts) % page_size of window page (t - window_starts) // page_size of its list, which holds all of
     `seq_lens`; what the window does not see is never read. The worker takes the lists in the order of submission, each before
     its forward: a window page may be in another row's list as soon as no row submitted later has it in its own.
-    `cell_limits` int32[B]: cells of the row that are in its pages and that its output can need; None where the worker proposes
-    nothing (`Limits.draft_tokens`). A decode row of a worker that does brings as many tokens as the worker verifies, its
+    `cell_limits` int32[B]: cells of the row that are in its pages and that its output can need, or a tree of its last token; None
+    where the worker proposes nothing (`Limits.draft_tokens`). A decode row of a worker that does brings as many tokens as the worker verifies, its
     last one and proposals, of which `input_ids` has the first; `seq_lens` is then the most that the request can have once this
     forward has run, and exact where no other step is in flight.
     `proposals` int32[B, k], in a decode step of a worker that takes them (`Limits.takes_proposals`): what is proposed after each row's

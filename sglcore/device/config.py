@@ -165,12 +165,15 @@ class EngineConfig:
     draft_width: int = setting(
         1,
         "Tokens that are proposed for each place: more than one are the beams of a tree, of which a step verifies the likeliest"
-        " --draft-tokens (left out, 7). Of drafts that read the model: eagle, eagle3, mtp.",
+        " --draft-tokens (left out, 7). Of models that propose a token at a time: eagle, eagle3, mtp, standalone, frozen-mtp.",
         least=1,
         most=MOST_BEAMS,
     )
     draft_depth: int | None = setting(
-        None, "Tokens of a tree one after another at most; left out, 4.", least=1, most=MOST_DRAFTS
+        None,
+        "Tokens of a tree one after another at most; left out, 5 or as many as there can be.",
+        least=1,
+        most=MOST_DRAFTS,
     )
     speculative_verify: str = setting(
         "coupled",

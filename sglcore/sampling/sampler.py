@@ -60,9 +60,14 @@ Greedy = Callable[[Tensor], tuple[Tensor, Tensor]]
 BLOCK_ELEMENTS = 1 << 16
 """Logits that `draw_rows` works on at a time: near the cache of a host."""
 
-SHARPNESS = 3.0
-"""By how much a softmax over where tokens come in is steeper than one over nats: of 1 to 8, what makes most proposals of trees right
-with both heads of the embedded model, greedy and drawn."""
+CONTENDERS = 8
+"""Of the first so many of a race one is taken to be what is drawn, where their chances are told."""
+SPREAD, OWN = 2.0, 0.1
+"""A contender that comes in g nats behind the first is what is drawn as often as exp(-SPREAD * sqrt(g)), times its own probability to
+the power of OWN. Logits of a draft and of its target differ little most of the time and much at times, so that chances fall with
+g far slower than an exponential; and one that the noise carried there is less often right. Both fit how often tokens of each place
+were right in 256 stories of the embedded model, by both of its heads, greedy and drawn; those that benchmarks/draft_trees.py writes
+are not among them."""
 
 
 class Sampler:
@@ -115,7 +120,7 @@ class Sampler:
     def leaders(self, logits: Tensor, state: SamplingState, count: int) -> tuple[Tensor, Tensor]:
         """The `count` first of each row's race on logits float[B, V], by the row's noise (a greedy row: the likeliest), and how
         likely each is to be what is drawn by other logits that are about the same: tokens int32[B, count] and logarithms float32[B,
-        count], -inf where there is no candidate. The logarithm is that of a softmax over where tokens come in."""
+        count] as `chances` has them, -inf where there is no candidate."""
         logits = logits.float()
         if state.needs.any_greedy:
             # A greedy row has no temperature of its own.
@@ -125,11 +130,10 @@ class Sampler:
         if not state.needs.all_greedy:
             raced = race_scores(gaps, row_keys(state.seed_words, state.positions), *self.tables.race)
             scores = torch.where(state.greedy[:, None], scores, raced) if state.needs.any_greedy else raced
-        nats = (scores.float() * (SHARPNESS / ONE)).masked_fill_(gaps >= LIMIT, -torch.inf)
-        best, tokens = nats.topk(count)
-        return tokens.to(torch.int32), (best - nats.logsumexp(-1, keepdim=True)).nan_to_num_(
-            nan=-torch.inf, neginf=-torch.inf
-        )
+        nats, own = ((part.float() / ONE).masked_fill_(gaps >= LIMIT, -torch.inf) for part in (scores, -gaps))
+        first, tokens = nats.topk(min(max(count, CONTENDERS), self.vocab_size))
+        found = chances(first, own.gather(1, tokens) - own.logsumexp(-1, keepdim=True))
+        return tokens[:, :count].to(torch.int32), found[:, :count]
 
     def draw_by_weight(self, weights: Tensor, seed_words: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """One token a row by weights float32[B, V] of any sum, and which rows have none: int32[B], bool[B]. The noise is that of
@@ -156,6 +160,13 @@ class Sampler:
         if state.xtc is not None:
             apply_xtc_(logits, state.xtc, state, self.tables)
         return logits
+
+
+def chances(nats: Tensor, own: Tensor) -> Tensor:
+    """float32[B, c]: logarithms of how likely each of c contenders is to be what is drawn, by where they come in and by the logarithms of
+    their own probabilities, float32[B, c] each; -inf for one that is none."""
+    marks = OWN * own - SPREAD * (nats[:, :1] - nats).sqrt()
+    return (marks - marks.logsumexp(-1, keepdim=True)).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
 
 def candidate_gaps(logits: Tensor, best: Tensor, state: SamplingState, tables: RaceTables) -> Tensor:

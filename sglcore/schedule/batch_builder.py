@@ -227,9 +227,9 @@ class BatchBuilder:
         batch.masks, batch.mask_nodes = words[is_filled], np.nonzero(is_filled)[1].astype(np.int32)
 
     def _cell_limits(self, rows: DecodeRows, chosen: NDArray[np.intp] | slice, extended: list[Request]) -> Ints:
-        """What its pages hold of the cells that each row's output can need."""
-        limits = np.minimum(rows.allocated_lens[chosen], rows.final_seq_lens[chosen])
-        return _join(limits, [min(len(request.pages) * self._page_size, request.final_seq_len) for request in extended])
+        """What its pages hold of the cells that each row may ever have."""
+        limits = np.minimum(rows.allocated_lens[chosen], rows.most_cells[chosen])
+        return _join(limits, [min(len(request.pages) * self._page_size, request.most_cells) for request in extended])
 
     def _add_windows(
         self, batch: ScheduleBatch, rows: DecodeRows, chosen: NDArray[np.intp], extended: list[Request]

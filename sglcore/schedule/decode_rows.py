@@ -38,6 +38,8 @@ class DecodeRows:
     """Cells that fit in the pages held."""
     final_seq_lens: Ints = _column(lambda request, _: request.final_seq_len)
     """The `seq_lens` at which the last token is emitted."""
+    most_cells: Ints = _column(lambda request, _: request.most_cells)
+    """Cells that a row may ever have: those, and where a tree lies, some behind them."""
     last_steps: Ints = _column(lambda request, _: request.last_step, back="last_step")
     """The last step that named the row."""
     page_counts: Ints = _column(lambda request, _: request.sent_pages)
@@ -54,11 +56,11 @@ class DecodeRows:
         self._view()
 
     def room_for(self, reach: int) -> Ints:
-        """int32[B]: the cells that a row must have for a step that may write `reach` cells more, or as many as its output can
-        need."""
+        """int32[B]: the cells that a row must have for a step that may write `reach` cells more, or as many as it may ever
+        have."""
         if reach == 1:
             return self.seq_lens + 1
-        return np.minimum(self.seq_lens + self.drafted_lens + reach, self.final_seq_lens)
+        return np.minimum(self.seq_lens + self.drafted_lens + reach, self.most_cells)
 
     @property
     def any_final(self) -> bool:

@@ -136,6 +136,7 @@ class Request:
     num_cells: int = 0
     target: int = 0
     final_seq_len: int = 0
+    most_cells: int = 0
     last_step: int = -1
     pages: list[int] = field(default_factory=list)
     sent_pages: int = 0

@@ -43,8 +43,11 @@ class RunningRequests:
         self._limits = limits
         # Every running row brings at least one token to a step, so no more of them may run than a step has tokens.
         self._most = min(limits.max_requests, limits.max_batch_tokens)
-        # What a step may write past the cells that are known: its tokens, and as many again where the worker proposes the next.
-        self.reach = 1 + 2 * limits.draft_tokens
+        self._spare = max(limits.draft_tokens, limits.draft_cells)
+        # Nodes and beams of a tree have as many cells however little is left of a text.
+        self._beyond = self._spare if limits.draft_cells else 0
+        # What a step may write past the cells that are known: its tokens, and then what proposing the next ones takes.
+        self.reach = 1 + limits.draft_tokens + self._spare
         self._free_slots = list(range(limits.max_requests, 0, -1))
         self._refused: tuple[Request, int] | None = None
         self._chunked: list[Request] = []
@@ -238,7 +241,7 @@ class RunningRequests:
 
     def _add_spare(self, request: Request) -> None:
         """Cells for what is proposed after a prompt's last chunk, of pages that are promised to nobody."""
-        wanted = min(request.target + self._limits.draft_tokens, request.final_seq_len)
+        wanted = min(request.target + self._spare, request.most_cells)
         pages = self.memory.pages_for(wanted) - len(request.pages)
         if 0 < pages <= self.memory.room - self._promised():
             self.memory.grow(request, pages)
@@ -333,6 +336,7 @@ class RunningRequests:
         if request.cached_tokens < 0:
             request.begin_with(request.num_cells)
         request.final_seq_len = self.final_len(request)
+        request.most_cells = min(request.final_seq_len + self._beyond, self._limits.max_model_len)
         request.target = request.num_tokens
         request.slot = self._free_slots.pop()
         request.sent_pages = 0

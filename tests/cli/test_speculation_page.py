@@ -60,6 +60,26 @@ def test_the_page_has_what_trees_bring() -> None:
         assert f"{taken:.0f} us to {'build' if name == 'build' else 'find'}" in PAGE
 
 
+def by_forwards() -> Iterator[list[str]]:
+    """Of each number of forwards the chain, the tree of the width that did best at temperature 1, and the most that any tree had."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "draft_trees.json").read_text())
+    for kind, by_depth in found["by_forwards_of_the_draft"].items():
+        for depth, shapes in by_depth.items():
+            chain = shapes["chain"]
+            trees = {name: own for name, own in shapes.items() if name.endswith(" beams") and name[0].isdigit()}
+            best = max(trees, key=lambda name: trees[name]["1.0"])
+            most = max(own["1.0"] for own in shapes.values())
+            shown = (chain["0.0"], trees[best]["0.0"], chain["1.0"], trees[best]["1.0"])
+            figures = [f"{each:.2f}" for each in shown]
+            gained = f"+{trees[best]['1.0'] - chain['1.0']:.2f}"
+            yield [TITLES[kind], depth, best.split()[0], *figures, gained, f"{most:.2f}"]
+
+
+def test_the_page_has_what_trees_bring_by_forwards_of_the_draft() -> None:
+    heading = "| head | forwards | beams | chain, greedy | tree, greedy | chain, drawn | tree, drawn | gained | most |"
+    assert rows_below(heading) == list(by_forwards())
+
+
 def test_the_page_has_the_measured_latency() -> None:
     heading = "| head | proposals | tokens of a step | ms of a step | ms a token | times as fast |"
     assert rows_below(heading) == list(measured())

@@ -132,6 +132,10 @@ def accept_proposals(kernels: ModuleType, guards: Guards, tokens: int, dtype: to
     verification("accept_proposals", kernels, guards, tokens)
 
 
+def tree_walk(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    verification("tree_walk", kernels, guards, tokens)
+
+
 def swap_in(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
     in_place(kernel_inputs_hisparse, reference_hisparse, "swap_in", kernels, guards, tokens)
 
@@ -149,6 +153,7 @@ LAWS: tuple[tuple[ModuleType, Law], ...] = (
     (cells, cache_locations),
     (proposals, place_proposals),
     (proposals, accept_proposals),
+    (proposals, tree_walk),
     (hisparse, swap_in),
     (hisparse, copy_rows),
 )
@@ -199,6 +204,21 @@ MUTANTS: tuple[tuple[ModuleType, Law, str, str], ...] = (
     (proposals, accept_proposals, "(usable & (proposed >= 0))", "usable"),
     (proposals, accept_proposals, "tl.maximum(tl.load(limits + row), before)", "tl.load(limits + row)"),
     (proposals, accept_proposals, "tl.load(drawn + first + accepted)", "tl.load(drawn + first)"),
+    (proposals, tree_walk, "inside, is_node = node < width", "inside, is_node = node <= width"),
+    (
+        proposals,
+        tree_walk,
+        "is_right = usable & (tl.load(drawn + first + parent",
+        "is_right = (tl.load(drawn + first + parent",
+    ),
+    (proposals, tree_walk, "drawn + first + parent", "drawn + first + node"),
+    (proposals, tree_walk, "(ancestors & wrong) == 0", "(1 << node & wrong) == 0"),
+    (proposals, tree_walk, "tl.where(place <= accepted, own, place)", "own"),
+    (proposals, tree_walk, "mask=place < steps", "mask=place <= steps"),
+    (proposals, tree_walk, "row * steps + accepted", "row * width + accepted + 1"),
+    (proposals, tree_walk, "is_node & usable & (proposed >= 0)", "usable & (proposed >= -1)"),
+    (proposals, tree_walk, "tl.load(drawn + first + end)", "tl.load(drawn + first + accepted)"),
+    (proposals, tree_walk, "held + table", "held"),
     (hisparse, swap_in, "== ids)", ">= 0)"),
     (hisparse, swap_in, "tl.where(slot > 0, tl.load(chosen", "tl.where(slot >= 0, tl.load(chosen"),
     (hisparse, swap_in, "free - missed + rank, rank - missed", "rank, rank"),
@@ -251,7 +271,7 @@ def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
             "mxfp4_moe",
         ),
         *("store_kv", "cache_locations", "draw", "rotary_and_store", "place_proposals", "accept_proposals"),
-        *("swap_in", "copy_rows"),
+        *("tree_walk", "swap_in", "copy_rows"),
         *("limited_moe", "limited_silu_and_mul", "sqrtsoftplus_routing", "hash_routing"),
         *("hc_pre", "hc_post", "hc_head", "rope_tail", "norm_rope_store", "index_key_store"),
         *("window_rows", "block_rows", "compress_plan"),

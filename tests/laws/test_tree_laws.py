@@ -32,6 +32,7 @@ FREE = (*SAMPLING[:3], {"temperature": 1.0, "seed": 7}, SAMPLING[4])
 """None of them counts the text."""
 SHAPE = {"draft_width": WIDTH, "draft_depth": DEPTH, "draft_tokens": NODES - 1}
 Engines = Callable[..., TokenEngine]
+Branch = Callable[[int, list[int]], Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +158,11 @@ class Grown(NamedTuple):
     beams: list[tuple[list[int], Tensor]]
 
 
-class RecordingTrees(TreeDrafter):
-    """Remembers what it drew, for one text at a time."""
+class Records:
+    """A drafter of trees that remembers what it drew, for one text at a time."""
 
     steps: list[Grown]
+    paths: list[list[int]]
 
     def grow(self, rows: DraftRows) -> DraftTree:
         rank, self.paths, beams = rows.rank, [[]], list[tuple[list[int], Tensor]]()
@@ -171,25 +173,39 @@ class RecordingTrees(TreeDrafter):
             return rank(logits, depth, count)
 
         rows.rank = remember
-        found = super().grow(rows)
+        found = super().grow(rows)  # type: ignore[misc]
         if beams:
             self.steps.append(Grown(int(rows.lengths[0]), int(rows.limits[0]), beams))
         return found
 
-    def batch(self, rows: DraftRows, beams: Beams, *given: Any) -> tuple[ForwardBatch, Tensor]:
+    def batch(self, first: Any, beams: Beams, *given: Any) -> Any:
         pairs = zip(beams.origins[0].tolist(), beams.tokens[0].tolist(), strict=True)
         self.paths = [[*self.paths[origin], token] for origin, token in pairs]
-        return super().batch(rows, beams, *given)
+        return super().batch(first, beams, *given)  # type: ignore[misc]
 
 
-def furthest(target: Any, dense: DenseDraft, kind: str, tokens: list[int], steps: Sequence[Grown]) -> float:
+class RecordingTrees(Records, TreeDrafter):
+    """Of a draft that reads features."""
+
+
+def by_dense(target: Any, dense: Any, kind: str, tokens: list[int]) -> Branch:
+    """What follows so many cells of a text and then a path: log-probabilities [vocab]."""
+    if kind == "standalone":
+        return lambda cells, path: dense.propose(tokens[: cells + 1], path)
+    if kind == "frozen-mtp":
+        return lambda cells, path: dense.propose(tokens[:cells], tokens[cells], path)[-1]
+    features = features_of(target, tokens, kind)
+    return lambda cells, path: dense.propose(tokens[1 : cells + 1], features[:cells], path)[-1]
+
+
+def furthest(branch: Branch, tokens: list[int], steps: Sequence[Grown]) -> float:
     """The largest difference of log-probabilities, of all beams of trees that had all their cells."""
-    features, worst, compared = features_of(target, tokens, kind), 0.0, 0
+    worst, compared = 0.0, 0
     for cells, limit, beams in steps:
-        if cells >= len(tokens) or cells + WIDTH * (DEPTH - 1) > limit:
+        if cells >= len(tokens) or cells + 1 + WIDTH * (DEPTH - 1) > limit:
             continue
         for path, logprobs in beams:
-            wanted = dense.propose(tokens[1 : cells + 1], features[:cells], path)[-1]
+            wanted = branch(cells, path)
             assert torch.equal(logprobs.isinf(), wanted.isinf())
             worst, compared = max(worst, float((logprobs - wanted).nan_to_num().abs().max())), compared + 1
     assert compared > 20
@@ -197,11 +213,16 @@ def furthest(target: Any, dense: DenseDraft, kind: str, tokens: list[int], steps
 
 
 def difference(
-    made: tuple[Any, Path, DenseDraft], kind: str, monkeypatch: Any, base: Any = RecordingTrees, **settings: Any
+    made: tuple[Any, Path, Any],
+    kind: str,
+    monkeypatch: Any,
+    base: Any = RecordingTrees,
+    name: str = "TreeDrafter",
+    **settings: Any,
 ) -> float:
     """Of texts of one engine, of which the second begins as the first."""
     target, folder, dense = made
-    monkeypatch.setattr("sglcore.runtime.speculative.make.TreeDrafter", base)
+    monkeypatch.setattr(f"sglcore.runtime.speculative.make.{name}", base)
     given = {"max_batch_tokens": 8, "scramble_pages": 2, **SHAPE, **settings}
     engine = TokenEngine(folder, speculative=kind, **given)
     worker: Any = engine.worker
@@ -212,7 +233,8 @@ def difference(
         for prompt in (first, [*first[:18], 3], other):
             worker.drafter.steps.clear()
             (result,) = engine.run([prompt], 16, temperature=1.0)
-            worst = max(worst, furthest(target, dense, kind, prompt + result.tokens, worker.drafter.steps))
+            tokens = prompt + result.tokens
+            worst = max(worst, furthest(by_dense(target, dense, kind, tokens), tokens, worker.drafter.steps))
         assert engine.scheduler.stats().hit_tokens > 0
     finally:
         engine.worker.close()
@@ -309,15 +331,19 @@ class NeverAChain(TreeWorker):
 
 
 class TreesOfTheNextSlot(TreeWorker):
-    def _place(self, *given: Any) -> None:
-        super()._place(*given)
-        self._placed_trees = self._placed_trees.roll(1, 1)
+    def _walk(self, *given: Any) -> Any:
+        kept = self._trees.held
+        self._trees.held = kept.roll(1, 1)
+        try:
+            return super()._walk(*given)
+        finally:
+            self._trees.held = kept
 
 
 class RowsAsTheyWere(TreeWorker):
     def _walk(self, *given: Any) -> Any:
         runs, path = super()._walk(*given)
-        return runs, torch.arange(path.shape[1], device=path.device).expand_as(path)
+        return runs, torch.arange(path.shape[1], dtype=torch.int32, device=path.device).expand_as(path)
 
 
 @pytest.mark.needs("device")

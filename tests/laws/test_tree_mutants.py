@@ -18,6 +18,7 @@ from sglcore.runtime.speculative.drafter import NONE, DraftRows
 from sglcore.runtime.speculative.tree import Beams, DraftTree
 from sglcore.runtime.speculative.tree_worker import TreeWorker
 from sglcore.schedule.request import Request
+from sglcore.schedule.running_requests import RunningRequests
 from tests.checkpoints import llama, save
 from tests.drafts import TARGET, eagle
 from tests.laws import test_speculative_laws as laws
@@ -47,6 +48,8 @@ class CheckedTrees(TreeDrafter):
     grown: dict[int, Drawn]
     outside = 0
     """Rows that had no cell."""
+    lacking: set[tuple[int, int]]
+    """Slots and lengths of trees of which a beam had none."""
 
     def grow(self, rows: DraftRows) -> DraftTree:
         rank, limits = rows.rank, rows.limits.tolist()
@@ -79,6 +82,8 @@ class CheckedTrees(TreeDrafter):
                 assert token == NONE or paths[-1] in followed[row], "a node grew from its parent's beam"
             if length + WIDTH * (DEPTH - 1) <= limits[row]:
                 self.grown.setdefault(slot, {})[length] = tokens, parents, depths
+            else:
+                self.lacking.add((slot, length))
         return tree
 
     def batch(self, rows: DraftRows, beams: Beams, *given: Any) -> tuple[ForwardBatch, Tensor]:
@@ -109,9 +114,9 @@ class CheckedTrees(TreeDrafter):
 def grown(folder: Path, prompts: list[list[int]], samplings: Any, monkeypatch: Any, **settings: Any) -> CheckedTrees:
     """The drafter once these are through."""
     monkeypatch.setattr("sglcore.runtime.speculative.make.TreeDrafter", CheckedTrees)
-    engine = TokenEngine(folder, speculative="eagle", graph="off", **SHAPE, **settings)
+    engine = TokenEngine(folder, speculative="eagle", graph="off", **{**SHAPE, **settings})
     worker: Any = engine.worker
-    worker.drafter.grown = {}
+    worker.drafter.grown, worker.drafter.lacking = {}, set()
     try:
         laws.run(engine, prompts, samplings=samplings)
     finally:
@@ -127,6 +132,47 @@ def test_many_requests_grow_the_trees_that_each_grows_alone(folder: Path, monkey
         (alone,) = grown(folder, [prompt], [sampling], monkeypatch, overlap=False).grown.values()
         assert len(alone) > 5
         assert of_prompts[len(prompt)] == alone
+
+
+def ends(drafter: CheckedTrees) -> dict[int, int]:
+    """By slot, the length of a text whose last token is its root."""
+    prompts = {len(prompt) for prompt in PROMPTS}
+    return {slot: min(prompts & set(trees)) + laws.TOKENS - 1 for slot, trees in drafter.grown.items()}
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize(("page_size", "nodes"), [(1, 8), (4, 3 + 1)])
+def test_beams_have_cells_as_long_as_a_text_goes_on(folder: Path, monkeypatch: Any, page_size: int, nodes: int) -> None:
+    """However few nodes are verified."""
+    given = {"overlap": False, "page_size": page_size, "draft_tokens": nodes - 1}
+    found = grown(folder, PROMPTS, FREE, monkeypatch, **given)
+    last = ends(found)
+    assert len(last) == len(PROMPTS)
+    assert not [(slot, length) for slot, length in found.lacking if length < last[slot]]
+
+
+class ReachesTheEnd(RunningRequests):
+    """Rows have no cells behind their last token."""
+
+    def _start(self, request: Request) -> None:
+        super()._start(request)
+        request.most_cells = request.final_seq_len
+
+
+class ReachesAsManyAsTokens(RunningRequests):
+    """No pages are taken for beams."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.reach = 1 + self._limits.draft_tokens
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("defect", [ReachesTheEnd, ReachesAsManyAsTokens])
+def test_cells_that_are_missing_show(folder: Path, monkeypatch: Any, defect: Any) -> None:
+    monkeypatch.setattr("sglcore.schedule.scheduler.RunningRequests", defect)
+    with pytest.raises(AssertionError):
+        test_beams_have_cells_as_long_as_a_text_goes_on(folder, monkeypatch, 1, 4)
 
 
 @pytest.mark.needs("device")
@@ -152,7 +198,7 @@ def test_beams_of_few_candidates_have_gaps_and_change_no_text(folder: Path, monk
     given = {**SHAPE, "draft_tokens": 16}
     engine = TokenEngine(folder, speculative="eagle", graph="off", overlap=overlap, **given)
     worker: Any = engine.worker
-    worker.drafter.grown = {}
+    worker.drafter.grown, worker.drafter.lacking = {}, set()
     laws.check_same(laws.run(engine, samplings=samplings), texts)
     engine.worker.close()
     trees = [tokens for slot in worker.drafter.grown.values() for tokens, *_ in slot.values()]
@@ -191,14 +237,15 @@ class Counted(TreeWorker):
         assert (staged.positions[is_outside] == 0).all()
         assert (staged.positions < staged.seq_lens).all()
 
-    def _walk(self, staged: ForwardBatch, rows: Any, sampled: Any, before: Tensor, width: int, steps: int) -> Any:
+    def _walk(self, staged: ForwardBatch, rows: Any, sampled: Any, steps: int) -> Any:
+        before, width = self._lengths[rows.slots], staged.num_tokens // len(rows.slots)
         proposals = self._proposals[rows.slots].tolist()
         cells = zip(proposals, before.tolist(), rows.limits.tolist(), strict=True)
         wanted = [
             sum(token != NONE and at + n < limit for n, token in enumerate(own[: width - 1], 1))
             for own, at, limit in cells
         ]
-        runs, path = super()._walk(staged, rows, sampled, before, width, steps)
+        runs, path = super()._walk(staged, rows, sampled, steps)
         assert runs[1].tolist() == wanted
         assert (runs[0] <= runs[1]).all()
         assert torch.equal(runs[3], (before + runs[0] + 1).minimum(rows.limits.maximum(before)))

@@ -129,6 +129,17 @@ def own_proposals(rank: int) -> None:
     autoregressive.AutoregressiveDrafter.advance = advance
 
 
+def own_ranking(rank: int) -> None:
+    """Every rank ranks what beams race for by itself, where scores differ a little."""
+
+    def leaders(self: Any, logits: torch.Tensor, state: Any, count: int) -> Any:
+        generator = torch.Generator().manual_seed(rank)
+        noise = torch.randn(logits.shape, generator=generator) * (0.1 if rank else 0.0)
+        return Sampler.leaders(self, logits + noise, state, count)
+
+    decided.SampledByOne.leaders = leaders
+
+
 def own_acceptance(rank: int) -> None:
     """Every rank accepts for itself."""
     _other_logits(rank)

@@ -76,6 +76,11 @@ def by_rule(rule: str) -> Make:
     return lambda folder: {**of_eagle(folder), "speculative_verify": rule}
 
 
+def in_trees(make: Make) -> Make:
+    """Of which ranks keep the same nodes."""
+    return lambda folder: {**make(folder), "draft_width": 3, "draft_depth": 3, "draft_tokens": 7}
+
+
 KINDS: MappingProxyType[str, tuple[Make, int]] = MappingProxyType(
     {
         "ngram": (of_ngrams, 4),
@@ -89,8 +94,11 @@ KINDS: MappingProxyType[str, tuple[Make, int]] = MappingProxyType(
         "a model of its own": (of_another, 2),
         "eagle, by rejection": (by_rule("rejection"), 2),
         "eagle, by the block": (by_rule("block"), 2),
+        "eagle, in trees": (in_trees(of_eagle), 2),
+        "eagle3, in trees": (in_trees(of_eagle3), 2),
     }
 )
+SIZES: MappingProxyType[str, int] = MappingProxyType({"max_batch_tokens": 16, "draft_tokens": 3})
 Found = tuple[list[list[int]], dict[Any, int]]
 
 
@@ -105,14 +113,14 @@ def run(engine: TokenEngine) -> Found:
 
 def alone(folder: Path, **settings: Any) -> Found:
     """On one rank."""
-    engine = TokenEngine(folder, max_batch_tokens=16, draft_tokens=3, **settings)
+    engine = TokenEngine(folder, **SIZES | settings)
     found = run(engine)
     engine.worker.close()
     return found
 
 
 def on_ranks(folder: Path, width: int, defect: Any = None, **settings: Any) -> Found:
-    with RankedEngine(folder, defect, tp=width, max_batch_tokens=16, draft_tokens=3, **settings) as engine:
+    with RankedEngine(folder, defect, tp=width, **SIZES | settings) as engine:
         return run(engine)
 
 
@@ -131,6 +139,7 @@ def test_texts_and_what_was_accepted_are_those_of_one_rank(kind: str, tmp_path: 
         (defects.own_proposals, of_eagle),
         (defects.own_acceptance, by_rule("rejection")),
         (defects.own_history, of_ngrams),
+        (defects.own_ranking, in_trees(of_eagle)),
     ],
 )
 def test_a_rank_that_decides_for_itself_is_caught(defect: Any, make: Make, tmp_path: Path) -> None:

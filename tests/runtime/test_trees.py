@@ -16,7 +16,8 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.reference import is_seen
-from sglcore.runtime.kernels.reference_speculative import accept_proposals
+from sglcore.runtime.kernels.reference_speculative import accept_proposals, tree_walk
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative import tree
 from sglcore.runtime.speculative.bring_up import reason_against_trees
 from sglcore.runtime.speculative.choice import Speculation, choose_speculation
@@ -28,12 +29,12 @@ from sglcore.runtime.speculative.tree import (
     recorded,
     tree_build,
     tree_expand,
-    tree_walk,
 )
 from sglcore.runtime.speculative.tree_worker import TreeWorker, along
 from sglcore.sampling.batch import SamplingNeeds
-from sglcore.sampling.noise import fixed_scale
-from sglcore.sampling.sampler import SHARPNESS, Sampler, SamplingState
+from sglcore.sampling.noise import ONE, fixed_scale
+from sglcore.sampling.race import gumbel_noise, row_keys
+from sglcore.sampling.sampler import CONTENDERS, OWN, SPREAD, Sampler, SamplingState
 from sglcore.sampling.state import Logprobs, SampledTokens
 from tests.laws.trees import walked
 from tests.planted import planted
@@ -91,6 +92,21 @@ def test_a_slot_that_nobody_gave_a_tree_has_a_chain() -> None:
     assert words[0].tolist() == [-1] * 5
 
 
+def walk(parents: Any, tokens: Any, drawn: Any, usable: Any, steps: int) -> tuple[Tensor, Tensor]:
+    """How deep the right path of each tree is, and its nodes, by the table; row n is of slot n + 1."""
+    count = len(parents)
+    slots, held = torch.arange(1, count + 1, dtype=torch.int32), torch.zeros(4, count + 1, len(drawn[0])).int()
+    held[:, 1:] = trees_of(parents)
+    proposals = torch.zeros(count + 1, len(tokens[0]), dtype=torch.int32)
+    proposals[1:] = torch.tensor(tokens)
+    owners = (slots[:, None] * torch.tensor(usable)).flatten()
+    last, lengths, limits = (torch.full((count + 1,), n, dtype=torch.int32) for n in (0, 3, 99))
+    path, runs = torch.empty(count, steps, dtype=torch.int32), torch.empty(4, count, dtype=torch.int32)
+    found = torch.tensor(drawn, dtype=torch.int32).flatten()
+    tree_walk(found, owners, slots, limits[1:], held, last, lengths, proposals, path, runs)
+    return runs[0], path
+
+
 @pytest.mark.parametrize("nodes", [2, 9, 32])
 def test_the_right_path_is_what_a_walk_finds(nodes: int) -> None:
     rng = np.random.default_rng(nodes)
@@ -110,13 +126,7 @@ def test_the_right_path_is_what_a_walk_finds(nodes: int) -> None:
         drawn.append(row)
         usable.append([True, *(rng.random(nodes - 1) < 0.9).tolist()])
     steps = 1 + max(max(depths_of(each)) for each in parents)
-    accepted, path = tree_walk(
-        torch.tensor(drawn, dtype=torch.int32),
-        torch.tensor(tokens, dtype=torch.int32),
-        torch.tensor(usable),
-        trees_of(parents),
-        steps,
-    )
+    accepted, path = walk(parents, tokens, drawn, usable, steps)
     wanted = [walked(*each) for each in zip(drawn, tokens, parents, usable, strict=True)]
     assert accepted.tolist() == [len(each) for each in wanted]
     assert max(accepted.tolist()) >= min(2, nodes - 1)
@@ -161,16 +171,17 @@ def test_of_chains_all_is_as_the_table_of_kernels_has_it(width: int) -> None:
     worker: Any = SimpleNamespace(
         _proposals=proposals,
         _lengths=lengths,
-        _table=SimpleNamespace(publish=lambda slots, drawn: last.index_put_((slots,), drawn)),
-        _placed_trees=TreeTables(ROWS + 1, 6, torch.device("cpu")).of_slots(slots),
+        _kernels=KernelTable(),
+        _table=SimpleNamespace(last=last),
+        _trees=TreeTables(ROWS + 1, 6, torch.device("cpu")),
     )
     staged: Any = SimpleNamespace(req_pool_indices=owners)
     rows: Any = SimpleNamespace(slots=slots, limits=limits)
     sampled = SampledTokens(tokens, torch.zeros_like(tokens, dtype=torch.bool))
-    found, path = TreeWorker._walk(worker, staged, rows, sampled, lengths[slots.long()], width, width)
+    found, path = TreeWorker._walk(worker, staged, rows, sampled, width)
     assert torch.equal(found, runs)
     assert torch.equal(torch.stack([last, lengths]), torch.stack(tables[:2]))
-    assert torch.equal(path, torch.arange(width).expand(ROWS, width))
+    assert torch.equal(path, torch.arange(width, dtype=torch.int32).expand(ROWS, width))
 
 
 def test_all_that_is_told_of_a_draw_goes_along_its_path() -> None:
@@ -256,25 +267,60 @@ def test_the_first_of_a_race_is_what_is_drawn(is_greedy: tuple[bool, ...]) -> No
     sampler = Sampler(500, "cpu")
     tokens, likely = sampler.leaders(logits, state, 4)
     assert tokens[:5, 0].tolist() == sampler.sample(logits, state).token_ids[:5].tolist()
-    assert (likely[:5].diff(dim=1) <= 0).all()
     assert (likely[5] == -torch.inf).all()
     assert (likely[:5].exp().sum(1) <= 1.0001).all()
     assert all(len(set(row)) == 4 for row in tokens[:5].tolist())
 
 
+def chances_of(nats: np.ndarray, own: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
+    """The first `count` by where they come in, float64[V] in nats, and logarithms of what `SPREAD` and `OWN` make of that and of their
+    own probabilities."""
+    first = np.argsort(-nats, kind="stable")[:CONTENDERS]
+    marks = OWN * (own - np.log(np.exp(own).sum()))[first] - SPREAD * np.sqrt(nats[first[0]] - nats[first])
+    return first[:count].tolist(), (marks - np.log(np.exp(marks).sum()))[:count]
+
+
 def test_a_greedy_row_ranks_by_its_logits_alone() -> None:
-    """Whatever scale came with it, and however its neighbours draw: as likely as a softmax of what is told has it."""
+    """Whatever scale came with it, and however its neighbours draw."""
     generator = torch.Generator().manual_seed(2)
     logits = 2 * torch.randn(2, 50, generator=generator)
-    wanted = torch.log_softmax(SHARPNESS * logits[0], -1).topk(5)
+    row = logits[0].double().numpy()
+    ids, wanted = chances_of(row, row, 5)
     for scale in (1.0, fixed_scale(1.0), fixed_scale(0.1)):
         needs = SamplingNeeds(all_greedy=False, any_greedy=True)
         scales = torch.tensor([scale, fixed_scale(1.0)])
         words = torch.ones(2, 2, dtype=torch.int32)
         state = SamplingState(needs, torch.arange(2, dtype=torch.int32), words, scales, torch.tensor([True, False]))
         tokens, likely = Sampler(50, "cpu").leaders(logits, state, 5)
-        assert tokens[0].tolist() == wanted.indices.tolist()
-        torch.testing.assert_close(likely[0], wanted.values, atol=1e-3, rtol=0)
+        assert tokens[0].tolist() == ids
+        np.testing.assert_allclose(likely[0].double().numpy(), wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_chances_of_a_drawn_row_are_of_its_race_and_of_its_own_probabilities(temperature: float) -> None:
+    """By the reference's integers, whose noise and gaps are those of the row."""
+    logits = 2 * torch.randn(1, 50, generator=torch.Generator().manual_seed(3))
+    scale, words, positions = fixed_scale(temperature), torch.tensor([[7, 9]], dtype=torch.int32), torch.tensor([4])
+    needs, sampler = SamplingNeeds(all_greedy=False, any_greedy=False), Sampler(50, "cpu")
+    positions = positions.to(torch.int32)
+    state = SamplingState(needs, positions, words, torch.tensor([scale]), torch.tensor([False]))
+    own = (logits[0].double() - logits[0].max()).numpy() / temperature
+    noise = gumbel_noise(row_keys(words, positions), sampler.tables.hashed_ids, sampler.tables.gumbel)[0]
+    ids, wanted = chances_of(own + noise.double().numpy() / ONE, own, 4)
+    tokens, likely = sampler.leaders(logits, state, 4)
+    assert tokens[0].tolist() == ids
+    np.testing.assert_allclose(likely[0].double().numpy(), wanted, atol=1e-2)
+
+
+def test_contenders_of_a_small_vocabulary_are_all_of_it() -> None:
+    needs = SamplingNeeds(all_greedy=False, any_greedy=False)
+    words = torch.ones(1, 2, dtype=torch.int32)
+    scale = torch.tensor([fixed_scale(1.0)])
+    state = SamplingState(needs, torch.zeros(1, dtype=torch.int32), words, scale, torch.tensor([False]))
+    tokens, likely = Sampler(CONTENDERS - 3, "cpu").leaders(torch.zeros(1, CONTENDERS - 3), state, 2)
+    assert tokens.shape == likely.shape == (1, 2)
+    whole = Sampler(CONTENDERS - 3, "cpu").leaders(torch.zeros(1, CONTENDERS - 3), state, CONTENDERS - 3)[1]
+    assert float(whole.exp().sum()) == pytest.approx(1.0)
 
 
 def test_what_is_no_candidate_is_no_leader() -> None:
@@ -333,18 +379,20 @@ def test_the_largest_trees_are_served(tmp_path: Path, width: int, depth: int, to
     assert found.shape_of(model).widths == (tokens + 1,)
 
 
+@pytest.mark.parametrize(
+    ("width", "tokens", "depth"), [(2, None, 5), (3, 15, 5), (2, 3, 3), (2, 2, 2), (10, 31, 4), (16, 31, 3), (16, 2, 2)]
+)
+def test_a_tree_whose_depth_nobody_asks_for_is_as_deep_as_it_may_be(
+    tmp_path: Path, width: int, tokens: int | None, depth: int
+) -> None:
+    asked = {} if tokens is None else {"draft_tokens": tokens}
+    assert chosen(tmp_path, draft_width=width, **asked).tree == TreeShape(width, depth, 1 + (tokens or 7))
+
+
 @pytest.mark.parametrize(("width", "depth", "tokens"), [(2, 1, 3), (2, 2, 7), (2, 4, 3), (11, 4, 31), (8, 4, 32)])
 def test_larger_ones_are_refused(tmp_path: Path, width: int, depth: int, tokens: int) -> None:
     with pytest.raises(ConfigError, match=f"draft_width is {width}, and "):
         chosen(tmp_path, draft_width=width, draft_depth=depth, draft_tokens=tokens)
-
-
-def test_several_ranks_verify_no_trees(tmp_path: Path) -> None:
-    model: Any = SimpleNamespace(config=SimpleNamespace(is_encoder=False), state_layers=(), reads_history=False)
-    (tmp_path / "draft").mkdir()
-    config = EngineConfig(speculative="mtp", draft_model=str(tmp_path / "draft"), draft_width=2)
-    with pytest.raises(ConfigError, match="several ranks hold this model.*--draft-width 1"):
-        choose_speculation(config, model, tmp_path, DecisionLedger(), lambda *_: None, is_divided=True)
 
 
 def test_attention_that_hides_no_cells_is_named() -> None:

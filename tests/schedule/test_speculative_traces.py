@@ -261,7 +261,7 @@ class IgnoresFinalLengths(BatchBuilder):
     def _cell_limits(self, rows: DecodeRows, chosen, extended: list[Request]) -> Ints:
         limits = super()._cell_limits(rows, chosen, extended)
         held = rows.allocated_lens[chosen]
-        limits[: len(held)] = np.where(limits[: len(held)] == rows.final_seq_lens[chosen], held, limits[: len(held)])
+        limits[: len(held)] = np.where(limits[: len(held)] == rows.most_cells[chosen], held, limits[: len(held)])
         return limits
 
 

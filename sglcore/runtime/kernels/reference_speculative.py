@@ -59,3 +59,39 @@ def accept_proposals(
     runs[3] = torch.minimum(before + accepted + 1, torch.maximum(limits, before))
     lengths[slots] = runs[3]
     last[slots] = drawn.index_select(0, runs[2])
+
+
+def tree_walk(
+    drawn: Tensor,
+    owners: Tensor,
+    slots: Tensor,
+    limits: Tensor,
+    trees: Tensor,
+    last: Tensor,
+    lengths: Tensor,
+    proposals: Tensor,
+    path: Tensor,
+    runs: Tensor,
+) -> None:
+    """Which nodes of each request's tree are what was drawn, and what the next step begins with."""
+    if not slots.numel():
+        return
+    shape, steps = (slots.numel(), drawn.numel() // slots.numel()), path.shape[1]
+    parents, shifts, ancestors = trees.index_select(1, slots)[:3, :, : shape[1]].unbind(0)
+    proposed, before = proposals.index_select(0, slots)[:, : shape[1] - 1], lengths.index_select(0, slots)
+    found, usable = drawn.view(shape), owners.view(shape) != 0
+    nodes = torch.arange(shape[1], dtype=torch.int32, device=slots.device)
+    is_right = usable[:, 1:] & (proposed == found.gather(1, parents[:, 1:].long()))
+    # A node is taken if no bit of those on the way to it is that of a wrong one.
+    wrong = torch.where(is_right, 0, (1 << nodes)[1:]).sum(1, dtype=torch.int32)
+    taken = (ancestors & wrong[:, None]) == 0
+    depths = torch.where(taken, shifts + nodes, steps)
+    accepted = torch.where(taken, depths, 0).amax(1)
+    whole = torch.arange(steps + 1, dtype=torch.int32, device=slots.device).repeat(shape[0], 1)
+    path.copy_(whole.scatter_(1, depths.long(), nodes.expand_as(depths))[:, :steps])
+    runs[0] = accepted
+    runs[1] = ((proposed >= 0) & usable[:, 1:]).sum(1, dtype=torch.int32)
+    runs[2] = torch.arange(0, shape[0] * steps, steps, dtype=torch.int32, device=slots.device) + accepted
+    runs[3] = torch.minimum(before + accepted + 1, torch.maximum(limits, before))
+    lengths[slots] = runs[3]
+    last[slots] = found.gather(1, path.gather(1, accepted[:, None].long()).long())[:, 0]

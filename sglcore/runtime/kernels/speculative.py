@@ -28,3 +28,14 @@ class SpeculativeKernels:
     right up to the first that is not, a; how many there were; which of the B * N tokens is the last right one; and the new
     `lengths`, a + 1 more, up to the limit. `last` becomes what was drawn for that token.
     """
+    tree_walk = entry(reference_speculative.tree_walk, writes=("last", "lengths", "path", "runs"))
+    """`tree_walk(drawn int32 [B * N], owners, slots, limits, trees int32 [4, S, M], last, lengths, proposals, path int32 [B, steps],
+    runs int32 [4, B])`, N <= M <= 32.
+
+    As `accept_proposals`, of proposals that are the nodes 1 and on of a tree; the root is node 0. `trees` has of each slot's nodes
+    the parent, a lower number; the depth less the number; a bit for each node on the way from the root, itself among them; and
+    a word that is not read. Children of a node are different tokens, and no node is `steps` deep. A node is right if it is
+    verified and is what was drawn for its parent, and so are all on the way to it. `path` has the right nodes by their depth, the
+    root first; behind the last, each place has its own number. `runs` are: how deep the last right one is, a; how many proposals
+    there were; which of the B * steps places of `path` that one has; and the new `lengths`, a + 1 more, up to the limit.
+    """

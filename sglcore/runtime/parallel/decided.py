@@ -31,6 +31,17 @@ class SampledByOne(Sampler):
         self._group.broadcast(ids)
         return SampledTokens(ids, torch.zeros(len(logits), dtype=torch.bool, device=logits.device))
 
+    def leaders(self, logits: Tensor, state: SamplingState, count: int) -> tuple[Tensor, Tensor]:
+        """As `Sampler.leaders`, on every rank alike: trees of other nodes, or of nodes in another order, would be verified by rows
+        that do not fit together."""
+        if self._group.rank == 0:
+            tokens, likely = super().leaders(logits, state, count)
+            both = torch.cat([tokens, likely.view(torch.int32)], 1)
+        else:
+            both = torch.empty(len(logits), 2 * count, dtype=torch.int32, device=logits.device)
+        tokens, likely = self._group.broadcast(both).split(count, 1)
+        return tokens, likely.view(torch.float32)
+
     def decided(self, *found: Tensor) -> tuple[Tensor, ...]:
         """As `Sampler.decided`: on every rank what rank 0 found."""
         return self._group.broadcast(torch.stack(found)).unbind(0)

@@ -1,13 +1,13 @@
-"""Proposals by a draft that reads features, as a tree: beams of several tokens each, of which the likeliest are kept.
+"""Proposals by a draft as a tree: beams of several tokens each, of which the likeliest are kept.
 
 Each beam sees its own branch: row b of the forward for tokens of depth s has cell w * (s - 1) + b behind the known ones, and a word
-that says which of those before it are its ancestors'.
+that says which of those before it are its ancestors'. Beams of a draft that keeps nothing all see the same cells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -15,8 +15,16 @@ from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.speculative.autoregressive import FeatureDrafter, decode_batch, placed
+from sglcore.runtime.speculative.autoregressive import (
+    AutoregressiveDrafter,
+    FeatureDrafter,
+    StandaloneDrafter,
+    decode_batch,
+    placed,
+)
 from sglcore.runtime.speculative.drafter import NONE, DraftRows
+from sglcore.runtime.speculative.features import features_of
+from sglcore.runtime.speculative.frozen import FrozenDrafter
 from sglcore.runtime.speculative.tree import (
     Beams,
     CellBits,
@@ -29,16 +37,53 @@ from sglcore.runtime.speculative.tree import (
 )
 
 
-class TreeDrafter(FeatureDrafter):
-    """One forward over the target's own rows, and one of `shape.width` rows a request for each depth but the last."""
+class Beam(Protocol):
+    """The forwards by which beams of one step go on."""
 
-    def __init__(self, runner: ModelRunner, shape: TreeShape, project: Callable[[Tensor], Tensor]) -> None:
-        """`runner` and `project` as of `FeatureDrafter`."""
-        super().__init__(runner, shape.nodes - 1, project)
-        device = runner.token_table.last.device
+    def __call__(self, beams: Beams, depth: int, hidden: Tensor) -> Tensor:
+        """What the leaders of `depth` are drawn of, [R * w, H]: of the tokens of beams [R, w], after what the forward before gave, [R, H]
+        for depth 2 or [R * w, H]."""
+        ...
+
+
+def grown(
+    rows: DraftRows, shape: TreeShape, depths: Tensor, hidden: Tensor, runner: ModelRunner, go: Beam
+) -> DraftTree:
+    """The trees of roots whose next tokens are drawn of hidden [R, H]; `depths` as of `TreeShape.depths_of_records`. Waits for nothing."""
+    assert rows.rank is not None
+    count, kept, beams = len(rows.most_lens), list[Records](), None
+    for depth in range(1, shape.depth + 1):
+        if kept:
+            beams = tree_expand(kept[-1], shape.width, sum(shape.records[: depth - 2]))
+            hidden = go(beams, depth, hidden)
+        logits = runner.logits(hidden, None)
+        tokens, scores = (part.view(count, -1, shape.width) for part in rows.rank(logits, depth, shape.width))
+        kept.append(recorded(tokens, scores, beams))
+    return tree_build(kept, depths, shape.nodes)
+
+
+def parents_of(hidden: Tensor, beams: Beams, depth: int) -> Tensor:
+    """The rows of hidden, as of `Beam`, from which beams [R, w] grew: [R * w, H]."""
+    count, width = beams.tokens.shape
+    if depth == 2:
+        return hidden.repeat_interleave(width, 0)
+    sources = beams.origins + torch.arange(0, count * width, width, device=hidden.device)[:, None]
+    return hidden.index_select(0, sources.flatten())
+
+
+class CellBeams(AutoregressiveDrafter):
+    """A draft that keeps cells: one forward over the target's own rows, and one of `shape.width` rows a request for each depth but
+    the last."""
+
+    shape: TreeShape
+
+    def shaped(self, shape: TreeShape) -> Self:
+        """It with trees of this shape."""
+        device = self.runner.token_table.last.device
         self.shape = shape
         self._bits = CellBits(shape.cells, device)
         self._depths = shape.depths_of_records(device)
+        return self
 
     def advance(self, rows: DraftRows) -> Tensor:
         """As `Drafter.advance`: the tokens of a tree."""
@@ -46,21 +91,17 @@ class TreeDrafter(FeatureDrafter):
 
     def grow(self, rows: DraftRows) -> DraftTree:
         """Take in what the target computed, and propose a tree for each root: a chain where the rows ask for one. Waits for nothing."""
-        hidden, count = self.take_in(rows), len(rows.most_lens)
-        if rows.is_chain or not count:
+        hidden = self.take_in(rows)
+        if rows.is_chain or not len(rows.most_lens):
             return chained(self.follow(rows, hidden, self.shape.depth), self.tokens)
-        assert rows.rank is not None
-        width, kept, seen, beams = self.shape.width, list[Records](), None, None
-        logits = self.runner.logits(hidden, None)
-        for depth in range(1, self.shape.depth + 1):
-            if kept:
-                beams = tree_expand(kept[-1], width, sum(self.shape.records[: depth - 2]))
-                batch, seen = self.batch(rows, beams, depth, hidden, seen)
-                hidden = self.run(batch)
-                logits = self.runner.logits(hidden, None)
-            tokens, scores = (part.view(count, -1, width) for part in rows.rank(logits, depth, width))
-            kept.append(recorded(tokens, scores, beams))
-        return tree_build(kept, self._depths, self.shape.nodes)
+        seen: Tensor | None = None
+
+        def go(beams: Beams, depth: int, hidden: Tensor) -> Tensor:
+            nonlocal seen
+            batch, seen = self.batch(rows, beams, depth, hidden, seen)
+            return self.run(batch)
+
+        return grown(rows, self.shape, self._depths, hidden, self.runner, go)
 
     def batch(
         self, rows: DraftRows, beams: Beams, depth: int, hidden: Tensor, seen: Tensor | None
@@ -68,20 +109,77 @@ class TreeDrafter(FeatureDrafter):
         """A decode of the beams' tokens, whose leaders are of `depth`; and the cells that each beam sees of those behind the known
         ones, int32[R, w], by those of the depth before, `seen`."""
         count, width = beams.tokens.shape
-        own = slice((depth - 2) * width, (depth - 1) * width)
-        bits = self._bits
-        if seen is None:
-            seen, features = bits.own[own].expand(count, width), hidden.repeat_interleave(width, 0)
-        else:
-            seen = seen.gather(1, beams.origins).bitwise_or_(bits.own[own])
-            sources = beams.origins + torch.arange(0, count * width, width, device=hidden.device)[:, None]
-            features = hidden.index_select(0, sources.flatten())
-        slots, cells = placed(rows.slots[:, None], rows.lengths[:, None] + bits.places[own], rows.limits[:, None])
-        positions = (rows.lengths + (depth - 2))[:, None] * (slots > 0)
-        places = rows.most_lens[:, None] + np.arange(own.start + 1, own.stop + 1, dtype=np.int32)
+        own, bits = slice((depth - 2) * width, (depth - 1) * width), self._bits
+        before = bits.own.new_zeros(1).expand(count, width) if seen is None else seen.gather(1, beams.origins)
+        seen = before.bitwise_or(bits.own[own])
+        # A draft without features has a cell of the root.
+        known = 1 - self.lookahead
+        slots, cells = placed(
+            rows.slots[:, None], rows.lengths[:, None] + (bits.places[own] + known), rows.limits[:, None]
+        )
+        positions = (rows.lengths + (depth - 2 + known))[:, None] * (slots > 0)
+        places = rows.most_lens[:, None] + np.arange(own.start + 1, own.stop + 1, dtype=np.int32) + np.int32(known)
         most = np.minimum(places, np.maximum(rows.host_limits, 1)[:, None]).reshape(-1)
+        features = parents_of(hidden, beams, depth) if self.lookahead else None
         batch = decode_batch(rows.batch, slots.flatten(), positions.flatten(), beams.tokens.flatten(), most, features)
         return replace(batch, seq_lens=(cells + 1).flatten(), visible=bits.words(seen, own).flatten()), seen
+
+
+class TreeDrafter(CellBeams, FeatureDrafter):
+    """By a draft that reads features."""
+
+
+class StandaloneTreeDrafter(CellBeams, StandaloneDrafter):
+    """By any model over the same tokens."""
+
+
+class FrozenTreeDrafter(FrozenDrafter):
+    """By a draft that keeps nothing: all beams of a request stand at one place and see the same cells, each with what was made of
+    its own branch."""
+
+    def __init__(self, runner: ModelRunner, shape: TreeShape, feature_size: int) -> None:
+        """`runner` and `feature_size` as of `FrozenDrafter`."""
+        super().__init__(runner, shape.nodes - 1, feature_size)
+        self.shape = shape
+        self._depths = shape.depths_of_records(runner.token_table.last.device)
+
+    def advance(self, rows: DraftRows) -> Tensor:
+        """As `Drafter.advance`: the tokens of a tree."""
+        return self.grow(rows).tokens
+
+    def grow(self, rows: DraftRows) -> DraftTree:
+        """As `CellBeams.grow`."""
+        count = len(rows.most_lens)
+        if rows.is_chain or not count:
+            return chained(self.follow(rows, self.shape.depth if count else 0), self.tokens)
+        first = self.planned(self.first(rows), 1)
+        batch = self.widened(first)
+
+        def go(beams: Beams, depth: int, hidden: Tensor) -> Tensor:
+            nonlocal batch
+            batch = self.batch(batch, beams, depth, hidden)
+            return self.runner.forward(batch)[0]
+
+        return grown(rows, self.shape, self._depths, self.runner.forward(first)[0], self.runner, go)
+
+    def widened(self, batch: ForwardBatch) -> ForwardBatch:
+        """A batch of one row a request with a row for each beam of it, not planned yet."""
+        width = self.shape.width
+        slots, positions, ids = (
+            part.repeat_interleave(width) for part in (batch.req_pool_indices, batch.positions, batch.input_ids)
+        )
+        assert batch.seq_lens_cpu is not None and batch.turn is not None
+        wide = decode_batch(batch, slots, positions, ids, np.repeat(batch.seq_lens_cpu, width))
+        return replace(wide, turn=batch.turn)
+
+    def batch(self, before: ForwardBatch, beams: Beams, depth: int, hidden: Tensor) -> ForwardBatch:
+        """The forward of the beams' tokens, planned with all that follow it if it is the first; `before` is the batch of that before
+        it, or what `widened` gave."""
+        features = features_of(parents_of(hidden, beams, depth), self._feature_size)
+        batch = replace(before, input_ids=beams.tokens.flatten(), features=features)
+        if depth == 2:
+            return self.planned(batch, self.shape.depth - 1)
+        return replace(batch, turn=self.later(before))
 
 
 def chained(tokens: Tensor, most: int) -> DraftTree:

@@ -56,12 +56,13 @@ OFFERED: Ref = "sglcore.models.draft:offered_head"
 """How a draft becomes a model, of which kind one is, and which a checkpoint brings; references, because models build on the
 runtime."""
 
-IN_TREES = (EAGLE, EAGLE3, MTP)
-"""Kinds whose proposals may be trees: those that read features, a token at a time."""
+IN_TREES = (EAGLE, EAGLE3, MTP, STANDALONE, FROZEN)
+"""Kinds whose proposals may be trees: those of a model that proposes a token at a time."""
 TREE_MASK = "tree_mask"
 """The feature of attention whose rows may leave out single cells."""
-TREE_TOKENS, TREE_DEPTH = 7, 4
-"""Of a tree where nobody asks for others: proposals, and tokens one after another."""
+TREE_TOKENS, TREE_DEPTH = 7, 5
+"""Of a tree where nobody asks for others: proposals, and tokens one after another, as far as there are so many and their beams' cells
+can be told apart."""
 
 LoadDraft = Callable[[Path, str], Any]
 """`load(folder, kind)`: the draft, with its `model`, its `aux_layers` and its `heads`."""
@@ -123,7 +124,7 @@ class Speculation:
         if model is not self.draft:
             return StepShape(widths, aux_layers=self.aux_layers or ())
         if self.tree is not None:
-            return StepShape(tuple(sorted({1, self.tree.width, self.tree.steps})), model.feature_size)
+            return self._shape_of_beams(self.tree, model)
         if self.kind == DFLASH:
             return StepShape((model.config.words["block_size"],))
         if self.heads > 1:
@@ -134,6 +135,13 @@ class Speculation:
         if self.aux_layers is None:
             return StepShape((1, *(each + 1 for each in widths)))
         return StepShape(tuple(sorted({1, *widths})), model.feature_size)
+
+    def _shape_of_beams(self, tree: TreeShape, model: LoadedModel) -> StepShape:
+        if self.kind == FROZEN:
+            return StepShape((1, tree.width), model.feature_size, takes_prompts=False)
+        if self.aux_layers is None:
+            return StepShape(tuple(sorted({1, tree.width, tree.steps + 1})))
+        return StepShape(tuple(sorted({1, tree.width, tree.steps})), model.feature_size)
 
 
 def most_drafts(config: EngineConfig) -> int:
@@ -186,7 +194,7 @@ def choose_speculation(
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy=remedy)
     if is_divided and (reason := reason_against(RANKS, kind)):
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--tp 1, or another draft")
-    config, tree = _tree_of(config, kind, model, ledger, is_divided, no_trees)
+    config, tree = _tree_of(config, kind, model, ledger, no_trees)
     made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried, tree=tree)
     if kind in MODELS:
         made = _with_draft(config, made, load(_draft_folder(config, folder, kind), kind), ledger)
@@ -196,11 +204,11 @@ def choose_speculation(
 
 
 def _tree_of(
-    config: EngineConfig, kind: str, model: LoadedModel, ledger: DecisionLedger, is_divided: bool, no_trees: str
+    config: EngineConfig, kind: str, model: LoadedModel, ledger: DecisionLedger, no_trees: str
 ) -> tuple[EngineConfig, TreeShape | None]:
     """The tree that was asked for, and the configuration, with chains where the device has none. Raises ConfigError for one that can
     not be."""
-    tree = _tree(config, kind, is_divided)
+    tree = _tree(config, kind)
     if tree is None:
         return config, None
     if reason := _reason_against_trees(model.attention_layers) or first_reason({STATE: model.state_layers}, TREES):
@@ -236,9 +244,10 @@ def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: Decis
     return replace(made, lengths=lengths, heads=heads)
 
 
-def _tree(config: EngineConfig, kind: str, is_divided: bool) -> TreeShape | None:
+def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
     """The tree that was asked for; None: chains. Raises ConfigError for one that can not be."""
-    width, depth, tokens = config.draft_width, config.draft_depth or TREE_DEPTH, config.draft_tokens or TREE_TOKENS
+    width, tokens = config.draft_width, config.draft_tokens or TREE_TOKENS
+    depth = config.draft_depth or min(TREE_DEPTH, tokens, MOST_NODES // width + 1)
     if width == 1:
         if config.draft_depth is not None:
             raise ConfigError("draft_depth is that of trees, and draft_width is 1", remedy="--draft-tokens alone")
@@ -249,15 +258,13 @@ def _tree(config: EngineConfig, kind: str, is_divided: bool) -> TreeShape | None
         reason = f"proposals of {kind!r} are chains; those of {', '.join(IN_TREES)} may be trees"
     elif config.speculative_verify != COUPLED:
         reason = f"the rule is {config.speculative_verify!r}, and {reason_against(OTHER_RULES, TREES)}"
-    elif is_divided:
-        reason = reason_against(RANKS, TREES)
     elif not depth <= tokens < MOST_NODES:
         reason = f"a tree of {tokens} tokens is to be {depth} deep; it has {depth} to {MOST_NODES - 1} of them"
         remedy = "--draft-tokens or --draft-depth"
     elif tokens > sum(shape.records):
         reason = f"{width} beams that are {depth} deep record {sum(shape.records)} tokens, and {tokens} are to be kept"
         remedy = "lower --draft-tokens, or raise --draft-width"
-    elif shape.cells > MOST_NODES:
+    elif shape.cells > MOST_NODES and kind != FROZEN:
         reason = f"{width} beams that are {depth} deep write {shape.cells} cells, and {MOST_NODES} can be told apart"
         remedy = "lower --draft-width or --draft-depth"
     if reason:

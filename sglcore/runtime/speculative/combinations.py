@@ -59,13 +59,7 @@ COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
         ),
         RANKS: Combination(
             "several ranks",
-            MappingProxyType(
-                {
-                    "dflash": _UNCUT,
-                    "frozen-mtp": _UNCUT,
-                    TREES: "several ranks hold this model, which verify chains alone",
-                }
-            ),
+            MappingProxyType({"dflash": _UNCUT, "frozen-mtp": _UNCUT}),
         ),
         SHARDS: _refused(
             "requests in shards (`--dp`)",

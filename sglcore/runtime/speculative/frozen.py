@@ -35,11 +35,15 @@ class FrozenDrafter:
 
     def advance(self, rows: DraftRows) -> Tensor:
         """As `Drafter.advance`."""
+        return self.follow(rows, rows.wanted)
+
+    def follow(self, rows: DraftRows, wanted: int) -> Tensor:
+        """int32[R, wanted]: each proposal after the one before it."""
         count, found = len(rows.most_lens), list[Tensor]()
-        if not rows.wanted or not count:
-            return torch.empty(count, rows.wanted, dtype=torch.int32, device=rows.ids.device)
-        batch = self.planned(self.first(rows), rows.wanted)
-        for depth in range(1, rows.wanted + 1):
+        if not wanted or not count:
+            return torch.empty(count, wanted, dtype=torch.int32, device=rows.ids.device)
+        batch = self.planned(self.first(rows), wanted)
+        for depth in range(1, wanted + 1):
             hidden = self.runner.forward(batch)[0]
             found.append(rows.draw(self.runner.logits(hidden, None), depth))
             batch = self.following(batch, found[-1], hidden)
@@ -65,9 +69,13 @@ class FrozenDrafter:
 
     def following(self, batch: ForwardBatch, ids: Tensor, hidden: Tensor) -> ForwardBatch:
         """The same place and the same cells, with a proposal and with what the draft made of the token before it."""
+        features = features_of(hidden, self._feature_size)
+        return replace(batch, input_ids=ids, features=features, turn=self.later(batch))
+
+    def later(self, batch: ForwardBatch) -> Turn:
+        """That of the forward after a batch's, over the same plan."""
         assert batch.turn is not None
-        turn = batch.turn._replace(step=batch.turn.step + 1)
-        return replace(batch, input_ids=ids, features=features_of(hidden, self._feature_size), turn=turn)
+        return batch.turn._replace(step=batch.turn.step + 1)
 
     def close(self) -> None:
         """Free the runner's graphs."""

@@ -12,7 +12,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.worker import Limits
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
-from sglcore.runtime.speculative.beams import TreeDrafter
+from sglcore.runtime.speculative.beams import FrozenTreeDrafter, StandaloneTreeDrafter, TreeDrafter
 from sglcore.runtime.speculative.block import BlockDrafter
 from sglcore.runtime.speculative.choice import DFLASH, FROZEN, SUFFIX, WITHOUT_MODEL, Speculation
 from sglcore.runtime.speculative.drafter import Drafter
@@ -21,6 +21,7 @@ from sglcore.runtime.speculative.frozen import FrozenDrafter
 from sglcore.runtime.speculative.heads import MultiHeadDrafter
 from sglcore.runtime.speculative.ngram import NgramDrafter
 from sglcore.runtime.speculative.rejection import RULES, RejectionWorker
+from sglcore.runtime.speculative.tree import TreeShape
 from sglcore.runtime.speculative.tree_worker import TreeWorker
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.runtime.token_table import TokenTable
@@ -38,18 +39,35 @@ def make_drafter(
     if speculation.kind in WITHOUT_MODEL:
         return NgramDrafter(speculation.tokens)
     assert draft_runner is not None
+    model: Any = draft_runner.model
+    if speculation.tree is not None:
+        return make_tree_drafter(speculation, speculation.tree, draft_runner, model)
     if speculation.aux_layers is None:
         return StandaloneDrafter(draft_runner, speculation.tokens)
-    model: Any = draft_runner.model
     if speculation.kind == DFLASH:
         return BlockDrafter(draft_runner, speculation.tokens, model, is_exact)
     if draft_heads:
         return MultiHeadDrafter((draft_runner, *draft_heads), slots, model)
-    if speculation.tree is not None:
-        return TreeDrafter(draft_runner, speculation.tree, model.project)
     if speculation.kind == FROZEN:
         return FrozenDrafter(draft_runner, speculation.tokens, model.feature_size)
     return FeatureDrafter(draft_runner, speculation.tokens, model.project)
+
+
+def make_tree_drafter(speculation: Speculation, shape: TreeShape, runner: ModelRunner, model: Any) -> Drafter:
+    """What proposes trees."""
+    if speculation.aux_layers is None:
+        return StandaloneTreeDrafter(runner, speculation.tokens).shaped(shape)
+    if speculation.kind == FROZEN:
+        return FrozenTreeDrafter(runner, shape, model.feature_size)
+    return TreeDrafter(runner, speculation.tokens, model.project).shaped(shape)
+
+
+def cells_of_drafts(speculation: Speculation, drafter: Drafter) -> int:
+    """As `Limits.draft_cells` has them: a model of its own keeps one of the root too, one that keeps nothing has those of nodes."""
+    if speculation.tree is None:
+        return 0
+    written = 0 if speculation.kind == FROZEN else speculation.tree.cells + 1 - drafter.lookahead
+    return max(drafter.tokens, written)
 
 
 def make_speculative_worker(
@@ -69,6 +87,7 @@ def make_speculative_worker(
     limits = replace(
         limits,
         draft_tokens=drafter.tokens,
+        draft_cells=cells_of_drafts(speculation, drafter),
         takes_proposals=from_host,
         lookahead=drafter.lookahead,
         keeps_history=drafter.reads_history,

@@ -92,14 +92,14 @@ class CellBits:
 
 
 class TreeTables:
-    """What a step knows of the nodes of each slot, int32[slots, N] each: `parents`; `shifts`, depth less number; `ancestors`, a bit
+    """What a step knows of the nodes of each slot, `held` int32[4, slots, N]: `parents`; `shifts`, depth less number; `ancestors`, a bit
     for each node on the way from the root, itself among them; `words`, the same as `ForwardInputs.visible`."""
 
     def __init__(self, slots: int, nodes: int, device: torch.device) -> None:
-        self._held = torch.zeros(4, slots, nodes, dtype=torch.int32, device=device)
+        self.held = torch.zeros(4, slots, nodes, dtype=torch.int32, device=device)
         self._bits = CellBits(nodes, device)
         chain = self.of_trees(torch.arange(nodes - 1, dtype=torch.int32, device=device)[None], None, nodes - 1)
-        self._held.copy_(chain.expand(4, slots, nodes))
+        self.held.copy_(chain.expand(4, slots, nodes))
 
     def of_trees(self, parents: Tensor, depths: Tensor | None, deepest: int) -> Tensor:
         """int32[4, R, N] for trees of these parents and depths int32[R, N - 1] (None: chains)."""
@@ -113,11 +113,11 @@ class TreeTables:
 
     def put(self, slots: Tensor, tree: DraftTree, deepest: int) -> None:
         """Remember the trees of slots int32[R]."""
-        self._held[:, slots] = self.of_trees(tree.parents, tree.depths, deepest)
+        self.held[:, slots] = self.of_trees(tree.parents, tree.depths, deepest)
 
     def of_slots(self, slots: Tensor) -> Tensor:
         """int32[4, R, N]: parents, shifts, ancestors and words."""
-        return self._held.index_select(1, slots)
+        return self.held.index_select(1, slots)
 
 
 def recorded(tokens: Tensor, scores: Tensor, before: Beams | None) -> Records:
@@ -148,24 +148,3 @@ def tree_build(records: Sequence[Records], depths: Tensor, nodes: int) -> DraftT
     places.scatter_(1, chosen + 1, numbers)
     own = parents.gather(1, chosen).long()
     return DraftTree(kept, places.gather(1, own + 1), depths[chosen])
-
-
-def tree_walk(drawn: Tensor, proposals: Tensor, usable: Tensor, trees: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """How many proposals of each tree are right, int32[B], and the nodes of that path in order, int64[B, steps], behind whose end
-    each place has its own number.
-
-    drawn int32[B, N] is the token after each node, proposals int32[B, N - 1] those of the nodes, of which usable bool[B, N] have a
-    cell; trees int32[4, B, N] as of `TreeTables.of_slots`. A node is right if it is what was drawn for its parent, and so are all
-    on the way to it; of one depth only one can be.
-    """
-    parents, shifts, ancestors = trees[0], trees[1], trees[2]
-    nodes = torch.arange(drawn.shape[1], dtype=torch.int32, device=drawn.device)
-    is_right = usable & (torch.nn.functional.pad(proposals, (1, 0), value=NONE) == drawn.gather(1, parents.long()))
-    is_right[:, 0] = True
-    wrong = torch.where(is_right, 0, 1 << nodes).sum(1, dtype=torch.int32)
-    taken = (ancestors & wrong[:, None]) == 0
-    depths = torch.where(taken, shifts + nodes, steps)
-    accepted = torch.where(taken, depths, 0).amax(1)
-    path = torch.arange(steps + 1, device=drawn.device).repeat(len(drawn), 1)
-    path.scatter_(1, depths.long(), nodes.long().expand_as(drawn))
-    return accepted, path[:, :steps]

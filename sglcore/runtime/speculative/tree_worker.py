@@ -13,7 +13,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.pools import TokenToKVPool
 from sglcore.runtime.speculative.autoregressive import decode_batch, placed
 from sglcore.runtime.speculative.drafter import DraftRows
-from sglcore.runtime.speculative.tree import DraftTree, TreeShape, TreeTables, tree_walk
+from sglcore.runtime.speculative.tree import DraftTree, TreeShape, TreeTables
 from sglcore.runtime.speculative.worker import SpeculativeWorker, Verified, VerifiedRows
 from sglcore.runtime.token_table import TokenTable
 from sglcore.sampling.sampler import SamplingState
@@ -39,16 +39,15 @@ class TreeWorker(SpeculativeWorker):
         device = token_table.last.device
         self._trees = TreeTables(limits.max_requests + 1, shape.nodes, device)
         self._steps = torch.arange(shape.nodes, dtype=torch.int32, device=device)
-        self._placed_trees = self._trees.of_slots(torch.zeros(0, dtype=torch.int32, device=device))
         self._plan = RowPlan.silent()
         super().__init__(runner, token_table, limits, *given)
 
     def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
         super()._place(staged, rows, nodes)
-        self._placed_trees = self._trees.of_slots(rows.slots)
+        trees = self._trees.of_slots(rows.slots)
         assert staged.visible is not None
         shape = rows.slots.shape[0], staged.num_tokens // max(rows.slots.shape[0], 1)
-        shifts, words = self._placed_trees[1][:, : shape[1]], self._placed_trees[3][:, : shape[1]]
+        shifts, words = trees[1][:, : shape[1]], trees[3][:, : shape[1]]
         staged.positions.view(shape).add_(shifts * (staged.req_pool_indices.view(shape) > 0))
         staged.visible.view(shape).copy_(words)
 
@@ -68,12 +67,13 @@ class TreeWorker(SpeculativeWorker):
         sampled, width = self._sampling.sampler.sample(logits, state), logits.shape[0] // rows.slots.shape[0]
         steps = min(self.shape.steps, width)
         before = self._lengths.index_select(0, rows.slots)
-        runs, path = self._walk(staged, rows, sampled, before, width, steps)
+        runs, path = self._walk(staged, rows, sampled, steps)
         if width > 1:
             assert staged.out_cache_loc is not None
             move_path(self.runner.attn_backend.token_to_kv_pool, staged.out_cache_loc.view(-1, width), path)
-        order = (path + torch.arange(0, logits.shape[0], width, device=path.device)[:, None]).flatten()
-        chain = self._chain(batch, staged, rows, before, steps)
+        firsts = torch.arange(0, logits.shape[0], width, dtype=torch.int32, device=path.device)
+        order = (path + firsts[:, None]).flatten()
+        chain = self._chain(batch, staged, rows, before, order)
         plan = plan if steps == width else self._plan_of(len(order))
         return Verified(chain, hidden.index_select(0, order), plan, along(sampled, order), runs, width)
 
@@ -83,36 +83,26 @@ class TreeWorker(SpeculativeWorker):
         return self._plan
 
     def _walk(
-        self,
-        staged: ForwardBatch,
-        rows: VerifiedRows,
-        sampled: SampledTokens[Tensor],
-        before: Tensor,
-        width: int,
-        steps: int,
+        self, staged: ForwardBatch, rows: VerifiedRows, sampled: SampledTokens[Tensor], steps: int
     ) -> tuple[Tensor, Tensor]:
-        """`runs` int32[4, B] as of the table's `accept_proposals`, by rows of paths, and paths int64[B, steps]; the tables are those of
-        the next step from here on."""
-        shape = rows.slots.shape[0], width
-        drawn, usable = sampled.token_ids.view(shape), staged.req_pool_indices.view(shape) != 0
-        proposals = self._proposals.index_select(0, rows.slots)[:, : width - 1]
-        trees = self._placed_trees[:, :, :width]
-        accepted, path = tree_walk(drawn, proposals, usable, trees, steps)
-        ends = torch.minimum(before + accepted + 1, torch.maximum(rows.limits, before))
-        last = path.gather(1, accepted[:, None].long())
-        self._lengths[rows.slots] = ends
-        self._table.publish(rows.slots, drawn.gather(1, last)[:, 0])
-        offered = ((proposals >= 0) & usable[:, 1:]).sum(1, dtype=torch.int32)
-        first = torch.arange(0, shape[0] * steps, steps, dtype=torch.int32, device=ends.device)
-        return torch.stack([accepted, offered, first + accepted, ends]), path
+        """`runs` int32[4, B] and paths int32[B, steps] of the table's `tree_walk`; the tables are those of the next step from here on."""
+        runs, path = (
+            torch.empty(*shape, dtype=torch.int32, device=rows.slots.device)
+            for shape in ((4, len(rows.slots)), (len(rows.slots), steps))
+        )
+        tables = self._trees.held, self._table.last, self._lengths, self._proposals
+        drawn = sampled.token_ids, staged.req_pool_indices
+        self._kernels.tree_walk(*drawn, rows.slots, rows.limits, *tables, path, runs)
+        return runs, path
 
     def _chain(
-        self, batch: ScheduleBatch, staged: ForwardBatch, rows: VerifiedRows, before: Tensor, steps: int
+        self, batch: ScheduleBatch, staged: ForwardBatch, rows: VerifiedRows, before: Tensor, order: Tensor
     ) -> ForwardBatch:
-        """The rows of a path as those of a step that verified a chain."""
+        """The rows `order` int32[B * steps] of paths as those of a step that verified chains."""
+        steps = len(order) // len(before)
         places = before[:, None] + self._steps[:steps]
         slots, positions = placed(rows.slots[:, None], places, rows.limits[:, None])
-        ids = staged.input_ids[: places.numel()]
+        ids = staged.input_ids.index_select(0, order)
         chain = decode_batch(staged, slots.flatten(), positions.flatten(), ids, most_lens(batch, steps))
         return replace(chain, width=steps)
 
@@ -123,7 +113,7 @@ class TreeWorker(SpeculativeWorker):
 
 
 def along(sampled: SampledTokens[Tensor], order: Tensor) -> SampledTokens[Tensor]:
-    """The rows `order` int64[N] of a draw."""
+    """The rows `order` int32[N] of a draw."""
     logprobs = sampled.logprobs
     if logprobs is not None:
         parts = {item.name: getattr(logprobs, item.name).index_select(0, order) for item in fields(logprobs)}
@@ -132,8 +122,8 @@ def along(sampled: SampledTokens[Tensor], order: Tensor) -> SampledTokens[Tensor
 
 
 def move_path(pool: TokenToKVPool, cells: Tensor, path: Tensor) -> None:
-    """Bring keys and values of the nodes of paths int64[B, steps], in cells int[B, N], into the cells behind the root's. All are read
+    """Bring keys and values of the nodes of paths int32[B, steps], in cells int[B, N], into the cells behind the root's. All are read
     before one is written; a place that is its own node's stays."""
-    sources, places = cells.gather(1, path[:, 1:]).flatten(), cells[:, 1 : path.shape[1]].flatten()
+    sources, places = cells.gather(1, path[:, 1:].long()).flatten(), cells[:, 1 : path.shape[1]].flatten()
     for layer in range(pool.num_layers):
         pool.write_cells(layer, places, *pool.read_cells(layer, sources))

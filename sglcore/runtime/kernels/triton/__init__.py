@@ -28,7 +28,7 @@ from sglcore.runtime.kernels.triton.hyper import hc_head, hc_post, hc_pre
 from sglcore.runtime.kernels.triton.indexer import index_logits, index_top_k
 from sglcore.runtime.kernels.triton.latent_rows import index_key_store, norm_rope_store, rope_tail
 from sglcore.runtime.kernels.triton.norm import add_rms_norm, gated_rms_norm, rms_norm
-from sglcore.runtime.kernels.triton.proposals import accept_proposals, place_proposals
+from sglcore.runtime.kernels.triton.proposals import accept_proposals, place_proposals, tree_walk
 from sglcore.runtime.kernels.triton.rotated_store import rotary_and_store
 from sglcore.runtime.kernels.triton.rotation import rotary
 from sglcore.runtime.kernels.triton.routing import hash_routing, sqrtsoftplus_routing, top_k_routing
@@ -61,7 +61,7 @@ def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
     )
     entries += (limited_moe, limited_silu_and_mul, sqrtsoftplus_routing, hash_routing, hc_pre, hc_post, hc_head)
     entries += (rope_tail, norm_rope_store, index_key_store, window_rows, block_rows, compress_plan)
-    entries += (place_proposals, accept_proposals, swap_in, copy_rows)
+    entries += (place_proposals, accept_proposals, tree_walk, swap_in, copy_rows)
     own = {entry.__name__: partial(entry, tuning=tuning) for entry in entries}
     latent = {each.__name__: Limited(partial(each, tuning=tuning), takes_values) for each in (sparse_mqa, paged_mqa)}
     return KernelTable().replace(**own, **latent)

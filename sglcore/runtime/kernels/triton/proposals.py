@@ -1,4 +1,4 @@
-"""Verification of proposals: where each token of a request goes, and how far its proposals are right."""
+"""Verification of proposals: where each token of a request goes, how far its proposals are right, and which nodes of its tree are."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -82,6 +82,59 @@ def accept_proposals_kernel(
     tl.store(lengths + slot, length)
 
 
+@triton.jit
+def tree_walk_kernel(
+    drawn,
+    owners,
+    slots,
+    limits,
+    trees,
+    last,
+    lengths,
+    proposals,
+    path,
+    runs,
+    requests,
+    width,
+    steps,
+    table,
+    most,
+    proposals_stride,
+    NODES: tl.constexpr,
+):
+    """One request. Floor: six int32 read for each node."""
+    row = tl.program_id(0)
+    node = tl.arange(0, NODES)
+    inside, is_node = node < width, (node > 0) & (node < width)
+    slot, first = tl.load(slots + row), row * width
+    before = tl.load(lengths + slot)
+    held = trees + slot * most + node
+    parent = tl.load(held, mask=inside, other=0)
+    depth = tl.load(held + table, mask=inside, other=0) + node
+    ancestors = tl.load(held + 2 * table, mask=inside, other=0)
+    usable = tl.load(owners + first + node, mask=inside, other=0) != 0
+    proposed = tl.load(proposals + slot * proposals_stride + node - 1, mask=is_node, other=-1)
+    is_right = usable & (tl.load(drawn + first + parent, mask=inside, other=0) == proposed)
+    wrong = tl.sum(tl.where(is_node & (is_right == 0), 1 << node, 0), axis=0)
+    taken = inside & ((ancestors & wrong) == 0)
+    accepted = tl.max(tl.where(taken, depth, 0), axis=0)
+    end = tl.sum(tl.where(taken & (depth == accepted), node, 0), axis=0)
+    place = tl.arange(0, NODES)
+    found = taken[None, :] & (depth[None, :] == place[:, None])
+    own = tl.sum(tl.where(found, node[None, :], 0), axis=1)
+    kept = tl.where(place <= accepted, own, place)
+    tl.store(path + row * steps + place, kept, mask=place < steps)
+    length = tl.minimum(before + accepted + 1, tl.maximum(tl.load(limits + row), before))
+    tl.store(runs + row, accepted)
+    tl.store(runs + requests + row, tl.sum((is_node & usable & (proposed >= 0)).to(tl.int32), axis=0))
+    tl.store(runs + 2 * requests + row, row * steps + accepted)
+    tl.store(runs + 3 * requests + row, length)
+    tl.store(last + slot, tl.load(drawn + first + end))
+    # Every warp reads the length before one replaces it.
+    tl.debug_barrier()
+    tl.store(lengths + slot, length)
+
+
 def place_proposals(
     last: Tensor,
     lengths: Tensor,
@@ -146,4 +199,43 @@ def accept_proposals(
         proposals.stride(0),
         NODES=power_of_two(proposals.shape[1] + 1),
         **tuning.options(tuning.accept_proposals),
+    )
+
+
+def tree_walk(
+    drawn: Tensor,
+    owners: Tensor,
+    slots: Tensor,
+    limits: Tensor,
+    trees: Tensor,
+    last: Tensor,
+    lengths: Tensor,
+    proposals: Tensor,
+    path: Tensor,
+    runs: Tensor,
+    tuning: Tuning = Tuning(),
+) -> None:
+    """The table's `tree_walk`, whatever the step's nodes by one program too."""
+    requests = slots.shape[0]
+    if not requests:
+        return
+    tree_walk_kernel[(requests,)](
+        drawn,
+        owners,
+        slots,
+        limits,
+        trees,
+        last,
+        lengths,
+        proposals,
+        path,
+        runs,
+        requests,
+        drawn.shape[0] // requests,
+        path.shape[1],
+        trees.stride(0),
+        trees.stride(1),
+        proposals.stride(0),
+        NODES=power_of_two(trees.shape[2]),
+        **tuning.options(tuning.tree_walk),
     )
