@@ -13,7 +13,7 @@ from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.cut import THETA, CutTerms
 from sglcore.device.plan import StepPlan
 from sglcore.device.worker import Limits, ModelWorker, Ticket
-from sglcore.schedule.agree import agree, vote_of
+from sglcore.schedule.agree import Proposals, agree, vote_of
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.overlap import BatchRecord, overlap_forward_isolation, record_batch_in_overlap
@@ -79,11 +79,18 @@ class ShardLoop:
             if not any(batch is not None for batch in batches):
                 self._refuse_standstill()
                 return []
-            plan = agree([vote_of(batch, self._cut) for batch in batches])
+            proposals = self._proposals()
+            votes = [vote_of(batch, self._cut, proposals.verified + 1) for batch in batches]
+            plan = agree(votes, proposals=proposals)
             return [self._send(plan.of_shard(shard), batch) for shard, batch in enumerate(batches)]
         except BaseException as error:
             self._abandon(error)
             raise
+
+    def _proposals(self) -> Proposals:
+        """Of the next step, in every shard alike."""
+        tokens = self.worker.limits.draft_tokens
+        return Proposals(tokens, tokens)
 
     def _send(self, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
         scheduler = self.scheduler.each[plan.shard]

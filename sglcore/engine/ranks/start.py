@@ -29,6 +29,7 @@ from sglcore.engine.ranks.spec import RankProcess, Spawn, limits_text, spawn_loc
 from sglcore.engine.ranks.team import SILENCES, Maker
 from sglcore.engine.ranks.watch import Member, Patience, Watch, ended
 from sglcore.engine.ranks.wire import Channel, Gone
+from sglcore.runtime.speculative.combinations import SHARDS, TREES, reason_against
 
 Progress = Callable[[str, int, int], None]
 HELLO_SECONDS = 5.0
@@ -78,18 +79,19 @@ def check_devices(config: EngineConfig, choice: Choice, placement: Placement = A
 
 def _check_shards(config: EngineConfig) -> None:
     """Raise ConfigError for what does not go with several shards of requests."""
-    refused = {
-        "speculative": config.speculative not in (None, "off", "auto"),
-        "draft_model": config.draft_model is not None,
-        "hisparse": config.hisparse not in (None, "off"),
-    }
-    for name, is_asked in refused.items():
-        if is_asked and config.dp > 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"dp is {config.dp} and {name} is {getattr(config, name)!r}, which do not go together yet",
-                remedy=f"leave {flag} or --dp out",
-            )
+    if config.dp == 1:
+        return
+    if config.hisparse not in (None, "off"):
+        raise ConfigError(
+            f"dp is {config.dp} and hisparse is {config.hisparse!r}, which do not go together yet",
+            remedy="leave --hisparse or --dp out",
+        )
+    whats = [config.speculative or "", *([TREES] if config.draft_width > 1 else [])]
+    if reason := next((reason for what in whats if (reason := reason_against(SHARDS, what))), ""):
+        raise ConfigError(
+            f"dp is {config.dp} and speculative is {config.speculative!r}: {reason}",
+            remedy="--dp 1, or other proposals",
+        )
 
 
 def start_ranks(

@@ -16,11 +16,13 @@ from sglcore.runtime.speculative.combinations import (
     DRAFT_RINGS,
     DRAFT_STATE,
     EMBEDS,
+    HEADS,
     HISTORY,
     NO_PREFIX_CACHE,
     OTHER_RULES,
     RANKS,
     ROWS,
+    SHARDS,
     STATE,
     TREES,
     WINDOWS,
@@ -157,8 +159,9 @@ def choose_speculation(
     load: LoadDraft,
     is_divided: bool = False,
     no_trees: str = "",
+    in_shards: bool = False,
 ) -> Speculation | None:
-    """As the configuration asks; `no_trees`: why proposals are chains whatever was asked for; `is_divided`: on several ranks, which verify as many proposals each step. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
+    """As the configuration asks; `no_trees`: why proposals are chains whatever was asked for; `is_divided`: on several ranks, which verify as many proposals each step; `in_shards`: which have requests of their own. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
     what loading the draft raises."""
     asked, rule = config.speculative or "not asked", config.speculative_verify
     for setting, value, allowed in (
@@ -185,10 +188,14 @@ def choose_speculation(
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy=remedy)
     if is_divided and (reason := reason_against(RANKS, kind)):
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--tp 1, or another draft")
+    if in_shards and (reason := _reason_against_shards(config, kind)):
+        raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--dp 1, or another draft")
     config, tree = _tree_of(config, kind, model, ledger, is_divided, no_trees)
     made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried, tree=tree)
     if kind in MODELS:
         made = _with_draft(config, made, load(_draft_folder(config, folder, kind), kind), ledger)
+    if in_shards and made.heads > 1:
+        raise ConfigError(f"the draft has {made.heads} layers, and {reason_against(SHARDS, HEADS)}", remedy="--dp 1")
     if not is_tried:
         ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))
     return made
@@ -337,6 +344,11 @@ def _reason_against_draft(draft: LoadedModel, kind: str) -> str:
     rings = any(kept.ring for layer in draft.attention_layers for kept in layer.rows.values())
     has = {DRAFT_STATE: draft.state_layers, DRAFT_RINGS: rings}
     return first_reason(has, kind)
+
+
+def _reason_against_shards(config: EngineConfig, kind: str) -> str:
+    """Why shards of requests do not propose so; empty if they can."""
+    return reason_against(SHARDS, kind) or (reason_against(SHARDS, TREES) if config.draft_width > 1 else "")
 
 
 def _reason_against_trees(layers: Sequence[Any]) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-ALL, TREES = "all", "trees"
-"""Whatever proposes, and whatever proposes trees, in place of a kind."""
+ALL, TREES, HEADS = "all", "trees", "several layers"
+"""Whatever proposes, whatever proposes trees, and drafts whose layers propose a token each, in place of a kind."""
 CELLS, WINDOWS, ROWS = "keys and values", "windows", "rows"
 STATE, HISTORY, EMBEDS = "state", "history", "embeds"
 DRAFT_STATE, DRAFT_RINGS = "draft state", "draft rings"
@@ -28,6 +28,7 @@ def _refused(name: str, **reasons: str) -> Combination:
 
 
 _UNCUT = "its draft is not cut for ranks"
+_NOT_AGREED = "shards of requests agree on no plan of its draft's forwards"
 COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
     {
         CELLS: _refused("a model that keeps keys and values of all tokens"),
@@ -63,9 +64,16 @@ COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
                 }
             ),
         ),
-        SHARDS: _refused(
+        SHARDS: Combination(
             "requests in shards (`--dp`)",
-            all="requests are in shards, and an idle one proposes nothing with the others",
+            MappingProxyType(
+                {
+                    "dflash": _NOT_AGREED,
+                    "frozen-mtp": _NOT_AGREED,
+                    HEADS: "forwards of several layers begin before a step's own tokens, which no plan of all shards counts",
+                    TREES: "shards of requests agree on chains alone",
+                }
+            ),
         ),
         HOST_ROWS: _refused(
             "rows in host memory (`--hisparse`)",
