@@ -17,8 +17,9 @@ class StepPlan:
     `is_decode`: no shard has rows of prompts, by which all of them order their halves.
     `shard`: whose part of the step this is, which is all in which the plans of a step differ.
 
-    Where tokens are proposed: decodes verify `verified` proposals of each request, `proposed` are made of each that emits, and of those
-    each shard has `emitting`. A step is then several forwards, of the target and of what proposes, and every shard runs all of them."""
+    Where tokens are proposed a step is several forwards, of the target and of what proposes, and every shard runs all of them: decodes
+    verify `verified` proposals of each request, and `proposed` are made of each that emits. By shard, `emitting` is how many emit,
+    `verifying` how many decode, and `going_on` how many prompts a step has of which some began in another one."""
 
     global_num_tokens: tuple[int, ...]
     is_padded: bool = False
@@ -29,6 +30,8 @@ class StepPlan:
     verified: int = 0
     proposed: int = 0
     emitting: tuple[int, ...] = ()
+    verifying: tuple[int, ...] = ()
+    going_on: tuple[int, ...] = ()
 
     def of_shard(self, shard: int) -> StepPlan:
         """The same for one of the shards."""
@@ -45,6 +48,15 @@ class StepPlan:
     def with_emitting(self) -> StepPlan:
         """That of a forward of all rows, and one more of each request that emits."""
         return self.of_rows(tuple(map(sum, zip(self.global_num_tokens, self.emitting, strict=True))))
+
+    def from_before(self, back: int) -> StepPlan:
+        """That of a forward of all rows, and `back` more of each request that decodes."""
+        both = zip(self.global_num_tokens, self.verifying, strict=True)
+        return self.of_rows(tuple(rows + count * back for rows, count in both))
+
+    def before_prompts(self, back: int) -> StepPlan | None:
+        """That of a forward of `back` rows before each prompt, of shards where some go on; None if there are none."""
+        return self.of_rows(tuple(count * back for count in self.going_on)) if any(self.going_on) else None
 
     def halves(self) -> tuple[StepPlan, StepPlan]:
         """The plans of both halves, which have none. Raises ValueError for a step without."""

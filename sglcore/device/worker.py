@@ -40,7 +40,8 @@ class Limits:
     and `snapshot_bytes`; `host_bytes` of the pages in host memory. `num_labels`: what is answered to a prompt to embed are so
     many scores (0: a vector). `embed_size`: prompts may be embeddings of so many numbers a token (0: not); `takes_mrope`: with
     positions by three axes. `reads_history`: the worker remembers all tokens of a request, for embeddings of several at once;
-    `keeps_history`: for proposals. A decode row brings up to `draft_tokens` proposals; `takes_proposals`: those of the batch too.
+    `keeps_history`: for proposals. A decode row brings up to `draft_tokens` proposals; `takes_proposals`: those of the batch too;
+    `draft_lengths`: as many of each step as whoever submits those of several shards says, which is one of these (none: `draft_tokens`).
     `sliced_layers`: a prompt may come by slices of so many layers (0: whole); `slice_budget`: each of so many token·layers (0: as
     few as running requests hardly feel).
     """
@@ -74,6 +75,7 @@ class Limits:
     keeps_history: bool = False
     draft_tokens: int = 0
     takes_proposals: bool = False
+    draft_lengths: tuple[int, ...] = ()
     sliced_layers: int = 0
     slice_budget: int = 0
 

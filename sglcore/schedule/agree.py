@@ -48,7 +48,8 @@ class StepVote:
     """What one shard has for a step; without arguments that of an idle one. A new decision is one more line here.
 
     `rows` are its token rows, one entry a shard. `mode` is what the forward does, MIXED where shards differ. `can_replay`: it
-    has no input that graphs do not read. `is_extend`: it has rows of prompts. `emitting` are its requests that emit."""
+    has no input that graphs do not read. `is_extend`: it has rows of prompts. `emitting`, `verifying` and
+    `going_on` are those of `StepPlan`."""
 
     rows: tuple[int, ...] = _vote(EACH, (0,))
     mode: ForwardMode = _vote(SAME)
@@ -57,6 +58,8 @@ class StepVote:
     cuts: tuple[int, ...] = _vote(EACH, (0,))
     may_cut: bool = _vote(ALL)
     emitting: tuple[int, ...] = _vote(EACH, (0,))
+    verifying: tuple[int, ...] = _vote(EACH, (0,))
+    going_on: tuple[int, ...] = _vote(EACH, (0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ def vote_of(batch: ScheduleBatch | None, cut: CutTerms | None = None, width: int
         cuts=(where,),
         may_cut=where > 0,
         emitting=(int(np.count_nonzero(batch.emits)),),
+        verifying=(batch.batch_size if mode.is_decode else 0,),
+        going_on=(batch.batch_size if not mode.is_decode and batch.page_counts.any() else 0,),
     )
 
 
@@ -134,6 +139,8 @@ def agree(votes: Sequence[StepVote], terms: Terms = Terms(), proposals: Proposal
         verified=proposals.verified,
         proposed=proposals.proposed,
         emitting=total.emitting,
+        verifying=total.verifying,
+        going_on=total.going_on,
     )
 
 

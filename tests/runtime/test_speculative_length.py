@@ -11,7 +11,7 @@ import pytest
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.speculative.worker import SpeculativeWorker
-from sglcore.step.draft_length import DWELL, LengthController, lengths_of
+from sglcore.device.draft_length import DWELL, LengthController, lengths_of
 from sglcore.step.proposals import WideRows
 from tests.laws.test_speculative_laws import Ran, check_same, engines, folder, plain, run
 

@@ -20,6 +20,7 @@ from sglcore.checkpoint.shards import check_divisible
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.package import Ref, resolve
 from sglcore.device.selection import Choice
 from sglcore.device.topology import Topology
 from sglcore.device.worker import Limits
@@ -29,9 +30,10 @@ from sglcore.engine.ranks.spec import RankProcess, Spawn, limits_text, spawn_loc
 from sglcore.engine.ranks.team import SILENCES, Maker
 from sglcore.engine.ranks.watch import Member, Patience, Watch, ended
 from sglcore.engine.ranks.wire import Channel, Gone
-from sglcore.runtime.speculative.combinations import SHARDS, TREES, reason_against
 
 Progress = Callable[[str, int, int], None]
+REASON: Ref = "sglcore.runtime.speculative.combinations:reason_in_shards"
+"""Why shards of requests do not propose in a way; a reference, as the engine knows no runtime."""
 HELLO_SECONDS = 5.0
 """How long whoever connects may take to say who it is."""
 LOOK_EVERY = 0.05
@@ -86,8 +88,7 @@ def _check_shards(config: EngineConfig) -> None:
             f"dp is {config.dp} and hisparse is {config.hisparse!r}, which do not go together yet",
             remedy="leave --hisparse or --dp out",
         )
-    whats = [config.speculative or "", *([TREES] if config.draft_width > 1 else [])]
-    if reason := next((reason for what in whats if (reason := reason_against(SHARDS, what))), ""):
+    if reason := resolve(REASON)(config.speculative or "", config.draft_width > 1):
         raise ConfigError(
             f"dp is {config.dp} and speculative is {config.speculative!r}: {reason}",
             remedy="--dp 1, or other proposals",
@@ -214,13 +215,18 @@ def _come_up(watch: Watch) -> Limits:
         failure = watch.go_round()
         if failure is not None:
             raise failure
-    limits = [Limits(**_ready(member)["limits"]) for member in watch.members]
+    limits = [_limits_of(_ready(member)["limits"]) for member in watch.members]
     for rank, other in enumerate(limits):
         if other != limits[0]:
             raise WorkerLost(
                 f"rank 0 has {limits_text(limits[0])}, and rank {rank} has {limits_text(other)}; wanted the same"
             )
     return limits[0]
+
+
+def _limits_of(told: Mapping[str, Any]) -> Limits:
+    """What a rank said, in which tuples have become lists."""
+    return Limits(**{name: tuple(value) if isinstance(value, list) else value for name, value in told.items()})
 
 
 def _ready(member: Member) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ForwardMode
+from sglcore.device.plan import StepPlan
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.split import filter_batch
 from sglcore.runtime.speculative.drafter import DraftRows
+from sglcore.runtime.split import filter_batch
 
 
 class AutoregressiveDrafter(ABC):
@@ -62,7 +63,8 @@ class AutoregressiveDrafter(ABC):
         slots, positions = placed(rows.slots, rows.lengths + beyond, rows.limits)
         room = self.runner.attn_backend.req_to_token_pool.max_tokens
         most_lens = np.minimum(rows.most_lens + np.int32(beyond + 1), np.int32(room))
-        return decode_batch(rows.batch, slots, positions, ids, most_lens, hidden if self.lookahead else None)
+        plan = None if rows.batch.step_plan is None else rows.batch.step_plan.of_emitting()
+        return decode_batch(rows.batch, slots, positions, ids, most_lens, hidden if self.lookahead else None, plan)
 
     def close(self) -> None:
         """Free the runner's graphs."""
@@ -106,15 +108,15 @@ class StandaloneDrafter(AutoregressiveDrafter):
         root = self.decode(rows, roots, 0)
         slots, positions = placed(batch.req_pool_indices, batch.positions, ends)
         assert batch.seq_lens_cpu is not None and root.seq_lens_cpu is not None
-        whole = decode_batch(
+        plan = None if batch.step_plan is None else batch.step_plan.with_emitting()
+        return decode_batch(
             batch,
             torch.cat([slots, root.req_pool_indices]),
             torch.cat([positions, root.positions]),
             torch.cat([batch.input_ids, root.input_ids]),
             np.concatenate([batch.seq_lens_cpu, root.seq_lens_cpu]),
+            plan=plan,
         )
-        plan = batch.step_plan
-        return whole if plan is None else replace(whole, step_plan=plan.with_emitting())
 
 
 def placed(slots: Tensor, positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,13 +132,12 @@ def decode_batch(
     ids: Tensor,
     most_lens: NDArray[np.int32],
     features: Tensor | None = None,
+    plan: StepPlan | None = None,
 ) -> ForwardBatch:
-    """One token of each row, int32[R] each, for the runner of a draft; `most_lens` are lengths at most. Where shards of requests run one
-    step it is the plan's forward of the requests that emit, which may be other shards' alone."""
-    plan = None if like.step_plan is None else like.step_plan.of_emitting()
+    """One token of each row, int32[R] each, for the runner of a draft; `most_lens` are lengths at most. `plan`: of a forward of several
+    shards of requests, all rows of which may be others'."""
     if plan is not None and not len(most_lens):
-        given = {"forward_mode": ForwardMode.IDLE, "input_embeds": None, "features": features, "step_plan": plan}
-        return replace(filter_batch(like, 0, 0), **given)
+        return no_tokens(like, plan, features)
     return type(like)(
         forward_mode=ForwardMode.DECODE,
         batch_size=len(most_lens),
@@ -150,3 +151,9 @@ def decode_batch(
         features=features,
         step_plan=plan,
     )
+
+
+def no_tokens(like: ForwardBatch, plan: StepPlan, features: Tensor | None = None) -> ForwardBatch:
+    """A batch without rows, and features [0, F], for a runner whose other ranks run some."""
+    given = {"forward_mode": ForwardMode.IDLE, "input_embeds": None, "features": features, "step_plan": plan}
+    return replace(filter_batch(like, 0, 0), **given)

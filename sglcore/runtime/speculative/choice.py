@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglcore.device.config import EngineConfig
+from sglcore.device.draft_length import lengths_of
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import Ref, resolve
@@ -16,21 +17,19 @@ from sglcore.runtime.speculative.combinations import (
     DRAFT_RINGS,
     DRAFT_STATE,
     EMBEDS,
-    HEADS,
     HISTORY,
     NO_PREFIX_CACHE,
     OTHER_RULES,
     RANKS,
     ROWS,
-    SHARDS,
     STATE,
     TREES,
     WINDOWS,
     first_reason,
     reason_against,
+    reason_in_shards,
 )
 from sglcore.runtime.speculative.tree import MOST_NODES, TreeShape
-from sglcore.step.draft_length import lengths_of
 
 if TYPE_CHECKING:
     from sglcore.runtime.loaded_model import LoadedModel
@@ -146,7 +145,8 @@ def most_drafts(config: EngineConfig) -> int:
 def _lengths(config: EngineConfig, is_divided: bool = False) -> tuple[int, ...]:
     if config.draft_width > 1:
         return (config.draft_tokens or TREE_TOKENS,)
-    # A text that is exact in law only would change with the number; and ranks, each of which times its steps, would differ in it.
+    # A text that is exact in law only would change with the number; and ranks, each of which times its steps, would differ in it. Shards
+    # of requests are told it with each step.
     fixed = None if config.speculative_verify == COUPLED and not is_divided else DRAFT_TOKENS
     return lengths_of(config.draft_tokens or fixed, DRAFT_TOKENS)
 
@@ -188,14 +188,12 @@ def choose_speculation(
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy=remedy)
     if is_divided and (reason := reason_against(RANKS, kind)):
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--tp 1, or another draft")
-    if in_shards and (reason := _reason_against_shards(config, kind)):
+    if in_shards and (reason := reason_in_shards(kind, config.draft_width > 1)):
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--dp 1, or another draft")
     config, tree = _tree_of(config, kind, model, ledger, is_divided, no_trees)
-    made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried, tree=tree)
+    made = Speculation(kind, _lengths(config, is_divided and not in_shards), rule=rule, is_tried=is_tried, tree=tree)
     if kind in MODELS:
         made = _with_draft(config, made, load(_draft_folder(config, folder, kind), kind), ledger)
-    if in_shards and made.heads > 1:
-        raise ConfigError(f"the draft has {made.heads} layers, and {reason_against(SHARDS, HEADS)}", remedy="--dp 1")
     if not is_tried:
         ledger.record(Row("speculative", asked, made.summary, f"{why}; {promise(rule)}", "--speculative off"))
     return made
@@ -344,11 +342,6 @@ def _reason_against_draft(draft: LoadedModel, kind: str) -> str:
     rings = any(kept.ring for layer in draft.attention_layers for kept in layer.rows.values())
     has = {DRAFT_STATE: draft.state_layers, DRAFT_RINGS: rings}
     return first_reason(has, kind)
-
-
-def _reason_against_shards(config: EngineConfig, kind: str) -> str:
-    """Why shards of requests do not propose so; empty if they can."""
-    return reason_against(SHARDS, kind) or (reason_against(SHARDS, TREES) if config.draft_width > 1 else "")
 
 
 def _reason_against_trees(layers: Sequence[Any]) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-ALL, TREES, HEADS = "all", "trees", "several layers"
-"""Whatever proposes, whatever proposes trees, and drafts whose layers propose a token each, in place of a kind."""
+ALL, TREES = "all", "trees"
+"""Whatever proposes, and whatever proposes trees, in place of a kind."""
 CELLS, WINDOWS, ROWS = "keys and values", "windows", "rows"
 STATE, HISTORY, EMBEDS = "state", "history", "embeds"
 DRAFT_STATE, DRAFT_RINGS = "draft state", "draft rings"
@@ -70,7 +70,6 @@ COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
                 {
                     "dflash": _NOT_AGREED,
                     "frozen-mtp": _NOT_AGREED,
-                    HEADS: "forwards of several layers begin before a step's own tokens, which no plan of all shards counts",
                     TREES: "shards of requests agree on chains alone",
                 }
             ),
@@ -91,6 +90,11 @@ def reason_against(beside: str, what: str) -> str:
     """Why a kind, or TREES, is refused beside something; empty if they go together."""
     refused = COMBINATIONS[beside].refused
     return refused.get(what, refused.get(ALL, ""))
+
+
+def reason_in_shards(kind: str, is_tree: bool) -> str:
+    """Why shards of requests do not propose by a kind, or trees; empty if they can."""
+    return reason_against(SHARDS, kind) or (reason_against(SHARDS, TREES) if is_tree else "")
 
 
 def first_reason(beside: Mapping[str, object], what: str) -> str:

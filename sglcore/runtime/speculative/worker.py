@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.device.draft_length import LengthController, Started, StepTimes
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
@@ -27,7 +28,6 @@ from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.sampler import SamplingState
 from sglcore.sampling.state import SampledTokens
-from sglcore.step.draft_length import LengthController, Started, StepTimes
 from sglcore.step.output import StepOutput
 from sglcore.step.proposals import WideRows, node_limits, wide_rows, widen
 from sglcore.step.rows import RowPlan, plan_rows
