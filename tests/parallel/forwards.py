@@ -82,7 +82,7 @@ def steps_of(folder: Path, rank: int) -> list[Step]:
             continue
         number, rows, is_padded, shard, own = values
         found[-1][1].append(Forward(number, tuple(rows), is_padded, shard, own))
-    return [Step(ForwardMode(mode), *counts, tuple(forwards)) for (mode, *counts), forwards in found]
+    return [Step(ForwardMode(begun[0]), begun[1], begun[2], tuple(forwards)) for begun, forwards in found]
 
 
 def check_forwards(folder: Path, ranks: int) -> list[list[Step]]:

@@ -98,22 +98,22 @@ def with_experts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "make", "settings"),
+    ("kind", "make", "most", "settings"),
     [
-        ("eagle", with_eagle, {}),
-        ("eagle", with_eagle, {"dp": 2}),
-        ("mtp", with_experts, {"dp": 2, "ep": 2, "attention_backend": "latent"}),
+        ("eagle", with_eagle, 12, {}),
+        ("eagle", with_eagle, 8, {"dp": 2}),
+        ("mtp", with_experts, 4, {"dp": 2, "ep": 2, "attention_backend": "latent"}),
     ],
     ids=["", "dp", "dp, experts whole"],
 )
 def test_proposals_of_a_divided_draft_leave_no_trace_in_a_text(
-    kind: str, make: Any, settings: dict[str, Any], lane: Lane, tmp_path: Path
+    kind: str, make: Any, most: int, settings: dict[str, Any], lane: Lane, tmp_path: Path
 ) -> None:
     simulated, found = partial(defects.simulated, lane.simulator), []
     make(tmp_path)
     for speculative in (kind, "off"):
         with RankedEngine(tmp_path, simulated, **{**PLAIN, "speculative": speculative, **settings}) as engine:
-            results = engine.run(random_prompts(5, (5, 17)), 12, temperature=1.5, seed=3, stagger=2)
+            results = engine.run(random_prompts(5, (5, 17)), most, temperature=1.5, seed=3, stagger=2)
             found.append([result.tokens for result in results])
             assert bool(engine.scheduler.drafts) == (speculative == kind)
     assert found[0] == found[1]

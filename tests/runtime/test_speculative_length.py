@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.device.draft_length import DWELL, LengthController, lengths_of
+from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.step.proposals import WideRows
 from tests.laws.test_speculative_laws import Ran, check_same, engines, folder, plain, run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,9 +42,14 @@ def _vote(kind: float, size: float, other: float) -> StepVote:
     mode = MODES[int(kind * 1.24 * len(MODES)) % len(MODES)]
     rows = int(size * (12 if mode is ForwardMode.DECODE else 40)) + 1
     cut = rows // 2 if other > 0.1 else 0
-    kind = {"can_replay": other < 0.9, "is_extend": not mode.is_decode, "cuts": (cut,), "may_cut": cut > 0}
+    given: dict[str, Any] = {
+        "can_replay": other < 0.9,
+        "is_extend": not mode.is_decode,
+        "cuts": (cut,),
+        "may_cut": cut > 0,
+    }
     counts = (rows // 3,), (rows if mode.is_decode else 0,), (0 if mode.is_decode else int(other * 3),)
-    return StepVote((rows,), mode, **kind, **dict(zip(COUNTS, counts, strict=True)))
+    return StepVote((rows,), mode, **given, **dict(zip(COUNTS, counts, strict=True)))
 
 
 def order_is_nothing(agreed: Callable[..., StepPlan], case: Case) -> bool:
@@ -171,7 +177,7 @@ def test_rows_are_padded_where_that_moves_less(rows: tuple[int, ...], is_extend:
 
 
 def test_a_step_without_anybody_is_a_plan_too() -> None:
-    nothing = dict.fromkeys(COUNTS, (0, 0))
+    nothing: dict[str, Any] = dict.fromkeys(COUNTS, (0, 0))
     assert agree([StepVote(), StepVote()], Terms(2, (4,))) == StepPlan((0, 0), is_padded=True, **nothing)
 
 
@@ -212,15 +218,14 @@ def test_a_prompt_goes_on_where_it_has_pages_and_emits_where_it_ends() -> None:
         assert batch is not None
         vote = vote_of(batch, width=4)
         found.append((vote.rows, vote.emitting, vote.going_on))
-        drive.scheduler.in_flight.newest.ticket = drive.worker.submit(batch)
-        record = drive.scheduler.in_flight.newest
-        drive.scheduler.finish(record, drive.worker.collect(record.ticket))
+        ticket = drive.worker.submit(batch)
+        drive.scheduler.finish(drive.scheduler.in_flight.newest, drive.worker.collect(ticket))
     assert found == [((8,), (0,), (0,)), ((8,), (0,), (1,)), ((4,), (1,), (1,))]
 
 
 def test_the_other_forwards_of_a_step_have_rows_of_their_own() -> None:
     """Two requests that verify three proposals beside two prompts, of which one ends here, beside nobody."""
-    counts = {"emitting": (2, 1, 0), "verifying": (2, 0, 0), "going_on": (0, 2, 0)}
+    counts: dict[str, Any] = {"emitting": (2, 1, 0), "verifying": (2, 0, 0), "going_on": (0, 2, 0)}
     plan = StepPlan((8, 11, 0), bucket=8, cuts=(4, 5, 0), **counts).of_shard(1)
     forwards = plan.of_emitting(), plan.with_emitting(), plan.from_before(2), plan.before_prompts(2)
     assert [each and each.global_num_tokens for each in forwards] == [(2, 1, 0), (10, 12, 0), (12, 11, 0), (0, 4, 0)]

@@ -133,7 +133,9 @@ class Drive:
         return next(place for place, each in enumerate(self.shards.each) if rid in each._requests)
 
 
-PROPOSING = MappingProxyType({"draft_tokens": 4, "allows_mixed_batches": False, "keeps_history": True, "num_pages": 64})
+PROPOSING: MappingProxyType[str, Any] = MappingProxyType(
+    {"draft_tokens": 4, "allows_mixed_batches": False, "keeps_history": True, "num_pages": 64}
+)
 
 
 class AtRandom(LengthController):

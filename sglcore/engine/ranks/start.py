@@ -215,18 +215,13 @@ def _come_up(watch: Watch) -> Limits:
         failure = watch.go_round()
         if failure is not None:
             raise failure
-    limits = [_limits_of(_ready(member)["limits"]) for member in watch.members]
+    limits = [msgspec.convert(_ready(member)["limits"], Limits) for member in watch.members]
     for rank, other in enumerate(limits):
         if other != limits[0]:
             raise WorkerLost(
                 f"rank 0 has {limits_text(limits[0])}, and rank {rank} has {limits_text(other)}; wanted the same"
             )
     return limits[0]
-
-
-def _limits_of(told: Mapping[str, Any]) -> Limits:
-    """What a rank said, in which tuples have become lists."""
-    return Limits(**{name: tuple(value) if isinstance(value, list) else value for name, value in told.items()})
 
 
 def _ready(member: Member) -> dict[str, Any]:
