@@ -15,7 +15,11 @@ class StepPlan:
     rows each brings as many as the largest, else as many as it has. `bucket`: every shard replays the graph of so many rows
     (None: nobody replays). `cuts`: rows of the first half of every shard, if ranks run this step as two halves (None: some shard has no two);
     `is_decode`: no shard has rows of prompts, by which all of them order their halves.
-    `shard`: whose part of the step this is, which is all in which the plans of a step differ."""
+    `shard`: whose part of the step this is, which is all in which the plans of a step differ.
+
+    Where tokens are proposed a step is several forwards, of the target and of what proposes, and every shard runs all of them: decodes
+    verify `verified` proposals of each request, and `proposed` are made of each that emits. By shard, `emitting` is how many emit,
+    `verifying` how many decode, and `going_on` how many prompts a step has of which some began in another one."""
 
     global_num_tokens: tuple[int, ...]
     is_padded: bool = False
@@ -23,10 +27,36 @@ class StepPlan:
     shard: int = 0
     cuts: tuple[int, ...] | None = None
     is_decode: bool = False
+    verified: int = 0
+    proposed: int = 0
+    emitting: tuple[int, ...] = ()
+    verifying: tuple[int, ...] = ()
+    going_on: tuple[int, ...] = ()
 
     def of_shard(self, shard: int) -> StepPlan:
         """The same for one of the shards."""
         return replace(self, shard=shard)
+
+    def of_rows(self, rows: tuple[int, ...]) -> StepPlan:
+        """That of another forward of the step, to which each shard brings so many rows; it runs whole."""
+        return replace(self, global_num_tokens=rows, bucket=None, cuts=None)
+
+    def of_emitting(self) -> StepPlan:
+        """That of a forward of one row of each request that emits."""
+        return self.of_rows(self.emitting)
+
+    def with_emitting(self) -> StepPlan:
+        """That of a forward of all rows, and one more of each request that emits."""
+        return self.of_rows(tuple(map(sum, zip(self.global_num_tokens, self.emitting, strict=True))))
+
+    def from_before(self, back: int) -> StepPlan:
+        """That of a forward of all rows, and `back` more of each request that decodes."""
+        both = zip(self.global_num_tokens, self.verifying, strict=True)
+        return self.of_rows(tuple(rows + count * back for rows, count in both))
+
+    def before_prompts(self, back: int) -> StepPlan | None:
+        """That of a forward of `back` rows before each prompt, of shards where some go on; None if there are none."""
+        return self.of_rows(tuple(count * back for count in self.going_on)) if any(self.going_on) else None
 
     def halves(self) -> tuple[StepPlan, StepPlan]:
         """The plans of both halves, which have none. Raises ValueError for a step without."""

@@ -151,6 +151,7 @@ class ModelRunner:
             self.attn_backend.req_to_token_pool.write(arrays.arrived["page_entries"], arrays.arrived["new_pages"])
         rows = registry.view(size, size, extend=False)
         rows.forward_mode, rows.width, rows.seq_lens_cpu = batch.forward_mode, width, most_lens(batch, width)
+        rows.step_plan = batch.step_plan
         return rows
 
     def _init_with(

@@ -173,10 +173,15 @@ class TpModelWorker:
     @torch.inference_mode()
     def forward_idle(self, batch: ScheduleBatch) -> Ticket:
         """One forward of no rows: this rank takes part in what the others exchange."""
+        staged, _, output = self._run_idle(batch)
+        return self._ticket(batch, staged, None, output)
+
+    def _run_idle(self, batch: ScheduleBatch) -> tuple[ForwardBatch, Tensor, StepOutput[Tensor]]:
+        """The staged batch, hidden [0, H], and what comes of it."""
         staged = self.runner.init_batch(batch)
         hidden, path = self.runner.forward(staged)
         ids, bad = (torch.zeros(0, dtype=dtype, device=hidden.device) for dtype in (torch.int32, torch.bool))
-        return self._ticket(batch, staged, None, StepOutput(plan_rows(batch), path, SampledTokens(ids, bad)))
+        return staged, hidden, StepOutput(plan_rows(batch), path, SampledTokens(ids, bad))
 
     def _ticket(
         self,

@@ -48,7 +48,8 @@ class StepVote:
     """What one shard has for a step; without arguments that of an idle one. A new decision is one more line here.
 
     `rows` are its token rows, one entry a shard. `mode` is what the forward does, MIXED where shards differ. `can_replay`: it
-    has no input that graphs do not read. `is_extend`: it has rows of prompts."""
+    has no input that graphs do not read. `is_extend`: it has rows of prompts. `emitting`, `verifying` and
+    `going_on` are those of `StepPlan`."""
 
     rows: tuple[int, ...] = _vote(EACH, (0,))
     mode: ForwardMode = _vote(SAME)
@@ -56,6 +57,9 @@ class StepVote:
     is_extend: bool = _vote(ANY)
     cuts: tuple[int, ...] = _vote(EACH, (0,))
     may_cut: bool = _vote(ALL)
+    emitting: tuple[int, ...] = _vote(EACH, (0,))
+    verifying: tuple[int, ...] = _vote(EACH, (0,))
+    going_on: tuple[int, ...] = _vote(EACH, (0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +72,34 @@ class Terms:
     needs_equal_rows: bool = False
 
 
-def vote_of(batch: ScheduleBatch | None, cut: CutTerms | None = None) -> StepVote:
-    """The vote of a shard with this step, None for one that has nothing to run. `cut`: which steps it would run as two halves."""
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """How many of each request are `verified` in a step, and `proposed` for the next: said by who sees all shards, and no vote."""
+
+    verified: int = 0
+    proposed: int = 0
+
+
+def vote_of(batch: ScheduleBatch | None, cut: CutTerms | None = None, width: int = 1) -> StepVote:
+    """The vote of a shard with this step, None for one that has nothing to run. `cut`: which steps it would run as two halves;
+    a decode runs `width` rows of each request."""
     if batch is None:
         return StepVote()
     mode, where = batch.forward_mode, 0
-    if cut is not None:
-        where = cut.of_decode(batch.batch_size) if mode.is_decode else cut.of_prompts(np.diff(batch.token_offsets))
+    if cut is not None and mode.is_decode:
+        where = cut.of_decode(batch.batch_size, width)
+    elif cut is not None:
+        where = cut.of_prompts(np.diff(batch.token_offsets))
     return StepVote(
-        (batch.num_tokens,),
+        (batch.num_tokens * (width if mode.is_decode else 1),),
         mode,
         can_replay=batch.embed_rows is None,
         is_extend=not mode.is_decode,
         cuts=(where,),
         may_cut=where > 0,
+        emitting=(int(np.count_nonzero(batch.emits)),),
+        verifying=(batch.batch_size if mode.is_decode else 0,),
+        going_on=(batch.batch_size if not mode.is_decode and batch.page_counts.any() else 0,),
     )
 
 
@@ -94,7 +112,7 @@ def reduced(votes: Sequence[StepVote]) -> StepVote:
     return StepVote(**found)
 
 
-def agree(votes: Sequence[StepVote], terms: Terms = Terms()) -> StepPlan:
+def agree(votes: Sequence[StepVote], terms: Terms = Terms(), proposals: Proposals = Proposals()) -> StepPlan:
     """The plan that every shard runs, whatever they voted. Idle shards decide nothing: they follow.
 
     All replay, in the smallest bucket that holds the largest shard and is not more than twice its rows, or nobody does. Rows
@@ -112,7 +130,18 @@ def agree(votes: Sequence[StepVote], terms: Terms = Terms()) -> StepPlan:
     else:
         is_padded = 2 * sum(rounded) >= shards * largest
     cuts = total.cuts if total.may_cut and any(total.cuts) and bucket is None else None
-    return StepPlan(total.rows, is_padded, bucket, cuts=cuts, is_decode=total.mode.is_decode)
+    return StepPlan(
+        total.rows,
+        is_padded,
+        bucket,
+        cuts=cuts,
+        is_decode=total.mode.is_decode,
+        verified=proposals.verified,
+        proposed=proposals.proposed,
+        emitting=total.emitting,
+        verifying=total.verifying,
+        going_on=total.going_on,
+    )
 
 
 def _bucket(rows: int, buckets: tuple[int, ...]) -> int | None:

@@ -12,8 +12,9 @@ import numpy as np
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.cut import THETA, CutTerms
 from sglcore.device.plan import StepPlan
-from sglcore.device.worker import Limits, ModelWorker, Ticket
+from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
 from sglcore.schedule.agree import agree, vote_of
+from sglcore.schedule.agreed_length import AgreedLength
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.overlap import BatchRecord, overlap_forward_isolation, record_batch_in_overlap
@@ -23,8 +24,9 @@ from sglcore.schedule.shards import Shards
 
 @dataclass(slots=True)
 class Sent:
-    """A shard's part of a step: its record, or of an idle one its ticket alone."""
+    """A shard's part of a step: its record, or of an idle one its ticket alone. `number` is that of the step, in all shards."""
 
+    number: int
     scheduler: Scheduler
     record: BatchRecord | None
     idle: Ticket | None = None
@@ -40,6 +42,7 @@ class ShardLoop:
         self._running: list[Sent] = []
         self._unsent: list[EngineOutput] = []
         self._idle_steps = count(1)
+        self._length = AgreedLength(worker.limits)
         # Requests that keep a state, or are read in both directions, are not cut. From how many rows on, ranks know.
         may_cut_requests = worker.limits.generates and not worker.limits.keeps_state
         self._cut = CutTerms(theta=THETA if may_cut_requests else 0.0)
@@ -79,41 +82,49 @@ class ShardLoop:
             if not any(batch is not None for batch in batches):
                 self._refuse_standstill()
                 return []
-            plan = agree([vote_of(batch, self._cut) for batch in batches])
-            return [self._send(plan.of_shard(shard), batch) for shard, batch in enumerate(batches)]
+            number, proposals = self._length.begin(batches)
+            votes = [vote_of(batch, self._cut, proposals.verified + 1) for batch in batches]
+            plan = agree(votes, proposals=proposals)
+            return [self._send(number, plan.of_shard(shard), batch) for shard, batch in enumerate(batches)]
         except BaseException as error:
             self._abandon(error)
             raise
 
-    def _send(self, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
+    def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
         scheduler = self.scheduler.each[plan.shard]
         if batch is None:
-            return Sent(
-                scheduler, None, self.worker.submit(idle_batch(-next(self._idle_steps), plan, self.worker.limits))
-            )
+            idle = idle_batch(-next(self._idle_steps), plan, self.worker.limits)
+            return Sent(number, scheduler, None, self.worker.submit(idle))
         with overlap_forward_isolation(batch) as view:
             view.step_plan = plan
             ticket = self.worker.submit(view)
-        return Sent(scheduler, record_batch_in_overlap(scheduler.in_flight, view, ticket))
+        return Sent(number, scheduler, record_batch_in_overlap(scheduler.in_flight, view, ticket))
 
     def _collect(self, sent: list[Sent]) -> list[EngineOutput]:
         outputs: list[EngineOutput] = []
+        verified: list[BatchResult] = []
         try:
             for each in sent:
                 if each.record is not None:
-                    outputs += self._finish(each.scheduler, each.record)
+                    outputs += self._finish(each.scheduler, each.record, verified)
                 elif each.idle is not None:
                     self.worker.collect(each.idle)
+            if sent:
+                self._length.end(sent[0].number, verified)
         except BaseException as error:
             self._unsent += outputs
             self._abandon(error)
             raise
         return outputs
 
-    def _finish(self, scheduler: Scheduler, record: BatchRecord) -> list[EngineOutput]:
+    def _finish(self, scheduler: Scheduler, record: BatchRecord, verified: list[BatchResult]) -> list[EngineOutput]:
+        """What comes of a shard's part; `verified` gets the results of decodes."""
         ticket, record.ticket = record.ticket, None
-        assert ticket is not None
-        return scheduler.finish(record, self.worker.collect(ticket))
+        assert ticket is not None and record.batch is not None
+        result = self.worker.collect(ticket)
+        if record.batch.forward_mode.is_decode:
+            verified.append(result)
+        return scheduler.finish(record, result)
 
     def _abandon(self, error: BaseException) -> None:
         """As that of `Loop`, in every shard."""
@@ -123,7 +134,7 @@ class ShardLoop:
                 self._unsent += scheduler.drop(record, error)
                 continue
             try:
-                self._unsent += self._finish(scheduler, record)
+                self._unsent += self._finish(scheduler, record, [])
             except Exception as second:
                 self._unsent += scheduler.drop(record, second)
 

@@ -36,7 +36,7 @@ from sglcore.runtime.speculative.combinations import (
 )
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "speculation.md"
-ELSEWHERE = (HOST_ROWS, SHARDS, TEXT)
+ELSEWHERE = (HOST_ROWS, TEXT)
 """Of whole starts, which laws of their own try."""
 KINDS = (*WITHOUT_MODEL, *MODELS)
 
@@ -74,7 +74,8 @@ def choose(folder: Path, kind: str, beside: str, is_tree: bool) -> Any:
         prefix_cache=beside != NO_PREFIX_CACHE,
         speculative_verify="rejection" if beside == OTHER_RULES else "coupled",
     )
-    return choose_speculation(asked, model, folder, DecisionLedger(), lambda *_: draft, is_divided=beside == RANKS)
+    ranks: dict[str, Any] = {"is_divided": beside == RANKS, "in_shards": beside == SHARDS}
+    return choose_speculation(asked, model, folder, DecisionLedger(), lambda *_: draft, **ranks)
 
 
 def cases() -> Iterator[tuple[str, str, bool]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from sglcore.device.batch import ForwardMode
+from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.cut import CutTerms
 from sglcore.device.plan import StepPlan
 from sglcore.schedule import agree as module
@@ -17,6 +18,7 @@ from tests.schedule.drive import Drive
 
 CASES = 10_000
 MODES = (ForwardMode.DECODE, ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED)
+COUNTS = ("emitting", "verifying", "going_on")
 Case = tuple[list[StepVote], Terms, list[int]]
 
 
@@ -40,7 +42,14 @@ def _vote(kind: float, size: float, other: float) -> StepVote:
     mode = MODES[int(kind * 1.24 * len(MODES)) % len(MODES)]
     rows = int(size * (12 if mode is ForwardMode.DECODE else 40)) + 1
     cut = rows // 2 if other > 0.1 else 0
-    return StepVote((rows,), mode, can_replay=other < 0.9, is_extend=not mode.is_decode, cuts=(cut,), may_cut=cut > 0)
+    given: dict[str, Any] = {
+        "can_replay": other < 0.9,
+        "is_extend": not mode.is_decode,
+        "cuts": (cut,),
+        "may_cut": cut > 0,
+    }
+    counts = (rows // 3,), (rows if mode.is_decode else 0,), (0 if mode.is_decode else int(other * 3),)
+    return StepVote((rows,), mode, **given, **dict(zip(COUNTS, counts, strict=True)))
 
 
 def order_is_nothing(agreed: Callable[..., StepPlan], case: Case) -> bool:
@@ -48,7 +57,8 @@ def order_is_nothing(agreed: Callable[..., StepPlan], case: Case) -> bool:
     plan, turned = agreed(votes, terms), agreed([votes[place] for place in order], terms)
     rows = tuple(plan.global_num_tokens[place] for place in order)
     cuts = None if plan.cuts is None else tuple(plan.cuts[place] for place in order)
-    return turned == replace(plan, global_num_tokens=rows, cuts=cuts)
+    counts = {name: tuple(getattr(plan, name)[place] for place in order) for name in COUNTS}
+    return turned == replace(plan, global_num_tokens=rows, cuts=cuts, **counts)
 
 
 def idle_is_neutral(agreed: Callable[..., StepPlan], case: Case) -> bool:
@@ -59,7 +69,10 @@ def idle_is_neutral(agreed: Callable[..., StepPlan], case: Case) -> bool:
     rows = plan.global_num_tokens
     wanted = (*rows[:place], 0, *rows[place:])
     cuts = None if plan.cuts is None else (*plan.cuts[:place], 0, *plan.cuts[place:])
-    return (more.global_num_tokens, more.bucket, more.cuts) == (wanted, plan.bucket, cuts)
+    counts = all(
+        getattr(more, name) == (*getattr(plan, name)[:place], 0, *getattr(plan, name)[place:]) for name in COUNTS
+    )
+    return counts and (more.global_num_tokens, more.bucket, more.cuts) == (wanted, plan.bucket, cuts)
 
 
 def all_are_cut_or_none(agreed: Callable[..., StepPlan], case: Case) -> bool:
@@ -164,7 +177,8 @@ def test_rows_are_padded_where_that_moves_less(rows: tuple[int, ...], is_extend:
 
 
 def test_a_step_without_anybody_is_a_plan_too() -> None:
-    assert agree([StepVote(), StepVote()], Terms(2, (4,))) == StepPlan((0, 0), is_padded=True)
+    nothing: dict[str, Any] = dict.fromkeys(COUNTS, (0, 0))
+    assert agree([StepVote(), StepVote()], Terms(2, (4,))) == StepPlan((0, 0), is_padded=True, **nothing)
 
 
 def test_a_shard_votes_as_its_step_is() -> None:
@@ -172,9 +186,48 @@ def test_a_shard_votes_as_its_step_is() -> None:
     drive.add("a", 3)
     prompt = drive.scheduler.next_batch()
     assert prompt is not None
-    assert vote_of(prompt) == StepVote((3,), ForwardMode.EXTEND, can_replay=True, is_extend=True, may_cut=False)
+    own = StepVote((3,), ForwardMode.EXTEND, can_replay=True, is_extend=True, may_cut=False, emitting=(1,))
+    assert vote_of(prompt) == own
     assert (vote_of(prompt, CutTerms(2)).cuts, vote_of(prompt, CutTerms(2)).may_cut) == ((1,), True)
     assert (vote_of(prompt, CutTerms(4)).cuts, vote_of(prompt, CutTerms(4)).may_cut) == ((0,), False)
     prompt.embed_rows = np.zeros(1, np.int32)
     assert not vote_of(prompt).can_replay
+    decode = _decode()
+    assert (vote_of(decode).rows, vote_of(decode, width=4).rows) == ((2,), (8,))
+    assert vote_of(decode, CutTerms(2), 4).cuts == (4,), "rows of one request stay together"
+    assert (vote_of(decode).emitting, vote_of(decode).verifying, vote_of(decode).going_on) == ((2,), (2,), (0,))
     assert vote_of(None) == StepVote((0,), ForwardMode.IDLE, can_replay=True, is_extend=False)
+
+
+def _decode() -> ScheduleBatch:
+    """A step of two requests that decode."""
+    drive = Drive(overlap=False)
+    for name in "ab":
+        drive.add(name, 3)
+    drive.step()
+    batch = drive.scheduler.next_batch()
+    assert batch is not None and batch.forward_mode.is_decode
+    return batch
+
+
+def test_a_prompt_goes_on_where_it_has_pages_and_emits_where_it_ends() -> None:
+    drive, found = Drive(overlap=False, max_batch_tokens=8), []
+    drive.add("a", 20)
+    for _ in range(3):
+        batch = drive.scheduler.next_batch()
+        assert batch is not None
+        vote = vote_of(batch, width=4)
+        found.append((vote.rows, vote.emitting, vote.going_on))
+        ticket = drive.worker.submit(batch)
+        drive.scheduler.finish(drive.scheduler.in_flight.newest, drive.worker.collect(ticket))
+    assert found == [((8,), (0,), (0,)), ((8,), (0,), (1,)), ((4,), (1,), (1,))]
+
+
+def test_the_other_forwards_of_a_step_have_rows_of_their_own() -> None:
+    """Two requests that verify three proposals beside two prompts, of which one ends here, beside nobody."""
+    counts: dict[str, Any] = {"emitting": (2, 1, 0), "verifying": (2, 0, 0), "going_on": (0, 2, 0)}
+    plan = StepPlan((8, 11, 0), bucket=8, cuts=(4, 5, 0), **counts).of_shard(1)
+    forwards = plan.of_emitting(), plan.with_emitting(), plan.from_before(2), plan.before_prompts(2)
+    assert [each and each.global_num_tokens for each in forwards] == [(2, 1, 0), (10, 12, 0), (12, 11, 0), (0, 4, 0)]
+    assert all(each and (each.shard, each.bucket, each.cuts) == (1, None, None) for each in forwards)
+    assert replace(plan, going_on=(0, 0, 0)).before_prompts(2) is None

@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.draft_length import LengthController
 from sglcore.device.plan import StepPlan
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.shard_loop import Sent, ShardLoop
 from sglcore.schedule.shards import SLACK, Shards, choose_shard
+from tests.schedule.fake_speculation import FakeSpeculativeWorker
 from tests.schedule.fake_worker import FakeMatcher, FakeWorker, Truth, Violation, compose, make_limits, make_params
+
+
+class AsPlanned(FakeSpeculativeWorker):
+    """Verifies as many proposals as a step's plan says."""
+
+    def _run(self, batch: ScheduleBatch) -> BatchResult:
+        assert batch.step_plan is not None
+        self.width = batch.step_plan.verified + 1
+        return super()._run(batch)
+
+    def _width(self, step: int) -> int:
+        return self.width
 
 
 class Ranks:
     """A checking worker for each shard. A step of one runs once those of all others are there, as ranks that wait for each
-    other do, and only if all of them have the same plan."""
+    other do, and only if all of them have the same plan, which counts the rows that each has."""
 
     def __init__(self, limits: Limits, count: int) -> None:
         self.limits = limits
         self.truth = Truth(limits.vocab_size)
-        self.workers = [FakeWorker(limits, self.truth) for _ in range(count)]
+        kind = AsPlanned if limits.draft_tokens else FakeWorker
+        self.workers = [kind(limits, self.truth) for _ in range(count)]
         self.submitted = [0] * count
         self.plans: list[dict[int, StepPlan]] = []
         self.collected = [0] * count
@@ -45,8 +63,14 @@ class Ranks:
         if step == len(self.plans):
             self.plans.append({})
         self.plans[step][plan.shard] = plan
-        if plan.global_num_tokens[plan.shard] != batch.num_tokens:
+        is_decode = batch.forward_mode.is_decode
+        found = tuple(by_shard[plan.shard] for by_shard in (plan.global_num_tokens, plan.emitting, plan.verifying))
+        wanted = batch.num_tokens * (plan.verified + 1 if is_decode else 1), int(batch.emits.sum())
+        if found != (*wanted, batch.batch_size if is_decode else 0):
             raise Violation(f"shard {plan.shard} brings {batch.num_tokens} rows, and agreed on {plan}")
+        goes_on = batch.batch_size if not is_decode and batch.page_counts.any() else 0
+        if plan.going_on[plan.shard] != goes_on:
+            raise Violation(f"shard {plan.shard} has {goes_on} prompts of which some go on, and agreed on {plan}")
         if batch.forward_mode is ForwardMode.IDLE:
             self.idle += 1
             return Ticket(batch.step, plan.shard)
@@ -109,9 +133,28 @@ class Drive:
         return next(place for place, each in enumerate(self.shards.each) if rid in each._requests)
 
 
-def play(rng: Random, loop: type[ShardLoop] = ShardLoop) -> Drive:
+PROPOSING: MappingProxyType[str, Any] = MappingProxyType(
+    {"draft_tokens": 4, "allows_mixed_batches": False, "keeps_history": True, "num_pages": 64}
+)
+
+
+class AtRandom(LengthController):
+    """Another length whenever it likes."""
+
+    def __init__(self, rng: Random) -> None:
+        super().__init__((0, 1, 3, 4))
+        self.rng, self.taken = rng, Counter[int]()
+
+    def choose(self, requests: int) -> None:
+        self.tokens = self.rng.choice(self.lengths)
+        self.taken[self.tokens] += 1
+
+
+def play(rng: Random, loop: type[ShardLoop] = ShardLoop, **limits: Any) -> Drive:
     """A random trace: arrivals of prompts that share beginnings, aborts, and everybody ends as if alone."""
-    drive = Drive(rng.randint(1, 4), loop, rng.random() < 0.7, max_batch_tokens=rng.choice([8, 16]))
+    drive = Drive(rng.randint(1, 4), loop, rng.random() < 0.7, max_batch_tokens=rng.choice([8, 16]), **limits)
+    if limits:
+        drive.loop._length._length = AtRandom(Random(rng.random()))
     stems = [[rng.randrange(50) for _ in range(12)] for _ in range(3)]
     requests, aborted = [], set()
     for tick in range(40):
@@ -140,10 +183,27 @@ def test_every_request_ends_as_if_it_had_run_alone(seed: int) -> None:
     play(Random(seed))
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("seed", range(30))
+def test_the_same_where_tokens_are_proposed(seed: int, lookahead: int) -> None:
+    print("seed", seed)
+    play(Random(seed), lookahead=lookahead, **PROPOSING)
+
+
 def test_the_traces_reach_what_they_are_meant_to_reach() -> None:
     seen = [play(Random(seed)) for seed in range(20)]
     assert sum(drive.worker.idle for drive in seen) > 20
     assert sum(drive.shards.stats().hit_tokens for drive in seen) > 100
+    proposing = [play(Random(seed), **PROPOSING) for seed in range(10)]
+    lengths = [drive.loop._length._length for drive in proposing]
+    assert all(
+        sum(each.taken[tokens] for each in lengths if isinstance(each, AtRandom)) > 20 for tokens in (0, 1, 3, 4)
+    )
+    plans = [plan.of_shard(0) for drive in proposing for step in drive.worker.plans for plan in step.values()]
+    assert any(plan.verified != plan.proposed for plan in plans)
+    assert any(any(plan.verifying) and not plan.is_decode for plan in plans), "no prompts beside decodes"
+    assert any(any(plan.going_on) and any(plan.verifying) for plan in plans)
+    assert sum(drive.worker.idle for drive in proposing) > 20
     padded = [plan.is_padded for drive in seen for step in drive.worker.plans for plan in step.values()]
     assert {True, False} <= set(padded)
 
@@ -151,30 +211,60 @@ def test_the_traces_reach_what_they_are_meant_to_reach() -> None:
 class LeavesIdleOnesOut(ShardLoop):
     """Who has nothing to run is not submitted."""
 
-    def _send(self, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
-        return Sent(self.scheduler.each[plan.shard], None) if batch is None else super()._send(plan, batch)
+    def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
+        if batch is None:
+            return Sent(number, self.scheduler.each[plan.shard], None)
+        return super()._send(number, plan, batch)
 
 
 class DecidesForItself(ShardLoop):
     """A shard pads as its own rows would have it."""
 
-    def _send(self, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
+    def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
         own = batch is not None and batch.forward_mode.is_decode
-        return super()._send(StepPlan(plan.global_num_tokens, own, None, plan.shard), batch)
+        return super()._send(number, replace(plan, is_padded=own), batch)
 
 
 class ForgetsTheOrder(ShardLoop):
     """Rows of shards are told in another order."""
 
-    def _send(self, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
-        return super()._send(StepPlan(plan.global_num_tokens[::-1], plan.is_padded, None, plan.shard), batch)
+    def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
+        return super()._send(number, replace(plan, global_num_tokens=plan.global_num_tokens[::-1]), batch)
 
 
-@pytest.mark.parametrize("mutant", [LeavesIdleOnesOut, DecidesForItself, ForgetsTheOrder])
-def test_a_loop_that_breaks_step_is_caught(mutant: type[ShardLoop]) -> None:
+class CountsRequests(ShardLoop):
+    """A verification has a row of each request."""
+
+    def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
+        rows = tuple(many or rows for many, rows in zip(plan.verifying, plan.global_num_tokens, strict=True))
+        return super()._send(number, replace(plan, global_num_tokens=rows), batch)
+
+
+class OwnLengths(ShardLoop):
+    """Each shard chooses how many proposals it verifies."""
+
+    def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
+        return super()._send(number, replace(plan, verified=(number + plan.shard) % 4), batch)
+
+
+class OwnNumbers(ShardLoop):
+    """Each shard chooses how many proposals it makes."""
+
+    def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
+        return super()._send(number, replace(plan, proposed=(number + plan.shard) % 4), batch)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "limits"),
+    [
+        *((mutant, {}) for mutant in (LeavesIdleOnesOut, DecidesForItself, ForgetsTheOrder)),
+        *((mutant, PROPOSING) for mutant in (LeavesIdleOnesOut, CountsRequests, OwnLengths, OwnNumbers)),
+    ],
+)
+def test_a_loop_that_breaks_step_is_caught(mutant: type[ShardLoop], limits: dict[str, Any]) -> None:
     def is_caught(seed: int) -> bool:
         try:
-            play(Random(seed), mutant)
+            play(Random(seed), mutant, **limits)
         except (Violation, AssertionError, IndexError):
             return True
         return False

@@ -20,6 +20,7 @@ from sglcore.checkpoint.shards import check_divisible
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.package import Ref, resolve
 from sglcore.device.selection import Choice
 from sglcore.device.topology import Topology
 from sglcore.device.worker import Limits
@@ -31,6 +32,8 @@ from sglcore.engine.ranks.watch import Member, Patience, Watch, ended
 from sglcore.engine.ranks.wire import Channel, Gone
 
 Progress = Callable[[str, int, int], None]
+REASON: Ref = "sglcore.runtime.speculative.combinations:reason_in_shards"
+"""Why shards of requests do not propose in a way; a reference, as the engine knows no runtime."""
 HELLO_SECONDS = 5.0
 """How long whoever connects may take to say who it is."""
 LOOK_EVERY = 0.05
@@ -78,18 +81,18 @@ def check_devices(config: EngineConfig, choice: Choice, placement: Placement = A
 
 def _check_shards(config: EngineConfig) -> None:
     """Raise ConfigError for what does not go with several shards of requests."""
-    refused = {
-        "speculative": config.speculative not in (None, "off", "auto"),
-        "draft_model": config.draft_model is not None,
-        "hisparse": config.hisparse not in (None, "off"),
-    }
-    for name, is_asked in refused.items():
-        if is_asked and config.dp > 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"dp is {config.dp} and {name} is {getattr(config, name)!r}, which do not go together yet",
-                remedy=f"leave {flag} or --dp out",
-            )
+    if config.dp == 1:
+        return
+    if config.hisparse not in (None, "off"):
+        raise ConfigError(
+            f"dp is {config.dp} and hisparse is {config.hisparse!r}, which do not go together yet",
+            remedy="leave --hisparse or --dp out",
+        )
+    if reason := resolve(REASON)(config.speculative or "", config.draft_width > 1):
+        raise ConfigError(
+            f"dp is {config.dp} and speculative is {config.speculative!r}: {reason}",
+            remedy="--dp 1, or other proposals",
+        )
 
 
 def start_ranks(
@@ -212,7 +215,7 @@ def _come_up(watch: Watch) -> Limits:
         failure = watch.go_round()
         if failure is not None:
             raise failure
-    limits = [Limits(**_ready(member)["limits"]) for member in watch.members]
+    limits = [msgspec.convert(_ready(member)["limits"], Limits) for member in watch.members]
     for rank, other in enumerate(limits):
         if other != limits[0]:
             raise WorkerLost(

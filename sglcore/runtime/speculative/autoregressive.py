@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ForwardMode
+from sglcore.device.plan import StepPlan
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.drafter import DraftRows
+from sglcore.runtime.split import filter_batch
 
 
 class AutoregressiveDrafter(ABC):
@@ -43,13 +45,13 @@ class AutoregressiveDrafter(ABC):
 
     def follow(self, rows: DraftRows, hidden: Tensor, wanted: int) -> Tensor:
         """int32[R, wanted]: each proposal after the one before it, the first drawn of hidden [R, H]."""
-        found = list[Tensor]()
-        if not wanted or not len(rows.most_lens):
-            return torch.empty(len(rows.most_lens), wanted, dtype=torch.int32, device=rows.ids.device)
+        found, count = list[Tensor](), len(rows.most_lens)
+        if not wanted or (not count and rows.batch.step_plan is None):
+            return torch.empty(count, wanted, dtype=torch.int32, device=rows.ids.device)
         for depth in range(1, wanted + 1):
             if found:
                 hidden = self.run(self.decode(rows, found[-1], depth - 1 - self.lookahead, hidden))
-            found.append(rows.draw(self.runner.logits(hidden, None), depth))
+            found.append(rows.draw(self.runner.logits(hidden, None), depth) if count else rows.ids[:0])
         return torch.stack(found, 1)
 
     def run(self, batch: ForwardBatch) -> Tensor:
@@ -61,7 +63,8 @@ class AutoregressiveDrafter(ABC):
         slots, positions = placed(rows.slots, rows.lengths + beyond, rows.limits)
         room = self.runner.attn_backend.req_to_token_pool.max_tokens
         most_lens = np.minimum(rows.most_lens + np.int32(beyond + 1), np.int32(room))
-        return decode_batch(rows.batch, slots, positions, ids, most_lens, hidden if self.lookahead else None)
+        plan = None if rows.batch.step_plan is None else rows.batch.step_plan.of_emitting()
+        return decode_batch(rows.batch, slots, positions, ids, most_lens, hidden if self.lookahead else None, plan)
 
     def close(self) -> None:
         """Free the runner's graphs."""
@@ -92,11 +95,12 @@ class StandaloneDrafter(AutoregressiveDrafter):
     lookahead = 0
 
     def take_in(self, rows: DraftRows) -> Tensor:
-        roots = rows.ids.index_select(0, rows.select)
-        if rows.batch.forward_mode.is_decode:
-            return self.run(self._with_roots(rows, roots))[-len(roots) :]
+        roots, plan = rows.ids.index_select(0, rows.select), rows.batch.step_plan
+        if rows.batch.forward_mode.is_decode if plan is None else plan.is_decode:
+            return self.run(self._with_roots(rows, roots))[rows.batch.num_tokens :]
+        # Where one shard of requests has prompts all run their roots alone; cells that are wrong then are written over by what follows.
         self.run(replace(rows.batch, input_embeds=None, plan_record=None))
-        return self.run(self.decode(rows, roots, 0)) if len(roots) else roots
+        return self.run(self.decode(rows, roots, 0)) if len(roots) or plan is not None else roots
 
     def _with_roots(self, rows: DraftRows, roots: Tensor) -> ForwardBatch:
         """The rows of a verified step, but those behind what was accepted, and behind them the roots."""
@@ -104,12 +108,14 @@ class StandaloneDrafter(AutoregressiveDrafter):
         root = self.decode(rows, roots, 0)
         slots, positions = placed(batch.req_pool_indices, batch.positions, ends)
         assert batch.seq_lens_cpu is not None and root.seq_lens_cpu is not None
+        plan = None if batch.step_plan is None else batch.step_plan.with_emitting()
         return decode_batch(
             batch,
             torch.cat([slots, root.req_pool_indices]),
             torch.cat([positions, root.positions]),
             torch.cat([batch.input_ids, root.input_ids]),
             np.concatenate([batch.seq_lens_cpu, root.seq_lens_cpu]),
+            plan=plan,
         )
 
 
@@ -126,8 +132,12 @@ def decode_batch(
     ids: Tensor,
     most_lens: NDArray[np.int32],
     features: Tensor | None = None,
+    plan: StepPlan | None = None,
 ) -> ForwardBatch:
-    """One token of each row, int32[R] each, for the runner of a draft; `most_lens` are lengths at most."""
+    """One token of each row, int32[R] each, for the runner of a draft; `most_lens` are lengths at most. `plan`: of a forward of several
+    shards of requests, all rows of which may be others'."""
+    if plan is not None and not len(most_lens):
+        return no_tokens(like, plan, features)
     return type(like)(
         forward_mode=ForwardMode.DECODE,
         batch_size=len(most_lens),
@@ -139,4 +149,11 @@ def decode_batch(
         num_token_non_padded=like.num_token_non_padded,
         seq_lens_cpu=most_lens,
         features=features,
+        step_plan=plan,
     )
+
+
+def no_tokens(like: ForwardBatch, plan: StepPlan, features: Tensor | None = None) -> ForwardBatch:
+    """A batch without rows, and features [0, F], for a runner whose other ranks run some."""
+    given = {"forward_mode": ForwardMode.IDLE, "input_embeds": None, "features": features, "step_plan": plan}
+    return replace(filter_batch(like, 0, 0), **given)

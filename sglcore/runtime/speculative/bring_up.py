@@ -26,7 +26,7 @@ from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.runtime.memory.read_only import ReadOnlyPool
 from sglcore.runtime.model_runner import Model, ModelRunner
 from sglcore.runtime.speculative.choice import DRAFT_LOADER, TREE_MASK, Speculation, choose_speculation, promise
-from sglcore.runtime.speculative.combinations import ALL, HOST_ROWS, SHARDS, reason_against
+from sglcore.runtime.speculative.combinations import ALL, HOST_ROWS, reason_against
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.runtime.streams import Streams
 from sglcore.runtime.tp_worker import TpModelWorker
@@ -54,8 +54,6 @@ def speculation(
     why, remedy = "", ""
     if hisparse_config is not None:
         why, remedy = reason_against(HOST_ROWS, ALL), "--hisparse off"
-    elif groups is not None and groups.place.topology.dp > 1:
-        why, remedy = reason_against(SHARDS, ALL), "--dp 1"
     elif groups is not None and config.speculative == "auto":
         # Each rank would time a trial for itself.
         why = "several ranks hold this model, which do not try whether proposals are faster"
@@ -71,7 +69,8 @@ def speculation(
         return resolve(DRAFT_LOADER)(config, folder, kind, model, **given)
 
     no_trees = "" if package is None or config.draft_width == 1 else reason_against_trees(package, config)
-    return choose_speculation(config, model, model_path, ledger, load, is_divided=groups is not None, no_trees=no_trees)
+    ranks = {"is_divided": groups is not None, "in_shards": groups is not None and groups.place.topology.dp > 1}
+    return choose_speculation(config, model, model_path, ledger, load, no_trees=no_trees, **ranks)
 
 
 def reason_against_trees(package: DevicePackage, config: EngineConfig) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglcore.device.config import EngineConfig
+from sglcore.device.draft_length import lengths_of
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import Ref, resolve
@@ -27,9 +28,9 @@ from sglcore.runtime.speculative.combinations import (
     WINDOWS,
     first_reason,
     reason_against,
+    reason_in_shards,
 )
 from sglcore.runtime.speculative.tree import MOST_NODES, TreeShape
-from sglcore.step.draft_length import lengths_of
 
 if TYPE_CHECKING:
     from sglcore.runtime.loaded_model import LoadedModel
@@ -153,7 +154,8 @@ def most_drafts(config: EngineConfig) -> int:
 def _lengths(config: EngineConfig, is_divided: bool = False) -> tuple[int, ...]:
     if config.draft_width > 1:
         return (config.draft_tokens or TREE_TOKENS,)
-    # A text that is exact in law only would change with the number; and ranks, each of which times its steps, would differ in it.
+    # A text that is exact in law only would change with the number; and ranks, each of which times its steps, would differ in it. Shards
+    # of requests are told it with each step.
     fixed = None if config.speculative_verify == COUPLED and not is_divided else DRAFT_TOKENS
     return lengths_of(config.draft_tokens or fixed, DRAFT_TOKENS)
 
@@ -166,8 +168,9 @@ def choose_speculation(
     load: LoadDraft,
     is_divided: bool = False,
     no_trees: str = "",
+    in_shards: bool = False,
 ) -> Speculation | None:
-    """As the configuration asks; `no_trees`: why proposals are chains whatever was asked for; `is_divided`: on several ranks, which verify as many proposals each step. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
+    """As the configuration asks; `no_trees`: why proposals are chains whatever was asked for; `is_divided`: on several ranks, which verify as many proposals each step; `in_shards`: which have requests of their own. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
     what loading the draft raises."""
     asked, rule = config.speculative or "not asked", config.speculative_verify
     for setting, value, allowed in (
@@ -194,8 +197,10 @@ def choose_speculation(
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy=remedy)
     if is_divided and (reason := reason_against(RANKS, kind)):
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--tp 1, or another draft")
+    if in_shards and (reason := reason_in_shards(kind, config.draft_width > 1)):
+        raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--dp 1, or another draft")
     config, tree = _tree_of(config, kind, model, ledger, no_trees)
-    made = Speculation(kind, _lengths(config, is_divided), rule=rule, is_tried=is_tried, tree=tree)
+    made = Speculation(kind, _lengths(config, is_divided and not in_shards), rule=rule, is_tried=is_tried, tree=tree)
     if kind in MODELS:
         made = _with_draft(config, made, load(_draft_folder(config, folder, kind), kind), ledger)
     if not is_tried:

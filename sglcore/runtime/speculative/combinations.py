@@ -28,6 +28,7 @@ def _refused(name: str, **reasons: str) -> Combination:
 
 
 _UNCUT = "its draft is not cut for ranks"
+_NOT_AGREED = "shards of requests agree on no plan of its draft's forwards"
 COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
     {
         CELLS: _refused("a model that keeps keys and values of all tokens"),
@@ -61,9 +62,15 @@ COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
             "several ranks",
             MappingProxyType({"dflash": _UNCUT, "frozen-mtp": _UNCUT}),
         ),
-        SHARDS: _refused(
+        SHARDS: Combination(
             "requests in shards (`--dp`)",
-            all="requests are in shards, and an idle one proposes nothing with the others",
+            MappingProxyType(
+                {
+                    "dflash": _NOT_AGREED,
+                    "frozen-mtp": _NOT_AGREED,
+                    TREES: "shards of requests agree on chains alone",
+                }
+            ),
         ),
         HOST_ROWS: _refused(
             "rows in host memory (`--hisparse`)",
@@ -81,6 +88,11 @@ def reason_against(beside: str, what: str) -> str:
     """Why a kind, or TREES, is refused beside something; empty if they go together."""
     refused = COMBINATIONS[beside].refused
     return refused.get(what, refused.get(ALL, ""))
+
+
+def reason_in_shards(kind: str, is_tree: bool) -> str:
+    """Why shards of requests do not propose by a kind, or trees; empty if they can."""
+    return reason_against(SHARDS, kind) or (reason_against(SHARDS, TREES) if is_tree else "")
 
 
 def first_reason(beside: Mapping[str, object], what: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -56,6 +57,17 @@ class DraftRows:
     goes_on: bool = False
 
 
+def no_rows(batch: ForwardBatch, features: Tensor, wanted: int, history: Tensor | None = None) -> DraftRows:
+    """Those of a shard of requests that has nothing to run in a step, of which every other makes `wanted` proposals: from its `batch` of
+    no tokens, and features [0, F]."""
+    none, host = batch.input_ids, np.zeros(0, np.int32)
+
+    def draw(logits: Tensor, depth: int) -> Tensor:
+        raise RuntimeError("a shard without requests draws nothing")
+
+    return DraftRows(batch, 1, none, features, none, none, none, none, host, host, draw, wanted, history)
+
+
 class Drafter(Protocol):
     """Proposes tokens, and keeps what it needs of every slot by itself.
 
@@ -69,7 +81,8 @@ class Drafter(Protocol):
 
     def advance(self, rows: DraftRows) -> Tensor:
         """Take in what the target computed, and propose int32[R, rows.wanted] for the tokens after each root; NONE where there is
-        nothing to propose. Waits for nothing."""
+        nothing to propose. Waits for nothing. With a plan of several shards of requests (`rows.batch.step_plan`) the forwards are
+        those of the plan, whatever the rows are: others wait for each of them."""
         ...
 
     def close(self) -> None:

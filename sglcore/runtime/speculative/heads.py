@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sglcore.device.batch import ForwardMode
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.speculative.autoregressive import decode_batch
+from sglcore.runtime.speculative.autoregressive import decode_batch, no_tokens
 from sglcore.runtime.speculative.drafter import DraftRows
 
 
@@ -73,6 +74,8 @@ class MultiHeadDrafter:
         assert rows.features is not None
         found, count = list[Tensor](), len(rows.most_lens)
         run = self.run_verified if rows.batch.forward_mode.is_decode else self.run_prompts
+        if rows.batch.forward_mode is ForwardMode.IDLE:
+            run = self.run_nothing
         for depth, hidden in enumerate(run(rows, self._project(rows.features)), 1):
             if depth > rows.wanted or not count:
                 continue
@@ -94,8 +97,17 @@ class MultiHeadDrafter:
         self._expect(rows.slots, ids.index_select(0, last))
         hidden = window.features
         for depth, runner in enumerate(self.runners):
+            self._run_no_front(runner, rows, features)
             hidden = self._run(runner, window, depth, hidden)
             yield hidden.index_select(0, last)
+
+    def run_nothing(self, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
+        """The same without requests, beside shards that have some; features [0, H]."""
+        plan = rows.batch.step_plan
+        assert plan is not None
+        for runner in self.runners:
+            self._run_no_front(runner, rows, features)
+            yield runner.forward(no_tokens(rows.batch, plan.from_before(self._back), features))[0]
 
     def run_prompts(self, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
         """The same of the last tokens of prompts that end here, after chunks of all prompts."""
@@ -109,12 +121,15 @@ class MultiHeadDrafter:
         window = self.before_chunks(rows, first, ends) if rows.goes_on else None
         self._keep_of_chunks(rows, features, first, lengths)
         front, hidden = None if window is None else window.features, features
+        plan = None if batch.step_plan is None else batch.step_plan.from_before(self._back)
         for depth, runner in enumerate(self.runners):
             if window is not None and front is not None:
                 # Graphs of prompts may share their memory with those of decodes.
                 front = self._run(runner, window, depth, front).clone()
+            else:
+                self._run_no_front(runner, rows, features)
             ids = self._ahead(rows.ids, slots, first, ends, depth)
-            given = {"input_ids": ids, "input_embeds": None, "features": hidden, "plan_record": None}
+            given = {"input_ids": ids, "input_embeds": None, "features": hidden, "plan_record": None, "step_plan": plan}
             hidden = runner.forward(replace(batch, **given))[0]
             yield hidden.index_select(0, rows.select)
 
@@ -132,7 +147,9 @@ class MultiHeadDrafter:
         known = rows.select - self._steps[:count] * rows.width + (1 + self._back)
         own = features.view(count, rows.width, -1)
         features = torch.cat([self._features.index_select(0, rows.slots), own], 1).flatten(0, 1)
-        return Window(rows.slots, decode_batch(batch, slots, positions, ids, most), ids, known, features)
+        plan = None if batch.step_plan is None else batch.step_plan.from_before(self._back)
+        decode = decode_batch(batch, slots, positions, ids, most, plan=plan)
+        return Window(rows.slots, decode, ids, known, features)
 
     def before_chunks(self, rows: DraftRows, first: Tensor, ends: Tensor) -> Window:
         """The cells before chunks of prompts, whose tokens are `first` <= i <= `ends` int32[B] of the batch."""
@@ -143,7 +160,8 @@ class MultiHeadDrafter:
         following = rows.ids.index_select(0, places.flatten()).view(places.shape)
         ids = torch.cat([self._ids.index_select(0, slots), following], 1)
         most = self._front_ends(batch.extend_prefix_lens_cpu[:, None]).reshape(-1)
-        decode = decode_batch(batch, owners.flatten(), positions.flatten(), ids, most)
+        plan = None if batch.step_plan is None else batch.step_plan.before_prompts(self._back)
+        decode = decode_batch(batch, owners.flatten(), positions.flatten(), ids, most, plan=plan)
         known = ends - first + (1 + self._back)
         return Window(slots, decode, ids, known, self._features.index_select(0, slots).flatten(0, 1))
 
@@ -178,6 +196,12 @@ class MultiHeadDrafter:
         """A forward of the layer of this number, [B * N, H]."""
         given = {"input_ids": self.ahead(window, depth), "features": features, "plan_record": None}
         return runner.forward(replace(window.batch, **given))[0]
+
+    def _run_no_front(self, runner: ModelRunner, rows: DraftRows, features: Tensor) -> None:
+        """A layer's part of what other shards of requests run before their prompts, if any does."""
+        plan = None if rows.batch.step_plan is None else rows.batch.step_plan.before_prompts(self._back)
+        if plan is not None:
+            runner.forward(no_tokens(rows.batch, plan, features[:0]))
 
     def ahead(self, window: Window, depth: int) -> Tensor:
         """int32[B * N]: the tokens that are so many places behind those after each row."""

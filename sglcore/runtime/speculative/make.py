@@ -82,6 +82,7 @@ def make_speculative_worker(
     """The worker whose decode steps verify what `speculation` proposes. Steps bring decode rows or prompts, never both; one
     whose forward must be told lengths by the host waits for those of the step before, as one that takes the host's proposals does."""
     from_host = speculation.kind == SUFFIX
+    is_agreed = runner.groups is not None and runner.groups.place.topology.dp > 1
     slots = limits.max_requests + 1
     drafter = make_drafter(speculation, draft_runner, facts.needs_host_lengths, draft_heads, slots)
     limits = replace(
@@ -89,6 +90,7 @@ def make_speculative_worker(
         draft_tokens=drafter.tokens,
         draft_cells=cells_of_drafts(speculation, drafter),
         takes_proposals=from_host,
+        draft_lengths=speculation.lengths if is_agreed else (),
         lookahead=drafter.lookahead,
         keeps_history=drafter.reads_history,
         allows_mixed_batches=False,
@@ -97,7 +99,8 @@ def make_speculative_worker(
         can_overlap=limits.can_overlap and not facts.needs_host_lengths and not from_host,
     )
     feature_size = runner.model.feature_size if isinstance(runner.model, FeatureModel) else None
-    given = (runner, token_table, limits, drafter, feature_size, speculation.lengths, facts.shares_host_memory)
+    lengths = () if is_agreed else speculation.lengths
+    given = (runner, token_table, limits, drafter, feature_size, lengths, facts.shares_host_memory)
     if speculation.tree is not None:
         return TreeWorker(speculation.tree, *given)
     if speculation.rule not in RULES:

@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.device.draft_length import LengthController, Started, StepTimes
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.speculative.drafter import NONE, Drafter, DraftRows, DrawDraft
+from sglcore.runtime.speculative.drafter import NONE, Drafter, DraftRows, DrawDraft, no_rows
 from sglcore.runtime.speculative.features import features_of
 from sglcore.runtime.staging import StagedArrays
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.sampler import SamplingState
 from sglcore.sampling.state import SampledTokens
-from sglcore.step.draft_length import LengthController, Started, StepTimes
 from sglcore.step.output import StepOutput
 from sglcore.step.proposals import WideRows, node_limits, wide_rows, widen
 from sglcore.step.rows import RowPlan, plan_rows
@@ -130,7 +130,7 @@ class SpeculativeWorker(TpModelWorker):
             rows.select(batch.seq_lens),
             rows.select(batch.cell_limits),
             self._drafting(1, slots, lengths),
-            self.length.tokens,
+            self._wanted(batch),
             self._history,
             self._is_chain(batch),
             self._sampling.ranking(1, lengths),
@@ -140,7 +140,7 @@ class SpeculativeWorker(TpModelWorker):
         self._propose(drawn)
 
     def _verify(self, batch: ScheduleBatch) -> Ticket:
-        begin, planned, width = time.perf_counter(), self.length.tokens, self._tokens_of(batch) + 1
+        begin, planned, width = time.perf_counter(), self.length.tokens, self._verified(batch) + 1
         wide = self._widened(batch, width)
         is_steady = batch.masks is None and self._sampling.is_steady(wide.number)
         many = batch if is_steady else widen(batch, wide)
@@ -200,8 +200,14 @@ class SpeculativeWorker(TpModelWorker):
         assert self._rows is not None
         return self._rows
 
-    def _tokens_of(self, batch: ScheduleBatch) -> int:
-        """How many proposals of each request this step verifies."""
+    def _wanted(self, batch: ScheduleBatch) -> int:
+        """How many proposals of each request this step makes."""
+        return self.length.tokens if batch.step_plan is None else batch.step_plan.proposed
+
+    def _verified(self, batch: ScheduleBatch) -> int:
+        """How many proposals of each request this step verifies. Of shards each would see only what it has itself."""
+        if batch.step_plan is not None:
+            return batch.step_plan.verified
         tokens = self.length.tokens
         if self._proposals_here is None or not tokens:
             return tokens
@@ -290,12 +296,20 @@ class SpeculativeWorker(TpModelWorker):
             batch.seq_lens,
             rows.cell_limits,
             self._drafting(found.width, rows.slots, lengths),
-            self.length.tokens,
+            self._wanted(batch),
             self._history,
             self._is_chain(batch),
             self._sampling.ranking(found.width, lengths),
         )
         self._propose(drafted)
+
+    @torch.inference_mode()
+    def forward_idle(self, batch: ScheduleBatch) -> Ticket:
+        """Of every forward of the step one of no rows, of the target and of what proposes."""
+        staged, hidden, output = self._run_idle(batch)
+        features = features_of(hidden, self._feature_size)
+        self.drafter.advance(no_rows(staged, features, self._wanted(batch), self._history))
+        return self._ticket(batch, staged, None, output)
 
     @property
     def _history(self) -> Tensor | None:

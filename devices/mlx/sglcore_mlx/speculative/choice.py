@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from sglcore.device.config import EngineConfig
+from sglcore.device.draft_length import lengths_of
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.worker import Limits
-from sglcore.step.draft_length import lengths_of
 
 DRAFT_TOKENS = 4
 """Proposals of a step at most where nobody asks for a number."""

@@ -143,16 +143,24 @@ class StepTimes:
         self._started.append(started)
 
     def end(self, result: BatchResult, length: LengthController) -> None:
-        """A step was collected. What it took is the time since it was submitted, or since the one before it was collected: nothing
-        waits for it."""
+        """A step was collected."""
+        self.took(result.step, accepted_of(result), length)
+
+    def took(self, step: int, accepted: NDArray[np.int32], length: LengthController) -> None:
+        """A step has ended of whose proposals `accepted` int32[B] were right. What it took is the time since it was submitted, or since
+        the one before it was collected: nothing waits for it."""
         now, before = time.perf_counter(), self._last_collect
         self._last_collect = now
-        while self._started and self._started[0].step <= result.step:
+        while self._started and self._started[0].step <= step:
             started = self._started.popleft()
-            if started.step == result.step:
-                accepted = result.token_offsets[1:] - result.token_offsets[:-1] - 1
+            if started.step == step:
                 seconds = now - max(before, started.begin) if started.is_steady else None
                 length.learn(started.requests, started.tokens, accepted, seconds)
+
+
+def accepted_of(result: BatchResult) -> NDArray[np.int32]:
+    """int32[B]: how many proposals of each row were right."""
+    return result.token_offsets[1:] - result.token_offsets[:-1] - 1
 
 
 def _lower_quartile(values: deque[float]) -> float:
