@@ -28,22 +28,21 @@ class Limits:
 
     `num_pages` counts the usable pages 1..num_pages (page 0 swallows the writes of padding rows); `max_requests` counts the usable slots
     1..max_requests (slot 0 belongs to padding rows). One request of `max_model_len` tokens always fits. `lookahead` is how many following
-    tokens a page's contents depend on. `runs_ahead`: submit returns before the step has run, so planning the next one meanwhile saves
-    time. `can_overlap`: submit may be called before the previous ticket was collected, and slices of a prompt that bring nothing are in
-    flight beside. `takes_masks`: sampling keeps to the batch's `masks`, so requests may have a grammar; `takes_changes`: and adds what
-    the batch says to single logits of such rows, so they may ask for DRY. `keeps_state`: beside its cells a request has a state in its
-    slot, which belongs to all of its tokens so far and to no shorter prefix; 1..num_snapshots are the places in which the worker can keep
-    copies of such states. `window`: the longest window of layers that have one: a query sees itself and the `window` - 1 tokens before
-    it. 1..num_window_pages are the pages, of `page_size` tokens too, in which such layers keep what is seen (0: all, in the pages of the
-    other layers; window page 0 belongs to padding rows). Bytes, on each device: `kv_bytes` of the pages, `window_bytes` of the window
-    pages, `state_bytes` of the slots' states, and `snapshot_bytes`; `host_bytes` of the pages in host memory. `num_labels`: what is
-    answered to a prompt to embed are so many scores (0: a vector). `embed_size`: prompts may be embeddings of so many numbers a token (0:
-    not); `takes_mrope`: with positions by three axes. `reads_history`: the worker remembers all tokens of a request, for embeddings of
-    several at once; `keeps_history`: for proposals. A decode row brings up to `draft_tokens` proposals, and making them writes up to so
-    many cells behind the text. `draft_cells`, where proposals are trees: cells that making them writes, which a row has behind its last
-    token too, as it has those of a tree's nodes. `takes_proposals`: it takes those of the batch too; `draft_lengths`: with a plan of
-    shards one of these (none: `draft_tokens`). `sliced_layers`: a prompt may come by slices of so many layers (0: whole); `slice_budget`:
-    each of so many token·layers (0: as few as running requests hardly feel).
+    tokens a page's contents depend on. `runs_ahead`: submit returns before the step has run. `can_overlap`: submit may be called before the
+    previous ticket was collected, and slices of a prompt that bring nothing are in flight beside. `takes_masks`: sampling keeps to the
+    batch's `masks`, so requests may have a grammar; `takes_changes`: and adds what the batch says to single logits of such rows, so they
+    may ask for DRY. `keeps_state`: beside its cells a request has a state in its slot, which belongs to all of its tokens so far and to no
+    shorter prefix; 1..num_snapshots are places for copies of such states. `window`: the longest window of layers that have one: a query
+    sees itself and the `window` - 1 tokens before it. 1..num_window_pages are the pages, of `page_size` tokens too, in which such layers
+    keep what is seen (0: all, in the pages of the other layers; window page 0 belongs to padding rows). Bytes, on each device: `kv_bytes`
+    of the pages, `window_bytes` of the window pages, `state_bytes` of the slots' states, and `snapshot_bytes`; `host_bytes` of the pages in
+    host memory. `num_labels`: what is answered to a prompt to embed are so many scores (0: a vector). `embed_size`: prompts may be
+    embeddings of so many numbers a token (0: not); `takes_mrope`: with positions by three axes. `reads_history`: all tokens of a request
+    are remembered, for embeddings of several at once; `keeps_history`: for proposals. A decode row brings up to `draft_tokens` proposals,
+    and making them writes up to so many cells behind the text. `draft_cells`: those of trees, which a row has behind its last token too, as
+    it has those of a tree's nodes. `takes_proposals`: those of the batch too; `draft_lengths`: with a plan of shards one of these (none:
+    `draft_tokens`). `sliced_layers`: a prompt may come by slices of so many layers (0: whole); `slice_budget`: each of so many token·layers
+    (0: as few as running requests hardly feel).
     """
 
     max_model_len: int
@@ -112,12 +111,12 @@ class TokenLogprobs:
 class BatchResult:
     """What one step produced, row for row of its batch.
 
-    Row i emitted `token_ids[token_offsets[i]:token_offsets[i + 1]]` (none for a chunk that was not the last; several where
-    proposals were right). `proposed` int32[B]: how many proposals the step verified of each row (None: of none). `drafts`
-    int32[B, k]: what is proposed to follow, -1 from where nothing is, if the batch had masks. `bad_rows`
-    bool[B] marks rows whose logits were not finite. `logprobs` runs along `token_ids`. `prompt_logprobs` maps a row to
-    one entry per token of this chunk (its token at chunk index j predicts the token after it). `embeddings` is
-    float32[B, hidden]. `path` says what ran ("eager", or the graph's kind and bucket). `swaps`: of rows in host memory.
+    Row i emitted `token_ids[token_offsets[i]:token_offsets[i + 1]]` (none for a chunk that was not the last; several where proposals were
+    right). `proposed` int32[B]: how many proposals the step verified of each row (None: of none). `drafts` int32[B, k]: what is proposed to
+    follow, -1 from where nothing is, if the batch had masks. `bad_rows` bool[B] marks rows whose logits were not finite. `logprobs` runs
+    along `token_ids`. `prompt_logprobs` maps a row to one entry per token of this chunk (its token at chunk index j predicts the token
+    after it). `embeddings` is float32[B, hidden]. `path` says what ran ("eager", or the graph's kind and bucket). `swaps`: of rows in host
+    memory.
     """
 
     step: int

@@ -16,9 +16,9 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.reference import is_seen
+from sglcore.runtime.kernels import reference_speculative
 from sglcore.runtime.kernels.reference_speculative import accept_proposals, tree_walk
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.speculative import tree
 from sglcore.runtime.speculative.bring_up import reason_against_trees
 from sglcore.runtime.speculative.choice import Speculation, choose_speculation
 from sglcore.runtime.speculative.drafter import NONE
@@ -136,19 +136,22 @@ def test_the_right_path_is_what_a_walk_finds(nodes: int) -> None:
         assert path[row, len(nodes_of) + 1 :].tolist() == list(range(len(nodes_of) + 1, steps))
 
 
-RIGHT = "torch.nn.functional.pad(proposals, (1, 0), value=NONE) == drawn.gather(1, parents.long())"
-LAST = "torch.zeros_like(drawn).scatter_reduce(1, parents[:, 1:].long(), nodes[1:].expand(len(drawn), -1), 'amax')"
+RIGHT = "proposed == found.gather(1, parents[:, 1:].long())"
+LAST = "torch.zeros_like(found).scatter_reduce(1, parents[:, 1:].long(), nodes[1:].expand(len(found), -1), 'amax')"
 WALKS = {
-    "takes the last child": (RIGHT, f"nodes == {LAST}.gather(1, parents.long())"),
-    "takes what is drawn after the node itself": (RIGHT, RIGHT.replace(".gather(1, parents.long())", "")),
-    "goes on below a wrong node": ("(ancestors & wrong[:, None]) == 0", "is_right"),
-    "takes what has no cell": ("is_right = usable & (", "is_right = ("),
+    "takes the last child": (RIGHT, f"nodes[1:] == {LAST}.gather(1, parents[:, 1:].long())"),
+    "takes what is drawn after the node itself": (RIGHT, "proposed == found[:, 1:]"),
+    "goes on below a wrong node": (
+        "(ancestors & wrong[:, None]) == 0",
+        "torch.nn.functional.pad(is_right, (1, 0), value=True)",
+    ),
+    "takes what has no cell": ("is_right = usable[:, 1:] & (", "is_right = ("),
 }
 
 
 @pytest.mark.parametrize("name", WALKS)
 def test_a_walk_that_takes_another_path_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "tree_walk", planted(tree, *WALKS[name]).tree_walk)
+    monkeypatch.setattr(sys.modules[__name__], "tree_walk", planted(reference_speculative, *WALKS[name]).tree_walk)
     with pytest.raises(AssertionError):
         test_the_right_path_is_what_a_walk_finds(9)
 
