@@ -95,11 +95,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (natural logarithm, of the model's raw logits) of N tokens.
-
-    `chosen` float32[N]; `ranks` int32[N], 1 for the most likely; `top_ids` int32[N, K] and `top_logprobs` float32[N, K],
-    most likely first, where K is the largest number asked for in the batch.
-    """
+    """Log-probabilities (natural logarithm, of the model's raw logits) of N tokens: `chosen` float32[N]; `ranks` int32[N], 1 for the most
+    likely; `top_ids` int32[N, K] and `top_logprobs` float32[N, K], most likely first, where K is the largest number asked for in a batch."""
 
     chosen: NDArray[np.float32]
     ranks: NDArray[np.int32]
