@@ -196,6 +196,21 @@ def test_four_shards_do_the_same(tmp_path: Path) -> None:
     assert any(each[DECODE] and each[EXTEND] and each[IDLE] for each in beside)
 
 
+@pytest.mark.parametrize("make", [by_text("ngram"), by_several, by_another], ids=["ngram", "several layers", "another"])
+def test_fixed_places_hold_all_that_requests_verify(make: Make, tmp_path: Path) -> None:
+    """More rows than a step has of prompts."""
+    _, settings = make(tmp_path)
+    prompts, given = random_prompts(5, (3, 2, 4, 3, 2, 4)), {"max_batch_tokens": 8, "graph": "off"}
+    one = TokenEngine(tmp_path, **given)
+    plain = one.run(prompts, 6)
+    one.worker.close()
+    ranks: dict[str, Any] = {"tp": 2, "dp": 2, "ep": 2, "expert_dispatch": "fixed", "draft_tokens": TOKENS}
+    with RankedEngine(tmp_path, recording(tmp_path, defects.nothing), **given, **settings, **ranks) as engine:
+        check_same(engine.run(prompts, 6), plain)
+    most = max(forward.own for step in check_forwards(tmp_path, 2)[0] for forward in step.forwards)
+    assert most > 8
+
+
 class AtRandom(LengthController):
     """Another length whenever it likes."""
 
