@@ -120,7 +120,7 @@ CASES: MappingProxyType[str, Case] = MappingProxyType(
 def run(engine: TokenEngine) -> list[Result]:
     """Prompts in chunks that come one after the other and go, greedy and drawn; one alone, beside which all other shards are idle; and
     texts that repeat themselves."""
-    prompts = random_prompts(5, (21, 6, 30, 3))
+    prompts = random_prompts(5, (6, 21, 30, 3))
     found = engine.run(prompts, 9, stagger=2)
     found += engine.run(prompts[1:], 7, temperature=1.5, seed=11, stagger=1)
     found += engine.run(prompts[:1], 6)
@@ -154,7 +154,9 @@ def check_same(found: list[Result], wanted: list[Result]) -> None:
 
 
 def check_reached(steps: list[list[Step]]) -> None:
-    """Idle shards beside busy ones, prompts beside decodes, shards with more requests than others."""
+    """Idle shards beside busy ones, prompts beside decodes, chunks of prompts that go on too, shards with more requests than others."""
+    going_on = [{step.mode for step in each} for each in zip(*steps, strict=True) if each[0].goes_on]
+    assert {EXTEND, DECODE} in going_on and {EXTEND, IDLE} in going_on
     beside = [{step.mode for step in each} for each in zip(*steps, strict=True)]
     assert {DECODE, IDLE} in beside and {EXTEND, DECODE} in beside and {EXTEND, IDLE} in beside
     rows = [each[0].forwards[0].rows for each in zip(*steps, strict=True)]
