@@ -123,7 +123,7 @@ def run(engine: TokenEngine) -> list[Result]:
     prompts = random_prompts(5, (6, 21, 30, 3))
     found = engine.run(prompts, 9, stagger=2)
     found += engine.run(prompts[1:], 7, temperature=1.5, seed=11, stagger=1)
-    found += engine.run(prompts[:1], 6)
+    found += engine.run(random_prompts(8, (21,)), 6)
     return found + engine.run(prompts[:3], 16, logit_bias={5: 30.0, 9: 30.0, 11: 30.0})
 
 
