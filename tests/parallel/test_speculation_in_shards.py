@@ -200,9 +200,9 @@ def test_four_shards_do_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [by_text("ngram"), by_several, by_another], ids=["ngram", "several layers", "another"])
 def test_fixed_places_hold_all_that_requests_verify(make: Make, tmp_path: Path) -> None:
-    """More rows than a step has of prompts."""
+    """More rows than a step has of prompts, in shards that are full."""
     _, settings = make(tmp_path)
-    prompts, given = random_prompts(5, (3, 2, 4, 3, 2, 4)), {"max_batch_tokens": 8, "graph": "off"}
+    prompts, given = random_prompts(5, (3, 2, 4, 3, 2, 4)), {"max_batch_tokens": 8, "max_requests": 3, "graph": "off"}
     one = TokenEngine(tmp_path, **given)
     plain = one.run(prompts, 6)
     one.worker.close()

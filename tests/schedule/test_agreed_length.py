@@ -102,6 +102,16 @@ def test_a_step_beside_prompts_tells_what_was_right_and_not_what_it_takes() -> N
     assert known.reached[0] > 10 and known.right[0] == pytest.approx(known.reached[0])
 
 
+def test_a_step_that_makes_another_number_than_it_verifies_tells_nothing_of_what_one_takes() -> None:
+    agreed, steady = made(LENGTHS), 0
+    for _ in range(12):
+        number, proposals = agreed.begin([step(2), None])
+        steady += proposals.verified == proposals.proposed
+        agreed.end(number, [result([0, 0])])
+    (known,) = agreed._length._evidence.values()
+    assert 0 < steady < 12 and sum(map(len, known.seconds.values())) == steady
+
+
 def test_a_step_that_was_lost_is_passed_over() -> None:
     agreed = made(LENGTHS)
     agreed.begin([step(2), None])
