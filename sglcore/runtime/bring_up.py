@@ -52,7 +52,7 @@ from sglcore.runtime.registry_builders import (
     visible_buffer,
 )
 from sglcore.runtime.speculative.bring_up import draft, draft_heads, draft_ledger, draft_pools, speculation, trial
-from sglcore.runtime.speculative.choice import TREE_MASK, Speculation, StepShape
+from sglcore.runtime.speculative.choice import TREE_MASK, Speculation, StepShape, most_rows
 from sglcore.runtime.speculative.features import with_features
 from sglcore.runtime.speculative.make import make_speculative_worker
 from sglcore.runtime.streams import Streams, make_streams
@@ -95,7 +95,8 @@ def groups(
     from sglcore.runtime.parallel.group import divided
 
     make = choose_dispatcher(config, package, ledger)
-    return divided(world, place, package.communication, make, max(config.max_batch_tokens, config.max_requests))
+    most = max(config.max_batch_tokens, config.max_requests * most_rows(config))
+    return divided(world, place, package.communication, make, most)
 
 
 def device(facts: Facts) -> torch.device:

@@ -37,11 +37,12 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Of one rank: what it did itself, what was agreed on, and its forwards."""
+    """Of one rank: what it did itself, what was agreed on, and its forwards. `goes_on`: some shard's prompts began in another step."""
 
     mode: ForwardMode
     verified: int
     proposed: int
+    goes_on: bool
     forwards: tuple[Forward, ...]
 
 
@@ -61,7 +62,9 @@ def recorded(folder: Path, defect: Defect, rank: int) -> None:
 
     def begun(self: TpModelWorker, batch: Any) -> Any:
         plan = batch.step_plan
-        file.write(json.dumps({"step": [int(batch.forward_mode), plan.verified, plan.proposed]}) + "\n")
+        file.write(
+            json.dumps({"step": [int(batch.forward_mode), plan.verified, plan.proposed, any(plan.going_on)]}) + "\n"
+        )
         return submit(self, batch)
 
     ModelRunner.forward, TpModelWorker.submit = counted, begun
@@ -82,7 +85,9 @@ def steps_of(folder: Path, rank: int) -> list[Step]:
             continue
         number, rows, is_padded, shard, own = values
         found[-1][1].append(Forward(number, tuple(rows), is_padded, shard, own))
-    return [Step(ForwardMode(begun[0]), begun[1], begun[2], tuple(forwards)) for begun, forwards in found]
+    return [
+        Step(ForwardMode(begun[0]), begun[1], begun[2], bool(begun[3]), tuple(forwards)) for begun, forwards in found
+    ]
 
 
 def check_forwards(folder: Path, ranks: int) -> list[list[Step]]:

@@ -71,6 +71,16 @@ def test_it_is_chosen_by_what_came_of_every_shard(
     assert taken[200:].count(best) > 170
 
 
+def test_requests_and_what_was_right_are_counted_in_all_shards() -> None:
+    """Of two requests in one shard all proposals are right, of one in another none, and of five in the last one the first."""
+    agreed = made((2, 4))
+    number, proposals = agreed.begin([step(2), step(1), None, step(5)])
+    agreed.end(number, [result([4, 4]), result([0]), result([1] * 5)])
+    ((bucket, known),) = agreed._length._evidence.items()
+    assert (proposals.verified, bucket) == (4, (8).bit_length())
+    assert known.reached.tolist() == [8, 7, 2, 2] and known.right.tolist() == [7, 2, 2, 2]
+
+
 def test_what_a_step_makes_the_next_one_verifies() -> None:
     agreed, before = made(LENGTHS), None
     for turn in range(60):
@@ -90,6 +100,16 @@ def test_a_step_beside_prompts_tells_what_was_right_and_not_what_it_takes() -> N
     (known,) = agreed._length._evidence.values()
     assert not known.seconds
     assert known.reached[0] > 10 and known.right[0] == pytest.approx(known.reached[0])
+
+
+def test_a_step_that_makes_another_number_than_it_verifies_tells_nothing_of_what_one_takes() -> None:
+    agreed, steady = made(LENGTHS), 0
+    for _ in range(12):
+        number, proposals = agreed.begin([step(2), None])
+        steady += proposals.verified == proposals.proposed
+        agreed.end(number, [result([0, 0])])
+    (known,) = agreed._length._evidence.values()
+    assert 0 < steady < 12 and sum(map(len, known.seconds.values())) == steady
 
 
 def test_a_step_that_was_lost_is_passed_over() -> None:

@@ -151,6 +151,14 @@ def most_drafts(config: EngineConfig) -> int:
     return 1 if is_off else 1 + _lengths(config)[-1]
 
 
+def most_rows(config: EngineConfig) -> int:
+    """Rows of a request that one forward of a decode step may have: beside the tokens to verify a draft may run a new root, or as many
+    cells as its further layers write again."""
+    drafts = most_drafts(config)
+    more = {STANDALONE: 1, **dict.fromkeys((*WITHOUT_MODEL, EAGLE, EAGLE3), 0)}
+    return drafts if drafts == 1 else drafts + more.get(config.speculative or "", max(drafts - 2, 1))
+
+
 def _lengths(config: EngineConfig, is_divided: bool = False) -> tuple[int, ...]:
     if config.draft_width > 1:
         return (config.draft_tokens or TREE_TOKENS,)
