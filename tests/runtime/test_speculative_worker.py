@@ -63,20 +63,31 @@ def test_who_chooses_their_number_and_who_counts_them_are_told_the_same(engines,
     assert engine.worker.drafter.closed
 
 
+class Choosing(Told):
+    """Hears nothing."""
+
+    def learn(self, requests: int, tokens: int, accepted: NDArray[np.int32], seconds: float | None) -> None:
+        """Nothing."""
+
+
 @pytest.mark.needs("device")
 @pytest.mark.parametrize("overlap", [False, True])
-def test_as_many_proposals_are_asked_for_as_the_next_step_verifies(engines, plain: Ran, overlap: bool) -> None:
+def test_a_drafter_is_asked_for_as_many_as_the_next_step_verifies_and_told_how_long_texts_can_be(
+    engines, plain: Ran, overlap: bool
+) -> None:
     engine = engines("guessing", plain, overlap=overlap, graph="off")
-    engine.worker.length, wanted = Told(), set[int]()
+    engine.worker.length, wanted = Choosing(), set[int]()
     own = engine.worker.drafter.advance
 
     def advance(rows: Any) -> Any:
         assert rows.wanted == engine.worker.length.tokens
         wanted.add(rows.wanted)
+        # Of each step that the host has not collected, none or all of its proposals may be right.
+        unknown = rows.most_lens - rows.lengths.cpu().numpy()
+        assert 0 <= unknown.min(initial=0) and unknown.max(initial=0) <= (1 + overlap) * 5
         return own(rows)
 
     engine.worker.drafter.advance = advance
-    engine.worker.length.learn = lambda *told: None
     check_same(run(engine), plain)
     assert wanted == {0, 1, 3, 4}
 
