@@ -84,7 +84,7 @@ def test_a_drafter_is_asked_for_as_many_as_the_next_step_verifies_and_told_how_l
         wanted.add(rows.wanted)
         # Of each step that the host has not collected, none or all of its proposals may be right.
         unknown = rows.most_lens - rows.lengths.cpu().numpy()
-        assert 0 <= unknown.min(initial=0) and unknown.max(initial=0) <= (1 + overlap) * 5
+        assert unknown.min(initial=0) >= 0 and unknown.max(initial=0) <= (1 + overlap) * 5
         return own(rows)
 
     engine.worker.drafter.advance = advance
