@@ -70,7 +70,7 @@ class Choosing(Told):
         """Nothing."""
 
 
-@pytest.mark.needs("device")
+@pytest.mark.needs("graphs.native")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_drafter_is_asked_for_as_many_as_the_next_step_verifies_and_told_how_long_texts_can_be(
     engines, plain: Ran, overlap: bool
