@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.speculative.worker import replace_proposals
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
@@ -161,3 +163,22 @@ def test_a_draft_reads_tokens_where_the_model_was_given_embeddings(
             request.embeds = PromptEmbeds(table[request.prompt_ids], request.prompt_ids.tolist())
 
     check_same(run(engine, prepare=embed), plain)
+
+
+@pytest.mark.needs("graphs.native")
+@pytest.mark.parametrize("verified", [1, 2])
+def test_a_draft_that_is_the_model_itself_is_right_from_the_first_proposal_on(
+    engines, plain: Ran, folder: Path, tmp_path: Path, verified: int
+) -> None:
+    """It draws by the noise of the places that it proposes for, after a prompt and after a verification."""
+    twin = str(copytree(folder, tmp_path / "draft"))
+    settings: dict[str, Any] = {"speculative": "standalone", "draft_model": twin, "draft_tokens": 3, "graph": "off"}
+    engine = engines("ngram", plain, overlap=False, **settings)
+    drawn = [{"temperature": 1.0, "seed": seed, "top_p": 0.9} for seed in range(5)]
+    assert run(engine, tokens=1 + 4 * verified, samplings=drawn).decodes == 1 + verified
+
+
+def test_what_the_host_proposes_takes_the_place_of_all_that_was_proposed() -> None:
+    table = torch.tensor([[9, 9, 9], [1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    replace_proposals(table, torch.tensor([3, 1, 2]), torch.tensor([[11, 12, 13], [-1, -1, -1], [14, -1, -1]]))
+    assert table.tolist() == [[9, 9, 9], [1, 2, 3], [14, -1, -1], [11, 12, 13]]
