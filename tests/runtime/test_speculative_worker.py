@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.speculative.drafter import NONE
 from sglcore.runtime.speculative.worker import replace_proposals
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.prompt_embeds import PromptEmbeds
@@ -79,15 +80,18 @@ def test_a_drafter_is_asked_for_as_many_as_the_next_step_verifies_and_told_how_l
 ) -> None:
     engine = engines("guessing", plain, overlap=overlap, graph="off")
     engine.worker.length, wanted = Choosing(), set[int]()
-    own = engine.worker.drafter.advance
+    own, before = engine.worker.drafter.advance, list[tuple[Any, int]]()
 
     def advance(rows: Any) -> Any:
+        for slots, count in before[-1:]:
+            assert (engine.worker._proposals[slots, count:] == NONE).all(), "a token that nobody proposed"
+        before.append((rows.slots, rows.wanted))
         assert rows.wanted == engine.worker.length.tokens
         wanted.add(rows.wanted)
         # Of each step that the host has not collected, none or all of its proposals may be right.
         unknown = rows.most_lens - rows.lengths.cpu().numpy()
         assert unknown.min(initial=0) >= 0 and unknown.max(initial=0) <= (1 + overlap) * 5
-        return own(rows)
+        return own(rows)[:, : rows.wanted]
 
     engine.worker.drafter.advance = advance
     check_same(run(engine), plain)
