@@ -50,6 +50,9 @@ class Marks:
             assert made.lengths == batch.seq_lens.tolist(), "a plan for other lengths"
             most = batch.seq_lens_cpu
             assert most is not None and (most >= batch.seq_lens.numpy()).all(), "more tokens than the host was told"
+            if batch.forward_mode.is_decode:
+                nobodys = batch.seq_lens[batch.req_pool_indices == 0]
+                assert (nobodys == 1).all(), "a row that is nobody's sees more than itself"
             assert batch.turn is not None or made.forward == self.forwards, "a plan of a step before"
         self.attended.append((backend, made, batch.turn, 0 if self.watched is None else self.watched.now))
 

@@ -112,7 +112,7 @@ def test_a_defect_of_a_block_shows(made: Made, part: str, defect: Any, monkeypat
     assert difference(made, graph="off") > 0.01
 
 
-@pytest.mark.needs("device")
+@pytest.mark.needs("graphs.native")
 def test_a_block_of_layers_that_are_read_one_late_shows(made: Made, tmp_path: Path) -> None:
     dflash(made[0], tmp_path / "draft", BLOCK, target_layer_ids=[layer + 1 for layer in AUX_IDS])
     assert difference(made, graph="off", draft_model=str(tmp_path / "draft")) > 0.01

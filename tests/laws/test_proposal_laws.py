@@ -118,7 +118,9 @@ def recorded(engine: TokenEngine, plain: Ran, proposes: bool, times: int, table:
 
     def prepare(requests: list[Request]) -> None:
         recording.begin(texts, requests)
-        for request in requests if table is not None else ():
+        if table is None:
+            return
+        for request in requests:
             request.embeds = PromptEmbeds(table.numpy()[request.prompt_ids], request.prompt_ids.tolist())
 
     for _ in range(times):

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from sglcore.conformance.matcher import HashedMatcher, follows
 from sglcore.device.config import EngineConfig
@@ -19,6 +20,7 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.speculative.autoregressive import StandaloneDrafter
 from sglcore.runtime.speculative.bring_up import beside_laws
 from sglcore.runtime.speculative.choice import Speculation
+from sglcore.runtime.speculative.drafter import NONE, DraftRows
 from sglcore.runtime.speculative.rejection import RULES, Rejection, RejectionWorker
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.schedule.draft_counts import sums_of
@@ -298,3 +300,42 @@ def test_what_is_greedy_counts_and_ends_as_by_the_rule_that_changes_no_text(
 @pytest.mark.parametrize("defect", [CountsOneMore, KnowsNoEnd, TakesWhatHasNoCell], ids=lambda each: each.__name__)
 def test_a_defect_of_what_is_counted_shows(engines: Callable[..., TokenEngine], defect: type[RejectionWorker]) -> None:
     assert not compared(engines, "rejection", defect)
+
+
+class LooksAtEnds(RejectionWorker):
+    """Looks whether anything is proposed where its draft had no cell; `ends` counts the places."""
+
+    ends = 0
+
+    def _propose(self, rows: DraftRows) -> None:
+        self.propose(rows)
+        proposals = self._proposals.index_select(0, rows.slots)
+        steps = torch.arange(proposals.shape[1], dtype=torch.int32, device=proposals.device)
+        without = rows.lengths[:, None] + steps >= rows.limits[:, None]
+        assert (proposals[without] == NONE).all(), "proposed without a cell"
+        self.ends += int(without.sum())
+
+    def propose(self, rows: DraftRows) -> None:
+        """As it does."""
+        RejectionWorker._propose(self, rows)
+
+
+class KeepsWhatHadNoCell(LooksAtEnds):
+    def propose(self, rows: DraftRows) -> None:
+        SpeculativeWorker._propose(self, rows)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("kind", [LooksAtEnds, KeepsWhatHadNoCell])
+def test_what_a_draft_had_no_cell_for_is_not_proposed(
+    engines: Callable[..., TokenEngine], other: str, kind: type[LooksAtEnds]
+) -> None:
+    engine = proposing(engines, "rejection", draft_model=other)
+    engine.worker.__class__ = kind
+    assert isinstance(engine.worker, LooksAtEnds)
+    if kind is LooksAtEnds:
+        run(engine, samplings=DRAWN)
+        assert engine.worker.ends
+        return
+    with pytest.raises(AssertionError, match="proposed without a cell"):
+        run(engine, samplings=DRAWN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from itertools import product
+from itertools import combinations, product
 from random import Random
 
 import pytest
@@ -259,6 +259,13 @@ MUTANTS = [
     # A block that was cut says something of the coins and proposals behind the cut.
     ("block", noise_that_outlives_its_step),
 ]
+
+
+def test_proposals_coins_and_draws_of_the_target_have_noise_of_their_own() -> None:
+    words, lengths = make_state(64).seed_words, torch.arange(64, dtype=torch.int32)
+    noises = [rejection.step_words(words, lengths, domain) for domain in (rejection.DRAFTS, rejection.COINS)]
+    for one, other in combinations([words, row_keys(words, lengths), *noises], 2):
+        assert not (one == other).all(1).any()
 
 
 @pytest.mark.parametrize("rule", list(RULES))

@@ -121,6 +121,21 @@ def test_no_length_is_narrower_than_what_was_proposed() -> None:
     assert [LengthController((3, 6)).fitting(tokens) for tokens in range(7)] == [0, 3, 3, 3, 6, 6, 6]
 
 
+def test_every_other_length_is_tried_in_turn_for_two_steps_of_which_one_is_timed() -> None:
+    made = LengthController(LENGTHS)
+    simulate(made, 64, 0.0, lambda tokens: 1 + tokens)
+    timed = list[int]()
+
+    def cost(tokens: int) -> float:
+        timed.append(tokens)
+        return 1.0 + tokens
+
+    taken = simulate(made, 6 * 64, 0.0, cost)
+    tried = [tokens for tokens in taken if tokens]
+    assert tried[::2] == tried[1::2] and [*map(tried.count, (1, 3, 4))] == [4, 4, 4]
+    assert [tokens for tokens in timed if tokens] == tried[::2]
+
+
 def test_each_length_is_tried_before_one_is_chosen_the_longest_first() -> None:
     made, tried = LengthController(LENGTHS), [0]
     taken = simulate(made, 12, 0.5, lambda tokens: 1 + tokens)

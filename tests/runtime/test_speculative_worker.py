@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from sglcore.device.draft_length import LengthController
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.speculative.drafter import NONE
+from sglcore.runtime.speculative.worker import replace_proposals
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
@@ -63,20 +66,34 @@ def test_who_chooses_their_number_and_who_counts_them_are_told_the_same(engines,
     assert engine.worker.drafter.closed
 
 
-@pytest.mark.needs("device")
+class Choosing(Told):
+    """Hears nothing."""
+
+    def learn(self, requests: int, tokens: int, accepted: NDArray[np.int32], seconds: float | None) -> None:
+        """Nothing."""
+
+
+@pytest.mark.needs("graphs.native")
 @pytest.mark.parametrize("overlap", [False, True])
-def test_as_many_proposals_are_asked_for_as_the_next_step_verifies(engines, plain: Ran, overlap: bool) -> None:
+def test_a_drafter_is_asked_for_as_many_as_the_next_step_verifies_and_told_how_long_texts_can_be(
+    engines, plain: Ran, overlap: bool
+) -> None:
     engine = engines("guessing", plain, overlap=overlap, graph="off")
-    engine.worker.length, wanted = Told(), set[int]()
-    own = engine.worker.drafter.advance
+    engine.worker.length, wanted = Choosing(), set[int]()
+    own, before = engine.worker.drafter.advance, list[tuple[Any, int]]()
 
     def advance(rows: Any) -> Any:
+        for slots, count in before[-1:]:
+            assert (engine.worker._proposals[slots, count:] == NONE).all(), "a token that nobody proposed"
+        before.append((rows.slots, rows.wanted))
         assert rows.wanted == engine.worker.length.tokens
         wanted.add(rows.wanted)
-        return own(rows)
+        # Of each step that the host has not collected, none or all of its proposals may be right.
+        unknown = rows.most_lens - rows.lengths.cpu().numpy()
+        assert unknown.min(initial=0) >= 0 and unknown.max(initial=0) <= (1 + overlap) * 5
+        return own(rows)[:, : rows.wanted]
 
     engine.worker.drafter.advance = advance
-    engine.worker.length.learn = lambda *told: None
     check_same(run(engine), plain)
     assert wanted == {0, 1, 3, 4}
 
@@ -150,3 +167,22 @@ def test_a_draft_reads_tokens_where_the_model_was_given_embeddings(
             request.embeds = PromptEmbeds(table[request.prompt_ids], request.prompt_ids.tolist())
 
     check_same(run(engine, prepare=embed), plain)
+
+
+@pytest.mark.needs("graphs.native")
+@pytest.mark.parametrize("verified", [1, 2])
+def test_a_draft_that_is_the_model_itself_is_right_from_the_first_proposal_on(
+    engines, plain: Ran, folder: Path, tmp_path: Path, verified: int
+) -> None:
+    """It draws by the noise of the places that it proposes for, after a prompt and after a verification."""
+    twin = str(copytree(folder, tmp_path / "draft"))
+    settings: dict[str, Any] = {"speculative": "standalone", "draft_model": twin, "draft_tokens": 3, "graph": "off"}
+    engine = engines("ngram", plain, overlap=False, **settings)
+    drawn = [{"temperature": 1.0, "seed": seed, "top_p": 0.9} for seed in range(5)]
+    assert run(engine, tokens=1 + 4 * verified, samplings=drawn).decodes == 1 + verified
+
+
+def test_what_the_host_proposes_takes_the_place_of_all_that_was_proposed() -> None:
+    table = torch.tensor([[9, 9, 9], [1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    replace_proposals(table, torch.tensor([3, 1, 2]), torch.tensor([[11, 12, 13], [-1, -1, -1], [14, -1, -1]]))
+    assert table.tolist() == [[9, 9, 9], [1, 2, 3], [14, -1, -1], [11, 12, 13]]
