@@ -90,6 +90,7 @@ KINDS: MappingProxyType[str, tuple[Make, int]] = MappingProxyType(
         "eagle, by the block": (by_rule("block"), 2),
         "eagle, in trees": (in_trees(of_eagle), 2),
         "eagle3, in trees": (in_trees(of_eagle3), 2),
+        "a model of its own, in trees": (in_trees(of_another), 2),
     }
 )
 SIZES: MappingProxyType[str, int] = MappingProxyType({"max_batch_tokens": 16, "draft_tokens": 3})
