@@ -125,9 +125,9 @@ def test_greedy_trees_take_no_more_steps_than_chains_of_their_depth(made: dict[s
 
 @pytest.mark.needs("device")
 @pytest.mark.parametrize("kind", NAMES)
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("samplings", "overlap"), [(FREE, False), (SAMPLING, False), (SAMPLING, True)])
 def test_steps_whose_draws_count_the_text_get_chains(
-    made: dict[str, Made], kind: str, overlap: bool, monkeypatch: Any
+    made: dict[str, Made], kind: str, samplings: Any, overlap: bool, monkeypatch: Any
 ) -> None:
     """And every forward of a draft was told at least as many tokens as its rows have."""
     chains = list[bool]()
@@ -153,8 +153,9 @@ def test_steps_whose_draws_count_the_text_get_chains(
         return own(batch)
 
     runner.forward = checked
-    check_same(ran(engine, SAMPLING), ran(TokenEngine(made[kind][1], graph="off"), SAMPLING))
-    assert chains and all(chains) and forwards
+    check_same(ran(engine, samplings), ran(TokenEngine(made[kind][1], graph="off"), samplings))
+    assert bool(chains) == (samplings is SAMPLING)
+    assert all(chains) and forwards
 
 
 @pytest.mark.parametrize(
