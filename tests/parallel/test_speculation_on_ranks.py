@@ -93,7 +93,7 @@ KINDS: MappingProxyType[str, tuple[Make, int]] = MappingProxyType(
         "a model of its own, in trees": (in_trees(of_another), 2),
     }
 )
-SIZES: MappingProxyType[str, int] = MappingProxyType({"max_batch_tokens": 16, "draft_tokens": 3})
+SIZES: MappingProxyType[str, Any] = MappingProxyType({"max_batch_tokens": 16, "draft_tokens": 3})
 Found = tuple[list[list[int]], dict[Any, int]]
 
 
@@ -115,7 +115,8 @@ def alone(folder: Path, **settings: Any) -> Found:
 
 
 def on_ranks(folder: Path, width: int, defect: Any = None, **settings: Any) -> Found:
-    with RankedEngine(folder, defect, tp=width, **SIZES | settings) as engine:
+    given: dict[str, Any] = {"tp": width, **SIZES, **settings}
+    with RankedEngine(folder, defect, **given) as engine:
         return run(engine)
 
 
