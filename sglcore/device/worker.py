@@ -41,8 +41,8 @@ class Limits:
     `embed_size`: prompts may be embeddings of so many numbers a token (0: not); `takes_mrope`: with positions by three axes.
     `reads_history`: the worker remembers all tokens of a request, for embeddings of several at once; `keeps_history`: for
     proposals. A decode row brings up to `draft_tokens` proposals (`takes_proposals`: those of the batch too), as trees by way of
-    `draft_cells` cells, for which a row has room behind its last token too. `sliced_layers`: a prompt may come by slices of so many
-    layers (0: whole); `slice_budget`: each of so many token·layers (0: few).
+    `draft_cells` cells. `sliced_layers`: a prompt may come by slices of so many layers (0: whole); `slice_budget`: each of so many
+    token·layers (0: few).
     """
 
     max_model_len: int
