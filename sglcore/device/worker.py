@@ -26,23 +26,22 @@ def most_window_pages(window: int, max_batch_tokens: int, page_size: int, lookah
 class Limits:
     """What a worker can hold and do, fixed when it is built.
 
-    `num_pages` counts the usable pages 1..num_pages (page 0 swallows the writes of padding rows); `max_requests` counts the usable
-    slots 1..max_requests (slot 0 belongs to padding rows). One request of `max_model_len` tokens always fits. `lookahead` is how
-    many following tokens a page's contents depend on. `runs_ahead`: submit returns before the step has run, so planning the next
-    one meanwhile saves time. `can_overlap`: submit may be called before the previous ticket was collected, and slices of a prompt
-    that bring nothing are in flight beside. `takes_masks`: sampling keeps to the batch's `masks`, so requests may have a grammar;
-    `takes_changes`: and adds what the batch says to single logits of such rows, so they may ask for DRY. `keeps_state`: beside its
-    cells a request has a state in its slot, which belongs to all of its tokens so far and to no shorter prefix; 1..num_snapshots
-    are the places in which the worker can keep copies of such states. `window`: the longest window of layers that have one: a query
-    sees itself and the `window` - 1 tokens before it. 1..num_window_pages are the pages, of `page_size` tokens too, in which such
-    layers keep what is seen (0: all, in the pages of the other layers; window page 0 belongs to padding rows). Bytes, on each
-    device: `kv_bytes` of the pages, `window_bytes` of the window pages, `state_bytes` of the slots' states, and `snapshot_bytes`;
-    `host_bytes` of the pages in host memory. `num_labels`: what is answered to a prompt to embed are so many scores (0: a vector).
-    `embed_size`: prompts may be embeddings of so many numbers a token (0: not); `takes_mrope`: with positions by three axes.
-    `reads_history`: the worker remembers all tokens of a request, for embeddings of several at once; `keeps_history`: for
-    proposals. A decode row brings up to `draft_tokens` proposals (`takes_proposals`: those of the batch too), as trees by way of
-    `draft_cells` cells. `sliced_layers`: a prompt may come by slices of so many layers (0: whole); `slice_budget`: each of so many
-    token·layers (0: few).
+    `num_pages` counts the usable pages 1..num_pages (page 0 swallows the writes of padding rows); `max_requests` counts the
+    usable slots 1..max_requests (slot 0 belongs to padding rows). One request of `max_model_len` tokens always fits. `lookahead`
+    is how many following tokens a page's contents depend on. `runs_ahead`: submit returns before the step has run, so planning
+    the next one meanwhile saves time. `can_overlap`: submit may be called before the previous ticket was collected, and slices of
+    a prompt that bring nothing are in flight beside. `takes_masks`: sampling keeps to the batch's `masks`, so requests may have a
+    grammar; `takes_changes`: and adds what the batch says to single logits of such rows, so they may ask for DRY. `keeps_state`:
+    beside its cells a request has a state in its slot, which belongs to all of its tokens so far and to no shorter prefix;
+    1..num_snapshots are the places in which the worker can keep copies of such states. `window`: the longest window of layers
+    that have one: a query sees itself and the `window` - 1 tokens before it. 1..num_window_pages are the pages, of `page_size`
+    tokens too, in which such layers keep what is seen (0: all, in the pages of the other layers; window page 0 belongs to padding
+    rows). Bytes, on each device: `kv_bytes` of the pages, `window_bytes` of the window pages, `state_bytes` of the slots' states,
+    and `snapshot_bytes`; `host_bytes` of the pages in host memory. `num_labels`: what is answered to a prompt to embed are so
+    many scores (0: a vector). `embed_size`: prompts may be embeddings of so many numbers a token (0: not); `takes_mrope`: with
+    positions by three axes. `reads_history`: the worker remembers all tokens of a request, for embeddings of several at once;
+    `keeps_history`: for proposals. A decode row brings up to `draft_tokens`, trees by `draft_cells` cells; `takes_proposals`: the batch's.
+    `sliced_layers`: a prompt may come by slices of so many layers (0: whole); `slice_budget`: each of so many token·layers (0: few).
     """
 
     max_model_len: int
