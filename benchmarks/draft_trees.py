@@ -164,7 +164,7 @@ def main() -> None:
     }
     if given.json:
         sizes = {"prompts": given.prompts, "written": given.written, "requests": given.requests}
-        results = {"machine": machine(), **sizes, "microseconds": taken, "tokens_of_a_step": found}
+        results: dict[str, object] = {"machine": machine(), **sizes, "microseconds": taken, "tokens_of_a_step": found}
         write_results(given.json, results | {"by_forwards_of_the_draft": by_depth})
 
 

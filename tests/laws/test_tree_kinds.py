@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.speculative.beams import FrozenTreeDrafter, StandaloneTreeDrafter
-from sglcore.runtime.speculative.tree import Beams
+from sglcore.runtime.speculative.choice import Speculation
+from sglcore.runtime.speculative.make import cells_of_drafts
+from sglcore.runtime.speculative.tree import Beams, TreeShape
 from sglcore.runtime.speculative.tree_worker import TreeWorker
 from tests.checkpoints import llama, save
 from tests.drafts import TARGET
@@ -19,11 +23,14 @@ from tests.frozen_drafts import frozen
 from tests.laws.engine import TokenEngine, random_prompts
 from tests.laws.test_draft_laws import TOLERANCE
 from tests.laws.test_frozen_laws import FULL, cells_of
-from tests.laws.test_speculative_laws import CONTEXT, TOKENS, VOCABULARY, check_same
+from tests.laws.test_speculative_laws import CONTEXT, SAMPLING, TOKENS, VOCABULARY, check_same
 from tests.laws.test_tree_laws import DEPTH, FREE, SHAPE, WIDTH, Records, difference, ran
 
 Made = tuple[Any, Path, Any]
 NAMES = {"standalone": "StandaloneTreeDrafter", "frozen-mtp": "FrozenTreeDrafter"}
+
+
+SOUND: dict[str, Any] = {"standalone": StandaloneTreeDrafter, "frozen-mtp": FrozenTreeDrafter}
 
 
 class DenseModel:
@@ -114,6 +121,51 @@ def test_greedy_trees_take_no_more_steps_than_chains_of_their_depth(made: dict[s
     (chains, steps), (trees, fewer) = found
     check_same(trees, chains)
     assert fewer < steps < len(FREE) * (TOKENS - 1)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize(("samplings", "overlap"), [(FREE, False), (SAMPLING, False), (SAMPLING, True)])
+def test_steps_whose_draws_count_the_text_get_chains(
+    made: dict[str, Made], kind: str, samplings: Any, overlap: bool, monkeypatch: Any
+) -> None:
+    """And every forward of a draft was told at least as many tokens as its rows have."""
+    chains = list[bool]()
+
+    class Watched(SOUND[kind]):
+        def grow(self, rows: Any) -> Any:
+            tree = super().grow(rows)
+            if rows.is_chain:
+                nodes = torch.arange(tree.parents.shape[1], dtype=torch.int32)
+                chains.append(bool((tree.parents.cpu() == nodes).all() and (tree.depths.cpu() == nodes + 1).all()))
+            return tree
+
+    monkeypatch.setattr(f"sglcore.runtime.speculative.make.{NAMES[kind]}", Watched)
+    engine: Any = engine_of(made, kind, graph="off", overlap=overlap, **SHAPE)
+    runner, forwards = engine.worker.drafter.runner, 0
+    own = runner.forward
+
+    def checked(batch: ForwardBatch) -> Any:
+        nonlocal forwards
+        if batch.forward_mode.is_decode:
+            assert (np.asarray(batch.seq_lens.cpu()) <= batch.seq_lens_cpu).all()
+            forwards += 1
+        return own(batch)
+
+    runner.forward = checked
+    check_same(ran(engine, samplings), ran(TokenEngine(made[kind][1], graph="off"), samplings))
+    assert bool(chains) == (samplings is SAMPLING)
+    assert all(chains) and forwards
+
+
+@pytest.mark.parametrize(
+    ("kind", "lookahead", "cells"), [("eagle3", 1, 12), ("standalone", 0, 13), ("frozen-mtp", 0, 7), ("mtp", 1, 12)]
+)
+def test_rows_have_cells_for_all_that_a_tree_takes(kind: str, lookahead: int, cells: int) -> None:
+    """Three beams, five deep, of which seven nodes are verified."""
+    drafter: Any = SimpleNamespace(tokens=7, lookahead=lookahead)
+    assert cells_of_drafts(Speculation(kind, (7,), tree=TreeShape(3, 5, 8)), drafter) == cells
+    assert not cells_of_drafts(Speculation(kind, (7,)), drafter)
 
 
 @pytest.mark.needs("device")

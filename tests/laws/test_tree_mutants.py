@@ -46,8 +46,8 @@ class CheckedTrees(TreeDrafter):
     """Checks all that it runs, and remembers the trees of each slot. Waits for the device."""
 
     grown: dict[int, Drawn]
-    outside = 0
-    """Rows that had no cell."""
+    chains = outside = 0
+    """Steps that were to be chains, and rows that had no cell."""
     lacking: set[tuple[int, int]]
     """Slots and lengths of trees of which a beam had none."""
 
@@ -71,6 +71,8 @@ class CheckedTrees(TreeDrafter):
         rows.rank = checked
         tree = super().grow(rows)
         if rows.is_chain:
+            self.chains += 1
+            assert (tree.depths == torch.arange(1, tree.depths.shape[1] + 1, device=tree.depths.device)).all()
             return tree
         parts = [part.tolist() for part in tree]
         for row, (slot, length) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
@@ -223,6 +225,11 @@ def test_grammars_of_texts_that_nothing_counts_have_chains(folder: Path, overlap
     worker.drafter = TREES["guessing"](worker.shape.nodes, DEPTH, whole, VOCABULARY)
     laws.check_same(laws.run(engine, samplings=FREE, prepare=prepare), texts)
     engine.worker.close()
+
+
+@pytest.mark.needs("device")
+def test_what_counts_its_text_is_proposed_chains_by_the_draft_itself(folder: Path, monkeypatch: Any) -> None:
+    assert grown(folder, PROMPTS, laws.SAMPLING, monkeypatch, overlap=False).chains
 
 
 class Counted(TreeWorker):

@@ -96,9 +96,10 @@ KINDS: MappingProxyType[str, tuple[Make, int]] = MappingProxyType(
         "eagle, by the block": (by_rule("block"), 2),
         "eagle, in trees": (in_trees(of_eagle), 2),
         "eagle3, in trees": (in_trees(of_eagle3), 2),
+        "a model of its own, in trees": (in_trees(of_another), 2),
     }
 )
-SIZES: MappingProxyType[str, int] = MappingProxyType({"max_batch_tokens": 16, "draft_tokens": 3})
+SIZES: MappingProxyType[str, Any] = MappingProxyType({"max_batch_tokens": 16, "draft_tokens": 3})
 Found = tuple[list[list[int]], dict[Any, int]]
 
 
@@ -120,7 +121,8 @@ def alone(folder: Path, **settings: Any) -> Found:
 
 
 def on_ranks(folder: Path, width: int, defect: Any = None, **settings: Any) -> Found:
-    with RankedEngine(folder, defect, tp=width, **SIZES | settings) as engine:
+    given: dict[str, Any] = {"tp": width, **SIZES, **settings}
+    with RankedEngine(folder, defect, **given) as engine:
         return run(engine)
 
 
