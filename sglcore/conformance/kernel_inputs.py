@@ -267,27 +267,31 @@ def greedy(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 MOST_SINGLES = 5
 """Rows of one token: more are more of the same."""
-PoolRows = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+PoolRows = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def rows_of_pool(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, PoolRows]]:
-    """Tokens, size of a pool, and (slots, starts, lengths, targets): a token for each row, the second of them padding; then rows of
-    several tokens, behind which there are two padding rows, as a padded batch has them, and a token of nobody; then the same whose
-    states go to the rows behind all slots, every second one nowhere, the last one where it was."""
+    """Tokens, size of a pool, and (slots, starts, lengths): a token for each row, the second of them padding; then rows of
+    several tokens, behind which there are two padding rows, as a padded batch has them, and a token of nobody."""
     singles = min(tokens, MOST_SINGLES)
     slots = drawn.permutation(singles).int() + 1
     slots[1:2] = 0
-    yield singles, singles + 1, (slots, None, None, None)
+    yield singles, singles + 1, (slots, None, None)
     lengths = [1, 2, tokens - 4] if tokens > 4 else [tokens - 1] * (tokens > 1)
     starts = torch.tensor([*lengths, 0, 0], device="cpu").cumsum(0).roll(1)
     starts[[0, -2, -1]] = 0
     slots = torch.cat((drawn.permutation(len(lengths)) + 1, torch.zeros(2, dtype=torch.int64, device="cpu")))
-    size = len(lengths) + 2
-    rows = slots.int(), starts.int(), torch.tensor([*lengths, 1, 1], device="cpu").int()
-    yield tokens, size, (*rows, None)
+    yield tokens, len(lengths) + 2, (slots.int(), starts.int(), torch.tensor([*lengths, 1, 1], device="cpu").int())
+
+
+def rows_of_states(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, tuple[Tensor | None, ...]]]:
+    """The same with `targets`: none; then of rows of several tokens, whose states go to the rows behind all slots, every second one
+    nowhere, the last one where it was."""
+    for count, size, rows in rows_of_pool(drawn, tokens):
+        yield count, size, (*rows, None)
     targets = torch.arange(size, 2 * size, device="cpu", dtype=torch.int32)
     targets[1::2] = 0
-    if len(lengths) > 2:
+    if len(rows[0]) > 4:  # three, and two of padding
         targets[2] = rows[0][2]
     yield tokens, 2 * size, (*rows, targets)
 
@@ -295,7 +299,7 @@ def rows_of_pool(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, PoolRows]
 def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Three and two tokens before each."""
     for taps, has_bias, silu in ((4, True, True), (3, False, False)):
-        for count, size, rows in rows_of_pool(drawn, tokens):
+        for count, size, rows in rows_of_states(drawn, tokens):
             weight, bias = drawn.values(taps, WIDTH), drawn.values(WIDTH) if has_bias else None
             yield drawn.rows(count, WIDTH, strided), weight, bias, silu, drawn.values(size, taps - 1, WIDTH), *rows
 
@@ -303,7 +307,7 @@ def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 def gated_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Fewer query heads than value heads, and as many."""
     for key_heads, heads, key_size, width in ((2, 4, 16, 16), (1, 1, 24, 40)):
-        for count, size, rows in rows_of_pool(drawn, tokens):
+        for count, size, rows in rows_of_states(drawn, tokens):
             qkv = drawn.rows(count, 2 * key_heads * key_size + heads * width, strided)
             a, b, wide = drawn.rows(count, heads, strided), drawn.rows(count, heads, strided), _wide(drawn)
             yield qkv, a, b, wide(heads), wide(heads), wide(size, heads, key_size, width), *rows
@@ -312,7 +316,7 @@ def gated_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 def selective_scan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Two groups of heads, and one; a step that its limits cut."""
     for groups, heads, head_dim, width, most in ((2, 4, 16, 16, 1.0), (1, 1, 24, 40, math.inf)):
-        for count, size, rows in rows_of_pool(drawn, tokens):
+        for count, size, rows in rows_of_states(drawn, tokens):
             xbc, dt = (
                 drawn.rows(count, heads * head_dim + 2 * groups * width, strided),
                 drawn.rows(count, heads, strided),

@@ -66,7 +66,7 @@ SPREAD, OWN = 2.0, 0.1
 """A contender that comes in g nats behind the first is what is drawn as often as exp(-SPREAD * sqrt(g)), times its own probability to
 the power of OWN. Logits of a draft and of its target differ little most of the time and much at times, so that chances fall with
 g far slower than an exponential; and one that the noise carried there is less often right. Both fit how often tokens of each place
-were right in 256 stories of the embedded model, by both of its heads, greedy and drawn; those that benchmarks/draft_trees.py writes
+were right in 64 stories of the embedded model, by both of its heads, greedy and drawn; those that benchmarks/draft_trees.py writes
 are not among them."""
 
 

@@ -19,7 +19,7 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Ticket
 from sglcore.runtime import speculative
 from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
-from sglcore.runtime.speculative.beams import TreeDrafter
+from sglcore.runtime.speculative.beams import FrozenTreeDrafter, StandaloneTreeDrafter, TreeDrafter
 from sglcore.runtime.speculative.block import BlockDrafter
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.frozen import FrozenDrafter
@@ -67,6 +67,7 @@ def _standalone(target: Any, folder: Path) -> Any:
 
 _EAGLE, _EAGLE3 = _beside(eagle), _beside(eagle3)
 _KINDS = ("full_attention", "full_attention")
+_FROZEN = _beside(lambda target, folder: frozen(target, folder, _KINDS, 12, 12))
 
 
 def _mtp(target: Any, folder: Path) -> Any:
@@ -78,6 +79,7 @@ PROPOSERS: Mapping[str, Proposer] = MappingProxyType(
         "ngram": Proposer("ngram", NgramDrafter),
         "suffix": Proposer("suffix", NgramDrafter, waits=True),
         "standalone": Proposer("standalone", StandaloneDrafter, _standalone),
+        "standalone, trees": Proposer("standalone", StandaloneTreeDrafter, _standalone, is_tree=True),
         "eagle": Proposer("eagle", FeatureDrafter, _EAGLE),
         "eagle, trees": Proposer("eagle", TreeDrafter, _EAGLE, is_tree=True),
         "eagle3": Proposer("eagle3", FeatureDrafter, _EAGLE3),
@@ -85,7 +87,8 @@ PROPOSERS: Mapping[str, Proposer] = MappingProxyType(
         "mtp": Proposer("mtp", FeatureDrafter, _mtp),
         "mtp, trees": Proposer("mtp", TreeDrafter, _mtp, is_tree=True),
         "mtp of several layers": Proposer("mtp", MultiHeadDrafter, lambda t, f: next_tokens(t, f, llama, TOKENS)),
-        "frozen-mtp": Proposer("frozen-mtp", FrozenDrafter, _beside(lambda t, f: frozen(t, f, _KINDS, 12, 12))),
+        "frozen-mtp": Proposer("frozen-mtp", FrozenDrafter, _FROZEN),
+        "frozen-mtp, trees": Proposer("frozen-mtp", FrozenTreeDrafter, _FROZEN, is_tree=True),
         "dflash": Proposer("dflash", BlockDrafter, _beside(lambda t, f: dflash(t, f, BLOCK))),
     }
 )

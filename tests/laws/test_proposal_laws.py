@@ -120,8 +120,9 @@ def recorded(engine: TokenEngine, plain: Ran, proposes: bool, times: int, table:
         recording.begin(texts, requests)
         if table is None:
             return
+        rows = table.numpy()
         for request in requests:
-            request.embeds = PromptEmbeds(table.numpy()[request.prompt_ids], request.prompt_ids.tolist())
+            request.embeds = PromptEmbeds(rows[request.prompt_ids], request.prompt_ids.tolist())
 
     for _ in range(times):
         check_same(laws.run(engine, samplings=FREE, prepare=prepare), plain)

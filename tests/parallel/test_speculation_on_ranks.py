@@ -122,7 +122,7 @@ def alone(folder: Path, **settings: Any) -> Found:
 
 def on_ranks(folder: Path, width: int, defect: Any = None, **settings: Any) -> Found:
     given: dict[str, Any] = {"tp": width, **SIZES, **settings}
-    with RankedEngine(folder, defect, **given) as engine:
+    with RankedEngine(folder, defect, **given) as engine:  # pyright: ignore[reportArgumentType]
         return run(engine)
 
 
