@@ -223,7 +223,7 @@ class FirstLayersPlans(MultiHeadDrafter):
 
 HEADS_DEFECTS: list[tuple[Callable[[], Any], Any, str]] = [
     (
-        lambda: planted(heads, '"features": hidden, "plan_record": None}', '"features": hidden}').MultiHeadDrafter,
+        lambda: planted(heads, '"features": hidden, "plan_record": None, ', '"features": hidden, ').MultiHeadDrafter,
         StalePlanError,
         "planned by",
     ),
