@@ -19,7 +19,7 @@ from sglcore.device.draft_length import LengthController
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.engine.ranks.start import RankOptions
 from sglcore.engine.start import start
-from tests.checkpoints import llama, qwen3_moe, save
+from tests.checkpoints import llama, qwen3_moe, qwen3_next, save
 from tests.drafts import eagle3, next_token, next_tokens
 from tests.latent import deepseek_v3
 from tests.laws.engine import Result, TokenEngine, check_logprobs, random_prompts
@@ -49,6 +49,12 @@ def by_text(kind: str) -> Make:
         return model, {"speculative": kind}
 
     return made
+
+
+def by_text_of_states(folder: Path) -> tuple[Any, dict[str, Any]]:
+    model = qwen3_next(max_position_embeddings=CONTEXT)
+    save(model, folder)
+    return model, {"speculative": "ngram"}
 
 
 def by_eagle3(folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -104,6 +110,7 @@ def roots_alone(step: Step, has_prompts: bool) -> int:
 CASES: MappingProxyType[str, Case] = MappingProxyType(
     {
         "ngram, experts on 2": case(by_text("ngram"), tp=2, dp=2, ep=2),
+        "ngram, of a model with states": case(by_text_of_states, tp=2, dp=2),
         "suffix": case(by_text("suffix"), tp=2, dp=2),
         "eagle3, dense": case(by_eagle3, first_and_further, tp=2, dp=2, poison=False),
         "mtp": case(by_mtp, first_and_further, tp=2, dp=2),
