@@ -379,9 +379,9 @@ def _is_optional(buffer: InputBuffer) -> bool:
 
 
 def _is_exposed(buffer: InputBuffer, extend: bool) -> bool:
-    """Every step of the kind fills it."""
+    """Every step of the kind fills it; what a step may come without holds an older one's where nobody gave it."""
     if buffer.is_computed:
-        return True
+        return buffer.post_fill is not None or buffer.spec.when is not When.IF_GIVEN
     return not _is_optional(buffer) and (extend or buffer.spec.is_for_decode)
 
 

@@ -45,11 +45,10 @@ class TreeWorker(SpeculativeWorker):
     def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
         super()._place(staged, rows, nodes)
         trees = self._trees.of_slots(rows.slots)
-        assert staged.visible is not None
         shape = rows.slots.shape[0], staged.num_tokens // max(rows.slots.shape[0], 1)
         shifts, words = trees[1][:, : shape[1]], trees[3][:, : shape[1]]
         staged.positions.view(shape).add_(shifts * (staged.req_pool_indices.view(shape) > 0))
-        staged.visible.view(shape).copy_(words)
+        staged.visible = words.flatten()
 
     def _ends(self, staged: ForwardBatch) -> Tensor:
         return staged.positions + 1
