@@ -52,17 +52,19 @@ LIMITS = Limits(64, 4, 4, 32, 16, 50, takes_masks=True)
 
 
 class Counting:
-    """A device whose tokens are 7, and whose steps fail when `fails` says so."""
+    """A device whose tokens are 7, and whose steps fail when `fails` says so, and take `seconds`."""
 
     def __init__(self) -> None:
         self.limits = LIMITS
         self.fails: set[int] = set()
+        self.seconds = 0.0
         self.swaps: SwapCounts | None = None
         self.submitted = 0
         self.closed = False
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
         self.submitted += 1
+        time.sleep(self.seconds)
         if self.submitted in self.fails:
             raise RuntimeError("planned")
         emits = np.asarray(batch.emits, dtype=np.int32)
@@ -210,6 +212,8 @@ def test_what_came_of_rows_in_host_memory_is_summed_over_steps(served: Served) -
 
 
 def test_a_paused_engine_runs_no_step_and_an_abort_ends_what_it_holds(served: Served) -> None:
+    # What ends before the pause is heard of by nobody here.
+    served.device.seconds = 0.02
     served.line.generate("runs", tokens=50)
     served.line.hear(EngineOutputs)
     served.line.say(Pause("p", True))
