@@ -48,3 +48,17 @@ def test_proposals_are_placed_and_accepted_as_a_walk_by_hand_has_it(seed: int) -
     others = [slot for slot in range(9) if slot not in slots]
     assert tables[0][others].tolist() == [last[slot] for slot in others]
     assert tables[1][others].tolist() == [lengths[slot] for slot in others]
+
+
+def test_the_right_path_of_a_tree_goes_by_what_is_drawn_after_each_node() -> None:
+    """Two follow the root, of which the second is right, and so is what follows that; another request has no cell but the root's."""
+    trees = torch.zeros(4, 3, 4, dtype=torch.int32)
+    trees[0, 1:], trees[1, 1:], trees[2, 1:] = ints([0, 0, 0, 2]), ints([0, 0, -1, -1]), ints([1, 3, 5, 13])
+    last, lengths, proposals = ints([0, 1, 1]), ints([0, 10, 10]), torch.zeros(3, 3, dtype=torch.int32)
+    proposals[1:] = ints([5, 6, 7])
+    drawn, owners = ints([6, 8, 7, 9, 6, 8, 7, 9]), ints([1, 1, 1, 1, 2, 0, 0, 0])
+    path, runs = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    TABLE.tree_walk(drawn, owners, ints([1, 2]), ints([20, 11]), trees, last, lengths, proposals, path, runs)
+    assert path[0].tolist() == [0, 2, 3] and path[1, 0] == 0
+    assert runs.tolist() == [[2, 0], [3, 0], [2, 3], [13, 11]]
+    assert last.tolist() == [0, 9, 6] and lengths.tolist() == [0, 13, 11]

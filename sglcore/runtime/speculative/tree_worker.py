@@ -48,7 +48,7 @@ class TreeWorker(SpeculativeWorker):
         shape = rows.slots.shape[0], staged.num_tokens // max(rows.slots.shape[0], 1)
         shifts, words = trees[1][:, : shape[1]], trees[3][:, : shape[1]]
         staged.positions.view(shape).add_(shifts * (staged.req_pool_indices.view(shape) > 0))
-        staged.visible = words.flatten()
+        staged.visible = words.flatten().contiguous()
 
     def _ends(self, staged: ForwardBatch) -> Tensor:
         return staged.positions + 1
