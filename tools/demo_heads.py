@@ -85,6 +85,12 @@ class HeadLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
         self.mlp = MLP(config)
 
+    def take(self, weights: dict[str, Tensor]) -> None:
+        """A layer's weights, as many of its feed-forward rows as there are here."""
+        own = self.mlp.state_dict(prefix="mlp.")
+        cut = {name: weights[name][: each.shape[0], : each.shape[1]] for name, each in own.items()}
+        self.load_state_dict(weights | cut, strict=False)
+
     def decode(self, x: Tensor, attended: Tensor, turns: Turns, memory: Memory) -> Tensor:
         """x: [rows, length, hidden], the residual stream; attended: [rows, length, width]."""
         x = x + self.self_attn(attended, turns, memory)
@@ -166,9 +172,7 @@ class Eagle3(Head):
         for name in ("q", "k", "v"):
             name = f"self_attn.{name}_proj.weight"
             weights[name] = torch.cat((weights[name], weights[name]), 1) / 2
-        for name, own in self.midlayer.mlp.state_dict(prefix="mlp.").items():
-            weights[name] = weights[name][: own.shape[0], : own.shape[1]]
-        self.midlayer.load_state_dict(weights, strict=False)
+        self.midlayer.take(weights)
         nn.init.normal_(self.fc.weight, std=0.01)
         self.fc.weight[:, -len(self.fc.weight) :] += torch.eye(len(self.fc.weight))
         self.norm.load_state_dict(target.norm.state_dict())
@@ -209,7 +213,7 @@ class NextToken(HeadLayer, Head):
 
     @torch.no_grad()
     def begin(self, target: Decoder) -> None:
-        self.load_state_dict(target.layers[-1].state_dict(), strict=False)
+        self.take(dict(target.layers[-1].state_dict()))
         self.shared_head.norm.load_state_dict(target.norm.state_dict())
         nn.init.normal_(self.eh_proj.weight, std=0.01)
         self.eh_proj.weight[:, len(self.eh_proj.weight) :] += torch.eye(len(self.eh_proj.weight))

@@ -38,6 +38,7 @@ from sglcore.runtime.kernels.triton import (
     sparse_attention,
     sparse_plan,
     state_space,
+    trees,
 )
 from sglcore.runtime.kernels.triton.tuning import Option, Tuning
 from sglcore.sampling.batch import SamplingBatch
@@ -245,7 +246,30 @@ def _verification(tuning: Tuning) -> Cases:
         "placed proposals with masks": lambda: proposals.place_proposals(*tables, ints, ints, ints, *inputs, tuning),
         "accepted proposals": lambda: proposals.accept_proposals(wide, wide, ints, ints, *tables, runs, tuning),
         "walked trees": lambda: proposals.tree_walk(wide, wide, ints, ints, *trees, runs, tuning),
+        **_trees(tuning),
     }
+
+
+def _trees(tuning: Tuning) -> Cases:
+    """Of four requests, trees of eight nodes by three beams four deep, and of 32 nodes by sixteen beams three deep."""
+    cases: Cases = {}
+    for width, depth, nodes in ((3, 4, 8), (16, 3, 32)):
+        most, of_records = width + (depth - 1) * width**2, {"dtype": torch.int32}
+        tokens, scores = torch.empty(4 * width, width, **of_records), torch.empty(4 * width, width)
+        records, sums = torch.empty(2, 4, most, **of_records), torch.empty(4, most)
+        parents, reached = torch.empty(4, width, **of_records), torch.empty(4, width)
+        made = records, sums, torch.empty(3, 4, width, **of_records), reached
+        tree, slots = torch.empty(4, nodes - 1, **of_records), torch.empty(4, **of_records)
+        held = torch.empty(4, CELLS, nodes, **of_records), torch.empty(CELLS, nodes - 1, **of_records)
+        depths, whole = torch.empty(most, **of_records), torch.empty(3, 4, nodes - 1, **of_records)
+        name = f"{width} beams"
+        cases |= {
+            f"{name} of roots": partial(trees.tree_expand, tokens[:4], scores[:4], None, None, 0, *made, tuning),
+            f"{name}": partial(trees.tree_expand, tokens, scores, parents, reached, width, *made, tuning),
+            f"trees of {name}": partial(trees.tree_build, records, sums, depths, whole, tuning),
+            f"{nodes} nodes placed": partial(trees.tree_place, tree, tree, tree, slots, *held, tuning),
+        }
+    return cases
 
 
 def _swapping(tuning: Tuning) -> Cases:

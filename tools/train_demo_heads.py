@@ -1,4 +1,4 @@
-"""Train a draft head of the demo model and ship it beside it: python -m tools.train_demo_heads mtp --minutes 10; eagle3, dflash.
+"""Train a draft head of the demo model and ship it beside it: python -m tools.train_demo_heads mtp --minutes 10; eagle3, dflash, mtp-layers.
 
 A head learns the target's softmax, unrolled over the depths that drafting uses or in blocks behind random tokens, on the generated text and on what the
 target itself writes, greedily and at temperature 1. The learning rate follows the processor's clock.
@@ -31,8 +31,9 @@ from tools.demo_heads import (
     read,
     save_eagle3,
     save_next_token,
-    unroll,
 )
+from tools.demo_layers import FOLDER as LAYERS
+from tools.demo_layers import NextTokenLayers, load_layers, save_layers
 from tools.demo_model import Decoder, DemoConfig
 from tools.demo_text import document, long_document
 from tools.train_demo_model import IGNORED, OUTPUT, Packer, Progress, learning_rate, make_optimizers
@@ -42,6 +43,7 @@ DEPTH_WEIGHT = 0.8
 DRAFT_VOCAB = 1024
 EAGLE3_INTERMEDIATE = 512
 DFLASH_LAYERS, DFLASH_INTERMEDIATE = 2, 384
+LAYERS_INTERMEDIATE = 384
 TOKENS_A_BLOCK = 4
 """One block is trained for so many tokens of a row."""
 BLOCK_DECAY = 4.0
@@ -99,7 +101,7 @@ def unrolled_loss(head: Head, target: Decoder, ids: Tensor, targets: Tensor) -> 
     can_draft = torch.isin(wanted.argmax(-1), head.ids) & (targets[:, 1:] != IGNORED)
     p = wanted[..., head.ids].softmax(-1)
     total = torch.zeros(())
-    for depth, drafted in enumerate(unroll(head, target, ids, features, DEPTHS)):
+    for depth, drafted in enumerate(head.drafts(target, ids, features, DEPTHS)):
         counts = can_draft.clone()
         counts[:, :depth] = False
         q = drafted[counts].float().log_softmax(-1)
@@ -164,7 +166,7 @@ class HeadTrainer:
         print(json.dumps({**place, "loss": round(self.loss, 3), "tau": taus}), flush=True)
 
 
-AnyHead = Eagle3 | NextToken | DFlash
+AnyHead = Eagle3 | NextToken | NextTokenLayers | DFlash
 
 
 def make_head(kind: str, tokenizer: Tokenizer, texts: Sequence[list[int]]) -> AnyHead:
@@ -176,6 +178,8 @@ def make_head(kind: str, tokenizer: Tokenizer, texts: Sequence[list[int]]) -> An
         return DFlash(replace(config, layers=DFLASH_LAYERS, intermediate=DFLASH_INTERMEDIATE), mask)
     if kind == "mtp":
         return NextToken(config)
+    if kind == LAYERS:
+        return NextTokenLayers(replace(config, layers=DEPTHS, intermediate=LAYERS_INTERMEDIATE))
     return Eagle3(replace(config, intermediate=EAGLE3_INTERMEDIATE), draft_ids(texts, vocab_size))
 
 
@@ -187,6 +191,9 @@ def ship(head: AnyHead, folder: Path) -> AnyHead:
     if isinstance(head, Eagle3):
         save_eagle3(head, folder)
         return load_eagle3(folder)
+    if isinstance(head, NextTokenLayers):
+        save_layers(head, folder)
+        return load_layers(folder)
     save_next_token(head, folder)
     return load_next_token(folder)
 
@@ -194,7 +201,7 @@ def ship(head: AnyHead, folder: Path) -> AnyHead:
 def arguments(words: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("eagle3", "mtp", "dflash"))
+    parser.add_argument("kind", choices=("eagle3", "mtp", "dflash", LAYERS))
     parser.add_argument("--minutes", type=float, default=10.0, help="processor time of the training alone")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--rows", type=int, default=4)

@@ -88,3 +88,67 @@ def _drawn_of(drawn: Draw, parents: Tensor, proposals: Tensor, width: int) -> Te
         own = parents[:, node].long()[:, None]
         found.scatter_(1, own, torch.where(is_drawn[:, None], proposals[:, node - 1 : node], found.gather(1, own)))
     return found.reshape(-1)
+
+
+SHAPES = ((1, 2, 3), (3, 4, 8), (4, 3, 32))
+"""Of trees: beams, how deep, and nodes."""
+
+
+def _leaders(drawn: Draw, *sizes: int) -> tuple[Tensor, Tensor]:
+    """Tokens, and scores of which many are equal and some are -inf, as columns of wider tensors."""
+    scores = -drawn.ints(0, 4, *sizes[:-1], sizes[-1] + 2).float()
+    scores[drawn.ints(0, 6, *scores.shape) == 0] = -torch.inf
+    return drawn.ints(0, LONGEST, *scores.shape)[..., : sizes[-1]], scores[..., : sizes[-1]]
+
+
+def tree_expand(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Depths behind the root, and behind beams of which some can not be right."""
+    for width, depth, _ in SHAPES:
+        records, sums, _ = _records(drawn, tokens, width, depth)
+        for first, count in ((0, 1), (width, width)):
+            given = _leaders(drawn, tokens * count, width)
+            before = (None, None)
+            if first:
+                chances = -drawn.ints(0, 4, tokens, width).float()
+                chances[drawn.ints(0, 6, *chances.shape) == 0] = -torch.inf
+                before = drawn.ints(0, width, tokens, width), chances
+            beams = torch.full((3, tokens, width), -7, dtype=torch.int32, device="cpu")
+            reached = torch.full((tokens, width), -7.0, device="cpu")
+            yield *given, *before, first, records.clone(), sums.clone(), beams, reached
+
+
+def tree_build(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """As beams leave them."""
+    for width, depth, nodes in SHAPES:
+        records, sums, depths = _records(drawn, tokens, width, depth)
+        yield records, sums, depths, torch.full((3, tokens, nodes - 1), -7, dtype=torch.int32, device="cpu")
+
+
+def _records(drawn: Draw, requests: int, width: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int32[2, R, M], float32[R, M] and int32[M] of trees of any form: each depth follows any records of the one before."""
+    numbers, sums, depths = list[Tensor](), list[Tensor](), list[int]()
+    for at in range(depth):
+        count = width if not at else width**2
+        tokens, scores = _leaders(drawn, requests, count)
+        parents = torch.full((requests, count), -1, dtype=torch.int32, device="cpu")
+        if at:
+            own = drawn.ints(0, sums[-1].shape[1], requests, count)
+            scores = scores + sums[-1].gather(1, own.long())
+            parents = own + (len(depths) - sums[-1].shape[1])
+        numbers.append(torch.stack([tokens, parents]))
+        sums.append(scores)
+        depths += [at + 1] * count
+    return torch.cat(numbers, 2), torch.cat(sums, 1).contiguous(), torch.tensor(depths, dtype=torch.int32)
+
+
+def tree_place(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Trees of any form, and chains."""
+    slots = (drawn.permutation(SLOTS - 1)[:tokens] + 1).to(torch.int32)
+    trees, proposals = _trees(drawn)
+    own = trees[:, slots.long(), 1:]
+    depths = own[1] + torch.arange(1, MOST + 1, dtype=torch.int32)
+    chain = torch.arange(MOST + 2, dtype=torch.int32).repeat(tokens, 1)[:, :MOST]
+    for parents, behind in ((own[0], depths), (chain, chain + 1)):
+        held = torch.full((4, SLOTS, MOST + 1), -7, dtype=torch.int32, device="cpu")
+        wide = drawn.ints(-1, FEW_TOKENS, tokens, MOST + 3)
+        yield wide[:, :MOST], parents, behind, slots, held, proposals.clone()

@@ -295,6 +295,9 @@ _OWN: MappingProxyType[str, Change] = MappingProxyType(
         "place_proposals": next_cell,
         "accept_proposals": next_cell,
         "tree_walk": next_cell,
+        "tree_expand": next_cell,
+        "tree_build": next_cell,
+        "tree_place": next_cell,
         "swap_in": next_cell,
         "copy_rows": loses_last_copy,
     }

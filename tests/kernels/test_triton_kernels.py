@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs the library triton")
 
 from sglcore.conformance import kernel_inputs_hisparse, kernel_inputs_speculative
 from sglcore.conformance.kernel_inputs import Draw
-from sglcore.runtime.kernels import reference, reference_hisparse, reference_speculative
+from sglcore.runtime.kernels import reference, reference_hisparse, reference_speculative, reference_trees
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.kernels.triton import (
     LaunchConfig,
@@ -26,6 +26,7 @@ from sglcore.runtime.kernels.triton import (
     norm,
     proposals,
     rotation,
+    trees,
     triton_kernels,
 )
 from tests.kernels.guards import Guards, mutated
@@ -136,6 +137,18 @@ def tree_walk(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dty
     verification("tree_walk", kernels, guards, tokens)
 
 
+def tree_expand(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    in_place(kernel_inputs_speculative, reference_trees, "tree_expand", kernels, guards, tokens)
+
+
+def tree_build(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    in_place(kernel_inputs_speculative, reference_trees, "tree_build", kernels, guards, tokens)
+
+
+def tree_place(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    in_place(kernel_inputs_speculative, reference_trees, "tree_place", kernels, guards, tokens)
+
+
 def swap_in(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
     in_place(kernel_inputs_hisparse, reference_hisparse, "swap_in", kernels, guards, tokens)
 
@@ -154,6 +167,9 @@ LAWS: tuple[tuple[ModuleType, Law], ...] = (
     (proposals, place_proposals),
     (proposals, accept_proposals),
     (proposals, tree_walk),
+    (trees, tree_expand),
+    (trees, tree_build),
+    (trees, tree_place),
     (hisparse, swap_in),
     (hisparse, copy_rows),
 )
@@ -219,6 +235,29 @@ MUTANTS: tuple[tuple[ModuleType, Law, str, str], ...] = (
     (proposals, tree_walk, "is_node & usable & (proposed >= 0)", "usable & (proposed >= -1)"),
     (proposals, tree_walk, "tl.load(drawn + first + end)", "tl.load(drawn + first + accepted)"),
     (proposals, tree_walk, "held + table", "held"),
+    (trees, tree_expand, "inside = place < leaders", "inside = place <= leaders"),
+    (trees, tree_expand, "row * (leaders // width) + place // width", "row * width + place // width"),
+    (trees, tree_expand, "scores + beam * scores_stride", "scores + beam * tokens_stride - beam"),
+    (trees, tree_expand, "score += tl.load(chances + beam, mask=inside, other=0.0)", "pass"),
+    (trees, tree_expand, "sums + row * most + first + place", "sums + row * most + place"),
+    (trees, tree_expand, "tl.where(left & (score == best), place, LEADERS)", "tl.where(score == best, place, LEADERS)"),
+    (trees, tree_expand, "chosen // width", "chosen % width"),
+    (trees, tree_expand, "chosen + first)", "chosen)"),
+    (trees, tree_expand, "tl.min(tl.where(left", "tl.max(tl.where(left"),
+    (trees, tree_build, "inside = place < most", "inside = place <= most"),
+    (trees, tree_build, 'tl.where(total == float("-inf"), -1, ', 'tl.where(total == float("inf"), -1, '),
+    (trees, tree_build, "tl.where(left & (total == best), place, RECORDS)", "tl.where(left, place, RECORDS)"),
+    (trees, tree_build, "kept & (place <= above)", "place <= above"),
+    (trees, tree_build, "place <= above", "place < above"),
+    (trees, tree_build, "held + requests * most", "held"),
+    (trees, tree_place, "is_node = node < nodes, (node > 0) & (node < nodes)", "is_node = node < nodes, node < nodes"),
+    (trees, tree_place, "inside, is_node = node < nodes", "inside, is_node = node <= nodes"),
+    (trees, tree_place, "tl.static_range(ROUNDS)", "tl.static_range(ROUNDS - 1)"),
+    (trees, tree_place, "ancestors = ancestors | ", "ancestors = "),
+    (trees, tree_place, "row * depths_stride", "row * parents_stride"),
+    (trees, tree_place, "depth - node", "depth"),
+    (trees, tree_place, "((1 << above) - 1)", "(1 << above)"),
+    (trees, tree_place, "slot * (nodes - 1) + node - 1", "slot * nodes + node - 1"),
     (hisparse, swap_in, "== ids)", ">= 0)"),
     (hisparse, swap_in, "tl.where(slot > 0, tl.load(chosen", "tl.where(slot >= 0, tl.load(chosen"),
     (hisparse, swap_in, "free - missed + rank, rank - missed", "rank, rank"),
@@ -271,7 +310,7 @@ def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
             "mxfp4_moe",
         ),
         *("store_kv", "cache_locations", "draw", "rotary_and_store", "place_proposals", "accept_proposals"),
-        *("tree_walk", "swap_in", "copy_rows"),
+        *("tree_walk", "tree_expand", "tree_build", "tree_place", "swap_in", "copy_rows"),
         *("limited_moe", "limited_silu_and_mul", "sqrtsoftplus_routing", "hash_routing"),
         *("hc_pre", "hc_post", "hc_head", "rope_tail", "norm_rope_store", "index_key_store"),
         *("window_rows", "block_rows", "compress_plan"),

@@ -22,14 +22,7 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.bring_up import reason_against_trees
 from sglcore.runtime.speculative.choice import Speculation, choose_speculation
 from sglcore.runtime.speculative.drafter import NONE
-from sglcore.runtime.speculative.tree import (
-    DraftTree,
-    TreeShape,
-    TreeTables,
-    recorded,
-    tree_build,
-    tree_expand,
-)
+from sglcore.runtime.speculative.tree import DraftTree, TreeRecords, TreeShape, TreeTables
 from sglcore.runtime.speculative.tree_worker import TreeWorker, along
 from sglcore.sampling.batch import SamplingNeeds
 from sglcore.sampling.noise import ONE, fixed_scale
@@ -57,11 +50,13 @@ def depths_of(parents: list[int]) -> list[int]:
 
 def trees_of(parents: list[list[int]]) -> Tensor:
     """int32[4, R, N] as a worker has them."""
-    tables = TreeTables(len(parents) + 1, len(parents[0]) + 1, torch.device("cpu"))
+    tables = TreeTables(len(parents) + 1, len(parents[0]) + 1, torch.device("cpu"), KernelTable())
     depths = torch.tensor([depths_of(each)[1:] for each in parents], dtype=torch.int32)
     slots = torch.arange(1, len(parents) + 1, dtype=torch.int32)
     own = torch.tensor(parents, dtype=torch.int32)
-    tables.put(slots, DraftTree(torch.zeros_like(own), own, depths), int(depths.max()))
+    proposals = torch.zeros(len(parents) + 1, own.shape[1], dtype=torch.int32)
+    tables.put(slots, DraftTree(own + 1, own, depths), proposals)
+    assert torch.equal(proposals[1:], own + 1)
     return tables.of_slots(slots)
 
 
@@ -85,7 +80,7 @@ def test_a_node_sees_its_ancestors_and_all_cells_before_the_root(nodes: int) -> 
 
 
 def test_a_slot_that_nobody_gave_a_tree_has_a_chain() -> None:
-    tables = TreeTables(3, 5, torch.device("cpu"))
+    tables = TreeTables(3, 5, torch.device("cpu"), KernelTable())
     parents, shifts, _, words = tables.of_slots(torch.tensor([2], dtype=torch.int32))
     assert parents[0].tolist() == [0, 0, 1, 2, 3]
     assert shifts[0].tolist() == [0] * 5
@@ -176,7 +171,7 @@ def test_of_chains_all_is_as_the_table_of_kernels_has_it(width: int) -> None:
         _lengths=lengths,
         _kernels=KernelTable(),
         _table=SimpleNamespace(last=last),
-        _trees=TreeTables(ROWS + 1, 6, torch.device("cpu")),
+        _trees=TreeTables(ROWS + 1, 6, torch.device("cpu"), KernelTable()),
     )
     staged: Any = SimpleNamespace(req_pool_indices=owners)
     rows: Any = SimpleNamespace(slots=slots, limits=limits)
@@ -224,19 +219,16 @@ def test_what_is_kept_of_beams_is_what_sorting_keeps(
 ) -> None:
     """Also where scores are equal: a saturated softmax gives many such, of which no child may come without its parent."""
     rng = np.random.default_rng(depth)
-    beams, kept, scored = None, [], [[] for _ in range(ROWS)]
+    shape, scored = TreeShape(width, depth, nodes), [[] for _ in range(ROWS)]
+    records = TreeRecords(ROWS, shape, shape.depths_of_records("cpu"), KernelTable())
     for at in range(depth):
-        if kept:
-            beams = tree_expand(kept[-1], width, sum(each.tokens.shape[1] for each in kept[:-1]))
-        count = 1 if beams is None else width
+        count = width if at else 1
         scores = torch.tensor(-np.sort(-rng.choice(values, (ROWS, count, width)), axis=2), dtype=torch.float32)
         tokens = torch.arange(ROWS * count * width, dtype=torch.int32).view(ROWS, count, width) + 1000 * at
         for row in range(ROWS):
             scored[row].append(scores[row].tolist())
-        kept.append(recorded(tokens, scores, beams))
-    counts = torch.tensor([width, *[width * width] * (depth - 1)])
-    depths = torch.arange(1, depth + 1, dtype=torch.int32).repeat_interleave(counts)
-    found = tree_build(kept, depths, nodes)
+        records.expand(tokens.flatten(0, 1), scores.flatten(0, 1))
+    found = records.build()
     for row in range(ROWS):
         wanted = by_python(scored[row], width, nodes)
         numbers = {record: number for number, (*_, record) in enumerate(wanted, 1)} | {-1: 0}
@@ -246,12 +238,14 @@ def test_what_is_kept_of_beams_is_what_sorting_keeps(
 
 
 def test_scores_that_are_not_of_whole_paths_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = recorded
+    kept = TreeRecords.expand
 
-    def forgets(tokens: Tensor, scores: Tensor, before: Any) -> Any:
-        return kept(tokens, scores, before and before._replace(scores=torch.zeros_like(before.scores)))
+    def forgets(records: TreeRecords, tokens: Tensor, scores: Tensor) -> Any:
+        if records._reached is not None:
+            records._reached.zero_()
+        return kept(records, tokens, scores)
 
-    monkeypatch.setitem(globals(), "recorded", forgets)
+    monkeypatch.setattr(TreeRecords, "expand", forgets)
     with pytest.raises((AssertionError, KeyError)):
         test_what_is_kept_of_beams_is_what_sorting_keeps((-3.0, -1.5, -0.5), 3, 4, 8)
 

@@ -31,7 +31,6 @@ def test_a_greedy_tree_takes_fewer_steps_than_a_chain(kind: str) -> None:
 
 
 def test_a_tree_of_what_is_least_likely_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = "scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]"
-    least = planted(tree, sound, sound.replace("descending=True", "descending=False"))
-    monkeypatch.setattr(beams, "tree_build", least.tree_build)
+    least = planted(tree, "tree_build(self.numbers, self.sums, ", "tree_build(self.numbers, -self.sums, ")
+    monkeypatch.setattr(beams, "TreeRecords", least.TreeRecords)
     assert steps("mtp", TREE) > steps("mtp", CHAIN)

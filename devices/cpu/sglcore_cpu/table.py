@@ -29,6 +29,7 @@ from sglcore_cpu.proposals import Proposals
 from sglcore_cpu.quantized_form import pack_quantized, quantize
 from sglcore_cpu.recurrent import Recurrent
 from sglcore_cpu.sparse import SparseAttention, takes_keys, takes_rows, takes_state
+from sglcore_cpu.trees import Trees
 
 TILED = ("amx",)
 """Where torch's grouped products use instructions that the native experts do not."""
@@ -135,7 +136,7 @@ class NativeExperts:
 
 def native_table(engine: Engine) -> KernelTable:
     """Every entry that the engine serves; the others are torch's."""
-    operations, proposals = Operations(engine), Proposals(engine)
+    operations, proposals, trees = Operations(engine), Proposals(engine), Trees(engine)
     sparse, latent, experts = SparseAttention(engine), Latent(engine), Experts(engine)
     linear, draw, recurrent = NativeLinear(engine, operations, latent), NativeDraw(engine), Recurrent(engine)
     return torch_kernels().replace(
@@ -162,6 +163,9 @@ def native_table(engine: Engine) -> KernelTable:
         cache_locations=operations.cache_locations,
         place_proposals=proposals.place_proposals,
         accept_proposals=proposals.accept_proposals,
+        tree_expand=trees.tree_expand,
+        tree_build=trees.tree_build,
+        tree_place=trees.tree_place,
         causal_conv=Limited(recurrent.causal_conv, takes),
         gated_delta_rule=Limited(recurrent.gated_delta_rule, takes),
         selective_scan=Limited(recurrent.selective_scan, takes),

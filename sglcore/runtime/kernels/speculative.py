@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglcore.runtime.kernels import reference_speculative
+from sglcore.runtime.kernels import reference_speculative, reference_trees
 from sglcore.runtime.kernels.entry import entry
 
 
@@ -38,4 +38,26 @@ class SpeculativeKernels:
     verified and is what was drawn for its parent, and so are all on the way to it. `path` has the right nodes by their depth, the
     root first; behind the last, each place has its own number. `runs` are: how deep the last right one is, a; how many proposals
     there were; which of the B * steps places of `path` that one has; and the new `lengths`, a + 1 more, up to the limit.
+    """
+    tree_expand = entry(reference_trees.tree_expand, writes=("records", "sums", "beams", "reached"))
+    """`tree_expand(tokens int32 [B * b, w], scores float32 [B * b, w], parents int32 [B, b] | None, chances float32 [B, b] | None, first,
+    records int32 [2, B, M], sums float32 [B, M], beams int32 [3, B, w], reached float32 [B, w])`, w <= 16.
+
+    What one depth of a tree found: w tokens after each of b beams, with scores, whose sums with the beam's `chances` count;
+    without `parents` and `chances` all follow the root. They become the records from number `first` on: token and parent, which is
+    the record in `parents`, -1 for the root. The w with the largest sums, of equal ones the first, are the `beams` of the
+    next depth: token, the beam it grew from, and its record; `reached` are their sums. A score may be -inf, and none is NaN.
+    """
+    tree_build = entry(reference_trees.tree_build, writes=("tree",))
+    """`tree_build(records int32 [2, B, M], sums float32 [B, M], depths int32 [M], tree int32 [3, B, N - 1])`, N - 1 <= M and N <= 32.
+
+    Of the records of all depths the N - 1 with the largest sums, of equal ones the first, in their order, as the nodes 1 and on:
+    token, -1 where the sum is -inf; the number of the parent's node, 0 for the root; and the record's depth. No record has a
+    larger sum than its parent, or a lower number, so that no node is without its own.
+    """
+    tree_place = entry(reference_trees.tree_place, writes=("trees", "proposals"))
+    """`tree_place(tokens int32 [B, N - 1], parents, depths, slots, trees int32 [4, S, N], proposals int32 [S, N - 1])`, N <= 32.
+
+    Trees as `tree_build` gives them become those of their slots, in the form that `tree_walk` reads. The word of a node is that of
+    `ForwardInputs.visible`: it shows all cells before the root and those of the node's ancestors.
     """

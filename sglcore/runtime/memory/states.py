@@ -127,7 +127,7 @@ class StatePool:
             return Runs(slots, slots, (slots > 0).int(), places + 1)
         of_requests = slots.view(-1, width)
         parts = torch.zeros(2, *of_requests.shape, dtype=torch.int32, device=slots.device)
-        parts[0, :, 0], parts[1, :, 0] = of_requests[:, 0], (of_requests > 0).sum(1, dtype=torch.int32)
+        parts[0, :, 0], parts[1, :, 0] = of_requests[:, 0], width
         return Runs(parts[0].flatten(), torch.zeros_like(slots), parts[1].flatten(), places + 1)
 
     def places(self, count: int) -> Tensor:
@@ -144,7 +144,7 @@ class StatePool:
         if width == 1:
             return
         first, tokens = slots.view(-1, width)[:, 0].contiguous(), slice(1, 1 + len(slots))
-        rows = first, self._places[: len(first)] * width, counts * (first > 0), None
+        rows = first, self._places[: len(first)] * width, counts, None
         for layer in cast("Sequence[Replays]", self.layers):
             layer.advance(self._taken[layer.layer_id][tokens], rows, self.states(layer.layer_id))
 

@@ -22,19 +22,10 @@ from sglcore.runtime.speculative.autoregressive import (
     decode_batch,
     placed,
 )
-from sglcore.runtime.speculative.drafter import NONE, DraftRows
+from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.features import features_of
 from sglcore.runtime.speculative.frozen import FrozenDrafter
-from sglcore.runtime.speculative.tree import (
-    Beams,
-    CellBits,
-    DraftTree,
-    Records,
-    TreeShape,
-    recorded,
-    tree_build,
-    tree_expand,
-)
+from sglcore.runtime.speculative.tree import Beams, CellBits, DraftTree, TreeRecords, TreeShape, chained
 
 
 class Beam(Protocol):
@@ -51,15 +42,12 @@ def grown(
 ) -> DraftTree:
     """The trees of roots whose next tokens are drawn of hidden [R, H]; `depths` as of `TreeShape.depths_of_records`. Waits for nothing."""
     assert rows.rank is not None
-    count, kept, beams = len(rows.most_lens), list[Records](), None
+    found, beams = TreeRecords(len(rows.most_lens), shape, depths, runner.attn_backend.kernels), None
     for depth in range(1, shape.depth + 1):
-        if kept:
-            beams = tree_expand(kept[-1], shape.width, sum(shape.records[: depth - 2]))
+        if beams is not None:
             hidden = go(beams, depth, hidden)
-        logits = runner.logits(hidden, None)
-        tokens, scores = (part.view(count, -1, shape.width) for part in rows.rank(logits, depth, shape.width))
-        kept.append(recorded(tokens, scores, beams))
-    return tree_build(kept, depths, shape.nodes)
+        beams = found.expand(*rows.rank(runner.logits(hidden, None), depth, shape.width))
+    return found.build()
 
 
 def parents_of(hidden: Tensor, beams: Beams, depth: int) -> Tensor:
@@ -110,7 +98,7 @@ class CellBeams(AutoregressiveDrafter):
         ones, int32[R, w], by those of the depth before, `seen`."""
         count, width = beams.tokens.shape
         own, bits = slice((depth - 2) * width, (depth - 1) * width), self._bits
-        before = bits.own.new_zeros(1).expand(count, width) if seen is None else seen.gather(1, beams.origins)
+        before = bits.own.new_zeros(1).expand(count, width) if seen is None else seen.gather(1, beams.origins.long())
         seen = before.bitwise_or(bits.own[own])
         # A draft without features has a cell of the root.
         known = 1 - self.lookahead
@@ -180,10 +168,3 @@ class FrozenTreeDrafter(FrozenDrafter):
         if depth == 2:
             return self.planned(batch, self.shape.depth - 1)
         return replace(batch, turn=self.later(before))
-
-
-def chained(tokens: Tensor, most: int) -> DraftTree:
-    """The tree int32[R, most] whose nodes follow one another, of tokens int32[R, k]."""
-    whole = torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=NONE)
-    parents = torch.arange(most, dtype=torch.int32, device=tokens.device).expand_as(whole)
-    return DraftTree(whole, parents, parents + 1)

@@ -30,7 +30,7 @@ from sglcore.runtime.speculative.combinations import (
     reason_against,
     reason_in_shards,
 )
-from sglcore.runtime.speculative.tree import MOST_NODES, TreeShape
+from sglcore.runtime.speculative.tree import MOST_NODES, MOST_RECORDS, TreeShape
 
 if TYPE_CHECKING:
     from sglcore.runtime.loaded_model import LoadedModel
@@ -277,6 +277,9 @@ def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
     elif tokens > sum(shape.records):
         reason = f"{width} beams that are {depth} deep record {sum(shape.records)} tokens, and {tokens} are to be kept"
         remedy = "lower --draft-tokens, or raise --draft-width"
+    elif sum(shape.records) > MOST_RECORDS:
+        reason = f"{width} beams that are {depth} deep record {sum(shape.records)} tokens; {MOST_RECORDS} are most"
+        remedy = "lower --draft-width or --draft-depth"
     elif shape.cells > MOST_NODES and kind != FROZEN:
         reason = f"{width} beams that are {depth} deep write {shape.cells} cells, and {MOST_NODES} can be told apart"
         remedy = "lower --draft-width or --draft-depth"
@@ -308,7 +311,7 @@ def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, 
     if config.speculative not in (None, "auto"):
         return config.speculative, "asked for", False
     if config.draft_model is not None:
-        return resolve(DRAFT_KIND)(_given_folder(config.draft_model)), "a draft model was given", False
+        return resolve(DRAFT_KIND)(_given_folder(config.draft_model, folder)), "a draft model was given", False
     if model.config.is_encoder:
         return "off", reason_against(EMBEDS, ALL), False
     offered = resolve(OFFERED)(folder)
@@ -325,18 +328,24 @@ def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, 
     return offered, "this checkpoint brings it", True
 
 
-def _given_folder(text: str) -> Path:
-    folder = Path(text).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {text!r}", wanted="that of a draft", remedy="correct --draft-model")
-    return folder
+def _given_folder(text: str, folder: Path) -> Path:
+    """The one of this name, or the one in the model's `folder`. Raises ConfigError where neither is there."""
+    found = (Path(text).expanduser(), folder / text)
+    for each in found:
+        if each.is_dir():
+            return each
+    raise ConfigError(
+        f"there is no folder {text!r}, nor one of this name in the model's",
+        wanted="that of a draft",
+        remedy="correct --draft-model",
+    )
 
 
 def _draft_folder(config: EngineConfig, folder: Path, kind: str) -> Path:
     """Where a model of this kind is: in the folder that was given, or beside the model's own weights, in a folder that is called as
     the kind or as whatever the checkpoint brings."""
     if config.draft_model is not None:
-        return _given_folder(config.draft_model)
+        return _given_folder(config.draft_model, folder)
     if (folder / kind / "config.json").is_file():
         return folder / kind
     brought = resolve(DRAFT_KIND if kind == MTP and folder.is_dir() else OFFERED)(folder)

@@ -6,17 +6,19 @@ different tokens. Node n lies in the cell n behind the root's, whatever its dept
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.drafter import NONE
 
 MOST_NODES = 32
 """Of a tree, and cells that beams may use: the bits of a word."""
+MOST_RECORDS = 2048
+"""Tokens of which a tree is chosen: what one program of a kernel holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +59,49 @@ class DraftTree(NamedTuple):
     depths: Tensor
 
 
+def chained(tokens: Tensor, most: int) -> DraftTree:
+    """The tree int32[R, most] whose nodes follow one another, of tokens int32[R, k]."""
+    whole = torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=NONE)
+    parents = torch.arange(most, dtype=torch.int32, device=tokens.device).repeat(len(whole), 1)
+    return DraftTree(whole, parents, parents + 1)
+
+
 class Beams(NamedTuple):
-    """Of one depth, [R, w] each: tokens int32, the logarithm float32 of how likely each is to be reached and right, the beam int64
-    from which each grew, and the number of its record."""
+    """Of one depth, int32[R, w] each: tokens, the beam from which each grew, and the number of its record."""
 
     tokens: Tensor
-    scores: Tensor
     origins: Tensor
     records: Tensor
 
 
-class Records(NamedTuple):
-    """Tokens of one depth that may be kept, [R, M] each: int32; float32 as in `Beams`; and the record of each one's parent, int32, -1 for
-    the root."""
+class TreeRecords:
+    """What beams of R requests find, depth by depth, and the trees that are kept of it."""
 
-    tokens: Tensor
-    scores: Tensor
-    parents: Tensor
+    def __init__(self, requests: int, shape: TreeShape, depths: Tensor, kernels: KernelTable) -> None:
+        """`depths` as of `TreeShape.depths_of_records`."""
+        self._kernels, self._shape, self._depths = kernels, shape, depths
+        self._sizes = requests, shape.width
+        most, device = depths.shape[0], depths.device
+        self.numbers = torch.empty(2, requests, most, dtype=torch.int32, device=device)
+        self.sums = torch.empty(requests, most, device=device)
+        self._depth, self._beams, self._reached = 0, None, None
+
+    def expand(self, tokens: Tensor, scores: Tensor) -> Beams:
+        """The beams that go on from one depth, whose leaders after each beam are tokens int32[R * b, w] with scores float32[R * b, w], the
+        logarithms of how likely each is to be right after what it follows."""
+        first, device = sum(self._shape.records[: self._depth]), tokens.device
+        made = torch.empty(3, *self._sizes, dtype=torch.int32, device=device)
+        reached, parents = torch.empty(self._sizes, device=device), None if self._beams is None else self._beams.records
+        kept = first, self.numbers, self.sums, made, reached
+        self._kernels.tree_expand(tokens, scores, parents, self._reached, *kept)
+        self._depth, self._beams, self._reached = self._depth + 1, Beams(*made.unbind(0)), reached
+        return self._beams
+
+    def build(self) -> DraftTree:
+        """The trees of what all depths found."""
+        tree = self.numbers.new_empty(3, self._sizes[0], self._shape.nodes - 1)
+        self._kernels.tree_build(self.numbers, self.sums, self._depths, tree)
+        return DraftTree(*tree.unbind(0))
 
 
 class CellBits:
@@ -85,7 +113,7 @@ class CellBits:
             each.to(torch.int32).to(device) for each in (places, 1 << places, (1 << (31 - places)) - 1)
         )
 
-    def words(self, seen: Tensor, cells: slice = slice(None)) -> Tensor:
+    def words(self, seen: Tensor, cells: slice) -> Tensor:
         """As `ForwardInputs.visible` has them, for rows in these cells which see the cells of bits `seen` int32[R, n], and all known
         ones: a row's own bit becomes the highest."""
         return (seen << (31 - self.places[cells])).bitwise_or_(self._before[cells])
@@ -95,56 +123,17 @@ class TreeTables:
     """What a step knows of the nodes of each slot, `held` int32[4, slots, N]: `parents`; `shifts`, depth less number; `ancestors`, a bit
     for each node on the way from the root, itself among them; `words`, the same as `ForwardInputs.visible`."""
 
-    def __init__(self, slots: int, nodes: int, device: torch.device) -> None:
+    def __init__(self, slots: int, nodes: int, device: torch.device, kernels: KernelTable) -> None:
         self.held = torch.zeros(4, slots, nodes, dtype=torch.int32, device=device)
-        self._bits = CellBits(nodes, device)
-        chain = self.of_trees(torch.arange(nodes - 1, dtype=torch.int32, device=device)[None], None, nodes - 1)
-        self.held.copy_(chain.expand(4, slots, nodes))
+        self._kernels = kernels
+        nothing = torch.full((slots, nodes - 1), NONE, dtype=torch.int32, device=device)
+        every = torch.arange(slots, dtype=torch.int32, device=device)
+        self.put(every, chained(nothing, nodes - 1), nothing.clone())
 
-    def of_trees(self, parents: Tensor, depths: Tensor | None, deepest: int) -> Tensor:
-        """int32[4, R, N] for trees of these parents and depths int32[R, N - 1] (None: chains)."""
-        before = torch.nn.functional.pad(parents, (1, 0))
-        bits = self._bits
-        behind = bits.places if depths is None else torch.nn.functional.pad(depths, (1, 0))
-        upwards, ancestors = before.long(), bits.own.expand_as(before)
-        for _ in range(deepest):
-            ancestors = ancestors.gather(1, upwards).bitwise_or_(bits.own)
-        return torch.stack([before, (behind - bits.places).expand_as(before), ancestors, bits.words(ancestors)])
-
-    def put(self, slots: Tensor, tree: DraftTree, deepest: int) -> None:
-        """Remember the trees of slots int32[R]."""
-        self.held[:, slots] = self.of_trees(tree.parents, tree.depths, deepest)
+    def put(self, slots: Tensor, tree: DraftTree, proposals: Tensor) -> None:
+        """Remember the trees of slots int32[R], and their tokens as the slots' proposals int32[slots, N - 1]."""
+        self._kernels.tree_place(*tree, slots, self.held, proposals)
 
     def of_slots(self, slots: Tensor) -> Tensor:
         """int32[4, R, N]: parents, shifts, ancestors and words."""
         return self.held.index_select(1, slots)
-
-
-def recorded(tokens: Tensor, scores: Tensor, before: Beams | None) -> Records:
-    """What comes of one depth: tokens int32[R, b, w] and scores float32[R, b, w] are each beam's leaders; of the first depth b = 1
-    and `before` is None."""
-    found = tokens.flatten(1)
-    if before is None:
-        return Records(found, scores.flatten(1), torch.full_like(found, -1))
-    parents = before.records.repeat_interleave(tokens.shape[2], 1)
-    return Records(found, (before.scores[:, :, None] + scores).flatten(1), parents)
-
-
-def tree_expand(records: Records, width: int, first: int) -> Beams:
-    """The `width` likeliest of a depth, whose records have numbers from `first` on; equal scores go by their order."""
-    scores, chosen = (part[:, :width] for part in records.scores.sort(dim=1, descending=True, stable=True))
-    return Beams(records.tokens.gather(1, chosen), scores, chosen // width, (chosen + first).to(torch.int32))
-
-
-def tree_build(records: Sequence[Records], depths: Tensor, nodes: int) -> DraftTree:
-    """The N - 1 likeliest of the records of all depths, `depths` int32[M] of those of a request: those with the highest score, equal ones by their order, so that no
-    node is without its parent: no child scores more, and every one comes later. What has no score at all is no token."""
-    tokens, scores, parents = (torch.cat(parts, 1) for parts in zip(*records, strict=True))
-    best = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
-    chosen = best.sort(1).values
-    kept = tokens.gather(1, chosen).masked_fill_(scores.gather(1, chosen) == -torch.inf, NONE)
-    places = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int32, device=tokens.device)
-    numbers = torch.arange(1, nodes, dtype=torch.int32, device=tokens.device).expand_as(chosen)
-    places.scatter_(1, chosen + 1, numbers)
-    own = parents.gather(1, chosen).long()
-    return DraftTree(kept, places.gather(1, own + 1), depths[chosen])

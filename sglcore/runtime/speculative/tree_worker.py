@@ -37,7 +37,8 @@ class TreeWorker(SpeculativeWorker):
         """`given` as of `SpeculativeWorker`, whose drafter is a `Growing` one."""
         self.shape = shape
         device = token_table.last.device
-        self._trees = TreeTables(limits.max_requests + 1, shape.nodes, device)
+        kernels = runner.attn_backend.kernels
+        self._trees = TreeTables(limits.max_requests + 1, shape.nodes, device, kernels)
         self._steps = torch.arange(shape.nodes, dtype=torch.int32, device=device)
         self._plan = RowPlan.silent()
         super().__init__(runner, token_table, limits, *given)
@@ -106,9 +107,7 @@ class TreeWorker(SpeculativeWorker):
         return replace(chain, width=steps)
 
     def _propose(self, rows: DraftRows) -> None:
-        tree = cast("Growing", self.drafter).grow(rows)
-        self._proposals.index_put_((rows.slots,), tree.tokens)
-        self._trees.put(rows.slots, tree, self.shape.depth)
+        self._trees.put(rows.slots, cast("Growing", self.drafter).grow(rows), self._proposals)
 
 
 def along(sampled: SampledTokens[Tensor], order: Tensor) -> SampledTokens[Tensor]:

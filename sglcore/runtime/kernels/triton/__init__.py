@@ -36,6 +36,7 @@ from sglcore.runtime.kernels.triton.sampling import draw
 from sglcore.runtime.kernels.triton.sparse_attention import paged_mqa, sparse_mqa, takes_values
 from sglcore.runtime.kernels.triton.sparse_plan import block_rows, compress_plan, window_rows
 from sglcore.runtime.kernels.triton.state_space import selective_scan
+from sglcore.runtime.kernels.triton.trees import tree_build, tree_expand, tree_place
 from sglcore.runtime.kernels.triton.tuning import LaunchConfig, Tuning
 
 __all__ = ["LaunchConfig", "Tuning", "triton_kernels"]
@@ -61,7 +62,7 @@ def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
     )
     entries += (limited_moe, limited_silu_and_mul, sqrtsoftplus_routing, hash_routing, hc_pre, hc_post, hc_head)
     entries += (rope_tail, norm_rope_store, index_key_store, window_rows, block_rows, compress_plan)
-    entries += (place_proposals, accept_proposals, tree_walk, swap_in, copy_rows)
+    entries += (place_proposals, accept_proposals, tree_walk, tree_expand, tree_build, tree_place, swap_in, copy_rows)
     own = {entry.__name__: partial(entry, tuning=tuning) for entry in entries}
     latent = {each.__name__: Limited(partial(each, tuning=tuning), takes_values) for each in (sparse_mqa, paged_mqa)}
     return KernelTable().replace(**own, **latent)

@@ -60,6 +60,19 @@ SGL_ARGS(PlaceProposalsArgs, SGL_PLACE_PROPOSALS_ARGS)
     P(drawn) P(owners) P(slots) P(limits) P(last) P(lengths) P(proposals) I(proposals_stride) P(runs) I(requests) I(width)
 SGL_ARGS(AcceptProposalsArgs, SGL_ACCEPT_PROPOSALS_ARGS)
 
+// The same of trees. Scores, chances, sums and reached are f32, all else i32; a row of tokens and scores has `stride` of them, where
+// `parents` and `chances` may be null. `leaders` are those of all beams of a request, `most` its records.
+#define SGL_TREE_EXPAND_ARGS(P, I, D)                                                                                    \
+    P(tokens) I(tokens_stride) P(scores) I(scores_stride) P(parents) P(chances) I(first) P(records) P(sums) P(beams) P(reached) \
+    I(requests) I(leaders) I(width) I(most)
+SGL_ARGS(TreeExpandArgs, SGL_TREE_EXPAND_ARGS)
+#define SGL_TREE_BUILD_ARGS(P, I, D) P(records) P(sums) P(depths) P(tree) I(requests) I(most) I(nodes)
+SGL_ARGS(TreeBuildArgs, SGL_TREE_BUILD_ARGS)
+#define SGL_TREE_PLACE_ARGS(P, I, D)                                                                        \
+    P(tokens) I(tokens_stride) P(parents) I(parents_stride) P(depths) I(depths_stride) P(slots) P(trees) I(table) \
+    P(proposals) I(requests) I(nodes)
+SGL_ARGS(TreePlaceArgs, SGL_TREE_PLACE_ARGS)
+
 // The k largest of softmax(logits), largest first, of equal ones the first; weights of `type`, ids i64.
 #define SGL_ROUTING_ARGS(P, I, D) P(logits) I(stride) P(weights) P(ids) I(tokens) I(experts) I(k) I(normalize) I(type)
 SGL_ARGS(RoutingArgs, SGL_ROUTING_ARGS)
@@ -101,6 +114,9 @@ void embedding(const EmbeddingArgs& args, Pool& pool);
 void cache_locations(const CacheLocationsArgs& args, Pool& pool);
 void place_proposals(const PlaceProposalsArgs& args, Pool& pool);
 void accept_proposals(const AcceptProposalsArgs& args, Pool& pool);
+void tree_expand(const TreeExpandArgs& args, Pool& pool);
+void tree_build(const TreeBuildArgs& args, Pool& pool);
+void tree_place(const TreePlaceArgs& args, Pool& pool);
 void top_k_routing(const RoutingArgs& args, Pool& pool);
 void scored_routing(const ScoredRoutingArgs& args, Pool& pool);
 void hash_routing(const HashRoutingArgs& args, Pool& pool);

@@ -1,0 +1,105 @@
+"""Trees of proposals by the native kernels, on the calling thread but for very many."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore_cpu.native import Engine
+
+
+class Trees:
+    """The entries for trees, each as the table says, on one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._reference = KernelTable()
+        names = "tree_expand", "tree_build", "tree_place"
+        self._expand, self._build, self._place = (engine.kernel(name).bind() for name in names)
+
+    def tree_expand(
+        self,
+        tokens: Tensor,
+        scores: Tensor,
+        parents: Tensor | None,
+        chances: Tensor | None,
+        first: int,
+        records: Tensor,
+        sums: Tensor,
+        beams: Tensor,
+        reached: Tensor,
+    ) -> None:
+        """As the table's entry of that name."""
+        before = () if parents is None or chances is None else (parents, chances)
+        if not _has_rows(tokens, scores) or not _is_whole(*before, records, sums, beams, reached):
+            self._reference.tree_expand(tokens, scores, parents, chances, first, records, sums, beams, reached)
+            return
+        requests, width = reached.shape
+        self._expand(
+            tokens=tokens.data_ptr(),
+            tokens_stride=tokens.stride(0),
+            scores=scores.data_ptr(),
+            scores_stride=scores.stride(0),
+            parents=before[0].data_ptr() if before else 0,
+            chances=before[1].data_ptr() if before else 0,
+            first=first,
+            records=records.data_ptr(),
+            sums=sums.data_ptr(),
+            beams=beams.data_ptr(),
+            reached=reached.data_ptr(),
+            requests=requests,
+            leaders=tokens.shape[0] // max(requests, 1) * width,
+            width=width,
+            most=sums.shape[1],
+        )
+
+    def tree_build(self, records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor) -> None:
+        """As the table's entry of that name."""
+        if not _is_whole(records, sums, depths, tree):
+            self._reference.tree_build(records, sums, depths, tree)
+            return
+        requests, most = sums.shape
+        self._build(
+            records=records.data_ptr(),
+            sums=sums.data_ptr(),
+            depths=depths.data_ptr(),
+            tree=tree.data_ptr(),
+            requests=requests,
+            most=most,
+            nodes=tree.shape[2],
+        )
+
+    def tree_place(
+        self, tokens: Tensor, parents: Tensor, depths: Tensor, slots: Tensor, trees: Tensor, proposals: Tensor
+    ) -> None:
+        """As the table's entry of that name."""
+        if not _has_rows(tokens, parents, depths) or not _is_whole(slots, trees, proposals):
+            self._reference.tree_place(tokens, parents, depths, slots, trees, proposals)
+            return
+        self._place(
+            tokens=tokens.data_ptr(),
+            tokens_stride=tokens.stride(0),
+            parents=parents.data_ptr(),
+            parents_stride=parents.stride(0),
+            depths=depths.data_ptr(),
+            depths_stride=depths.stride(0),
+            slots=slots.data_ptr(),
+            trees=trees.data_ptr(),
+            table=trees.stride(0),
+            proposals=proposals.data_ptr(),
+            requests=slots.shape[0],
+            nodes=trees.shape[2],
+        )
+
+
+_TYPES = torch.int32, torch.float32
+
+
+def _has_rows(*tensors: Tensor) -> bool:
+    """Whether these are as the kernels read them, a row anywhere."""
+    return all(each.dtype in _TYPES and (each.stride(1) == 1 or each.shape[1] == 1) for each in tensors)
+
+
+def _is_whole(*tensors: Tensor) -> bool:
+    """Whether these are as the kernels read them, without gaps."""
+    return all(each.dtype in _TYPES and each.is_contiguous() for each in tensors)

@@ -1,0 +1,75 @@
+"""The draft head of several next-token layers (arXiv 2412.19437, section 2.2), of which each proposes one token. Parameter names as
+published: the layers behind the model's last, in a file of their own.
+
+Cell i of layer j, from 0, holds the token i + 1 + j and what layer j - 1 made of cell i, the first layer what the target did; it
+predicts token i + 2 + j.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tools.demo_heads import Head, NextToken, delayed, published
+from tools.demo_model import Decoder, DemoConfig, save_weights
+
+FOLDER = "mtp-layers"
+"""The folder of the head, in the model's."""
+
+
+class NextTokenLayers(Head):
+    """The layers, with the target's embedding and output layer."""
+
+    def __init__(self, config: DemoConfig) -> None:
+        """`config` has the head's own layers and feed-forward width."""
+        super().__init__()
+        self.config = config
+        self.register_buffer("ids", torch.arange(config.vocab_size), persistent=False)
+        self.layers = nn.ModuleList(NextToken(config) for _ in range(config.layers))
+
+    def features(self, target: Decoder, streams: list[Tensor]) -> Tensor:
+        return target.norm(streams[-1])
+
+    def drafts(self, target: Decoder, ids: Tensor, features: Tensor, depths: int) -> list[Tensor]:
+        embedded = target.embed_tokens(ids[:, 1:]).to(features.dtype)
+        length = embedded.shape[1]
+        turns = target.cosine[:length].to(features.dtype), target.sine[:length].to(features.dtype)
+        made, found = features[:, :-1], []
+        for depth, layer in enumerate(self.layers[:depths]):
+            # The last cells have no token so far ahead; nothing is predicted of what they get.
+            made = layer(embedded.roll(-depth, 1), made, turns, [])
+            found.append(delayed(layer.logits(made, target), depth) if depth else layer.logits(made, target))
+        return found
+
+    def begin(self, target: Decoder) -> None:
+        for layer in self.layers:
+            layer.begin(target)
+
+
+def save_layers(head: NextTokenLayers, folder: Path) -> None:
+    """Write config.json and model.safetensors into the model's folder: a checkpoint like the model's with these layers alone."""
+    base = json.loads((folder / "config.json").read_text())
+    own = {"intermediate_size": head.config.intermediate, "num_nextn_predict_layers": head.config.layers}
+    (folder / FOLDER).mkdir(exist_ok=True)
+    (folder / FOLDER / "config.json").write_text(json.dumps(base | own, indent=2) + "\n")
+    first = base["num_hidden_layers"]
+    weights = {}
+    for name, value in published(head).items():
+        index, _, rest = name.removeprefix("layers.").partition(".")
+        weights[f"model.layers.{first + int(index)}.{rest}"] = value
+    save_weights(weights, folder / FOLDER)
+
+
+def load_layers(folder: Path) -> NextTokenLayers:
+    """The shipped head of the model in `folder`, in float32. Raises RuntimeError if names or shapes are not as published."""
+    config = json.loads((folder / FOLDER / "config.json").read_text())
+    count, first = config["num_nextn_predict_layers"], config["num_hidden_layers"]
+    head = NextTokenLayers(DemoConfig(config["vocab_size"], layers=count, intermediate=config["intermediate_size"]))
+    weights = {}
+    for name, value in load_file(folder / FOLDER / "model.safetensors").items():
+        index, _, rest = name.removeprefix("model.layers.").partition(".")
+        weights[f"layers.{int(index) - first}.{rest}"] = value
+    head.load_state_dict(weights)
+    return head
