@@ -25,15 +25,8 @@ from tokenizers import Tokenizer
 from sglcore import LLM, SamplingParams
 from sglcore.engine.start import embedded_model
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.speculative.tree import (
-    MOST_NODES,
-    Records,
-    TreeShape,
-    TreeTables,
-    recorded,
-    tree_build,
-    tree_expand,
-)
+from sglcore.runtime.speculative.tree import MOST_NODES, TreeRecords, TreeShape, TreeTables
+from sglcore_cpu.choice import kernels as processor_kernels
 
 KINDS, TEMPERATURES = ("eagle3", "mtp"), (0.0, 1.0)
 CHAIN, ROUNDS = 4, 400
@@ -99,44 +92,35 @@ def tokens_by_shape(
     return found
 
 
-def build(shape: TreeShape, depths: Any, tables: TreeTables, leaders: Sequence[tuple[Any, Any]], slots: Any) -> Any:
-    """What a step does beside forwards and draws: beams by their leaders, the tree that is kept, the tables."""
-    beams, kept = None, list[Records]()
-    for tokens, scores in leaders:
-        if kept:
-            beams = tree_expand(kept[-1], shape.width, sum(shape.records[: len(kept) - 1]))
-        kept.append(recorded(tokens, scores, beams))
-    tree = tree_build(kept, depths, shape.nodes)
-    tables.put(slots, tree, shape.depth)
-    return tree
-
-
 @torch.inference_mode()
-def host_time(requests: int) -> dict[str, float]:
-    """Median microseconds of building, and of finding the right path, for a tree of 8 nodes of each request."""
+def host_time(requests: int, kernels: KernelTable) -> dict[str, float]:
+    """Median microseconds of what a step does beside forwards and draws, for a tree of 8 nodes of each request: building it, and
+    finding the right path."""
     shape = TreeShape(3, CHAIN, 8)
-    tables = TreeTables(requests + 1, shape.nodes, torch.device("cpu"))
+    tables = TreeTables(requests + 1, shape.nodes, torch.device("cpu"), kernels)
     slots = torch.arange(1, requests + 1, dtype=torch.int32)
     widths = [1, *[shape.width] * (shape.depth - 1)]
     leaders = [
         (
-            torch.randint(1000, (requests, width, shape.width), dtype=torch.int32),
-            -torch.rand(requests, width, shape.width).sort(dim=-1).values,
+            torch.randint(1000, (requests * width, shape.width), dtype=torch.int32),
+            -torch.rand(requests * width, shape.width).sort(dim=-1).values,
         )
         for width in widths
     ]
     depths = shape.depths_of_records("cpu")
-    built, walked, walk = [], [], KernelTable().tree_walk
+    built, walked = [], []
     owners, state = slots.repeat_interleave(shape.nodes), torch.zeros(3, requests + 1, dtype=torch.int32)
     proposals = torch.zeros(requests + 1, shape.nodes - 1, dtype=torch.int32)
     path, runs = torch.empty(requests, shape.steps).int(), torch.empty(4, requests).int()
     for _ in range(ROUNDS):
         begin = time.perf_counter()
-        tree = build(shape, depths, tables, leaders, slots)
+        records = TreeRecords(requests, shape, depths, kernels)
+        for tokens, scores in leaders:
+            records.expand(tokens, scores)
+        tables.put(slots, records.build(), proposals)
         middle = time.perf_counter()
-        proposals[1:] = tree.tokens
         drawn = torch.randint(1000, (requests * shape.nodes,), dtype=torch.int32)
-        walk(drawn, owners, slots, state[0, 1:], tables.held, state[1], state[2], proposals, path, runs)
+        kernels.tree_walk(drawn, owners, slots, state[0, 1:], tables.held, state[1], state[2], proposals, path, runs)
         built.append((middle - begin) * 1e6)
         walked.append((time.perf_counter() - middle) * 1e6)
     return {"build": round(statistics.median(built), 1), "walk": round(statistics.median(walked), 1)}
@@ -152,10 +136,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    taken = host_time(given.requests)
-    print(
-        f"host time of {given.requests} requests: {taken['build']} us to build trees, {taken['walk']} us to walk them"
-    )
+    tables = {"native": processor_kernels(), "torch": KernelTable()}
+    taken = {name: host_time(given.requests, table) for name, table in tables.items()}
+    for name, own in taken.items():
+        print(
+            f"host time of {given.requests} requests, {name}: {own['build']} us to build trees, {own['walk']} us to walk them"
+        )
     prompts = prompts_of(given.prompts)
     found = {kind: tokens_by_shape(kind, prompts, given.written, SHAPES) for kind in KINDS}
     by_depth = {

@@ -153,7 +153,8 @@ class EngineConfig:
         " measures that it is faster.",
     )
     draft_model: str | None = setting(
-        None, "The model that proposes tokens, a folder or a name of the hub; left out, what the model's own brings."
+        None,
+        "The model that proposes tokens: a folder, also one in the model's, or a name of the hub; left out, what the model's own brings.",
     )
     draft_tokens: int | None = setting(
         None,

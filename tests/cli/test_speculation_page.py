@@ -14,7 +14,7 @@ from sglcore.runtime.speculative.choice import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "speculation.md").read_text(encoding="utf-8")
-TITLES = {"eagle3": "EAGLE-3", "mtp": "next-token layer", "dflash": "DFlash"}
+TITLES = {"eagle3": "EAGLE-3", "mtp": "next-token layer", "mtp-layers": "next-token layers, four", "dflash": "DFlash"}
 SHOWN_COST, SHOWN_BATCH = 0.1, 8
 
 

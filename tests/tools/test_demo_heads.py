@@ -46,12 +46,16 @@ from tools.demo_heads import (
     unroll,
     unrolled_attention,
 )
+from tools.demo_layers import FOLDER as LAYERS
+from tools.demo_layers import NextTokenLayers, load_layers
 
 FOLDER = Path(__file__).resolve().parents[2] / "sglcore" / "assets" / "demo"
 PROMPTS = 4
 LEAST = 0.95
 UNROLLED: dict[str, Callable[[Path], Head]] = {"eagle3": load_eagle3, "mtp": load_next_token}
-LOADERS = UNROLLED | {"dflash": load_dflash}
+LOADERS = UNROLLED | {"dflash": load_dflash, LAYERS: load_layers}
+SETTINGS: dict[str, dict[str, str]] = {LAYERS: {"speculative": "mtp", "draft_model": LAYERS}}
+"""How the engine is asked for those that are not called as their kind."""
 MEASURED = [*((kind, DRAFTS) for kind in LOADERS), ("dflash", BLOCK_DRAFTS)]
 """What the record has: kinds, and of how many drafts."""
 LAYER = {
@@ -120,6 +124,18 @@ def test_the_dflash_head_has_the_published_names_and_shapes() -> None:
     assert mask == json.loads((FOLDER / "config.json").read_text())["pad_token_id"]
 
 
+def test_the_next_token_layers_are_a_checkpoint_of_their_own() -> None:
+    config = json.loads((FOLDER / LAYERS / "config.json").read_text())
+    own = layer(256, config["intermediate_size"]) | {"eh_proj.weight": (256, 512)}
+    own |= {f"{name}.weight": (256,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    first = config["num_hidden_layers"]
+    layers = range(first, first + config["num_nextn_predict_layers"])
+    found = load_file(FOLDER / LAYERS / "model.safetensors")
+    wanted = {f"model.layers.{index}.{name}": shape for index in layers for name, shape in own.items()}
+    assert {name: tuple(value.shape) for name, value in found.items()} == wanted
+    assert len(layers) == DRAFTS and first == json.loads((FOLDER / "config.json").read_text())["num_hidden_layers"]
+
+
 def test_both_maps_of_the_draft_vocabulary_name_the_same_tokens() -> None:
     found = load_file(FOLDER / DRAFT / "model.safetensors")
     ids = found["d2t"] + torch.arange(len(found["d2t"]))
@@ -170,6 +186,25 @@ def test_unrolled_depths_are_what_drafting_step_by_step_gives(kind: str) -> None
             cells = torch.cat((cells, made[:, -1:]), 1)
 
 
+def test_a_layer_reads_the_tokens_up_to_the_last_proposal_and_no_feature_behind_the_root() -> None:
+    """And all of them: each one that is another changes what is proposed."""
+    head, target = load_layers(FOLDER), load_target(FOLDER)
+    ids = torch.randint(7, 2000, (1, 14), generator=torch.Generator().manual_seed(2))
+    features, _ = read(head, target, ids)
+    root = 6
+    with torch.no_grad():
+        for depth in range(DRAFTS):
+            wanted = head.drafts(target, ids, features, DRAFTS)[depth][0, root - 1 + depth]
+            for at in range(14):
+                other, told = ids.clone(), features.clone()
+                other[0, at] = 3
+                found = head.drafts(target, other, features, DRAFTS)[depth][0, root - 1 + depth]
+                assert torch.equal(found, wanted) == (at > root + depth or at == 0), (depth, at)
+                told[0, at] = 0
+                found = head.drafts(target, ids, told, DRAFTS)[depth][0, root - 1 + depth]
+                assert torch.equal(found, wanted) == (at >= root), (depth, at)
+
+
 def test_blocks_of_all_roots_are_those_of_transformers_layers_over_each_roots_past() -> None:
     head, target, raw = load_dflash(FOLDER), load_target(FOLDER), load_file(FOLDER / DFLASH / "model.safetensors")
     config: Any = LlamaConfig.from_pretrained(FOLDER / DFLASH)
@@ -211,8 +246,8 @@ def engine_share(kind: str, texts: dict[float, list[Text]], drafts: int = DRAFTS
     """The engine's tokens a step over the recorded ones, of both temperatures together."""
     tokens = steps = known = 0
     prompts = [text.ids[: text.prompt] for text in texts[0.0]]
-    given = {"device": "cpu", "threads": 1, "speculative": kind, "draft_tokens": drafts, "max_requests": PROMPTS}
-    with LLM(**given, **settings) as llm:
+    given: dict[str, Any] = {"device": "cpu", "threads": 1, "draft_tokens": drafts, "max_requests": PROMPTS}
+    with LLM(**given, **SETTINGS.get(kind, {"speculative": kind}), **settings) as llm:
         for temperature in TEMPERATURES:
             for output in llm.generate(prompts, asked(len(prompts), temperature)):
                 tokens += len(output.outputs[0].token_ids) - 1
@@ -248,6 +283,10 @@ def swap_inputs(head: NextToken) -> None:
     head.eh_proj.weight.data = head.eh_proj.weight.data.roll(256, -1)
 
 
+def take_turns(head: NextTokenLayers) -> None:
+    head.layers = torch.nn.ModuleList([*head.layers[1:], head.layers[0]])
+
+
 def fill_in_other_masks(head: DFlash) -> None:
     head.mask = 7
 
@@ -258,6 +297,7 @@ def fill_in_other_masks(head: DFlash) -> None:
         ("eagle3", shift_draft_ids),
         ("eagle3", read_later_layers),
         ("mtp", swap_inputs),
+        (LAYERS, take_turns),
         ("dflash", read_later_layers),
         ("dflash", fill_in_other_masks),
     ),

@@ -166,6 +166,7 @@ def native_table(engine: Engine) -> KernelTable:
         tree_expand=trees.tree_expand,
         tree_build=trees.tree_build,
         tree_place=trees.tree_place,
+        tree_walk=trees.tree_walk,
         causal_conv=Limited(recurrent.causal_conv, takes),
         gated_delta_rule=Limited(recurrent.gated_delta_rule, takes),
         selective_scan=Limited(recurrent.selective_scan, takes),

@@ -14,8 +14,8 @@ class Trees:
 
     def __init__(self, engine: Engine) -> None:
         self._reference = KernelTable()
-        names = "tree_expand", "tree_build", "tree_place"
-        self._expand, self._build, self._place = (engine.kernel(name).bind() for name in names)
+        names = "tree_expand", "tree_build", "tree_place", "tree_walk"
+        self._expand, self._build, self._place, self._walk = (engine.kernel(name).bind() for name in names)
 
     def tree_expand(
         self,
@@ -89,6 +89,44 @@ class Trees:
             proposals=proposals.data_ptr(),
             requests=slots.shape[0],
             nodes=trees.shape[2],
+        )
+
+    def tree_walk(
+        self,
+        drawn: Tensor,
+        owners: Tensor,
+        slots: Tensor,
+        limits: Tensor,
+        trees: Tensor,
+        last: Tensor,
+        lengths: Tensor,
+        proposals: Tensor,
+        path: Tensor,
+        runs: Tensor,
+    ) -> None:
+        """As the table's entry of that name."""
+        given = drawn, owners, slots, limits, trees, last, lengths, proposals, path, runs
+        if not _is_whole(*given):
+            self._reference.tree_walk(*given)
+            return
+        requests, steps = path.shape
+        self._walk(
+            drawn=drawn.data_ptr(),
+            owners=owners.data_ptr(),
+            slots=slots.data_ptr(),
+            limits=limits.data_ptr(),
+            trees=trees.data_ptr(),
+            table=trees.stride(0),
+            most=trees.shape[2],
+            last=last.data_ptr(),
+            lengths=lengths.data_ptr(),
+            proposals=proposals.data_ptr(),
+            proposals_stride=proposals.shape[1],
+            path=path.data_ptr(),
+            runs=runs.data_ptr(),
+            requests=requests,
+            width=drawn.shape[0] // max(requests, 1),
+            steps=steps,
         )
 
 

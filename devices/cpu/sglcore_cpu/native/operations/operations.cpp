@@ -23,6 +23,7 @@ const Kernel kernels[] = {
     SGL_KERNEL("tree_expand", tree_expand, TreeExpandArgs),
     SGL_KERNEL("tree_build", tree_build, TreeBuildArgs),
     SGL_KERNEL("tree_place", tree_place, TreePlaceArgs),
+    SGL_KERNEL("tree_walk", tree_walk, TreeWalkArgs),
     SGL_KERNEL("top_k_routing", top_k_routing, RoutingArgs),
     SGL_KERNEL("scored_routing", scored_routing, ScoredRoutingArgs),
     SGL_KERNEL("hash_routing", hash_routing, HashRoutingArgs),

@@ -72,6 +72,10 @@ SGL_ARGS(TreeBuildArgs, SGL_TREE_BUILD_ARGS)
     P(tokens) I(tokens_stride) P(parents) I(parents_stride) P(depths) I(depths_stride) P(slots) P(trees) I(table) \
     P(proposals) I(requests) I(nodes)
 SGL_ARGS(TreePlaceArgs, SGL_TREE_PLACE_ARGS)
+#define SGL_TREE_WALK_ARGS(P, I, D)                                                                           \
+    P(drawn) P(owners) P(slots) P(limits) P(trees) I(table) I(most) P(last) P(lengths) P(proposals) I(proposals_stride) \
+    P(path) P(runs) I(requests) I(width) I(steps)
+SGL_ARGS(TreeWalkArgs, SGL_TREE_WALK_ARGS)
 
 // The k largest of softmax(logits), largest first, of equal ones the first; weights of `type`, ids i64.
 #define SGL_ROUTING_ARGS(P, I, D) P(logits) I(stride) P(weights) P(ids) I(tokens) I(experts) I(k) I(normalize) I(type)
@@ -117,6 +121,7 @@ void accept_proposals(const AcceptProposalsArgs& args, Pool& pool);
 void tree_expand(const TreeExpandArgs& args, Pool& pool);
 void tree_build(const TreeBuildArgs& args, Pool& pool);
 void tree_place(const TreePlaceArgs& args, Pool& pool);
+void tree_walk(const TreeWalkArgs& args, Pool& pool);
 void top_k_routing(const RoutingArgs& args, Pool& pool);
 void scored_routing(const ScoredRoutingArgs& args, Pool& pool);
 void hash_routing(const HashRoutingArgs& args, Pool& pool);

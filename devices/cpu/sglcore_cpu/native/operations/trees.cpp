@@ -92,4 +92,35 @@ void tree_place(const TreePlaceArgs& args, Pool& pool) {
     });
 }
 
+void tree_walk(const TreeWalkArgs& args, Pool& pool) {
+    const auto *drawn = static_cast<const int32_t*>(args.drawn), *owners = static_cast<const int32_t*>(args.owners);
+    const auto *slots = static_cast<const int32_t*>(args.slots), *limits = static_cast<const int32_t*>(args.limits);
+    const auto* trees = static_cast<const int32_t*>(args.trees);
+    auto *last = static_cast<int32_t*>(args.last), *lengths = static_cast<int32_t*>(args.lengths);
+    auto *paths = static_cast<int32_t*>(args.path), *runs = static_cast<int32_t*>(args.runs);
+    each_row(pool, args.requests, 16 * args.width, [&](int64_t row, int) {
+        int32_t slot = slots[row], before = lengths[slot], proposals = 0, accepted = 0;
+        const int32_t *token = drawn + row * args.width, *owner = owners + row * args.width;
+        const int32_t *parents = trees + slot * args.most, *shifts = parents + args.table;
+        const int32_t* proposed = row_of<int32_t>(args.proposals, slot, args.proposals_stride);
+        int32_t* path = paths + row * args.steps;
+        for (int64_t place = 0; place < args.steps; ++place) path[place] = static_cast<int32_t>(place);
+        // A bit for each node that is right, as are all on the way to it.
+        uint32_t right = 1;
+        for (int64_t node = 1; node < args.width; ++node) {
+            bool usable = owner[node] != 0;
+            proposals += usable && proposed[node - 1] >= 0;
+            if (!usable || !(right >> parents[node] & 1) || token[parents[node]] != proposed[node - 1]) continue;
+            right |= uint32_t{1} << node;
+            accepted = shifts[node] + static_cast<int32_t>(node);
+            path[accepted] = static_cast<int32_t>(node);
+        }
+        runs[row] = accepted;
+        runs[args.requests + row] = proposals;
+        runs[2 * args.requests + row] = static_cast<int32_t>(row * args.steps + accepted);
+        runs[3 * args.requests + row] = lengths[slot] = std::min(before + accepted + 1, std::max(limits[row], before));
+        last[slot] = token[path[accepted]];
+    });
+}
+
 }  // namespace sgl::SGL_ISA
