@@ -7,6 +7,7 @@ predicts token i + 2 + j.
 
 import json
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import load_file
@@ -29,6 +30,11 @@ class NextTokenLayers(Head):
         self.register_buffer("ids", torch.arange(config.vocab_size), persistent=False)
         self.layers = nn.ModuleList(NextToken(config) for _ in range(config.layers))
 
+    @property
+    def each(self) -> list[NextToken]:
+        """The layers, in order."""
+        return [cast("NextToken", layer) for layer in self.layers]
+
     def features(self, target: Decoder, streams: list[Tensor]) -> Tensor:
         return target.norm(streams[-1])
 
@@ -37,14 +43,14 @@ class NextTokenLayers(Head):
         length = embedded.shape[1]
         turns = target.cosine[:length].to(features.dtype), target.sine[:length].to(features.dtype)
         made, found = features[:, :-1], []
-        for depth, layer in enumerate(self.layers[:depths]):
+        for depth, layer in enumerate(self.each[:depths]):
             # The last cells have no token so far ahead; nothing is predicted of what they get.
             made = layer(embedded.roll(-depth, 1), made, turns, [])
             found.append(delayed(layer.logits(made, target), depth) if depth else layer.logits(made, target))
         return found
 
     def begin(self, target: Decoder) -> None:
-        for layer in self.layers:
+        for layer in self.each:
             layer.begin(target)
 
 

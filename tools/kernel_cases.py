@@ -46,7 +46,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.race import make_race_tables
 
 KERNELS: tuple[ModuleType, ...] = (
-    *(activation, cells, sampling, experts, norm, proposals, race, rotated_store, rotation, routing),
+    *(activation, cells, sampling, experts, norm, proposals, race, rotated_store, rotation, routing, trees),
     *(convolution, delta_rule, state_space),
     *(hisparse, hyper, latent_rows, sparse_plan),
     *(compressor, grouped_product, indexer, rows, softmax, sparse_attention),
@@ -254,22 +254,23 @@ def _trees(tuning: Tuning) -> Cases:
     """Of four requests, trees of eight nodes by three beams four deep, and of 32 nodes by sixteen beams three deep."""
     cases: Cases = {}
     for width, depth, nodes in ((3, 4, 8), (16, 3, 32)):
-        most, of_records = width + (depth - 1) * width**2, {"dtype": torch.int32}
-        tokens, scores = torch.empty(4 * width, width, **of_records), torch.empty(4 * width, width)
-        records, sums = torch.empty(2, 4, most, **of_records), torch.empty(4, most)
-        parents, reached = torch.empty(4, width, **of_records), torch.empty(4, width)
-        made = records, sums, torch.empty(3, 4, width, **of_records), reached
-        tree, slots = torch.empty(4, nodes - 1, **of_records), torch.empty(4, **of_records)
-        held = torch.empty(4, CELLS, nodes, **of_records), torch.empty(CELLS, nodes - 1, **of_records)
-        depths, whole = torch.empty(most, **of_records), torch.empty(3, 4, nodes - 1, **of_records)
-        name = f"{width} beams"
+        most = width + (depth - 1) * width**2
+        tokens, parents, beams, slots = (_ints(*each) for each in ((4 * width, width), (4, width), (3, 4, width), (4,)))
+        records, tree, whole = (_ints(*each) for each in ((2, 4, most), (4, nodes - 1), (3, 4, nodes - 1)))
+        held, depths = (_ints(4, CELLS, nodes), _ints(CELLS, nodes - 1)), _ints(most)
+        scores, sums, reached = (torch.empty(each) for each in ((4 * width, width), (4, most), (4, width)))
+        made, name = (records, sums, beams, reached), f"{width} beams"
         cases |= {
             f"{name} of roots": partial(trees.tree_expand, tokens[:4], scores[:4], None, None, 0, *made, tuning),
-            f"{name}": partial(trees.tree_expand, tokens, scores, parents, reached, width, *made, tuning),
+            name: partial(trees.tree_expand, tokens, scores, parents, reached, width, *made, tuning),
             f"trees of {name}": partial(trees.tree_build, records, sums, depths, whole, tuning),
             f"{nodes} nodes placed": partial(trees.tree_place, tree, tree, tree, slots, *held, tuning),
         }
     return cases
+
+
+def _ints(*sizes: int) -> torch.Tensor:
+    return torch.empty(sizes, dtype=torch.int32)
 
 
 def _swapping(tuning: Tuning) -> Cases:

@@ -2,6 +2,7 @@
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
