@@ -91,6 +91,7 @@ struct line {
     __m512i v;
 };
 SGL_INLINE line load_line(const void* p) { return {_mm512_loadu_si512(p)}; }
+SGL_INLINE void store_line(void* p, line x) { _mm512_storeu_si512(p, x.v); }
 // The first n bytes (0 <= n <= 64); the others are 0 and nothing beyond them is touched.
 SGL_INLINE line load_line_first(const void* p, int64_t n) {
     return {_mm512_maskz_loadu_epi8(n >= 64 ? ~__mmask64{0} : (__mmask64{1} << n) - 1, p)};

@@ -23,7 +23,7 @@ struct Panels {
 struct PreparedPanels {
     const Weight& weight;
     Panels panels;
-    const int8_t* codes[2];  // signed and of one byte each, or null where products read the weight itself
+    const uint8_t* codes[2];  // of one byte each, for products of tiles; null where vectors read the weight itself
 };
 
 // Memory of a thread's own for preparing.

@@ -11,28 +11,24 @@
 
 namespace sgl::SGL_ISA::quantized {
 
-// A panel whose codes are signed bytes: [padded / 4][16 rows][4].
-struct SignedPanel {
+// A panel whose codes are bytes: [padded / 4][16 rows][4].
+struct BytePanel {
     const Weight& weight;
     int64_t panel;
-    const int8_t* codes;
+    const uint8_t* codes;
     const uint8_t* ahead;  // what this thread will read from memory next
     int64_t ahead_lines;   // to be fetched with each group
 };
 
-// The panel's codes less their middle.
-SGL_INLINE void make_signed(const Weight& weight, int64_t panel, int8_t* out) {
+// Two codes of four bits, of columns c and c + 4, as a byte each.
+SGL_INLINE void spread(const Weight& weight, int64_t panel, uint8_t* out) {
     const uint8_t* codes = weight.codes_of(panel);
-    if (weight.bits == 8) {
-        for (int64_t i = 0; i < weight.padded * kPanel; ++i) out[i] = static_cast<int8_t>(codes[i] ^ 0x80);
-        return;
+    const int64_t lines = weight.padded / 8;
+    for (int64_t i = 0; i < lines; ++i) {
+        line both = load_line(codes + 64 * i);
+        store_line(out + 128 * i, low_nibbles(both));
+        store_line(out + 128 * i + 64, high_nibbles(both));
     }
-    for (int64_t i = 0; i < weight.padded / 8; ++i)
-        for (int64_t byte = 0; byte < 64; ++byte) {
-            uint8_t both = codes[64 * i + byte];
-            out[128 * i + byte] = static_cast<int8_t>((both & 15) - 8);
-            out[128 * i + 64 + byte] = static_cast<int8_t>((both >> 4) - 8);
-        }
 }
 
 // Results 0 and 1, tokens 2 and 4, weights 3 and 5.
@@ -50,12 +46,12 @@ SGL_INLINE void configure_tiles(int64_t height, int64_t group) {
     for (int64_t at = (first), end = at + x.group; at < end; at += step) {                \
         SGL_TILE_LOAD(a, tokens + at / kColumns * x.height * kColumns + at % kColumns, kColumns); \
         SGL_TILE_LOAD(b, panel.codes + at * kPanel, 64);                                 \
-        SGL_TILE_S8S8(sum, a, b);                                                        \
+        SGL_TILE_S8U8(sum, a, b);                                                        \
     }
 
-// The integers [Tokens][16] of one group, scaled, to the totals.
+// The integers [Tokens][16] of one group, of unsigned codes, corrected and scaled, to the totals.
 template <bool Zeros, int Tokens>
-SGL_INLINE void add_group(f32x16 (&total)[Tokens], const SignedPanel& panel, const TileView& x, int64_t group,
+SGL_INLINE void add_group(f32x16 (&total)[Tokens], const BytePanel& panel, const TileView& x, int64_t group,
                           const int32_t* dots) {
     const Weight& weight = panel.weight;
     const uint8_t* ahead = panel.ahead + group * panel.ahead_lines * 64;
@@ -66,14 +62,14 @@ SGL_INLINE void add_group(f32x16 (&total)[Tokens], const SignedPanel& panel, con
     int64_t place = group * x.height;
 #pragma GCC unroll 16
     for (int t = 0; t < Tokens; ++t) {
-        f32x16 dot = to_f32(load_i32(dots + t * kPanel));
+        f32x16 dot = to_f32(add_i32(load_i32(dots + t * kPanel), set1_i32(x.corrections[place + t])));
         if constexpr (Zeros) dot = fma(shift, set1(x.sums[place + t]), dot);
         total[t] = fma(dot, mul(scale, set1(x.scales[place + t])), total[t]);
     }
 }
 
 template <bool Zeros, int Tokens>
-void tile_panel(const SignedPanel& panel, const Activations& x, int64_t tile, float* sums) {
+void tile_panel(const BytePanel& panel, const Activations& x, int64_t tile, float* sums) {
     TileView view(x, tile, 0);
     const int8_t* tokens = view.codes;
     const int64_t step = least(x.group, kColumns), groups = x.groups();
@@ -100,7 +96,7 @@ void tile_panel(const SignedPanel& panel, const Activations& x, int64_t tile, fl
 
 #undef SGL_GROUP_PRODUCT
 
-using TilePanel = void (*)(const SignedPanel&, const Activations&, int64_t, float*);
+using TilePanel = void (*)(const BytePanel&, const Activations&, int64_t, float*);
 
 template <bool Zeros, int... Less>
 TilePanel tile_panel_of(int64_t height, std::integer_sequence<int, Less...>) {
@@ -108,7 +104,7 @@ TilePanel tile_panel_of(int64_t height, std::integer_sequence<int, Less...>) {
     return kByHeight[height - 1];
 }
 
-SGL_INLINE void tile_dots(const SignedPanel& panel, const Activations& x, int64_t tile, float* sums) {
+SGL_INLINE void tile_dots(const BytePanel& panel, const Activations& x, int64_t tile, float* sums) {
     constexpr std::make_integer_sequence<int, kTileTokens> heights;
     if (panel.weight.zeros) return tile_panel_of<true>(x.height, heights)(panel, x, tile, sums);
     tile_panel_of<false>(x.height, heights)(panel, x, tile, sums);
