@@ -135,6 +135,10 @@ class StatePool:
         return self._places[:count]
 
     def keep(self, layer_id: int, taken: Tensor, rows: Tensor) -> None:
+    def rows_of(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Where `keep` writes at places `rows` int32[T]: each layer's tensor, and the rows of it."""
+        return [(taken, rows) for taken in self._taken]
+
         """What a layer's states take in of tokens, [T, n], at their places `rows` int32[T] of `Runs`. Does not wait."""
         self._taken[layer_id][rows] = taken
 
