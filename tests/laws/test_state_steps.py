@@ -4,6 +4,7 @@ to others at once, and by rules that draw."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.checkpoints import qwen3_next, save
 from tests.laws import test_speculative_grammar as grammars
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
-from tests.laws.test_speculative_laws import PROMPTS, Ran, check_same, run
+from tests.laws.test_speculative_laws import PROMPTS, SAMPLING, Ran, check_same, run
 from tests.laws.test_state_verification import proposing
 from tests.runtime.test_speculative_length import LENGTHS, AtRandom
 
@@ -72,6 +73,23 @@ def test_widths_that_change_from_step_to_step_change_no_text(
     for _ in range(2):
         check_same(run(engine), plain)
     assert changing.taken == set(LENGTHS)
+    engine.worker.close()
+
+
+def first(texts: Ran, count: int) -> Ran:
+    """Those of the first requests."""
+    return replace(texts, tokens=texts.tokens[:count], logprobs=texts.logprobs[:count], reasons=texts.reasons[:count])
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_rows_that_pad_a_graph_leave_states_and_what_is_kept_alone(
+    folder: Path, plain: Ran, count: int, graph: str
+) -> None:
+    """Nearly all steps have rows of nobody behind those of so many requests."""
+    engine = proposing(folder, "guessing", plain, graph=graph)
+    for _ in range(2):
+        check_same(run(engine, PROMPTS[:count], samplings=SAMPLING[:count]), first(plain, count))
+    assert graph == "off" or engine.paths != {"eager"}
     engine.worker.close()
 
 
