@@ -285,15 +285,15 @@ def rows_of_pool(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, PoolRows]
 
 
 def rows_of_states(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, tuple[Tensor | None, ...]]]:
-    """The same with `targets`: none; then of rows of several tokens, whose states go to the rows behind all slots, every second one
-    nowhere, the last one where it was."""
+    """The same without `targets`, and with them: states go to the rows behind all slots, every second one nowhere, the third of more
+    than four where it was."""
     for count, size, rows in rows_of_pool(drawn, tokens):
         yield count, size, (*rows, None)
-    targets = torch.arange(size, 2 * size, device="cpu", dtype=torch.int32)
-    targets[1::2] = 0
-    if len(rows[0]) > 4:  # three, and two of padding
-        targets[2] = rows[0][2]
-    yield tokens, 2 * size, (*rows, targets)
+        targets = torch.arange(size, size + len(rows[0]), device="cpu", dtype=torch.int32)
+        targets[1::2] = 0
+        if len(rows[0]) > 4:
+            targets[2] = rows[0][2]
+        yield count, 2 * size, (*rows, targets)
 
 
 def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:

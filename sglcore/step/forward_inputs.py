@@ -81,9 +81,9 @@ class ForwardInputs(Generic[Array]):
     and the host's lengths are the most that they can be; None: one row, and its length.
     `visible` int32[B]: bit 31 - d of a row says whether it sees the cell d before its own; cells from 32 before it on are seen always,
     and -1 is a row that sees all. Where it is given a row's cell is at `seq_lens` - 1, and `positions` are where it stands in its text.
-    `run_*` int32[T], on decodes that verify proposals of a model with states: rows of a request that follow one another are a run, whose
-    first row has the slot of its state, the slot that the state is written to (0: none) and how many rows it has, and all others 0; and
-    each row's place among what is kept of such a decode, counted from 1, 0 for nobody's.
+    `run_*` int32[T], on decodes of several rows of each request, by a model with states: those of one request are a run, whose first
+    row has the slot of its state, the slot that the state is written to (0: none) and how many rows it has, and all others 0; and each
+    row's place among what is kept of such a decode, counted from 1, 0 for nobody's.
     `features` [T, F]: what a target model made of each token, for the model that proposes the next ones.
     `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank; `step_plan` is what all of them agreed on.
     """

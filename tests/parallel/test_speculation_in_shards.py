@@ -52,7 +52,7 @@ def by_text(kind: str) -> Make:
 
 
 def by_text_of_states(folder: Path) -> tuple[Any, dict[str, Any]]:
-    model = qwen3_next(max_position_embeddings=CONTEXT)
+    model = qwen3_next(max_position_embeddings=CONTEXT, num_experts=4)
     save(model, folder)
     return model, {"speculative": "ngram"}
 
@@ -232,7 +232,11 @@ class AtRandom(LengthController):
         self.taken[self.tokens] += 1
 
 
-@pytest.mark.parametrize("make", [by_mtp, by_another, by_text("ngram")], ids=["mtp", "a model of its own", "ngram"])
+@pytest.mark.parametrize(
+    "make",
+    [by_mtp, by_another, by_text("ngram"), by_text_of_states],
+    ids=["mtp", "a model of its own", "ngram", "ngram, of a model with states"],
+)
 def test_lengths_that_change_change_in_all_shards_at_once_and_no_text(make: Make, tmp_path: Path) -> None:
     _, settings = make(tmp_path)
     plain, _ = alone(tmp_path)

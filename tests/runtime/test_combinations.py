@@ -54,7 +54,7 @@ def layers_of(beside: str) -> tuple[Any, ...]:
 
 def choose(folder: Path, kind: str, beside: str, is_tree: bool) -> Any:
     """What a start comes to, with something beside."""
-    taken_in = {STATE: ("numbers",), OTHER_STATE: (None,)}.get(beside, ())
+    taken_in = {STATE: ("numbers",), OTHER_STATE: ("numbers", None)}.get(beside, ())
     states = tuple(SimpleNamespace(taken_in=each) for each in taken_in)
     config = SimpleNamespace(is_encoder=beside == EMBEDS)
     model: Any = SimpleNamespace(

@@ -61,7 +61,8 @@ def _difference(one: Tensor, other: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a forward goes on from and writes beside cells: states of slots int[B], and rows of tensors, with what they held."""
+    """What a forward goes on from and writes beside cells: states of slots int[B], and rows of tensors, what states take in later among
+    them, with what they held."""
 
     pool: StatePool | None
     slots: Tensor
@@ -71,10 +72,10 @@ class Held:
     @classmethod
     def of(cls, context: ForwardContext, batch: ForwardBatch) -> Held:
         """Of a batch whose inputs are on the device, copied."""
-        rows = context.attn_backend.rows_of(batch)
-        return cls._read(
-            context.state_pool, batch.req_pool_indices, [(tensor, places, tensor) for tensor, places in rows]
-        )
+        pool, rows = context.state_pool, list(context.attn_backend.rows_of(batch))
+        if pool is not None and batch.run_rows is not None:
+            rows += pool.rows_of(batch.run_rows)
+        return cls._read(pool, batch.req_pool_indices, [(tensor, places, tensor) for tensor, places in rows])
 
     @classmethod
     def _read(cls, pool: StatePool | None, slots: Tensor, rows: list[tuple[Tensor, Tensor, Tensor]]) -> Held:

@@ -120,15 +120,12 @@ class StatePool:
         self._copy(arrived, "state_kept", "state_copies")
 
     def runs(self, slots: Tensor, width: int) -> Runs:
-        """Of a decode of `width` rows of each request, of `slots` int32[T], 0 for nobody's. States stay as they are where there are
-        several rows of each, of which `take_in` is told later how many were right. Does not wait."""
-        places = self._places[: len(slots)]
-        if width == 1:
-            return Runs(slots, slots, (slots > 0).int(), places + 1)
+        """Of a decode of `width` rows of each request, of `slots` int32[T], 0 for nobody's. States stay as they are: `take_in` is told
+        later how many rows were right. Does not wait."""
         of_requests = slots.view(-1, width)
         parts = torch.zeros(2, *of_requests.shape, dtype=torch.int32, device=slots.device)
         parts[0, :, 0], parts[1, :, 0] = of_requests[:, 0], width
-        return Runs(parts[0].flatten(), torch.zeros_like(slots), parts[1].flatten(), places + 1)
+        return Runs(parts[0].flatten(), torch.zeros_like(slots), parts[1].flatten(), self.places(len(slots)) + 1)
 
     def places(self, count: int) -> Tensor:
         """The first `count` numbers, int32."""
@@ -138,13 +135,15 @@ class StatePool:
         """What a layer's states take in of tokens, [T, n], at their places `rows` int32[T] of `Runs`. Does not wait."""
         self._taken[layer_id][rows] = taken
 
+    def rows_of(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Where `keep` writes at places `rows` int32[T]: each layer's tensor, and the rows of it."""
+        return [(taken, rows) for taken in self._taken]
+
     def take_in(self, slots: Tensor, counts: Tensor, width: int) -> None:
         """After a decode of `width` rows of each request, of `slots` int32[T], 0 for nobody's: the states take in the first `counts`
         int32[T / width] rows of each. Does not wait."""
-        if width == 1:
-            return
         first, tokens = slots.view(-1, width)[:, 0].contiguous(), slice(1, 1 + len(slots))
-        rows = first, self._places[: len(first)] * width, counts, None
+        rows = first, self.places(len(first)) * width, counts, None
         for layer in cast("Sequence[Replays]", self.layers):
             layer.advance(self._taken[layer.layer_id][tokens], rows, self.states(layer.layer_id))
 

@@ -151,7 +151,8 @@ class SpeculativeWorker(TpModelWorker):
         if (given := arrays.arrived.get("proposals")) is not None:
             replace_proposals(self._proposals, rows.slots, given)
         self._place(staged, rows, arrays.arrived.get("node_limits"))
-        states = self.runner.state_pool
+        # A row alone is right, and its state goes on at once.
+        states = None if width == 1 else self.runner.state_pool
         if states is not None:
             runs = states.runs(staged.req_pool_indices, width)
             staged.run_slots, staged.run_targets, staged.run_lens, staged.run_rows = runs
