@@ -6,26 +6,28 @@ Each size comes with slices of its own, and texts of random acceptance, of which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from copy import copy
-from dataclasses import replace
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.memory.pools import ReqToTokenPool
+from sglcore.runtime.speculative import bring_up
 from tests.laws import test_block_laws as blocks
 from tests.laws import test_draft_laws as chains
 from tests.laws import test_frozen_laws as frozen
 from tests.laws import test_tree_kinds as kinds
 from tests.laws import test_tree_laws as trees
-from tests.laws.proposers import PROPOSERS, Proposers
+from tests.laws.proposers import PROPOSERS, Proposers, proposers_fixture
 from tests.laws.test_draft_laws import TOLERANCE
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.needs("device")
+
+proposers = proposers_fixture()
 
 PAGES: Mapping[int, Mapping[str, int]] = MappingProxyType(
     {
@@ -36,14 +38,6 @@ PAGES: Mapping[int, Mapping[str, int]] = MappingProxyType(
 CHAINS = ("eagle", "eagle3", "mtp")
 TREES = tuple(name for name, each in PROPOSERS.items() if each.is_tree)
 DRAFTS = (*CHAINS, *TREES, "frozen-mtp", "dflash")
-
-
-@pytest.fixture(scope="module")
-def proposers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proposers]:
-    """Of all kinds."""
-    made = Proposers(tmp_path_factory.mktemp("proposers"))
-    yield made
-    made.close()
 
 
 def difference(proposers: Proposers, name: str, monkeypatch: Patch, **settings: Any) -> float:
@@ -68,3 +62,32 @@ def test_drafts_in_pages_of_any_size_are_drawn_of_what_dense_torch_gives(
     proposers: Proposers, name: str, size: int, monkeypatch: Patch
 ) -> None:
     assert difference(proposers, name, monkeypatch, graph="off", **PAGES[size]) < TOLERANCE
+
+
+class Mistaken(ReqToTokenPool):
+    """The same pages, taken for smaller or larger ones; those taken for larger are the first eight, so that there are such cells."""
+
+    def __init__(self, table: ReqToTokenPool, least: int, most: int) -> None:
+        self.table, self.page_size = table, min(max(table.page_size, least), most)
+        self.max_pages = max(table.max_tokens // self.page_size, table.max_pages)
+
+    @property
+    def page_table(self) -> Tensor:  # type: ignore[override]
+        """As it is now: one of no requests where it has no column."""
+        found = self.table.page_table
+        if self.page_size > self.table.page_size:
+            found = found % 8
+        return torch.nn.functional.pad(found, (0, self.max_pages - self.table.max_pages))
+
+
+@pytest.mark.needs("graphs.native")
+@pytest.mark.parametrize(("size", "least", "most"), [(1, 2, 16), (16, 1, 8)])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_draft_that_mistakes_the_size_of_pages_shows(
+    proposers: Proposers, name: str, size: int, least: int, most: int, monkeypatch: Patch
+) -> None:
+    """At that size, and at no other."""
+    made = bring_up.Pools
+    monkeypatch.setattr(bring_up, "Pools", lambda table, *rest: made(Mistaken(table, least, most), *rest))
+    assert difference(proposers, name, monkeypatch, graph="off") < TOLERANCE
+    assert difference(proposers, name, monkeypatch, graph="off", **PAGES[size]) > 0.01
