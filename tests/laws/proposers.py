@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -31,7 +32,8 @@ from tests.checkpoints import llama, save
 from tests.drafts import TARGET, dflash, eagle, eagle3, next_token, next_tokens
 from tests.frozen_drafts import frozen
 from tests.laws.engine import TokenEngine, Watched
-from tests.laws.test_speculative_laws import CONTEXT, VOCABULARY
+from tests.laws.test_speculative_laws import CONTEXT, SAMPLING, VOCABULARY, Ran
+from tests.laws.test_speculative_laws import run as run_texts
 
 TOKENS, BLOCK = 3, 5
 TREE = MappingProxyType({"draft_width": 3, "draft_depth": 3, "draft_tokens": 7})
@@ -135,6 +137,28 @@ class Proposers:
         """Close all engines that were made; again if it likes."""
         while self.engines:
             self.engines.pop().worker.close()
+
+
+def proposers_fixture() -> Any:
+    """A module's fixture `proposers`: all kinds, whose engines are closed behind its last test."""
+
+    @pytest.fixture(scope="module")
+    def proposers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proposers]:
+        made = Proposers(tmp_path_factory.mktemp("proposers"))
+        yield made
+        made.close()
+
+    return proposers
+
+
+def plain_fixture(samplings: Sequence[dict[str, Any]] = SAMPLING) -> Any:
+    """A module's fixture `plain`: what comes without proposals, of all prompts, drawn as `samplings` say."""
+
+    @pytest.fixture(scope="module")
+    def plain(proposers: Proposers) -> Ran:
+        return run_texts(proposers.plain(), samplings=samplings)
+
+    return plain
 
 
 class Steered:

@@ -105,9 +105,8 @@ def furthest(
 def run(folder: Path, kind: str, dense: DenseDraft | DenseStreams, target: Any, **settings: Any) -> float:
     """Texts of a new engine, one after another, of which the second begins as the first."""
     where = {} if kind == "mtp" else {"draft_model": str(folder / "draft")}
-    engine = TokenEngine(
-        folder, speculative=kind, draft_tokens=TOKENS, max_batch_tokens=8, scramble_pages=2, **where, **settings
-    )
+    given = {"draft_tokens": TOKENS, "max_batch_tokens": 8, "scramble_pages": 2, **where, **settings}
+    engine = TokenEngine(folder, speculative=kind, **given)
     assert isinstance(engine.worker, SpeculativeWorker)
     recording: Any = Recording(engine.worker.drafter)
     engine.worker.drafter = recording

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,26 +14,14 @@ from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.forward_context import forward_context, get_forward_context, has_forward_context
 from sglcore.runtime.speculative.drafter import DraftRows
 from tests.laws import test_speculative_laws as laws
-from tests.laws.proposers import PROPOSERS, Proposers
+from tests.laws.proposers import PROPOSERS, Proposers, plain_fixture, proposers_fixture
 from tests.laws.test_speculative_laws import Ran, check_same
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.needs("graphs.native")
 """What depends on no device."""
 
-
-@pytest.fixture(scope="module")
-def proposers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proposers]:
-    """Of all kinds."""
-    made = Proposers(tmp_path_factory.mktemp("proposers"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def plain(proposers: Proposers) -> Ran:
-    """What comes without proposals."""
-    return laws.run(proposers.plain())
+proposers, plain = proposers_fixture(), plain_fixture()
 
 
 class Nested:

@@ -25,7 +25,7 @@ from sglcore.runtime.speculative.worker import SpeculativeWorker
 from tests.laws import test_speculative_laws as laws
 from tests.laws.engine import TokenEngine
 from tests.laws.marks import Marks, watched_marks
-from tests.laws.proposers import PROPOSERS, TOKENS, InFlight, Proposers
+from tests.laws.proposers import PROPOSERS, TOKENS, InFlight, Proposers, plain_fixture, proposers_fixture
 from tests.laws.test_speculative_laws import Ran, check_same
 from tests.planted import planted
 
@@ -33,19 +33,7 @@ Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.needs("graphs.native")
 """What depends on no device."""
 
-
-@pytest.fixture(scope="module")
-def proposers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proposers]:
-    """Of all kinds."""
-    made = Proposers(tmp_path_factory.mktemp("proposers"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def plain(proposers: Proposers) -> Ran:
-    """What comes without proposals."""
-    return laws.run(proposers.plain())
+proposers, plain = proposers_fixture(), plain_fixture()
 
 
 @pytest.fixture

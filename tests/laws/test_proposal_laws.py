@@ -6,7 +6,7 @@ What it is drawn of is another law's: dense torch has it for one of these ways, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,13 +26,15 @@ from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
 from tests.laws import test_speculative_laws as laws
 from tests.laws.engine import TokenEngine
-from tests.laws.proposers import BLOCK, PROPOSERS, TOKENS, TREE, Proposers, Steered
+from tests.laws.proposers import BLOCK, PROPOSERS, TOKENS, TREE, Proposers, Steered, plain_fixture, proposers_fixture
 from tests.laws.test_speculative_laws import PROMPTS, SAMPLING, Ran, check_same
 
 FREE = (*SAMPLING[:3], {"temperature": 1.0, "seed": 7}, SAMPLING[4])
 TOLERANCE = 5e-4
 pytestmark = pytest.mark.needs("graphs.native")
 """What depends on no device."""
+
+proposers, plain = proposers_fixture(), plain_fixture(FREE)
 
 
 def reach_of(drafter: Any) -> int:
@@ -94,20 +96,6 @@ class Recording(Steered):
             ):
                 self.found[numbers[slot], length] = Proposed(tokens[row].tolist(), logprobs[row])
         return super().steer(rows, tokens, parents) if self.proposes else torch.full_like(tokens, NONE)
-
-
-@pytest.fixture(scope="module")
-def proposers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proposers]:
-    """Of all kinds."""
-    made = Proposers(tmp_path_factory.mktemp("proposers"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def plain(proposers: Proposers) -> Ran:
-    """What comes without proposals."""
-    return laws.run(proposers.plain(), samplings=FREE)
 
 
 def recorded(engine: TokenEngine, plain: Ran, proposes: bool, times: int, table: Tensor | None = None) -> Recording:

@@ -1,0 +1,93 @@
+"""What a draft proposes is drawn of what dense torch gives on the text in pages of any size: of one token, and of more than a slice of a
+prompt has. Pages of four are what every other law of drafts has.
+
+Each size comes with slices of its own, and texts of random acceptance, of which the second is partly in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglcore.runtime.memory.pools import ReqToTokenPool
+from sglcore.runtime.speculative import bring_up
+from tests.laws import test_block_laws as blocks
+from tests.laws import test_draft_laws as chains
+from tests.laws import test_frozen_laws as frozen
+from tests.laws import test_tree_kinds as kinds
+from tests.laws import test_tree_laws as trees
+from tests.laws.proposers import PROPOSERS, Proposers, proposers_fixture
+from tests.laws.test_draft_laws import TOLERANCE
+
+Patch = pytest.MonkeyPatch
+pytestmark = pytest.mark.needs("device")
+
+proposers = proposers_fixture()
+
+PAGES: Mapping[int, Mapping[str, int]] = MappingProxyType(
+    {
+        1: MappingProxyType({"page_size": 1, "max_batch_tokens": 3}),
+        16: MappingProxyType({"page_size": 16, "max_batch_tokens": 13}),
+    }
+)
+CHAINS = ("eagle", "eagle3", "mtp")
+TREES = tuple(name for name, each in PROPOSERS.items() if each.is_tree)
+DRAFTS = (*CHAINS, *TREES, "frozen-mtp", "dflash")
+
+
+def difference(proposers: Proposers, name: str, monkeypatch: Patch, **settings: Any) -> float:
+    """The largest one of log-probabilities, of all that one draft proposes after a few texts."""
+    (folder, dense), target, kind = proposers.of(name), proposers.target, PROPOSERS[name].kind
+    if PROPOSERS[name].is_tree:
+        where = {"draft_model": str(folder / "draft")} if (folder / "draft").is_dir() else {}
+        base = kinds.RECORDED.get(kind, trees.RecordingTrees)
+        part = kinds.NAMES.get(kind, "TreeDrafter")
+        oracle = kinds.DenseModel(dense) if kind == "standalone" else dense
+        return trees.difference((target, folder, oracle), kind, monkeypatch, base, part, **where, **settings)
+    if name == "frozen-mtp":
+        return frozen.difference(frozen.Made(target, folder, dense), **settings)
+    if name == "dflash":
+        return blocks.difference((target, folder, dense), **settings)
+    return chains.run(folder, kind, dense, target, **settings)
+
+
+@pytest.mark.parametrize("size", PAGES)
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_in_pages_of_any_size_are_drawn_of_what_dense_torch_gives(
+    proposers: Proposers, name: str, size: int, monkeypatch: Patch
+) -> None:
+    assert difference(proposers, name, monkeypatch, graph="off", **PAGES[size]) < TOLERANCE
+
+
+class Mistaken(ReqToTokenPool):
+    """The same pages, taken for smaller or larger ones; those taken for larger are the first eight, so that there are such cells."""
+
+    def __init__(self, table: ReqToTokenPool, least: int, most: int) -> None:
+        self.table, self.page_size = table, min(max(table.page_size, least), most)
+        self.max_pages = max(table.max_tokens // self.page_size, table.max_pages)
+
+    @property
+    def page_table(self) -> Tensor:  # type: ignore[override]
+        """As it is now: one of no requests where it has no column."""
+        found = self.table.page_table
+        if self.page_size > self.table.page_size:
+            found = found % 8
+        return torch.nn.functional.pad(found, (0, self.max_pages - self.table.max_pages))
+
+
+@pytest.mark.needs("graphs.native")
+@pytest.mark.parametrize(("size", "least", "most"), [(1, 2, 16), (16, 1, 8)])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_draft_that_mistakes_the_size_of_pages_shows(
+    proposers: Proposers, name: str, size: int, least: int, most: int, monkeypatch: Patch
+) -> None:
+    """At that size, and at no other."""
+    made = bring_up.Pools
+    monkeypatch.setattr(bring_up, "Pools", lambda table, *rest: made(Mistaken(table, least, most), *rest))
+    assert difference(proposers, name, monkeypatch, graph="off") < TOLERANCE
+    assert difference(proposers, name, monkeypatch, graph="off", **PAGES[size]) > 0.01
