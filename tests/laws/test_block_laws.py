@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from sglcore.runtime.speculative.drafter import DraftRows
 from tests.checkpoints import llama, save
 from tests.drafts import AUX_IDS, TARGET, DenseDraft, dflash, with_config
 from tests.laws.engine import TokenEngine, on_this_device, random_prompts
-from tests.laws.test_draft_laws import PAGES, TOLERANCE, Recording, Step, features_of
+from tests.laws.test_draft_laws import TOLERANCE, Recording, Step, features_of
 from tests.laws.test_speculative_laws import CONTEXT, VOCABULARY, check_same
 from tests.laws.test_speculative_laws import run as run_texts
 
@@ -69,12 +69,6 @@ def difference(made: Made, **settings: Any) -> float:
 
 def test_blocks_are_drawn_of_what_dense_torch_gives_on_the_text(made: Made, graph: str) -> None:
     assert difference(made, graph=graph) < TOLERANCE
-
-
-@pytest.mark.needs("device")
-@pytest.mark.parametrize("pages", PAGES)
-def test_blocks_in_pages_of_any_size_are_too(made: Made, pages: Mapping[str, int]) -> None:
-    assert difference(made, graph="off", **pages) < TOLERANCE
 
 
 @pytest.mark.needs("device")

@@ -30,11 +30,6 @@ from tests.laws.engine import TokenEngine, random_prompts
 
 TOKENS = 3
 TOLERANCE = 5e-4
-PAGES = (
-    pytest.param(MappingProxyType({"page_size": 1, "max_batch_tokens": 3}), id="1"),
-    pytest.param(MappingProxyType({"page_size": 16, "max_batch_tokens": 13}), id="16"),
-)
-"""Beside pages of four tokens and slices of eight, which engines of these laws have if nothing else is said."""
 
 
 class Step(NamedTuple):

@@ -4,7 +4,7 @@ keeps, change no text, and write to nobody's cells."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from tests.checkpoints import gemma3, llama, save
 from tests.drafts import TARGET, with_config
 from tests.frozen_drafts import DenseFrozen, frozen
 from tests.laws.engine import TokenEngine, random_prompts
-from tests.laws.test_draft_laws import PAGES, TOLERANCE, Recording, Step
+from tests.laws.test_draft_laws import TOLERANCE, Recording, Step
 from tests.laws.test_speculative_laws import CONTEXT, VOCABULARY, check_same
 from tests.laws.test_speculative_laws import run as run_texts
 from tests.models.test_transformers_models import sizes_of
@@ -141,12 +141,6 @@ def difference(made: Made, **settings: Any) -> float:
 
 def test_proposals_are_drawn_of_what_transformers_layers_give(made: Made, graph: str) -> None:
     assert difference(made, graph=graph, shadow=0 if graph == "off" else 3) < TOLERANCE
-
-
-@pytest.mark.needs("device")
-@pytest.mark.parametrize("pages", PAGES)
-def test_proposals_over_pages_of_any_size_are_too(made: Made, pages: Mapping[str, int]) -> None:
-    assert difference(made, **pages) < TOLERANCE
 
 
 @pytest.mark.needs("device")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from tests.checkpoints import llama, save
 from tests.drafts import TARGET
 from tests.frozen_drafts import frozen
 from tests.laws.engine import TokenEngine, random_prompts
-from tests.laws.test_draft_laws import PAGES, TOLERANCE
+from tests.laws.test_draft_laws import TOLERANCE
 from tests.laws.test_frozen_laws import FULL, cells_of
 from tests.laws.test_speculative_laws import CONTEXT, SAMPLING, TOKENS, VOCABULARY, check_same
 from tests.laws.test_tree_laws import DEPTH, FREE, SHAPE, WIDTH, Records, difference, ran
@@ -108,15 +107,6 @@ def test_beams_are_drawn_of_what_dense_torch_gives_on_their_own_branch(
     made: dict[str, Made], kind: str, graph: str, monkeypatch: Any
 ) -> None:
     assert differs(made, kind, monkeypatch, graph=graph) < TOLERANCE
-
-
-@pytest.mark.needs("device")
-@pytest.mark.parametrize("pages", PAGES)
-@pytest.mark.parametrize("kind", NAMES)
-def test_beams_in_pages_of_any_size_are_too(
-    made: dict[str, Made], kind: str, pages: Mapping[str, int], monkeypatch: Any
-) -> None:
-    assert differs(made, kind, monkeypatch, graph="off", **pages) < TOLERANCE
 
 
 @pytest.mark.needs("device")

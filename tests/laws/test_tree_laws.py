@@ -3,7 +3,7 @@ dense torch gives on their own branch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from tests.drafts import TARGET, DenseDraft, eagle, eagle3, next_token
 from tests.laws import test_speculative_grammar as grammars
 from tests.laws import test_speculative_laws as laws
 from tests.laws.engine import TokenEngine, random_prompts
-from tests.laws.test_draft_laws import PAGES, TOLERANCE, features_of
+from tests.laws.test_draft_laws import TOLERANCE, features_of
 from tests.laws.test_speculative_laws import CONTEXT, PROMPTS, SAMPLING, TOKENS, VOCABULARY, Ran, check_same
 from tests.laws.trees import TREES
 
@@ -259,13 +259,6 @@ def test_beams_are_drawn_of_what_dense_torch_gives_on_their_own_branch(
     drafts: Any, kind: str, monkeypatch: Any
 ) -> None:
     assert difference(drafts[kind], kind, monkeypatch, graph="off") < TOLERANCE
-
-
-@pytest.mark.needs("device")
-@pytest.mark.parametrize("pages", PAGES)
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
-def test_beams_in_pages_of_any_size_are_too(drafts: Any, kind: str, pages: Mapping[str, int], monkeypatch: Any) -> None:
-    assert difference(drafts[kind], kind, monkeypatch, graph="off", **pages) < TOLERANCE
 
 
 def test_beams_in_graphs_are_too(drafts: Any, graph: str, monkeypatch: Any) -> None:
