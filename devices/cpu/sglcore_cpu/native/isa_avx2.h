@@ -146,6 +146,11 @@ SGL_INLINE line load_line(const void* p) {
     const auto* halves = static_cast<const __m256i*>(p);
     return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
 }
+SGL_INLINE void store_line(void* p, line x) {
+    auto* halves = static_cast<__m256i*>(p);
+    _mm256_storeu_si256(halves, x.a);
+    _mm256_storeu_si256(halves + 1, x.b);
+}
 // The first n bytes (0 <= n <= 64); the others are 0 and nothing beyond them is touched.
 SGL_INLINE line load_line_first(const void* p, int64_t n) {
     alignas(32) char bytes[64] = {};

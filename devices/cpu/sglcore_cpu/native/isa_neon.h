@@ -142,6 +142,13 @@ SGL_INLINE line load_line(const void* p) {
     const auto* bytes = static_cast<const uint8_t*>(p);
     return {vld1q_u8(bytes), vld1q_u8(bytes + 16), vld1q_u8(bytes + 32), vld1q_u8(bytes + 48)};
 }
+SGL_INLINE void store_line(void* p, line x) {
+    auto* bytes = static_cast<uint8_t*>(p);
+    vst1q_u8(bytes, x.a);
+    vst1q_u8(bytes + 16, x.b);
+    vst1q_u8(bytes + 32, x.c);
+    vst1q_u8(bytes + 48, x.d);
+}
 // The first n bytes (0 <= n <= 64); the others are 0 and nothing beyond them is touched.
 SGL_INLINE line load_line_first(const void* p, int64_t n) {
     alignas(64) char bytes[64] = {};

@@ -49,6 +49,8 @@ NAMES: tuple[str, ...] = (
     "dot_u8s8",
     "dot_low",
     "dot_high",
+    "line",
+    "high_line",
 )
 TINY, INF, NAN = 1e-40, float("inf"), float("nan")
 EDGES = [0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, TINY, 3.4e38, INF, -INF, NAN, 1e-8, 100.25, -7.75]
@@ -192,3 +194,5 @@ def test_dots_of_bytes_are_exact(engine: Engine, extreme: bool) -> None:
     for name, codes in (("dot_u8s8", x), ("dot_low", x & 15), ("dot_high", x >> 4)):
         expected = acc + (codes.int() * y.int()).view(16, 4).sum(1, dtype=torch.int32)
         same(lanes(name, x, y, acc, out=torch.int32), expected)
+    for name, codes in (("line", x), ("high_line", x >> 4)):
+        same(lanes(name, x, out=torch.int32).view(torch.uint8), codes)

@@ -160,7 +160,7 @@ def tree_expand(
         tokens.stride(0),
         scores.stride(0),
         LEADERS=power_of_two(leaders),
-        **tuning.options(tuning.trees),
+        **tuning.options(tuning.tree_expand),
     )
 
 
@@ -178,7 +178,7 @@ def tree_build(records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor, tuni
         requests,
         tree.shape[2],
         RECORDS=power_of_two(most),
-        **tuning.options(tuning.trees),
+        **tuning.options(tuning.tree_build),
     )
 
 
@@ -209,5 +209,5 @@ def tree_place(
         depths.stride(0),
         NODES=power_of_two(nodes),
         ROUNDS=(nodes - 1).bit_length(),
-        **tuning.options(tuning.tree_walk),
+        **tuning.options(tuning.tree_place),
     )

@@ -82,7 +82,9 @@ class Tuning:
     place_proposals: LaunchConfig = LaunchConfig(32, 1)
     accept_proposals: LaunchConfig = LaunchConfig(32, 1)
     tree_walk: LaunchConfig = LaunchConfig(32, 1)
-    trees: LaunchConfig = LaunchConfig(128, 1)
+    tree_expand: LaunchConfig = LaunchConfig(128, 1)
+    tree_build: LaunchConfig = LaunchConfig(128, 1)
+    tree_place: LaunchConfig = LaunchConfig(32, 1)
     programs: int = 256
     """Programs that keep the device busy; attention over long requests is split until there are as many."""
     most_splits: int = 64

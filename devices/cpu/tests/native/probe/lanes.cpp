@@ -61,6 +61,8 @@ const Function kFunctions[] = {
     [](const Operands& o) { o.put(dot_u8s8(o.c_i32(), load_line(o.x), load_line(o.y))); },
     [](const Operands& o) { o.put(dot_u4s8(o.c_i32(), low_nibbles(load_line(o.x)), load_line(o.y))); },
     [](const Operands& o) { o.put(dot_u4s8(o.c_i32(), high_nibbles(load_line(o.x)), load_line(o.y))); },
+    [](const Operands& o) { store_line(o.out, load_line(o.x)); },
+    [](const Operands& o) { store_line(o.out, high_nibbles(load_line(o.x))); },
 };
 
 }  // namespace
