@@ -46,7 +46,7 @@ class NextTokenLayers(Head):
         for depth, layer in enumerate(self.each[:depths]):
             # The last cells have no token so far ahead; nothing is predicted of what they get.
             made = layer(embedded.roll(-depth, 1), made, turns, [])
-            found.append(delayed(layer.logits(made, target), depth) if depth else layer.logits(made, target))
+            found.append(delayed(layer.logits(made, target), depth))
         return found
 
     def begin(self, target: Decoder) -> None:
