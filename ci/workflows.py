@@ -78,10 +78,15 @@ def _job(lane: Lane) -> str:
     return "\n".join(lines) + "\n"
 
 
+def generated(root: Path = ROOT) -> dict[str, str]:
+    """The stored workflows that this module wrote, by name: those that begin with its header. Others are written by hand."""
+    found = {path.name: path.read_text() for path in (root / FOLDER).glob("*.yml")}
+    return {name: text for name, text in found.items() if text.startswith(HEADER)}
+
+
 def differences(root: Path = ROOT) -> list[str]:
-    """Workflow files that are not what the lanes say."""
-    wanted = texts(lanes(root))
-    stored = {path.name: path.read_text() for path in (root / FOLDER).glob("*.yml")}
+    """Generated workflow files that are not what the lanes say."""
+    wanted, stored = texts(lanes(root)), generated(root)
     return sorted(name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name))
 
 
@@ -89,8 +94,8 @@ def main(write: bool) -> int:
     """Write the files, or name those that differ; 1 if some do."""
     if write:
         (ROOT / FOLDER).mkdir(parents=True, exist_ok=True)
-        for path in (ROOT / FOLDER).glob("*.yml"):
-            path.unlink()
+        for name in generated():
+            (ROOT / FOLDER / name).unlink()
         for name, text in texts(lanes()).items():
             (ROOT / FOLDER / name).write_text(text)
     different = differences()
