@@ -13,42 +13,63 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "host"
 """The capability of the lane that runs what needs no device at all."""
+SELF_HOSTED = "self-hosted"
+"""The label of every runner that is not GitHub's own."""
 TORCH = "torch"
 """The capability of every lane in the project's own environment, where torch is installed."""
+TEXTS = ("name", "simulator", "image", "options", "source", "group")
+"""The keys of a row that hold a text; most hold a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """One row of a package's `ci.toml`, `[[lane]]`.
-
-    `simulator` is what `--sim` takes ("" on a real device); `runner` the labels of a machine that has the hardware (empty:
-    any machine will do); `torch` the versions it is run with, the first here; `image` a container to run in. `environment`
-    are the requirements of an environment of its own, in which nothing else is installed (empty: the project's), and
-    `unpinned` the packages of which it takes another version than constraints.txt has, because a library there asks for it;
-    `folders` the tests it runs (empty: all that it may), `ignore` files among them that it can not even collect. `only`: it
-    leaves out tests that need none of these capabilities, because another lane runs them (empty: it leaves out none). `group`: the
-    group (ci/groups.py) that all its tests are of; it is run only where that is run whole.
-    """
+    """One row of a package's `ci.toml`, `[[lane]]`."""
 
     name: str
     device: str
+    """The folder of `devices/` that declares it."""
     capabilities: frozenset[str]
+    """What it offers; a test that needs more runs elsewhere."""
     simulator: str = ""
+    """What `--sim` takes; "" on a real device."""
     runner: tuple[str, ...] = ()
+    """Labels of a machine that has the hardware; empty: any machine will do."""
     image: str = ""
+    """The container that its job runs in; "" for none."""
+    options: str = ""
+    """What the container is started with, such as the devices that it gets."""
+    packages: tuple[str, ...] = ()
+    """Packages of the distribution that the image lacks and apt-get installs there."""
+    setup: tuple[str, ...] = ()
+    """Lines of bash that its job runs in the checkout before anything is installed for Python."""
+    source: str = ""
+    """A script of the vendor's, to be sourced wherever Python is started."""
     torch: tuple[str, ...] = ()
-    setup: str = ""
+    """The versions of torch that it is run with, each by a job; the first here."""
+    vendor_torch: bool = False
+    """The vendor's torch lies in the machine's own Python, and is kept."""
     environment: tuple[str, ...] = ()
+    """Requirements of an environment of its own, in which nothing else is installed; empty: the project's."""
     unpinned: tuple[str, ...] = ()
+    """Packages of which that takes another version than constraints.txt has, because a library there asks for it."""
     folders: tuple[str, ...] = ()
+    """The tests it runs; empty: all that it may."""
     ignore: tuple[str, ...] = ()
+    """Files among them that it can not even collect."""
     only: frozenset[str] = frozenset()
+    """It leaves out tests that need none of these, because another lane runs them; empty: it leaves out none."""
     group: str = ""
+    """The group (ci/groups.py) that all its tests are of: it is run only where that is run whole."""
 
     @property
     def needs_hardware(self) -> bool:
         """It runs on a machine of its own."""
         return bool(self.runner)
+
+    @property
+    def is_hosted(self) -> bool:
+        """GitHub has the machine: nobody needs to bring one."""
+        return SELF_HOSTED not in self.runner
 
     @property
     def tests(self) -> tuple[str, ...]:
@@ -98,12 +119,17 @@ def read(path: Path) -> tuple[Lane, ...]:
 
 
 def _lane(path: Path, device: str, row: dict[str, Any], shared: list[str]) -> Lane:
-    known = {"name", "capabilities", "simulator", "runner", "image", "torch", "setup", "environment", "tests"}
-    known |= {"unpinned", "ignore", "only", "group"}
+    known = {"name", "capabilities", "simulator", "runner", "image", "options", "packages", "setup", "source", "torch"}
+    known |= {"vendor_torch", "environment", "tests", "unpinned", "ignore", "only", "group"}
     unknown = sorted(row.keys() - known)
     if unknown or "name" not in row:
         what = f"unknown {', '.join(unknown)}" if unknown else "a lane without a name"
         raise LaneError(f"{path}: {what}; a lane has {', '.join(sorted(known))}")
+    for key in sorted(row.keys()):
+        wanted = bool if key == "vendor_torch" else str if key in TEXTS else list
+        if not isinstance(row[key], wanted) or (wanted is list and not all(isinstance(x, str) and x for x in row[key])):
+            what = "a list of texts, none empty" if wanted is list else f"a {wanted.__name__}"
+            raise LaneError(f"{path}: {key} of lane {row['name']} is {row[key]!r}; wanted {what}")
     simulator, environment = row.get("simulator", ""), tuple(row.get("environment", ()))
     own = {"device", f"package.{device}", *(("simulator",) if simulator else ()), *(() if environment else (TORCH,))}
     return Lane(
@@ -113,8 +139,12 @@ def _lane(path: Path, device: str, row: dict[str, Any], shared: list[str]) -> La
         simulator=simulator,
         runner=tuple(row.get("runner", ())),
         image=row.get("image", ""),
+        options=row.get("options", ""),
+        packages=tuple(row.get("packages", ())),
+        setup=tuple(row.get("setup", ())),
+        source=row.get("source", ""),
         torch=tuple(row.get("torch", ())),
-        setup=row.get("setup", ""),
+        vendor_torch=row.get("vendor_torch", False),
         environment=environment,
         unpinned=tuple(row.get("unpinned", ())),
         folders=tuple(row.get("tests", ())),

@@ -1,81 +1,155 @@
-"""GitHub workflows generated from the lanes: one reusable workflow that runs a lane, and a small one for each device."""
+"""The GitHub workflow generated from the lanes: a job for each lane and torch, and one that joins what they recorded.
+
+Every job is written out: no step is made of an expression, so what stands there is what bash gets. Workflows without the
+header are written by hand and left alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ci.lanes import ROOT, Lane, lanes
+from ci.lanes import HOST, ROOT, Lane, LaneError, lanes
 
 FOLDER = Path(".github") / "workflows"
+FILE = "ci.yml"
 HEADER = "# Written by `python -m ci workflows --write` from devices/*/ci.toml; a test holds it to them.\n"
+UBUNTU = "ubuntu-24.04"
+PYTHON = "3.11"
+"""What lanes without hardware run on: GitHub's machine, and the oldest Python that is served."""
+VENV = ".venv/bin/python"
+CHECKOUT = "      - uses: actions/checkout@v6\n        with: {fetch-depth: 0}\n"
+"""With its history: which slow tests are due hangs on the number of commits."""
+SETUP_PYTHON = f'      - uses: actions/setup-python@v6\n        with: {{python-version: "{PYTHON}"}}\n'
+APT = ("apt-get update -qq", "DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends")
 
-REUSABLE = (
-    HEADER
-    + """name: lane
+HEAD = """name: ci
 on:
-  workflow_call:
+  push: {branches: [main]}
+  pull_request:
+  workflow_dispatch:
     inputs:
-      lane: {required: true, type: string}
-      runner: {required: true, type: string}
-      image: {required: false, type: string, default: ""}
-      torch: {required: false, type: string, default: ""}
-      setup: {required: false, type: string, default: ""}
+      lane: {description: "the lane to run, instead of all", type: string, default: ""}
+      tests: {description: "files or folders to run, instead of all that it may", type: string, default: ""}
+permissions: {contents: read}
+concurrency:
+  group: ci-${{ github.ref }}
+  cancel-in-progress: ${{ github.ref != 'refs/heads/main' }}
+defaults:
+  run: {shell: bash}
+env:
+  TESTS: ${{ inputs.tests }}
 jobs:
-  lane:
-    runs-on: ${{ fromJSON(inputs.runner) }}
-    container: ${{ inputs.image }}
-    timeout-minutes: 60
-    steps:
-      - uses: actions/checkout@v4
-      - name: image
-        run: |
-          if [ -n "${{ inputs.setup }}" ]; then ${{ inputs.setup }}; fi
-          python3 -m venv .venv
-          if [ -n "${{ inputs.torch }}" ]; then
-            .venv/bin/python tools/install_devices.py --extra test --all --torch "${{ inputs.torch }}"
-          fi
-      - name: product
-        run: .venv/bin/python -m ci run "${{ inputs.lane }}"
-      - uses: actions/upload-artifact@v4
-        if: always()
-        with:
-          name: lane-${{ inputs.lane }}-${{ inputs.torch }}
-          path: build/lanes
 """
-)
 
 
-def texts(found: tuple[Lane, ...]) -> Mapping[str, str]:
-    """Every workflow file by name."""
-    devices = sorted({lane.device for lane in found})
-    own = {f"{device}.yml": _device(device, [lane for lane in found if lane.device == device]) for device in devices}
-    return {"lane.yml": REUSABLE, **own}
+def texts(found: Sequence[Lane], root: Path = ROOT) -> Mapping[str, str]:
+    """Every generated workflow by its file's name; raises LaneError where a lane can not be installed as it says."""
+    jobs = {_id(lane, version): _job(lane, version, root) for lane in found for version in lane.torch or ("",)}
+    return {FILE: HEADER + HEAD + "".join(jobs.values()) + _joining(list(jobs))}
 
 
-def _device(device: str, found: list[Lane]) -> str:
-    head = f"name: {device}\non:\n  push: {{branches: [main]}}\n  pull_request:\n  workflow_dispatch:\njobs:\n"
-    return HEADER + head + "".join(_job(lane) for lane in found)
+def _id(lane: Lane, version: str) -> str:
+    """The name of a job: one for each torch where a lane has several."""
+    return f"{lane.name}-torch-{version.replace('.', '-')}" if len(lane.torch) > 1 else lane.name
 
 
-def _job(lane: Lane) -> str:
-    runner = "[" + ", ".join(f'"{label}"' for label in lane.runner or ("ubuntu-latest",)) + "]"
-    versions = ", ".join(f'"{version}"' for version in lane.torch)
-    matrix = ["    strategy:", "      fail-fast: false", f"      matrix: {{torch: [{versions}]}}"]
-    lines = [
-        f"  {lane.name}:",
-        *(matrix if versions else ()),
-        "    uses: ./.github/workflows/lane.yml",
-        "    with:",
-        f"      lane: {lane.name}",
-        f"      runner: '{runner}'",
-        *(("      torch: ${{ matrix.torch }}",) if versions else ()),
-    ]
-    lines += [f"      image: {lane.image}"] if lane.image else []
-    lines += [f'      setup: "{lane.setup}"'] if lane.setup else []
-    if lane.needs_hardware:
-        lines.insert(1, f"    if: vars.RUNNERS_{lane.device.upper()} == 'yes'")
-    return "\n".join(lines) + "\n"
+def _job(lane: Lane, version: str, root: Path) -> str:
+    name = f"{lane.name}, torch {version}" if version else lane.name
+    lines = [f"  {_id(lane, version)}:", f"    name: {json.dumps(name)}"]
+    wanted = f"inputs.lane == '' || inputs.lane == '{lane.name}'"
+    lines += [f"    if: {wanted if lane.is_hosted else f'{_has_runner(lane)} && ({wanted})'}"]
+    lines += [f"    runs-on: [{', '.join(lane.runner or (UBUNTU,))}]"]
+    if lane.image:
+        lines += ["    container:", f"      image: {json.dumps(lane.image)}"]
+        lines += [f"      options: {json.dumps(lane.options)}"] if lane.options else []
+    return "\n".join([*lines, "    timeout-minutes: 90", "    steps:", ""]) + _steps(lane, version, root)
+
+
+def _has_runner(lane: Lane) -> str:
+    """A machine of one's own is asked only where it is there, and never with a stranger's code."""
+    return f"vars.RUNNERS_{lane.device.upper()} == 'yes' && github.event_name != 'pull_request'"
+
+
+def _steps(lane: Lane, version: str, root: Path) -> str:
+    """A lane's steps: what the image lacks, the checkout, what the lane sets up, Python's packages, the tests, the record."""
+    source = [f"source {lane.source}"] if lane.source else []
+    trusted = ['git config --global --add safe.directory "$GITHUB_WORKSPACE"'] if lane.image else []
+    run = f'{VENV} -m ci run {lane.name} --tests "$TESTS"'
+    is_first_of_host = HOST in lane.capabilities and version in ("", *lane.torch[:1])
+    return "".join(
+        (
+            _run("packages", [APT[0], f"{APT[1]} {' '.join(lane.packages)}"]) if lane.packages else "",
+            CHECKOUT,
+            SETUP_PYTHON if lane.is_hosted else "",
+            _run("setup", [*trusted, *lane.setup]),
+            _run("install", [*source, *_install(lane, version, root)]),
+            _run("run", [*source, run]),
+            _run("lint", LINT, "!cancelled()") if is_first_of_host else "",
+            _upload(f"record-{_id(lane, version)}", f"build/lanes/{lane.name}.json"),
+        )
+    )
+
+
+LINT = (".venv/bin/ruff format --check .", ".venv/bin/ruff check .", ".venv/bin/pyright")
+
+
+def _run(name: str, lines: Sequence[str], condition: str = "") -> str:
+    """One step of bash; nothing where it has no lines."""
+    own = [f"        if: ${{{{ {condition} }}}}"] if condition else []
+    body = ["        run: |", *(f"          {line}" for line in lines)]
+    return "\n".join([f"      - name: {name}", *own, *body, ""]) if lines else ""
+
+
+def _install(lane: Lane, version: str, root: Path) -> list[str]:
+    """How a lane's Python gets its packages. One of an environment of its own makes that when it is run."""
+    made = f"python3 -m venv {'--system-site-packages ' if lane.vendor_torch else ''}.venv"
+    if lane.environment:
+        return [made, f"{VENV} -m pip install --quiet -c constraints.txt pytest"]
+    return [made, " ".join([f"{VENV} tools/install_devices.py --extra test", *_wanted(lane, version, root)])]
+
+
+def _wanted(lane: Lane, version: str, root: Path) -> list[str]:
+    """The installer's options: everything on the host's lane and on simulated ones, the device's own package on others."""
+    fits = _simulator_takes(version, root)
+    if lane.simulator and not fits:
+        raise LaneError(f"lane {lane.name} asks for torch {version}, which the simulator does not take; name another")
+    everything = lane.simulator or HOST in lane.capabilities
+    words = ["--all"] if everything else [f"--device {lane.device}"]
+    words += [] if lane.needs_hardware else ["--processor"]
+    words += ["--without-simulator"] if everything and not fits else []
+    return [*words, f"--torch {version}"] if version else words
+
+
+def _simulator_takes(version: str, root: Path) -> bool:
+    """Whether the simulator can be installed beside a torch."""
+    from packaging.requirements import Requirement
+
+    path = root / "simulator" / "pyproject.toml"
+    declared = tomllib.loads(path.read_text())["project"]["dependencies"] if path.is_file() else ()
+    wanted = [Requirement(text) for text in declared]
+    return not version or all(version in each.specifier for each in wanted if each.name == "torch")
+
+
+def _upload(name: str, path: str) -> str:
+    lines = ("- uses: actions/upload-artifact@v6", "  if: ${{ !cancelled() }}", "  with:", f"    name: {name}")
+    return "\n".join(f"      {line}" for line in (*lines, f"    path: {path}", "    if-no-files-found: error")) + "\n"
+
+
+def _joining(needs: Sequence[str]) -> str:
+    """The job that joins all records of a run, and is red where a test ran nowhere."""
+    lines = [f"    needs: {json.dumps(list(needs))}"]
+    lines += ["    if: ${{ !cancelled() && inputs.lane == '' && inputs.tests == '' }}", f"    runs-on: [{UBUNTU}]"]
+    download = "      - uses: actions/download-artifact@v7\n        with: {pattern: record-*, path: records}\n"
+    install = ["python3 -m venv .venv", f"{VENV} -m pip install --quiet -c constraints.txt pytest"]
+    steps = (_run("install", install), _run("join", [f"{VENV} -m ci table --records records"]))
+    last = _upload("table", "build/lanes/table.md")
+    head = "\n".join(
+        ["  table:", "    name: every test ran somewhere", *lines, "    timeout-minutes: 15", "    steps:", ""]
+    )
+    return head + "".join((CHECKOUT, SETUP_PYTHON, download, *steps, last))
 
 
 def generated(root: Path = ROOT) -> dict[str, str]:
@@ -86,7 +160,7 @@ def generated(root: Path = ROOT) -> dict[str, str]:
 
 def differences(root: Path = ROOT) -> list[str]:
     """Generated workflow files that are not what the lanes say."""
-    wanted, stored = texts(lanes(root)), generated(root)
+    wanted, stored = texts(lanes(root), root), generated(root)
     return sorted(name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name))
 
 

@@ -45,6 +45,10 @@ def test_lanes_come_from_the_packages_the_hosts_first_and_hardware_last(tmp_path
         ("[[lane]]\ncapabilities = []\n", "a lane without a name"),
         ('[[lane]]\nname = "x"\nspeed = 3\n', "unknown speed"),
         ("[[lane", "ci.toml"),
+        ('[[lane]]\nname = "x"\nsetup = [""]\n', "setup of lane x is .''.; wanted a list of texts, none empty"),
+        ('[[lane]]\nname = "x"\nsetup = "true"\n', "setup of lane x is 'true'; wanted a list"),
+        ('[[lane]]\nname = "x"\nimage = ["one"]\n', "image of lane x is .'one'.; wanted a str"),
+        ('[[lane]]\nname = "x"\nvendor_torch = "yes"\n', "vendor_torch of lane x is 'yes'; wanted a bool"),
     ],
 )
 def test_a_declaration_that_can_not_be_used_is_refused(tmp_path: Path, text: str, said: str) -> None:
