@@ -1,0 +1,33 @@
+# sglcore on AMD GPUs: docker build -f containers/hip.Dockerfile -t sglcore:hip .
+FROM rocm/dev-ubuntu-24.04:7.2.4 AS build
+# The native kernels of the processor are compiled here, for every instruction set.
+RUN apt-get update -qq \
+ && apt-get install -y -qq --no-install-recommends g++ python3-dev python3-venv \
+ && rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/sglcore/source
+COPY . .
+RUN python3 -m venv /opt/sglcore/venv \
+ && PIP_NO_CACHE_DIR=1 /opt/sglcore/venv/bin/python tools/install_devices.py --device hip
+
+FROM rocm/dev-ubuntu-24.04:7.2.4
+# torch brings the libraries of ROCm, the host the driver; Triton compiles what launches its kernels where they run.
+RUN apt-get update -qq \
+ && apt-get install -y -qq --no-install-recommends gcc libc6-dev python3-dev \
+ && rm -rf /var/lib/apt/lists/*
+RUN useradd --uid 10001 --create-home --home-dir /home/sglcore sglcore \
+ && install -d -o sglcore -g sglcore /models
+COPY --from=build /opt/sglcore /opt/sglcore
+ENV PATH=/opt/sglcore/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/models \
+    SGLCORE_HOST=0.0.0.0 \
+    SGLCORE_PORT=8000
+USER 10001
+WORKDIR /home/sglcore
+VOLUME /models
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
+  CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ['SGLCORE_PORT']}/readyz\", timeout=4)"]
+ENTRYPOINT ["sglcore"]
+CMD ["serve"]
