@@ -5,6 +5,8 @@
 # make mutation  a sample of planted defects in the host's half of a step, and what no test caught (docs/testing.md)
 # make bench-cpu  this processor's speed beside other engines: installs those it can, and says why not the others
 PYTHON ?= python3
+# Further options of the installer, such as --device cuda, where what it sees is not what is meant (tools/install_devices.py).
+INSTALL ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= Once upon a time
@@ -17,7 +19,15 @@ BENCH ?=
 # Further options of mutation, such as --again or --file sglcore/step/rows.py.
 MUTATION ?=
 
-DECLARED := pyproject.toml constraints.txt $(wildcard devices/*/pyproject.toml simulator/pyproject.toml) tools/install_devices.py
+DECLARED := pyproject.toml $(wildcard constraints*.txt devices/*/pyproject.toml simulator/pyproject.toml) \
+  tools/install_devices.py $(wildcard tools/installer/*.py)
+
+# A Python that was asked for by name; the one that happens to be the first may differ from the environment's.
+ASKED := $(if $(filter command environment,$(firstword $(origin PYTHON))),$(PYTHON))
+# An environment that was left half made, or whose interpreter is gone or not the one asked for, is not there.
+ifneq ($(shell $(BIN)/python tools/make_environment.py --works $(ASKED) 2>/dev/null),yes)
+.PHONY: $(VENV)/pyvenv.cfg
+endif
 
 .PHONY: demo serve test test-all lint style mutation bench-cpu clean
 
@@ -67,13 +77,13 @@ build/mutation/tool/installed: $(VENV)/installed-test constraints.txt
 	@touch $@
 
 $(VENV)/pyvenv.cfg:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) tools/make_environment.py $(if $(ASKED),--same) $(VENV)
 
 $(VENV)/installed: $(VENV)/pyvenv.cfg $(DECLARED)
-	@$(BIN)/python tools/install_devices.py
+	@$(BIN)/python tools/install_devices.py $(INSTALL)
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/pyvenv.cfg $(DECLARED)
 	@{ $(BIN)/python tools/install_browser.py; $(BIN)/python tools/install_compilers.py; } & \
-	  $(BIN)/python tools/install_devices.py --extra test --all && wait $$!
+	  $(BIN)/python tools/install_devices.py --extra test --all $(INSTALL) && wait $$!
 	@touch $@ $(VENV)/installed

@@ -19,7 +19,7 @@ from ci.code import code_of
 from ci.lanes import ROOT, Lane, LaneError, lanes
 
 STORED = Path("ci") / "digests.json"
-CONSTRAINTS = "constraints.txt"
+CONSTRAINTS = "constraints*.txt"
 PLACES = ("devices/*/ci.toml", "tests/ci.toml")
 
 
@@ -28,7 +28,7 @@ class Group:
     """One row.
 
     `tests` are patterns of tests' names on `lane`, with their parameters where a pattern has a bracket (`[[]`);
-    `sources` patterns of files that they cover beside their own, and `pins` packages of `constraints.txt` whose versions they
+    `sources` patterns of files that they cover beside their own, and `pins` packages of `constraints*.txt` whose versions they
     do. `share` is how many of 100 tests a sample takes; a test that makes many checks may run always, with `share = 100`, and
     take its own sample. `skips`: a test that says that the lane can not run it leaves the group whole, because others run it.
     A test is of the first group declared that has it.
@@ -52,8 +52,7 @@ class Group:
         total = hashlib.sha256()
         for path in self.files(root):
             total.update(path.relative_to(root).as_posix().encode() + b"\0" + code_of(path) + b"\0")
-        constraints = root / CONSTRAINTS
-        lines = constraints.read_text().splitlines() if constraints.is_file() else []
+        lines = [line for path in sorted(root.glob(CONSTRAINTS)) for line in path.read_text().splitlines()]
         for line in sorted(line for line in lines if line.partition("==")[0] in self.pins):
             total.update(line.encode() + b"\0")
         return total.hexdigest()

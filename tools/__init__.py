@@ -1,0 +1,1 @@
+"""Programs for people who work on this checkout; no package of it imports them."""

@@ -1,0 +1,96 @@
+"""What went wrong, in one line that says what to do: by what pip said, and by what the machine has."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tools.installer.choice import size
+from tools.installer.needs import InstallError
+from tools.installer.pythons import AGAIN
+from tools.installer.sources import Machine, Sources, page, reason, wheels
+
+NO_SPACE = re.compile(r"No space left on device|Errno 28\b|Disk quota exceeded")
+NO_TRUST = re.compile(r"CERTIFICATE_VERIFY_FAILED|certificate verify failed|SSLError|SSLCertVerificationError")
+NO_PROXY = re.compile(r"ProxyError|Cannot connect to proxy|Tunnel connection failed|407 Proxy")
+NO_NETWORK = re.compile(
+    r"Failed to establish a new connection|NewConnectionError|ConnectTimeoutError|ReadTimeoutError|Name or service not known"
+    r"|Temporary failure in name resolution|nodename nor servname|Network is unreachable|Connection refused"
+    r"|Connection reset|Connection broken|Remote end closed|Max retries exceeded"
+)
+SPOILED = re.compile(r"DO NOT MATCH THE HASHES|BadZipFile|not a zip file|[Ww]heel '?\S+ .*is invalid|[Ii]nvalid wheel")
+NOT_FOUND = re.compile(r"(?:No matching distribution found for|that satisfies the requirement) ([^\s;(]+)")
+STATUS = re.compile(r"HTTP error (\d+) while getting (\S+)")
+
+THEN = f"; then {AGAIN} again"
+MIRROR = f"set HTTPS_PROXY, or a mirror by PIP_INDEX_URL{THEN}"
+CONNECT = f"connect this machine, {MIRROR}"
+PAGE = f"answers with a page that is no package index: a proxy or a login page stands between; {MIRROR}"
+SPACE = f"free some, or set TMPDIR and PIP_CACHE_DIR to another disk{THEN}"
+LAST = 20
+"""Lines of pip's that are shown where nothing here knows what they mean."""
+
+Pages = Callable[[str, Sources], str]
+
+
+def explain(said: str, sources: Sources, machine: Machine, log: Path, pages: Pages = page) -> str:
+    """Pip's words in one line with the remedy; what it does not know is shown by pip's own last words."""
+    proxy = sources.proxy or os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or "the proxy"
+    known = (
+        (NO_SPACE, f"no space is left on a disk: {SPACE}"),
+        (NO_TRUST, f"the certificate of {sources.index} is not trusted: set PIP_CERT to the file of its signer{THEN}"),
+        (NO_PROXY, f"{proxy} lets no connection to {sources.index} through: correct HTTPS_PROXY{THEN}"),
+        (SPOILED, f"what {sources.index} gave is not the package: a proxy stands between; {MIRROR}"),
+    )
+    for pattern, line in known:
+        if pattern.search(said):
+            return line
+    if missing := NOT_FOUND.search(said):
+        return _missing(missing.group(1), sources, machine, pages)
+    if NO_NETWORK.search(said):
+        return f"{sources.index} can not be reached: {CONNECT}"
+    if status := STATUS.search(said):
+        return f"{status.group(2)} answers with HTTP status {status.group(1)}: name a mirror by PIP_INDEX_URL{THEN}"
+    last = "\n".join(said.strip().splitlines()[-LAST:])
+    return f"{last}\npip failed; all that it said is in {log}: mend that{THEN}"
+
+
+def is_spoiled(said: str) -> bool:
+    """A file is not what the index says, which pip may go on taking from its cache."""
+    return SPOILED.search(said) is not None
+
+
+def _missing(requirement: str, sources: Sources, machine: Machine, pages: Pages) -> str:
+    """A package that pip does not find: no network, an index that is none, or no wheel that fits."""
+    project = re.split(r"[^\w.-]", requirement)[0]
+    address = f"{sources.index.rstrip('/')}/{re.sub(r'[-_.]+', '-', project).lower()}/"
+    try:
+        found = wheels(pages(address, sources), re.sub(r"[-_.]+", "[-_.]+", project))
+    except OSError as error:
+        return f"{address} does not answer ({reason(error)}): {CONNECT}"
+    if not found:
+        return f"{address} {PAGE}"
+    place = f"{machine.python} on {machine.system} {machine.machine}"
+    other = f"use another Python by {AGAIN} PYTHON=python3.12, or another index by PIP_INDEX_URL"
+    return f"{sources.index} has no {requirement} for {place}: {other}"
+
+
+def check_space(
+    needed: Sequence[tuple[Path, int]],
+    what: str,
+    free: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
+) -> None:
+    """Raises InstallError where a disk has less than what all folders on it need, in megabytes, before anything is fetched."""
+    disks: dict[int, list[tuple[Path, int]]] = {}
+    for path, megabytes in needed:
+        there = next(each for each in (path, *path.parents) if each.exists())
+        disks.setdefault(there.stat().st_dev, []).append((there, megabytes))
+    for parts in disks.values():
+        total, place = sum(megabytes for _, megabytes in parts), parts[0][0]
+        found = free(place) / 1e6
+        if found < total:
+            have = f"which has {size(found)} free"
+            raise InstallError(f"{what} needs about {size(total)} on the disk of {place}, {have}: {SPACE}")

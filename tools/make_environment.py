@@ -1,0 +1,138 @@
+"""Make the environment that `make` installs into: `python3 tools/make_environment.py .venv`, by the interpreter that it stands on.
+
+An environment that is there and works stays; one that was left half made, or whose interpreter is gone, is made again. Where the
+interpreter has a vendor's torch, the environment sees its packages. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.installer.choice import has_any
+from tools.installer.needs import needs_of, takes
+from tools.installer.pythons import AGAIN, ROOT, served
+
+BARE = "import json, sys; print(json.dumps('%d.%d' % sys.version_info[:2]))"
+CHECK = f"import importlib.metadata as m; assert m.distribution('pip').read_text('INSTALLER'); {BARE}"
+"""Programs that print an interpreter's version; the second fails where pip is not there, or not whole."""
+OWN = f"{sys.version_info[0]}.{sys.version_info[1]}"
+PLAIN = re.compile(r"[\d.]+(\+cpu)?")
+"""Versions of torch that are no vendor's: the public index has them, or its processor build."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when the environment is there; 1 with one line about what was wrong, 130 when interrupted."""
+    parser = argparse.ArgumentParser(description="Make the environment that make installs into.")
+    parser.add_argument("--works", action="store_true", help="say yes where this interpreter is that of one that works")
+    parser.add_argument("--same", action="store_true", help="make one of another Python than this again")
+    parser.add_argument("what", nargs="?", default="", help="the folder; with --works, the Python that was asked for")
+    asked = parser.parse_args(arguments)
+    if asked.works:
+        print("yes" if works(asked.what) else "no")
+        return 0
+    try:
+        return make(Path(asked.what or ".venv"), asked.same)
+    except KeyboardInterrupt:
+        print(f"interrupted: {asked.what} is half made, and {AGAIN} makes it again", file=sys.stderr)
+        return 130
+
+
+def works(asked: str) -> bool:
+    """Whether the environment of this interpreter is whole, and of the version of the Python that was asked for, if any."""
+    return has_whole_pip() and (not asked or _version(asked, BARE) in ("", OWN))
+
+
+def has_whole_pip() -> bool:
+    """Who installs it writes INSTALLER last."""
+    try:
+        return bool(distribution("pip").read_text("INSTALLER"))
+    except PackageNotFoundError:
+        return False
+
+
+def make(folder: Path, same: bool = False) -> int:
+    """Make it unless it works. `same`: one of another Python is made again."""
+    if has_pip(folder, same) or mend(folder, same):
+        return 0
+    if folder.exists():
+        print(f"{folder} is half made, or of another Python: it is made again", flush=True)
+        shutil.rmtree(folder)
+    torch = vendors_torch()
+    if torch:
+        print(
+            f"torch {torch} of {sys.executable} is a vendor's: it is kept, and {folder} sees its packages", flush=True
+        )
+    command = (sys.executable, "-m", "venv", *(["--system-site-packages"] if torch else []), str(folder))
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode == 0:
+        return 0
+    shutil.rmtree(folder, ignore_errors=True)
+    print(explain(ran.stdout + ran.stderr), file=sys.stderr)
+    return 1
+
+
+def explain(said: str) -> str:
+    """Why no environment could be made, in one line."""
+    if "No space left" in said or "Errno 28" in said:
+        return f"no space is left on the disk of this folder: free some; then {AGAIN} again"
+    if "ensurepip" in said:
+        package = f"apt-get install python{OWN}-venv, or your system's package of that kind"
+        return f"{sys.executable} can not make an environment with pip: {package}; then {AGAIN} again"
+    last = said.strip().splitlines()[-1:] or ["it says nothing"]
+    return f"{sys.executable} can not make an environment: {last[0]}; mend that, then {AGAIN} again"
+
+
+def has_pip(folder: Path, same: bool = False) -> bool:
+    """It has pip, and its interpreter is one that is served; `same`: of this one's version."""
+    return _version(str(folder / "bin" / "python"), CHECK) in ([OWN] if same else served())
+
+
+def mend(folder: Path, same: bool = False) -> bool:
+    """Put pip into an environment that lacks nothing else, as others make them."""
+    python = folder / "bin" / "python"
+    if not (folder / "pyvenv.cfg").is_file() or _version(str(python), BARE) not in ([OWN] if same else served()):
+        return False
+    return _run(str(python), "-m", "ensurepip") is not None and has_pip(folder, same)
+
+
+def vendors_torch() -> str:
+    """The version of a vendor's torch in this interpreter that the packages can be with; "" where there is none."""
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        return ""
+    folders = [path.parent for path in sorted(ROOT.glob("devices/*/pyproject.toml"))]
+    vendors = [name for folder in folders if (needs := needs_of(folder)) is not None for name in needs.vendor]
+    if PLAIN.fullmatch(found) and not has_any(vendors):
+        return ""
+    if all(takes(folder, found) for folder in folders):
+        return found
+    print(f"torch {found} of {sys.executable} is not one that sglcore works with: it is left alone", flush=True)
+    return ""
+
+
+def _version(python: str, program: str) -> str:
+    said = _run(python, "-c", program)
+    return json.loads(said) if said else ""
+
+
+def _run(*words: str) -> str | None:
+    try:
+        ran = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    except OSError:
+        return None
+    return ran.stdout if ran.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
