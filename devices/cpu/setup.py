@@ -1,5 +1,7 @@
-"""Builds the native kernels when the package is installed.
+"""Builds the native kernels when the package is installed, and says which machines a wheel with them is for.
 
+What is compiled is the environment's to say: SGLCORE_CPU_BUILD is here (what this processor needs; the default), all, some
+instruction sets, or none, which leaves it to the first start. SGLCORE_CPU_OBJECTS is a folder that keeps compiled files.
 A compiler that is missing or fails does not fail the installation: what it said is kept beside the package, the ledger
 shows it, and torch's own kernels serve.
 """
@@ -13,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).resolve().parent
@@ -29,6 +32,10 @@ def compiler_module() -> ModuleType:
     return module
 
 
+COMPILE = compiler_module()
+ASKED = os.environ.get(COMPILE.SETTING) or COMPILE.HERE
+
+
 class BuildNative(build_ext):
     """One shared library in place of Python's own kind of extension."""
 
@@ -39,15 +46,15 @@ class BuildNative(build_ext):
 
     def build_extension(self, ext):
         """Compile; on failure leave the words of the compiler in its place."""
-        compile = compiler_module()
         is_here = self.editable_mode or self.inplace
-        target = PACKAGE / compile.LIBRARY if is_here else Path(self.get_ext_fullpath(ext.name)).resolve()
+        target = PACKAGE / COMPILE.LIBRARY if is_here else Path(self.get_ext_fullpath(ext.name)).resolve()
         said = target.with_suffix(".error")
         said.unlink(missing_ok=True)
-        variant = compile.Variant(os.environ.get("CXX", "c++"))
+        kept = HERE.parent.parent / "build" / "native" / "objects" if is_here else os.environ.get("SGLCORE_CPU_OBJECTS")
         try:
-            compile.build(target, variant, HERE.parent.parent / "build" / "native" / "objects" if is_here else None)
-        except compile.BuildError as error:
+            variant = COMPILE.as_asked(COMPILE.Variant(os.environ.get("CXX", "c++")), ASKED)
+            COMPILE.build(target, variant, Path(kept) if kept else None)
+        except COMPILE.BuildError as error:
             said.parent.mkdir(parents=True, exist_ok=True)
             said.write_text(f"{error}\n", encoding="utf-8")
             print(f"sglcore-cpu: {error}; torch's kernels will serve", file=sys.stderr)
@@ -56,4 +63,16 @@ class BuildNative(build_ext):
         """An editable installation builds where the sources are, so nothing is left to copy."""
 
 
-setup(ext_modules=[Extension("sglcore_cpu.libsglcore_cpu", sources=[])], cmdclass={"build_ext": BuildNative})
+class Wheel(bdist_wheel):
+    """The library is loaded by address, not imported: it is for one kind of machine and any Python."""
+
+    def get_tag(self):
+        """Without Python's version and interface."""
+        return ("py3", "none", super().get_tag()[2])
+
+
+LIBRARY = Extension("sglcore_cpu.libsglcore_cpu", sources=[])
+setup(
+    ext_modules=[] if ASKED == COMPILE.NONE else [LIBRARY],
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
+)

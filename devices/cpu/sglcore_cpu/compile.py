@@ -1,7 +1,8 @@
 """Builds the native library: every topic's kernels once for each instruction set, with one C interface over them.
 
-It runs when the package is installed, and by hand as `python -m sglcore_cpu.compile`. Standard library only: nothing of
-this package or of any other is imported, for an installer has neither.
+It runs when the package is installed, at the first start where an installation has no library, and by hand as
+`python -m sglcore_cpu.compile`. Standard library only: nothing of this package or of any other is imported, for an
+installer has neither.
 """
 
 from __future__ import annotations
@@ -21,8 +22,18 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "native"
 LIBRARY = "libsglcore_cpu.so"
-PLAIN = ("api.cpp", "pool.cpp", "processor.cpp")
+PROCESSOR = "processor.cpp"
+PLAIN = ("api.cpp", "pool.cpp", PROCESSOR)
 """What is compiled once; every folder of sources is a topic, compiled for each instruction set."""
+
+HERE, ALL, NONE = "here", "all", "none"
+SETTING = "SGLCORE_CPU_BUILD"
+"""The environment variable by which an installation is told what to compile: the instruction sets that this processor needs
+(here, the default), all of this kind of machine, or none (the first start compiles)."""
+SECONDS_PER_SET = 95
+"""What the kernels of one instruction set take one core of 2 GHz, measured on a Xeon with g++ 12."""
+LONGEST_SECONDS = 900
+"""A compiler that takes longer for one file hangs: the longest takes 20."""
 
 COMMON = (
     "-std=c++17",
@@ -98,6 +109,10 @@ class BuildError(RuntimeError):
     """The compiler is missing or refused a file; the text is what it said."""
 
 
+class NoCompiler(BuildError):
+    """There is none of that name."""
+
+
 def topics(sources: Path = SOURCES) -> tuple[str, ...]:
     """The folders of kernels."""
     return tuple(sorted(folder.name for folder in sources.iterdir() if any(folder.glob("*.cpp"))))
@@ -112,33 +127,71 @@ def source_digest(sources: Path = SOURCES) -> str:
 
 
 def build(target: Path, variant: Variant = Variant(), cache: Path | None = None, sources: Path = SOURCES) -> Path:
-    """Compile and link to `target`; raises `BuildError`. `cache` keeps compiled files by their content. Waits, minutes."""
-    if shutil.which(variant.compiler) is None:
-        raise BuildError(f"there is no C++ compiler {variant.compiler!r} here")
-    if not variant.instruction_sets:
-        raise BuildError(f"there are no kernels for the machine {variant.machine!r}")
+    """Compile and link to `target`; raises `BuildError`. `cache` keeps compiled files by their content, and the library by
+    what it is made of. Waits, minutes."""
     variant = understood(variant)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = cache or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        registry = Path(scratch) / "registry.cpp"
-        registry.write_text(registry_text(variant, sources), encoding="utf-8")
-        jobs: list[tuple[Path, tuple[str, ...]]] = [
-            (path, ()) for path in (*(sources / name for name in PLAIN), registry)
-        ]
-        jobs += [job for one in variant.instruction_sets for job in _topic_jobs(one, variant, sources)]
-        with ThreadPoolExecutor(_cores()) as threads:
-            objects = list(threads.map(lambda job: _compile(job[0], job[1], variant, folder, sources), jobs))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = target.with_name(f"{target.name}.{os.getpid()}")
-        whole = ("-Wl,-z,defs",) if sys.platform == "linux" else ()  # elsewhere a missing symbol is an error anyway
-        _run((variant.compiler, *variant.flags, *whole, "-shared", "-pthread", "-o", str(fresh), *map(str, objects)))
-        fresh.replace(target)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            kept = (cache or Path(scratch)) / f"{_identity(variant, sources)}.so"
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            if not kept.exists():
+                _link(kept, variant, _objects(variant, kept.parent, Path(scratch), sources))
+            _place(kept, target)
+    except OSError as error:
+        raise BuildError(f"the native library can not be written: {error}") from None
     return target
 
 
+def as_asked(variant: Variant, asked: str, sources: Path = SOURCES) -> Variant:
+    """The variant with the instruction sets of `SETTING`'s value, or of a list of names with commas between them. Raises
+    `BuildError` for another value, and where this processor has none."""
+    if asked == HERE:
+        return for_this_processor(variant, sources)
+    known = {one.name for one in variant.instruction_sets}
+    names = () if asked == ALL else tuple(name.strip() for name in asked.split(","))
+    if known and not known.issuperset(names):
+        raise BuildError(
+            f"found {SETTING}={asked}; wanted {HERE}, {ALL}, {NONE}, or some of {', '.join(sorted(known))}"
+        )
+    return replace(variant, names=names)
+
+
+def for_this_processor(variant: Variant, sources: Path = SOURCES) -> Variant:
+    """The lowest and the highest of the instruction sets that this processor announces and the compiler knows: what serves
+    here, and what serves on most machines that the installation may be moved to. All of another kind of machine."""
+    variant = understood(variant)
+    if variant.machine != platform.machine():
+        return variant
+    level = _processor_level(variant, sources)
+    announced = [one.name for one in variant.instruction_sets if one.level <= level]
+    if not announced:
+        every = ", ".join(one.name for one in variant.instruction_sets)
+        raise BuildError(f"this processor has none of the instruction sets that kernels are written for: {every}")
+    return replace(variant, names=tuple(dict.fromkeys((announced[0], announced[-1]))))
+
+
+def _processor_level(variant: Variant, sources: Path) -> int:
+    """What the library would find, by a program of the same source; as much as there is where it can not be run."""
+    most = max(one.level for one in variant.instruction_sets)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            main, program = Path(scratch) / "main.cpp", Path(scratch) / "level"
+            main.write_text('#include "processor.h"\nint main() { return sgl::processor_level(); }\n', encoding="utf-8")
+            files = (str(main), str(sources / PROCESSOR))
+            _run((variant.compiler, *COMMON, f"-I{sources}", *files, "-o", str(program)))
+            level = subprocess.run((str(program),), check=False, timeout=LONGEST_SECONDS).returncode
+    except (OSError, subprocess.TimeoutExpired):
+        return most
+    return level if level >= 0 else most
+
+
 def understood(variant: Variant) -> Variant:
-    """Without the instruction sets whose flags an older compiler does not know; raises `BuildError` if none is left."""
+    """Without the instruction sets whose flags an older compiler does not know. Raises `BuildError` if none is left, there is
+    no compiler, or there are no kernels for the machine."""
+    if shutil.which(variant.compiler) is None:
+        raise NoCompiler(f"there is no C++ compiler {variant.compiler!r} here")
+    if not variant.instruction_sets:
+        raise BuildError(f"there are no kernels for the machine {variant.machine!r}")
     names = tuple(one.name for one in variant.instruction_sets if _takes(variant.compiler, one.flags))
     if not names:
         raise BuildError(f"{variant.compiler} knows none of the instruction sets that kernels are written for")
@@ -150,7 +203,44 @@ def _takes(compiler: str, flags: Sequence[str]) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def _cores() -> int:
+def compiler_version(compiler: str) -> str:
+    """What the compiler says of itself. Raises `BuildError`."""
+    return _run((compiler, "--version"))
+
+
+def _identity(variant: Variant, sources: Path) -> str:
+    """A fingerprint of all that a library is made of."""
+    sets = [(one.name, one.level, one.flags) for one in variant.instruction_sets]
+    parts = (source_digest(sources), compiler_version(variant.compiler), variant, variant.flags, sets)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def _objects(variant: Variant, folder: Path, scratch: Path, sources: Path) -> list[Path]:
+    """All compiled files, those of the folder that are there already included."""
+    registry = scratch / "registry.cpp"
+    registry.write_text(registry_text(variant, sources), encoding="utf-8")
+    jobs: list[tuple[Path, tuple[str, ...]]] = [(path, ()) for path in (*(sources / name for name in PLAIN), registry)]
+    jobs += [job for one in variant.instruction_sets for job in _topic_jobs(one, variant, sources)]
+    with ThreadPoolExecutor(cores()) as threads:
+        return list(threads.map(lambda job: _compile(job[0], job[1], variant, folder, sources), jobs))
+
+
+def _link(target: Path, variant: Variant, objects: Sequence[Path]) -> None:
+    whole = ("-Wl,-z,defs",) if sys.platform == "linux" else ()  # elsewhere a missing symbol is an error anyway
+    fresh = target.with_name(f"{target.name}.{os.getpid()}")
+    _run((variant.compiler, *variant.flags, *whole, "-shared", "-pthread", "-o", str(fresh), *map(str, objects)))
+    fresh.replace(target)
+
+
+def _place(library: Path, target: Path) -> None:
+    """A copy that others see whole, and who has the one before loaded keeps that."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(f"{target.name}.{os.getpid()}")
+    shutil.copy(library, fresh)
+    fresh.replace(target)
+
+
+def cores() -> int:
     """Compilers at a time: one for each core that this process may use, and few enough for their memory."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return min(usable, 8)
@@ -196,7 +286,10 @@ def _compile(path: Path, flags: Sequence[str], variant: Variant, folder: Path, s
 
 
 def _run(command: Sequence[str]) -> str:
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{command[0]} did not end within {LONGEST_SECONDS} seconds: {' '.join(command)}") from None
     if ran.returncode:
         said = ran.stderr.splitlines()
         lines = [line for line in said if "error" in line or "undefined reference" in line] or said
@@ -215,11 +308,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--emulate", action="store_true", help="build what is above avx512 from its instructions")
     parser.add_argument("--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers")
     parser.add_argument("--topics", nargs="*", default=(), help="some folders of kernels only")
+    words = (
+        f"{HERE} (the lowest and the highest that this processor has), {ALL}, {NONE}, or names with commas between them"
+    )
+    parser.add_argument("--sets", help=f"instruction sets: {words}; else {SETTING}, else {HERE}, or {ALL} if emulated")
     parser.add_argument("--cache", type=Path, default=None, help="a folder for compiled files")
     asked = parser.parse_args(arguments)
     variant = Variant(asked.compiler, asked.machine, asked.emulate, asked.sanitize, tuple(asked.topics))
+    sets = asked.sets or (ALL if asked.emulate else os.environ.get(SETTING) or HERE)
     try:
-        print(build(asked.out, variant, asked.cache))
+        if sets != NONE:
+            print(build(asked.out, as_asked(variant, sets), asked.cache))
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,19 @@ from sglcore_cpu.table import is_native
 
 @dataclass
 class Announced:
-    """The real library on a processor that announces only some of its instruction sets."""
+    """The real library on a processor that announces only some of its instruction sets; with `built`, built for no others."""
 
     names: tuple[str, ...]
+    built: tuple[str, ...] = ()
+    processor_level: int = 0
 
     @property
     def levels(self) -> dict[str, int]:
-        return load_library().levels
+        return {
+            name: level
+            for name, level in load_library().levels.items()
+            if name in (self.built or load_library().levels)
+        }
 
     def usable(self) -> tuple[str, ...]:
         return self.names
@@ -56,6 +63,20 @@ def test_one_can_be_asked_for_by_name() -> None:
 def test_what_the_processor_does_not_announce_is_refused_by_name() -> None:
     library = Announced(("avx2",))
     with pytest.raises(ConfigError, match="'amx', and this processor does not announce it.*one of avx2"):
+        choose_kernels("amx", 1, load=lambda: library)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one instruction set")
+def test_a_library_without_the_processors_best_is_a_downgrade_with_the_remedy() -> None:
+    library = Announced(("avx2",), built=("avx2",), processor_level=4)
+    _, row = choose_kernels("auto", 1, load=lambda: library)  # pyright: ignore[reportArgumentType]
+    assert row.effective == "native, avx2" and row.downgrade
+    assert "highest that the library was built for, and this processor announces avx512_vnni;" in row.reason
+    assert row.remedy == "python -m sglcore_cpu.compile --sets all"
+    assert not choose_kernels("avx2", 1, load=lambda: library)[1].downgrade  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="'avx512', and the library was built without it.*--sets all"):
+        choose_kernels("avx512", 1, load=lambda: library)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="'amx', and this processor does not announce it"):
         choose_kernels("amx", 1, load=lambda: library)  # pyright: ignore[reportArgumentType]
 
 

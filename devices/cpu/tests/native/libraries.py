@@ -27,6 +27,12 @@ PLUGIN = "native-library"
 KERNELS, PROGRAMS = "native-kernels", "native-programs"
 """Groups of tests (ci/groups.py): every kernel for every instruction set; those that build programs of their own."""
 KEPT_SECONDS = 24 * 3600
+TINY = """#include "kernels.h"
+namespace sgl::SGL_ISA {
+extern const KernelList tiny_kernels;
+const KernelList tiny_kernels = {nullptr, 0};
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,14 @@ def compiles(topic: str, variant: Variant, place: Path) -> bool:
         print(error)
         return False
     return True
+
+
+def tiny_sources(folder: Path) -> Path:
+    """The parts that every library has, and one topic without a kernel: what takes a compiler seconds."""
+    shutil.copytree(SOURCES, folder, ignore=shutil.ignore_patterns(*topics()))
+    (folder / "tiny").mkdir()
+    (folder / "tiny" / "tiny.cpp").write_text(TINY)
+    return folder
 
 
 def loaded(path: Path) -> Library:

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from devices.cpu.tests.native.libraries import OBJECTS, PROBE, loaded
-from sglcore_cpu.compile import SOURCES, X86, BuildError, Variant, build, main, registry_text, source_digest, topics
+from devices.cpu.tests.native.libraries import OBJECTS, PROBE, loaded, tiny_sources
+from sglcore_cpu import compile
+from sglcore_cpu.choice import load_library
+from sglcore_cpu.compile import (
+    ALL,
+    HERE,
+    PROCESSOR,
+    SOURCES,
+    X86,
+    BuildError,
+    Variant,
+    as_asked,
+    build,
+    main,
+    registry_text,
+    source_digest,
+    topics,
+)
 from sglcore_cpu.native import Library, NativeUnavailable
 
 ALONE = Variant(topics=("probe",), names=("avx2", "neon"))
@@ -53,7 +70,7 @@ def test_compiled_files_are_kept_by_their_content(sources: Path, tmp_path: Path)
     build(tmp_path / "other.so", ALONE, objects, moved)
     second = {path.name: path.stat().st_mtime_ns for path in objects.iterdir()}
     assert first.items() <= second.items()
-    assert len(second) == len(first) + 2, "the changed file, and the registry, which names the sources"
+    assert len(second) == len(first) + 3, "the changed file, the registry, which names the sources, and the library"
 
 
 def test_a_broken_source_says_where_and_what(sources: Path, tmp_path: Path) -> None:
@@ -68,6 +85,44 @@ def test_a_topic_without_its_list_does_not_link(sources: Path, tmp_path: Path) -
     (sources / "empty" / "empty.cpp").write_text("int unused;\n")
     with pytest.raises(BuildError, match="empty_kernels"):
         build(tmp_path / "library.so", Variant(topics=("probe", "empty"), names=ALONE.names), OBJECTS, sources)
+
+
+def test_a_library_of_the_same_sources_is_not_built_twice(tmp_path: Path) -> None:
+    objects, sources = tmp_path / "objects", tiny_sources(tmp_path / "sources")
+    tiny = Variant(names=ALONE.names)
+    build(tmp_path / "early.so", tiny, objects, sources)
+    for path in objects.glob("*.o"):
+        path.unlink()
+    build(tmp_path / "library.so", tiny, objects, sources)
+    assert not [*objects.glob("*.o")] and loaded(tmp_path / "library.so").levels
+    build(tmp_path / "other.so", replace(tiny, emulate=True), objects, sources)
+    assert [*objects.glob("*.o")], "another variant is another library"
+
+
+def test_what_this_processor_needs_is_the_lowest_and_its_highest() -> None:
+    mine = load_library().usable()
+    assert set(as_asked(Variant(), HERE).names) == {mine[0], mine[-1]}
+    assert as_asked(Variant(), ALL).instruction_sets == Variant().instruction_sets
+    assert as_asked(Variant(), f"{mine[0]}, {mine[-1]}").names == (mine[0], mine[-1])
+    with pytest.raises(BuildError, match="found SGLCORE_CPU_BUILD=everything; wanted here, all, none, or some of "):
+        as_asked(Variant(), "everything")
+
+
+def test_on_a_processor_without_any_nothing_is_compiled_in_vain(tmp_path: Path) -> None:
+    sources = shutil.copytree(SOURCES, tmp_path / "sources", ignore=shutil.ignore_patterns(*topics()))
+    (sources / PROCESSOR).write_text('#include "processor.h"\nint sgl::processor_level() { return 0; }\n')
+    with pytest.raises(
+        BuildError, match="this processor has none of the instruction sets that kernels are written for: "
+    ):
+        as_asked(Variant(), HERE, sources)
+
+
+def test_a_compiler_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "LONGEST_SECONDS", 0.05)
+    (tmp_path / "cxx").write_text("#!/bin/sh\ncase $1 in --version) sleep 9;; esac\n")
+    (tmp_path / "cxx").chmod(0o755)
+    with pytest.raises(BuildError, match=r"cxx did not end within 0.05 seconds: .*cxx --version"):
+        build(tmp_path / "library.so", Variant(str(tmp_path / "cxx")))
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""The native library of an installation: the one beside this package, else one that the first start compiles here.
+
+A wheel for this kind of machine brings the library with every instruction set; an installation from sources compiled it.
+Where neither is so (a wheel without it, a compiler that came later) it is compiled once, into the user's cache.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sglcore_cpu.compile import (
+    HERE,
+    LIBRARY,
+    SECONDS_PER_SET,
+    SOURCES,
+    BuildError,
+    NoCompiler,
+    Variant,
+    as_asked,
+    build,
+    cores,
+    source_digest,
+)
+from sglcore_cpu.native import Library, NativeUnavailable
+
+BESIDE = SOURCES.parent / LIBRARY
+OBJECTS = "objects"
+REMEDY = "install one (g++, or CXX=PATH), and the next start compiles them"
+
+
+def find_library(
+    beside: Path = BESIDE, cache: Path | None = None, compiler: str | None = None, sources: Path = SOURCES
+) -> Library:
+    """The library beside the package, else that of the cache folder (None: the user's), compiled now if it is not there: this
+    waits minutes, and one line says so. Raises `NativeUnavailable`, whose text is one line, if it can not be had."""
+    if beside.exists():
+        return Library(beside, sources)
+    library = (cache or cache_folder()) / f"{source_digest(sources)}-{platform.machine()}" / LIBRARY
+    if not library.exists():
+        try:
+            _compile(library, Variant(compiler or os.environ.get("CXX", "c++")), sources)
+        except OSError as error:
+            raise NativeUnavailable(f"the native kernels can not be kept: {error}; set XDG_CACHE_HOME") from None
+    return Library(library, sources)
+
+
+def cache_folder() -> Path:
+    """Where this user's programs keep what they can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglcore-cpu"
+
+
+def _compile(library: Path, variant: Variant, sources: Path) -> None:
+    """Compile for this processor, unless another process has just done so. What a start that was interrupted, or failed, has
+    compiled is kept, and the next goes on from there."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(library.parent / "lock"):
+        if library.exists():
+            return
+        try:
+            chosen = as_asked(variant, HERE, sources)
+            _announce(chosen, library)
+            build(library, chosen, library.parent / OBJECTS, sources)
+        except BuildError as error:
+            remedy = f"; {REMEDY}" if isinstance(error, NoCompiler) else ""
+            raise NativeUnavailable(f"the native kernels are not compiled: {error}{remedy}") from None
+        shutil.rmtree(library.parent / OBJECTS, ignore_errors=True)
+
+
+def _announce(variant: Variant, library: Path) -> None:
+    names = [one.name for one in variant.instruction_sets]
+    minutes = -(-len(names) * SECONDS_PER_SET // (60 * cores()))
+    print(
+        f"sglcore-cpu: this installation has no compiled kernels; compiling them for {' and '.join(names)}, once, "
+        f"about {minutes} min, into {library.parent}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time; the others wait."""
+    if sys.platform == "win32":  # it has no such lock: two processes would compile the same twice
+        yield
+        return
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
