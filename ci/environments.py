@@ -56,7 +56,33 @@ def pip_command(lane: Lane, root: Path = ROOT) -> tuple[str, ...]:
     words = tuple(part for word in lane.environment for part in (("-e", word) if is_checkout(word, root) else (word,)))
     pip = (sys.executable, "-m", "pip", "--python", str(python_of(lane, root)), "install", "--quiet")
     where = str(folder_of(lane, root) / CONSTRAINTS)
-    return (*pip, "--disable-pip-version-check", "--no-compile", "-c", where, *words)
+    return (*pip, "--disable-pip-version-check", "--no-compile", "-c", where, *torch_words(lane, root), *words)
+
+
+def torch_words(lane: Lane, root: Path = ROOT) -> tuple[str, ...]:
+    """What pip is told so that it takes torch's processor build, as the installer chooses that; waits for its index. Nothing in
+    an environment of which no folder asks for torch."""
+    from tools.installer.choice import Wanted, choose
+    from tools.installer.needs import needs_of
+    from tools.installer.sources import asker, configured, this_machine
+
+    folders = (root / word for word in lane.environment if is_checkout(word, root))
+    needs = [found for folder in folders if (found := needs_of(folder)) is not None]
+    if not needs:
+        return ()
+    version = next((line[7:].strip() for line in pins(lane, root).splitlines() if line.startswith("torch==")), "")
+    wanted = Wanted(
+        host=needs[0],
+        devices=(),
+        reason=f"the environment of {lane.name} asks for it",
+        machine=this_machine(),
+        version=version,
+        only_processor=True,
+    )
+    sources = configured()
+    choice = choose(wanted, None, sources, asker(sources))
+    print(choice.why, flush=True)
+    return (*choice.index_words, *choice.requirements)
 
 
 def pins(lane: Lane, root: Path = ROOT) -> str:

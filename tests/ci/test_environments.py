@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ci import run
-from ci.environments import STAMP, digest, folder_of, pins, pip_command, prepare, python_of
+from ci.environments import STAMP, digest, folder_of, pins, pip_command, prepare, python_of, torch_words
 from ci.lanes import Lane, lanes
 
 OWN = Lane(name="own", device="one", capabilities=frozenset(), environment=("devices/one", "numpy"))
@@ -36,6 +36,21 @@ def test_folders_are_installed_in_place_and_everything_as_pinned(checkout: Path)
     words = pip_command(OWN, checkout)
     assert words[-4:] == (str(folder_of(OWN, checkout) / "constraints.txt"), "-e", "devices/one", "numpy")
     assert words[words.index("--python") + 1] == str(python_of(OWN, checkout))
+
+
+TORCH = """[project]
+[tool.sglcore.torch]
+versions = ["2.13.0", "2.11.0"]
+builds = [{name = "one build", systems = ["Linux", "Darwin", "Windows"], megabytes = [1, 2], label = "one"}]
+"""
+
+
+def test_an_environment_with_torch_takes_the_build_that_the_installer_takes_for_the_processor(checkout: Path) -> None:
+    assert torch_words(OWN, checkout) == ()
+    (checkout / "devices" / "one" / "pyproject.toml").write_text(TORCH)
+    (checkout / "constraints.txt").write_text("torch==2.11.0\n")
+    words = pip_command(OWN, checkout)
+    assert words[words.index("-c") + 2 :] == ("torch==2.11.0+one", "-e", "devices/one", "numpy")
 
 
 def test_a_lane_may_leave_a_pin_out(checkout: Path) -> None:
