@@ -128,7 +128,7 @@ def _version(python: str, program: str) -> str:
 
 def _run(*words: str) -> str | None:
     try:
-        ran = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+        ran = subprocess.run(words, capture_output=True, text=True, check=False)
     except OSError:
         return None
     return ran.stdout if ran.returncode == 0 else None

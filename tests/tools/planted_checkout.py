@@ -52,6 +52,31 @@ index = "http://127.0.0.1:9/whl"
 label = "{name}9"
 megabytes = [1, 2]
 """
+BOTH = """[tool.sglcore.torch]
+versions = ["1.2.3", "1.1.0"]
+[[tool.sglcore.torch.builds]]
+name = "the build for {name}"
+systems = ["Linux"]
+index = "http://127.0.0.1:9/cpu"
+label = "{name}9"
+megabytes = [1, 2]
+brings_triton = false
+[[tool.sglcore.torch.builds]]
+name = "the plain build"
+systems = ["Linux", "Darwin"]
+megabytes = [3, 4]
+"""
+"""Two builds, as the processor has: one of an index of its own, and the public one after it."""
+BESIDE = """[tool.sglcore.torch]
+versions = ["1.1.0"]
+beside = ["extension=={{torch}}"]
+vendor = ["no-such-vendor"]
+note = "take the rest from the vendor"
+[[tool.sglcore.torch.builds]]
+name = "the plain build"
+systems = ["Linux"]
+megabytes = [1, 2]
+"""
 PIP = """
 import json, os, pathlib, sys, time
 asked = json.loads(pathlib.Path(os.environ["FAKE_PIP"]).read_text())

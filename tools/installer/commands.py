@@ -22,7 +22,7 @@ Command = tuple[str, ...]
 
 def pip(constraints: str) -> Command:
     """How all begin. Python compiles what is imported when it is: pip would compile everything."""
-    quiet = ("--quiet", "--disable-pip-version-check", "--no-compile")
+    quiet = ("--progress-bar", "off", "--disable-pip-version-check", "--no-compile")
     return (sys.executable, "-m", "pip", "install", *quiet, "-c", constraints)
 
 

@@ -30,6 +30,8 @@ MIRROR = f"set HTTPS_PROXY, or a mirror by PIP_INDEX_URL{THEN}"
 CONNECT = f"connect this machine, {MIRROR}"
 PAGE = f"answers with a page that is no package index: a proxy or a login page stands between; {MIRROR}"
 SPACE = f"free some, or set TMPDIR and PIP_CACHE_DIR to another disk{THEN}"
+HEARD = 60
+"""Lines of pip's, before its end, that are looked at."""
 LAST = 20
 """Lines of pip's that are shown where nothing here knows what they mean."""
 
@@ -37,7 +39,9 @@ Pages = Callable[[str, Sources], str]
 
 
 def explain(said: str, sources: Sources, machine: Machine, log: Path, pages: Pages = page) -> str:
-    """Pip's words in one line with the remedy; what it does not know is shown by pip's own last words."""
+    """Pip's words in one line with the remedy; what it does not know is shown by pip's own last words. What pip said long
+    before its end, it has tried again."""
+    said = "\n".join(said.strip().splitlines()[-HEARD:])
     proxy = sources.proxy or os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or "the proxy"
     known = (
         (NO_SPACE, f"no space is left on a disk: {SPACE}"),

@@ -1,0 +1,115 @@
+"""Every command that the installer prints can be resolved by pip, for every machine and Python that is served.
+
+pip asks the public index alone, by a front on this machine (front.py), and downloads no wheel. Builds of torch on indexes of
+their own are asked for where those can be reached; elsewhere everything else must resolve beside the same version of the public
+index, and what could not be asked is left out by its capability.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.install.front import serving
+from tests.install.rows import NAMES, ROOT, Asked, Pip, Row, asked, of_triton, rows, stand_ins
+from tools.installer.choice import TRITON
+
+pytestmark = pytest.mark.needs("registry")
+
+EVERY = rows()
+BUILDS = [row for row in EVERY if asked(row.commands()).options]
+WORK = ROOT / "build" / "resolution"
+PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one row: what pip said, "" when all was found; the packages with their versions; seconds that it took."""
+
+    said: str
+    found: dict[str, str]
+    seconds: float
+
+
+@pytest.fixture(scope="session")
+def pip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pip]:
+    """The pinned pip, which an environment need not have, against the front of the public index."""
+    folder = WORK / f"pip-{PINNED['pip']}"
+    if not (folder / "pip" / "__main__.py").is_file():
+        command = (sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check")
+        subprocess.run((*command, "--target", str(folder), f"pip=={PINNED['pip']}"), check=True)
+    wheels = stand_ins(tmp_path_factory.mktemp("checkout") / "wheels")
+    with serving(WORK / "metadata") as (front, address):
+        yield Pip(folder, address, wheels)
+        print(f"metadata over the network: {front.fetched / 1e6:.1f} MB, pages of {len(front.pages)} projects")
+
+
+@pytest.fixture(scope="session")
+def outcomes(
+    request: pytest.FixtureRequest, pip: Pip, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Row, Future[Outcome]]]:
+    """Every row that this run has, several at a time."""
+    names = {item.name for item in request.session.items}
+    folder = tmp_path_factory.mktemp("reports")
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as pool:
+        chosen = [row for row in EVERY if any(name.endswith(f"public_torch[{row}]") for name in names)]
+        yield {row: pool.submit(resolve, pip, row, folder / f"{number}.json") for number, row in enumerate(chosen)}
+
+
+def resolve(pip: Pip, row: Row, report: Path) -> Outcome:
+    """A row beside the torch of the public index; the tests' Triton on its own, as it is installed."""
+    begun = time.monotonic()
+    triton, others = of_triton(row.commands())
+    said, found = pip.resolve(row, asked(others).without_build, report)
+    if triton and not said:
+        said, own = pip.resolve(row, asked(triton), report)
+        found = {**found, "tests' triton": own.get("triton", "")}
+    return Outcome(said, found, time.monotonic() - begun)
+
+
+@pytest.mark.parametrize("row", EVERY, ids=str)
+def test_all_that_is_installed_resolves_beside_the_public_torch(row: Row, outcomes: dict[Row, Future[Outcome]]) -> None:
+    outcome = outcomes[row].result()
+    assert not outcome.said, outcome.said
+    number = outcome.found["torch"]
+    assert number == (row.torch or number) and f"torch=={number}" in asked(row.commands()).without_build.requirements
+    system, _, device = NAMES[row.name]
+    brought = [name for name in outcome.found if TRITON.match(name)]
+    assert bool(brought) == (system == "Linux")
+    assert any(name.startswith("nvidia") for name in outcome.found) == (system == "Linux")
+    assert ("mlx" in outcome.found) >= (device == "mlx")
+    assert outcome.found.get("torch-npu", outcome.found.get("torch_npu", number)) == number
+    assert outcome.found["numpy"] == PINNED["numpy"]
+
+
+@pytest.mark.needs("registry", "torch_index")
+@pytest.mark.parametrize("row", BUILDS, ids=str)
+def test_the_build_of_torch_is_on_its_index_with_all_that_it_asks_for(row: Row, pip: Pip, tmp_path: Path) -> None:
+    first = asked(row.commands()[:1])
+    said, found = pip.resolve(row, first, tmp_path / "report.json")
+    assert not said, said
+    assert f"torch=={found['torch']}" == first.requirements[0]
+
+
+def test_a_pin_against_what_torch_asks_for_is_caught(pip: Pip, tmp_path: Path) -> None:
+    row = Row(name="NVIDIA", python="3.12")
+    (tmp_path / "pins.txt").write_text("triton==3.9.0\n")
+    what = asked(row.commands())
+    planted = Asked(what.options, what.requirements, (*what.constraints, str(tmp_path / "pins.txt")))
+    said, _ = pip.resolve(row, planted, tmp_path / "report.json")
+    assert "ResolutionImpossible" in said and "triton" in said
+
+
+def test_a_python_without_wheels_is_caught(pip: Pip, tmp_path: Path) -> None:
+    row = Row(name="NVIDIA", python="3.16")
+    what = asked(row.commands()[:1])
+    said, _ = pip.resolve(row, what, tmp_path / "report.json")
+    assert "No matching distribution found for torch==" in said
