@@ -185,7 +185,8 @@ class Machine:
             if failed and "cancelled()" not in step.condition and "always()" not in step.condition:
                 continue
             if evaluate(step.condition, context):
-                failed = failed or self._step(step)
+                status = self._step(step)
+                failed = failed or status
         return failed
 
     def _step(self, step: Step) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,9 @@ from jsonschema import validators
 from ci import workflows
 from ci.lanes import ROOT, Lane, LaneError, lanes
 from tests.ci.github import Context, Job, WorkflowError, jobs, parsed
+from tools import install_devices
+from tools.installer.choice import version_for
+from tools.installer.needs import InstallError, needs_of, takes
 
 PUSH, BRANCH = Context(), Context("pull_request")
 ALL_RUNNERS = {f"RUNNERS_{path.parent.name.upper()}": "yes" for path in ROOT.glob("devices/*/ci.toml")}
@@ -130,6 +134,40 @@ def test_what_a_lane_sets_up_is_checked_as_bash(bad: str) -> None:
     lane = replace(lanes()[0], setup=(bad,))
     said = problems(workflows.texts((lane,))[workflows.FILE], (lane,))
     assert len(said) == len(lane.torch) and all("setup: bash: line" in each for each in said)
+
+
+def said_of_installs(text: str) -> list[str]:
+    """What the installer would refuse of the jobs' commands: an option, or a torch that not all packages take."""
+    said = []
+    for job in jobs(text, PUSH):
+        line = next((line for line in _bash(job).splitlines() if "install_devices.py" in line), "")
+        try:
+            options = install_devices.parse(shlex.split(line)[2:])
+            named = [] if options.processor else options.device
+            needs = [found for name in ("cpu", *named) if (found := needs_of(ROOT / "devices" / name)) is not None]
+            version = version_for(needs, options.torch)
+            if options.all and takes(ROOT / "simulator", version) == options.without_simulator:
+                raise InstallError(f"the simulator beside torch {version}")
+        except (InstallError, SystemExit) as error:
+            said.append(f"{job.name}: {error}")
+    return said
+
+
+def test_every_install_step_is_one_that_the_installer_takes() -> None:
+    assert said_of_installs(stored()) == []
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "said"),
+    [
+        ("--device hip --torch 2.11.0", "--device hip --torch 2.7.0", "hip-torch-2-11-0: torch 2.7.0 is not among"),
+        (" --without-simulator", "", "cpu-torch-2-11-0: the simulator beside torch 2.11.0"),
+        ("--processor --torch 2.13.0", "--cpu --torch 2.13.0", "hip-sim: 2"),
+    ],
+)
+def test_an_install_step_that_the_installer_refuses_is_caught(good: str, bad: str, said: str) -> None:
+    assert good in stored()
+    assert any(each.startswith(said) for each in said_of_installs(stored().replace(good, bad)))
 
 
 def schema_errors(text: str) -> list[str]:
