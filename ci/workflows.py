@@ -47,8 +47,9 @@ jobs:
 
 def texts(found: Sequence[Lane], root: Path = ROOT) -> Mapping[str, str]:
     """Every generated workflow by its file's name; raises LaneError where a lane can not be installed as it says."""
-    jobs = {_id(lane, version): _job(lane, version, root) for lane in found for version in lane.torch or ("",)}
-    return {FILE: HEADER + HEAD + "".join(jobs.values()) + _joining(list(jobs))}
+    rows = [(lane, version) for lane in found for version in lane.torch or ("",)]
+    joined = [_id(lane, version) for lane, version in rows if version in ("", *lane.torch[:1])]
+    return {FILE: HEADER + HEAD + "".join(_job(*row, root) for row in rows) + _joining(joined)}
 
 
 def _id(lane: Lane, version: str) -> str:
@@ -74,11 +75,12 @@ def _has_runner(lane: Lane) -> str:
 
 
 def _steps(lane: Lane, version: str, root: Path) -> str:
-    """A lane's steps: what the image lacks, the checkout, what the lane sets up, Python's packages, the tests, the record."""
+    """A lane's steps: what the image lacks, the checkout, what the lane sets up, Python's packages, the tests, the record. That of
+    its first torch is joined with the others'."""
     source = [f"source {lane.source}"] if lane.source else []
     trusted = ['git config --global --add safe.directory "$GITHUB_WORKSPACE"'] if lane.image else []
     run = f'{VENV} -m ci run {lane.name} --tests "$TESTS"'
-    is_first_of_host = HOST in lane.capabilities and version in ("", *lane.torch[:1])
+    is_first = version in ("", *lane.torch[:1])
     return "".join(
         (
             _run("packages", [APT[0], f"{APT[1]} {' '.join(lane.packages)}"]) if lane.packages else "",
@@ -87,8 +89,10 @@ def _steps(lane: Lane, version: str, root: Path) -> str:
             _run("setup", [*trusted, *lane.setup]),
             _run("install", [*source, *_install(lane, version, root)]),
             _run("run", [*source, run]),
-            _run("lint", LINT, "!cancelled()") if is_first_of_host else "",
-            _upload(f"record-{_id(lane, version)}", f"build/lanes/{lane.name}.json"),
+            _run("lint", LINT, "!cancelled()") if is_first and HOST in lane.capabilities else "",
+            _upload(
+                f"record-{lane.name}" if is_first else f"again-{_id(lane, version)}", f"build/lanes/{lane.name}.json"
+            ),
         )
     )
 

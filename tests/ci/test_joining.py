@@ -13,7 +13,7 @@ from ci.lanes import ROOT
 from tests.ci.github import Context, Machine, jobs
 
 RECORD = {"lane": "cpu", "at": 1, "tests": {"tests/test_a.py::test_a": {"outcome": "passed"}}, "left_out": {}}
-RECORDS = {"record-cpu-torch-2-13-0/cpu.json": RECORD, "record-mlx/mlx.json": {**RECORD, "lane": "mlx"}}
+RECORDS = {"record-cpu/cpu.json": RECORD, "record-mlx/mlx.json": {**RECORD, "lane": "mlx"}}
 NEVER = {"tests/test_a.py::test_never": ["what nothing has"]}
 
 

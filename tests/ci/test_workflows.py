@@ -48,12 +48,15 @@ def problems(text: str, wanted: Sequence[Lane]) -> list[str]:
         own = [job for job in ran if f" -m ci run {lane.name} " in _bash(job)]
         if len(own) != max(1, len(lane.torch)):
             said.append(f"{len(own)} jobs run {lane.name}; wanted one for each torch")
+        records = [name for job in own for name in _uploads(job) if name == f"record-{lane.name}"]
+        said += [] if len(records) == 1 else [f"{lane.name} has {len(records)} records to join"]
         said += [
             f"{job.name} keeps no record"
             for job in own
             if f"build/lanes/{lane.name}.json" not in _uploads(job).values()
         ]
     names = [name for job in ran for name in _uploads(job)]
+    ran = [job for job in ran if any(name.startswith("record-") for name in _uploads(job))]
     return [*said, *_unjoined(found, ran, names)]
 
 
@@ -67,7 +70,8 @@ def _unjoined(found: Sequence[Job], ran: Sequence[Job], names: Sequence[str]) ->
     patterns = [step.given for step in job.steps if step.uses == "actions/download-artifact"]
     if [given.get("path") for given in patterns] != ["records"]:
         return [*said, f"{job.name} downloads to {patterns}"]
-    said += [f"{name} is not downloaded" for name in names if not Path(name).match(patterns[0]["pattern"])]
+    told = [name for name in names if name.startswith("record-")]
+    said += [f"{name} is not downloaded" for name in told if not Path(name).match(patterns[0]["pattern"])]
     return said + [f"two jobs upload {name}" for name in sorted({name for name in names if names.count(name) > 1})]
 
 
@@ -118,6 +122,7 @@ DEFECTS = (
     ("    if: ${{ !cancelled() && inputs.lane == '' && inputs.tests == '' }}\n", "", "does not run when a lane failed"),
     ("pattern: record-*", "pattern: records-*", "record-clients is not downloaded"),
     ("name: record-clients", "name: record-mlx", "two jobs upload record-mlx"),
+    ("name: record-clients", "name: again-clients", "clients has 0 records to join"),
     ('needs: ["', 'needs: ["gone", "', "table needs gone, and there is no such job"),
 )
 
