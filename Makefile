@@ -4,6 +4,8 @@
 # make test-all  the same with everything, which renews the record of the exhaustive ones
 # make mutation  a sample of planted defects in the host's half of a step, and what no test caught (docs/testing.md)
 # make bench-cpu  this processor's speed beside other engines: installs those it can, and says why not the others
+# make wheels  source distributions and wheels of all packages below dist/, checked (tools/wheels)
+# make bench-gpu  what this accelerator does, as shares of its bounds, in ten minutes (docs/devices.md)
 PYTHON ?= python3
 # Further options of the installer, such as --device cuda, where what it sees is not what is meant (tools/install_devices.py).
 INSTALL ?=
@@ -14,7 +16,7 @@ PROMPT ?= Once upon a time
 WORKERS ?= 2
 LANES ?=
 TESTS ?=
-# Further options of bench-cpu, such as --quick or --engines sglcore,llama_cpp.
+# Further options of bench-cpu, such as --quick or --engines sglcore,llama_cpp; of bench-gpu, such as --part products.
 BENCH ?=
 # Further options of mutation, such as --again or --file sglcore/step/rows.py.
 MUTATION ?=
@@ -29,7 +31,7 @@ ifneq ($(shell $(BIN)/python tools/make_environment.py --works $(ASKED) 2>/dev/n
 .PHONY: $(VENV)/pyvenv.cfg
 endif
 
-.PHONY: demo serve test test-all lint style mutation bench-cpu clean
+.PHONY: demo serve test test-all lint style mutation bench-cpu bench-gpu clean
 
 demo: $(VENV)/installed
 	@$(BIN)/sglcore generate --prompt "$(PROMPT)"
@@ -65,6 +67,13 @@ bench-cpu: $(VENV)/installed-test
 	$(BIN)/python -m benchmarks.peers.install
 	$(BIN)/python benchmarks/cpu_peers.py --json build/bench/cpu_peers.json --png build/bench/cpu_peers.png $(BENCH)
 
+bench-gpu: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt pytest transformers
+	$(BIN)/python benchmarks/gpu.py --json build/bench/gpu.json $(BENCH)
+
+wheels:
+	@$(PYTHON) -m tools.wheels build
+
 clean:
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -85,5 +94,5 @@ $(VENV)/installed: $(VENV)/pyvenv.cfg $(DECLARED)
 
 $(VENV)/installed-test: $(VENV)/pyvenv.cfg $(DECLARED)
 	@{ $(BIN)/python tools/install_browser.py; $(BIN)/python tools/install_compilers.py; } & \
-	  $(BIN)/python tools/install_devices.py --extra test --all $(INSTALL) && wait $$!
+	  SGLCORE_CPU_BUILD=all $(BIN)/python tools/install_devices.py --extra test --all $(INSTALL) && wait $$!
 	@touch $@ $(VENV)/installed

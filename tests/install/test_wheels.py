@@ -213,7 +213,7 @@ def test_a_source_distribution_without_a_source_is_found(small: Path, tmp_path: 
     (inside / "sglcore_xpu" / "gaps.toml").unlink()
     (inside / "tests").mkdir()
     (inside / "tests" / "test_x.py").write_text("")
-    broken = Path(shutil.make_archive(str(tmp_path / "broken"), "gztar", folder))
+    broken = Path(shutil.make_archive(str(tmp_path / "broken"), "gztar", folder, inside.name))
     found = checking.source_problems(broken, of(SMALL))
     assert "sglcore_xpu/gaps.toml is missing" in found and any("tests" in each and "stray" in each for each in found)
 

@@ -1,0 +1,1 @@
+"""Wheels of all distributions of this checkout: built, checked, installed and tried away from it, and their one version."""

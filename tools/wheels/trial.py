@@ -1,0 +1,203 @@
+"""Wheels as a user has them: installed into an empty environment away from the checkout, without a compiler, and used.
+
+What is tried: text from the embedded model by the native kernels, a server with its page and an answer, the conformance kit
+on the processor, and a new device package. Standard library only, so that any Python can run it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.wheels.distributions import ReleaseError
+
+SECONDS = 300.0
+"""No step takes longer but the download of torch."""
+DOWNLOAD_SECONDS = 3600.0
+LINKED = re.compile(r'(?:href|src)="([\w./-]+\.(?:css|js))"')
+PROMPT = "Once upon a time"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An environment and an empty folder to work in; `seconds` of each step so far."""
+
+    folder: Path
+    seconds: dict[str, float]
+
+    @property
+    def programs(self) -> Path:
+        """Of the environment."""
+        return self.folder / "venv" / "bin"
+
+    @property
+    def work(self) -> Path:
+        """Where commands run."""
+        return self.folder / "work"
+
+    def environ(self) -> dict[str, str]:
+        """A home of its own, and no program but the environment's: no compiler, no git, no variable of whoever calls."""
+        passed = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "LANG", "LC_"))}
+        home = {"HOME": str(self.folder / "home"), "TMPDIR": str(self.folder / "scratch")}
+        return {**passed, **home, "PATH": str(self.programs), "CXX": "no-compiler-here", "COLUMNS": "200"}
+
+    def run(self, step: str, *command: str, limit: float = SECONDS) -> str:
+        """What a command printed, both streams; raises ReleaseError with its last words if it fails."""
+        began = time.monotonic()
+        out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        try:
+            ran = subprocess.run(command, cwd=self.work, env=self.environ(), timeout=limit, check=False, **out)
+        except subprocess.TimeoutExpired:
+            raise ReleaseError(f"{step}: {' '.join(command)} did not end within {limit:.0f} seconds") from None
+        self.seconds[step] = time.monotonic() - began
+        if ran.returncode:
+            raise ReleaseError(f"{step}: {' '.join(command)} ended with {ran.returncode}:\n{ran.stdout[-4000:]}")
+        return ran.stdout
+
+    def sglcore(self, step: str, *words: str) -> str:
+        """`sglcore WORDS`."""
+        return self.run(step, str(self.programs / "sglcore"), *words)
+
+
+def install(
+    dist: Path, folder: Path, python: str, names: Sequence[str], torch: Sequence[str] = (), linked: Path | None = None
+) -> Place:
+    """Make the environment and install distributions of a folder into it by their names, which may have extras. Everything else
+    is fetched, torch first and as pip is told here; or it is there already in `linked`, a folder of packages, and nothing is
+    fetched. Waits. Raises ReleaseError."""
+    place = Place(folder, {})
+    for part in ("work", "home", "scratch"):
+        (folder / part).mkdir(parents=True)
+    venv = [python, "-m", "venv", str(folder / "venv")]
+    place.run("environment", *venv)
+    pip = (str(place.programs / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    if linked is not None:
+        (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+        (packages / "linked.pth").write_text(f"{linked}\n", encoding="utf-8")
+    elif torch:
+        place.run("torch", *pip, *torch, limit=DOWNLOAD_SECONDS)
+    place.run("wheels", *pip, *(["--no-index"] if linked else []), "--find-links", str(dist), *names)
+    return place
+
+
+def links(packages: Path, folder: Path) -> Path:
+    """A folder that has what an environment has, but for this project's own distributions."""
+    folder.mkdir(parents=True)
+    for path in packages.iterdir():
+        if not re.match(r"(__editable__|sglcore|_?distutils|.*\.pth$|__pycache__)", path.name):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def use(place: Place) -> str:
+    """Try everything; the text that was generated. Raises ReleaseError for the first thing that is not as it should be."""
+    text = generate(place)
+    with serving(place) as (url, say):
+        began = time.monotonic()
+        fetch_page(url)
+        ask(url, text)
+        say("page and answer", time.monotonic() - began)
+    conform(place)
+    new_device(place)
+    return text
+
+
+def generate(place: Place) -> str:
+    """The embedded model completes a prompt, by kernels that came compiled."""
+    said = place.sglcore("generate", "generate", "--prompt", PROMPT, "--max-tokens", "12", "--seed", "1")
+    text = next((line.strip() for line in said.splitlines() if line.strip().startswith(PROMPT)), "")
+    if len(text) <= len(PROMPT):
+        raise ReleaseError(f"generate: found no text that begins with {PROMPT!r} in:\n{said}")
+    if not re.search(r"^\s*kernels\s+native, ", said, re.MULTILINE):
+        raise ReleaseError(f"generate: wanted native kernels, found:\n{said}")
+    return text
+
+
+@contextmanager
+def serving(place: Place) -> Iterator[tuple[str, Callable[[str, float], None]]]:
+    """A server on a free port, ended afterwards; its address, and a function that keeps the seconds of a step."""
+    began = time.monotonic()
+    log = place.work / "serve.txt"
+    with log.open("wb") as file:
+        command = (str(place.programs / "sglcore"), "serve", "--port", "0", "--quiet")
+        server = subprocess.Popen(command, cwd=place.work, env=place.environ(), stdout=subprocess.PIPE, stderr=file)
+    assert server.stdout is not None
+    try:
+        line = server.stdout.readline().decode()
+        if not line.startswith("serving "):
+            server.kill()
+            raise ReleaseError(f"serve: found {line!r}, wanted the address; it said:\n{log.read_text()[-4000:]}")
+        place.seconds["serve"] = time.monotonic() - began
+        yield line.split()[-1].rstrip("/"), place.seconds.__setitem__
+        server.terminate()
+        if code := server.wait(60):
+            raise ReleaseError(f"serve: it ended with {code}:\n{log.read_text()[-4000:]}")
+    finally:
+        server.kill()
+        server.wait()
+
+
+def fetch_page(url: str) -> tuple[str, ...]:
+    """The page and every style and script that it names: each is there, and is not empty."""
+    page = _get(f"{url}/")
+    names = tuple(LINKED.findall(page))
+    if "<title>sglcore</title>" not in page or not {"css", "js"} <= {name.rpartition(".")[2] for name in names}:
+        raise ReleaseError(f"serve: the page is not the chat: {page[:400]}")
+    for name in names:
+        if len(_get(f"{url}/{name}")) < 100:
+            raise ReleaseError(f"serve: {name} is empty")
+    return names
+
+
+def ask(url: str, text: str) -> None:
+    """A completion over HTTP has the text that the command gave."""
+    body = {"model": "sglcore-demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "seed": 1}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    found = json.loads(_get(request))["choices"][0]["text"]
+    if PROMPT + found != text:
+        raise ReleaseError(f"serve: found the completion {found!r}, wanted that of generate: {text!r}")
+
+
+def conform(place: Place) -> None:
+    """The kit proves the processor at level C1."""
+    told = place.sglcore("conform", "conform", "cpu", "--level", "C1", "--json")
+    result = json.loads(told[told.index("{") :])
+    if not result["laws"] or result["problems"]:
+        raise ReleaseError(f"conform: {told}")
+
+
+def new_device(place: Place) -> None:
+    """A new package is written, from templates that are in the wheel."""
+    place.sglcore("new-device", "new-device", "acme")
+    written = {path.relative_to(place.work / "acme").as_posix() for path in (place.work / "acme").rglob("*.*")}
+    if (
+        not {"pyproject.toml", "README.md", "ci.toml", "sglcore_acme/__init__.py", "sglcore_acme/bring_up.txt"}
+        <= written
+    ):
+        raise ReleaseError(f"new-device: found only {', '.join(sorted(written))}")
+
+
+def _get(request: str | urllib.request.Request) -> str:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=60) as answer:
+        if answer.status != 200:
+            raise ReleaseError(f"serve: {answer.url} answered {answer.status}")
+        return answer.read().decode()
+
+
+def clear(folder: Path) -> Path:
+    """An empty folder for a trial."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
