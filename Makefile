@@ -31,7 +31,7 @@ ifneq ($(shell $(BIN)/python tools/make_environment.py --works $(ASKED) 2>/dev/n
 .PHONY: $(VENV)/pyvenv.cfg
 endif
 
-.PHONY: demo serve test test-all lint style mutation bench-cpu bench-gpu clean
+.PHONY: demo serve test test-all lint style mutation bench-cpu bench-gpu wheels clean
 
 demo: $(VENV)/installed
 	@$(BIN)/sglcore generate --prompt "$(PROMPT)"

@@ -20,10 +20,12 @@ from pathlib import Path
 
 from tools.wheels.distributions import ReleaseError
 
-SECONDS = 300.0
+SECONDS = 1200.0
 """No step takes longer but the download of torch."""
 DOWNLOAD_SECONDS = 3600.0
 LINKED = re.compile(r'(?:href|src)="([\w./-]+\.(?:css|js))"')
+PASSED = ("pip_", "ssl_", "lang", "lc_", "http_proxy", "https_proxy", "no_proxy")
+"""How variables begin that a user's commands may have: where packages come from, and a language."""
 PROMPT = "Once upon a time"
 
 
@@ -46,7 +48,7 @@ class Place:
 
     def environ(self) -> dict[str, str]:
         """A home of its own, and no program but the environment's: no compiler, no git, no variable of whoever calls."""
-        passed = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "LANG", "LC_"))}
+        passed = {name: value for name, value in os.environ.items() if name.lower().startswith(PASSED)}
         home = {"HOME": str(self.folder / "home"), "TMPDIR": str(self.folder / "scratch")}
         return {**passed, **home, "PATH": str(self.programs), "CXX": "no-compiler-here", "COLUMNS": "200"}
 
@@ -172,7 +174,7 @@ def ask(url: str, text: str) -> None:
 def conform(place: Place) -> None:
     """The kit proves the processor at level C1."""
     told = place.sglcore("conform", "conform", "cpu", "--level", "C1", "--json")
-    result = json.loads(told[told.index("{") :])
+    result, _ = json.JSONDecoder().raw_decode(told, told.index("{\n"))
     if not result["laws"] or result["problems"]:
         raise ReleaseError(f"conform: {told}")
 
