@@ -21,7 +21,7 @@ from pathlib import Path
 from tools.wheels.distributions import ROOT, Distribution, ReleaseError, distributions, version
 from tools.wheels.environment import interpreter, run
 
-MEGABYTES = {"sglcore": 18.0, "sglcore-cpu": 6.0}
+MEGABYTES = {"sglcore": 18.0, "sglcore-cpu": 4.0}
 OTHERS = 0.5
 """The most that a file may have: what an index stores for ever, and every user downloads."""
 LIBRARY = "sglcore_cpu/libsglcore_cpu.so"
