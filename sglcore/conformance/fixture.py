@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglcore.conformance.gaps import read_record, read_tables
 from sglcore.device.errors import ConfigError
-from sglcore.device.package import Ref, split
+from sglcore.device.refs import Ref, modules
 
 if TYPE_CHECKING:
     from sglcore.conformance.law import Law
@@ -55,7 +55,7 @@ def read_fixture(folder: Path | None) -> Fixture:
             f"{file} has {', '.join(values) or 'other types'}", wanted="[[tolerance]] tables, and cells as a text"
         )
     if cells is not None:
-        split(cells, package=str(file))
+        modules(cells, package=str(file))
     wanted = "law, dtype and reason as texts, and bound as a number such as 0.05"
     return Fixture(tuple(read_record(Tolerance, file, entry, wanted) for entry in given), cells)
 

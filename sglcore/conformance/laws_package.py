@@ -23,6 +23,7 @@ from sglcore.device.bring_up import BringUp
 from sglcore.device.errors import BringUpError, DeviceError
 from sglcore.device.facts import Facts
 from sglcore.device.package import API, resolve
+from sglcore.device.refs import modules
 
 PROBE_SECONDS = 120
 IMPORT_SECONDS = 300
@@ -68,7 +69,7 @@ def refs_resolve(trial: Trial) -> None:
 def probe_is_light(trial: Trial) -> None:
     """In a process of its own."""
     seen = _run_probe(trial.target)
-    own = {"sglcore", trial.target.package.probe.partition(".")[0].partition(":")[0]}
+    own = {"sglcore", *(module.partition(".")[0] for module in modules(trial.target.package.probe))}
     foreign = sorted(set(seen["modules"]) - own - sys.stdlib_module_names)
     if foreign:
         raise LawBroken(f"the probe of {trial.target.name!r} imports {', '.join(foreign)}")

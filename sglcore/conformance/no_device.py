@@ -12,7 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
-from sglcore.device.package import resolve, split
+from sglcore.device.refs import modules, resolve
 
 ASKS = (
     *("_lazy_init", "init", "synchronize", "current_device", "current_device_index", "current_device_idx"),
@@ -57,11 +57,11 @@ def main(given: dict[str, Any]) -> list[str]:
     """Import what the references name and call `facts`; who asked a device. A library that is missing is not our matter."""
     asked: list[str] = []
     if given["hide"]:
-        owners = frozenset({"sglcore", *(split(ref)[0].partition(".")[0] for ref in given["refs"])})
+        owners = frozenset({"sglcore", *(each.partition(".")[0] for ref in given["refs"] for each in modules(ref))})
         hide_devices(asked.append, owners)
-    for ref in given["refs"]:
+    for module in (each for ref in given["refs"] for each in modules(ref)):
         try:
-            import_module(split(ref)[0])
+            import_module(module)
         except ImportError:
             continue
     resolve(given["facts"])(0)

@@ -1,6 +1,7 @@
 """Which device packages are installed: entry points of the group `sglcore.devices`.
 
-The API number is read from the entry point, so a package for another contract is refused without being imported.
+The API number is read from the entry point, so a package for another contract is refused without being imported. One for
+the number before becomes one of today's as it is declared (adapter.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 from sglcore.device.errors import DeviceError
-from sglcore.device.package import API, DevicePackage
+from sglcore.device.package import API, DevicePackage, understood
 
 GROUP = "sglcore.devices"
 UNKNOWN = "an unknown distribution"
@@ -49,13 +50,14 @@ def pip(command: str, distribution: str) -> str:
     return f"pip {command} {distribution}"
 
 
-def check_api(number: int, distribution: str, name: str) -> None:
-    """Raise `DeviceError` unless this core understands the contract that a package was written for."""
-    if number != API:
+def check_api(number: int, distribution: str, name: str, api: int = API) -> None:
+    """Raise `DeviceError` unless a core of the number `api` understands the contract that a package was written for."""
+    taken = understood(api)
+    if number not in taken:
         raise DeviceError(
             f"device {name!r} of {distribution} was written for API {number}",
-            wanted=f"API {API}, which this sglcore understands",
-            remedy=pip("install --upgrade", distribution if number < API else "sglcore"),
+            wanted=f"API {' or '.join(map(str, taken))}, which this sglcore understands",
+            remedy=pip("install --upgrade", distribution if number < api else "sglcore"),
         )
 
 
@@ -83,9 +85,10 @@ def _package(point: EntryPoint, distribution: str, same_name: list[EntryPoint]) 
         raise DeviceError(f"{point.value!r} of {distribution} ends the process that imports it") from error
     if not isinstance(package, DevicePackage):
         raise DeviceError(f"{point.value!r} of {distribution} is a {type(package).__name__}", wanted="a DevicePackage")
-    if (package.name, package.api) != (point.name, number):
+    declared = package.written_for or package.api
+    if (package.name, declared) != (point.name, number):
         raise DeviceError(
-            f"{distribution} declares device {package.name!r} with API {package.api}",
+            f"{distribution} declares device {package.name!r} with API {declared}",
             wanted=f"{point.name!r} with API {number}, as its entry point says",
             remedy=pip("install --force-reinstall", distribution),
         )

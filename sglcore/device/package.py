@@ -1,35 +1,52 @@
 """What a device is, as data. A device package declares one `DevicePackage` and nothing else at import.
 
-Every reference is a `"module:name"` string that is imported when it is used, so that a declaration costs nothing.
+Every reference (refs.py) is a `"module:name"` string that is imported when it is used, so that a declaration costs nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeVar
 
+from sglcore.device.adapter import adapted
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.pci import PciClaim
+from sglcore.device.refs import Ref, modules, owner
+from sglcore.device.refs import resolve as resolve
 from sglcore.device.topology import Communication
 
 API = 3
-"""The number of the contract that this core understands, and that a package declares."""
+"""The number of the contract that a package written today declares. docs/add-a-device.md says what a number promises."""
+OLDEST = 3
+"""The first number that is kept when the next one comes."""
 
-Ref: TypeAlias = str
-"""`"module:name"`: something that is imported only when it is used."""
+Made = TypeVar("Made")
+
+
+def understood(api: int = API) -> range:
+    """The numbers of the contract that a core of this number takes: its own and the one before, from `OLDEST` on."""
+    return range(max(OLDEST, api - 1), api + 1)
+
+
+class Adapting(type):
+    """Makes an instance of keywords of an older number too: adapter.py fills in what they lack."""
+
+    def __call__(cls: type[Made], **given: Any) -> Made:
+        """Raises what the class itself raises."""
+        return type.__call__(cls, **adapted(given))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DevicePackage:
+class DevicePackage(metaclass=Adapting):
     """One device, as data. `sglcore.devices` entry points name an instance of it, with its API number as `[api-N]`."""
 
     name: str
     """What `--device` calls it."""
     api: int
-    """The number of the contract it was written for; write `API` as a literal, so that it does not change with the core."""
+    """The number of the contract it was written for; write `API` as a literal, so that it does not change with the core. Of a
+    package of the number before, an adapter has made it one of today's."""
     summary: str
     """One line for people: what it runs on."""
     is_host: bool = False
@@ -58,6 +75,8 @@ class DevicePackage:
     """By what several of it exchange tensors; None: a model runs on one."""
     partition: Ref | None = None
     """`partition(device) -> Partition`: streams that keep to some of its compute units; ConfigError where it has none. None: none has."""
+    written_for: int | None = None
+    """The number that it declares, where adapter.py made it one of `api`. A package leaves it out."""
 
     def __post_init__(self) -> None:
         """Freeze the mappings as copies; refuse references that are not `module:name`, and a package without kernels."""
@@ -66,9 +85,9 @@ class DevicePackage:
         object.__setattr__(self, "kernels", MappingProxyType(dict(self.kernels)))
         object.__setattr__(self, "pci", frozenset(self.pci))
         if not self.kernels:
-            raise DeviceError(f"{_owner(self.name)} names no kernel table", wanted="at least one in `kernels`")
+            raise DeviceError(f"{owner(self.name)} names no kernel table", wanted="at least one in `kernels`")
         for ref in self.refs():
-            split(ref, package=self.name)
+            modules(ref, package=self.name)
 
     def refs(self) -> tuple[Ref, ...]:
         """Every reference of the declaration, in reading order."""
@@ -82,54 +101,3 @@ class DevicePackage:
         if asked not in ("auto", *names):
             raise ConfigError(f"kernels is {asked!r}", wanted=f"one of auto, {', '.join(names)}")
         return names[0] if asked == "auto" else asked
-
-
-def split(ref: Ref, package: str = "") -> tuple[str, str]:
-    """The module and the dotted name of a reference; raises `DeviceError` when it is not `module:name`."""
-    module, _, name = ref.partition(":")
-    parts = (*module.split("."), *name.split("."))
-    if not all(part.isidentifier() for part in parts):
-        raise DeviceError(f"{_owner(package)} refers to {ref!r}", wanted="a reference such as 'package.module:name'")
-    return module, name
-
-
-def resolve(ref: Ref, package: str = "") -> Any:
-    """Import what a reference names.
-
-    Raises `DeviceError` when the module or the name does not exist. An error inside the module keeps its own traceback
-    and gets a note that says who asked for it.
-    """
-    module_name, name = split(ref, package)
-    found = _import(module_name, ref, package)
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise DeviceError(
-                f"{_owner(package)} refers to {ref!r}, but module {module_name!r} has no attribute {name!r}",
-                remedy=_remedy(package),
-            ) from None
-    return found
-
-
-def _import(module_name: str, ref: Ref, package: str) -> Any:
-    try:
-        return import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise DeviceError(
-                f"{_owner(package)} refers to {ref!r}, but there is no module {error.name!r}", remedy=_remedy(package)
-            ) from None
-        error.add_note(f"while importing {ref!r}, to which {_owner(package)} refers")
-        raise
-    except Exception as error:
-        error.add_note(f"while importing {ref!r}, to which {_owner(package)} refers")
-        raise
-
-
-def _owner(package: str) -> str:
-    return f"device package {package!r}" if package else "a declaration"
-
-
-def _remedy(package: str) -> str:
-    return f"pip install --upgrade sglcore-{package}" if package else "correct the reference"

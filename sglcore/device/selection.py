@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from sglcore.device.candidate import Candidate, claims_of, likely_devices, try_package
 from sglcore.device.choice import VARIABLE, ChosenDevice, Requested
-from sglcore.device.discovery import Installed
+from sglcore.device.discovery import Installed, pip
 from sglcore.device.errors import DeviceError, SglcoreError
 from sglcore.device.ledger import Row
 from sglcore.device.package import DevicePackage
@@ -138,6 +138,8 @@ def _choice(candidate: Candidate, requested: Requested, reason: str, others: Seq
     if report.hidden:
         remedy = "unset it, or name there which devices to show"
         rows.append(Row("visible devices", "all", str(count or "unknown"), report.hidden, remedy))
+    if package.written_for is not None:
+        rows.append(_adapted_row(package.written_for, package.api, item.distribution))
     return Choice(chosen, package, report, (*rows, *others))
 
 
@@ -171,6 +173,11 @@ def _unusable_row(candidate: Candidate) -> Row:
     name, fact = candidate.probed().first_failure or ("", candidate.probed().hardware)
     reason = f"it is present, but its {name} is not usable: {fact.evidence}"
     return Row(f"accelerator {candidate.name}", "usable", "not used", reason, fact.remedy)
+
+
+def _adapted_row(number: int, today: int, distribution: str) -> Row:
+    reason = f"it was written for the contract's number {number}, which sglcore takes until number {today + 1} comes"
+    return Row("device package", f"API {today}", f"API {number}", reason, pip("install --upgrade", distribution))
 
 
 def _hidden_row(candidate: Candidate) -> Row:

@@ -1,25 +1,35 @@
-"""The contract that packages are written against, held against a stored text: a change is seen, and decided, in review.
+"""The contract that packages are written against, held against two stored texts: a change is seen, and decided, in review.
 
-When a difference is intended: if an old package would break, raise `API` in package.py; then write the text anew with
-`python -m tests.device.test_contract`.
+`contract.txt` is the contract of today. A difference that is intended is written with `python -m tests.device.test_contract`.
+`apiN/contract.txt` is what number N promised when it was frozen, and never changes. As long as N is today's number it may only
+grow: what would break a package of it is a new number, by the steps of docs/add-a-device.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sglcore.device import batch, facts, package, pci, probe, system, topology, worker
+import pytest
+
+from sglcore.conformance.target import GIVEN
+from sglcore.device import batch, bring_up, facts, package, pci, probe, system, topology, worker
 from sglcore.runtime.attention import contract
+from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.graphs import backend, capture
 from sglcore.runtime.kernels import table
 from sglcore.runtime.overlap import parts
+from tests.device.promises import ABSTRACT, LIST, breaks
 
 STORED = Path(__file__).with_name("contract.txt")
 RECORDS = (
     package.DevicePackage,
+    topology.Communication,
     facts.Facts,
     probe.Fact,
     probe.ProbeReport,
@@ -47,10 +57,11 @@ PROTOCOLS = (
     backend.CapturedPrompt,
     capture.StreamCapture,
     capture.Segment,
+    bring_up.BringUp,
 )
+TEMPLATES = Path(inspect.getfile(package)).parents[1] / "conformance"
+IMPORT = re.compile(r"^ *from (sglcore\.[\w.]+) import ([\w, ]+)$", re.MULTILINE)
 KERNELS = table.KernelTable.declared()
-INSIDE = {"Communication | None": topology.Communication}
-"""Small records, told where they stand in another one."""
 CONSTRUCTORS = ((contract.AttentionBackend, "__init__"),)
 """Constructors that the core calls."""
 
@@ -60,7 +71,7 @@ def describe() -> str:
     lines: list[str] = []
     for record in RECORDS:
         lines.append(f"\n{record.__name__}" if lines else f"{record.__name__}, API {package.API}")
-        lines += [f"    {field.name}: {_type(field)}{_default(field)}" for field in dataclasses.fields(record)]
+        lines += [f"    {field.name}: {field.type}{_default(field)}" for field in dataclasses.fields(record)]
     lines.append("\nKernelTable")
     lines += [f"    {name}{inspect.signature(entry.reference)}{_terms(entry)}" for name, entry in KERNELS.items()]
     for protocol in PROTOCOLS:
@@ -69,15 +80,25 @@ def describe() -> str:
             if isinstance(member, property):
                 lines.append(f"    {name}: property")
             elif inspect.isfunction(member) and (not name.startswith("_") or (protocol, name) in CONSTRUCTORS):
-                lines.append(f"    {name}{inspect.signature(member)}")
+                is_abstract = protocol is contract.AttentionBackend and name in protocol.__abstractmethods__
+                lines.append(f"    {name}{inspect.signature(member)}{ABSTRACT * is_abstract}")
+    lines.append("\nThe standard bring-up")
+    lines.append(f"    {LIST}{', '.join((*GIVEN, *(step.provides for step in STANDARD.steps)))}")
+    lines += ["\nImported by what `sglcore new-device` writes", *(f"    {line}" for line in _imports())]
     return "\n".join(lines) + "\n"
 
 
-def _type(field: Any) -> str:
-    inside = INSIDE.get(field.type)
-    if inside is None:
-        return field.type
-    return f"{field.type} of {', '.join(f'{each.name}: {_type(each)}' for each in dataclasses.fields(inside))}"
+def _imports() -> Iterator[str]:
+    """Names that every new package imports: functions and classes that it calls with their parameters. Triton may not be
+    installed here, so what needs it is named alone."""
+    texts = "".join(file.read_text() for file in TEMPLATES.glob("template*/**/*.in"))
+    found = {
+        (module, name.split(" as ")[0].strip()) for module, names in IMPORT.findall(texts) for name in names.split(",")
+    }
+    for module, name in sorted(found):
+        member: Any = None if module.endswith(".triton") else getattr(import_module(module), name)
+        is_told = member in (*RECORDS, *PROTOCOLS, table.KernelTable) or not callable(member)
+        yield f"{module}:{name}{'' if is_told else inspect.signature(member)}"
 
 
 def _terms(entry: table.Entry[Any]) -> str:
@@ -95,9 +116,48 @@ def test_the_contract_is_the_stored_one() -> None:
     assert describe() == STORED.read_text(encoding="utf-8"), __doc__
 
 
-def test_a_new_parameter_of_the_worker_would_be_seen() -> None:
-    changed = describe().replace("submit(self, batch: 'ScheduleBatch')", "submit(self, batch: 'ScheduleBatch', flag)")
-    assert changed != STORED.read_text(encoding="utf-8")
+def test_nothing_that_todays_number_promised_is_gone() -> None:
+    frozen = STORED.parent / f"api{package.API}" / "contract.txt"
+    assert breaks(frozen.read_text(encoding="utf-8"), describe()) == [], __doc__
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    facts: Ref\n", "    facts: Ref\n    reset: Ref\n"),
+        ("    facts: Ref\n", ""),
+        ("    facts: Ref\n", "    facts: str\n"),
+        ("    page_size: int (optional)\n", "    page_size: int\n"),
+        ("submit(self, batch: 'ScheduleBatch')", "submit(self, batch: 'ScheduleBatch', flag: 'bool' = False)"),
+        ("    close(self) -> 'None'\n    kind:", "    close(self) -> 'None'\n    free(self) -> 'None'\n    kind:"),
+        ("    generation: property\n", "    generation: property\n    memory(self) -> 'int' (abstract)\n"),
+        ("    gelu(x: 'Tensor')", "    gelu(x: 'Tensor', out: 'Tensor')"),
+        (", runner, ", ", "),
+        ("triton_gap(compiler: 'str')", "triton_gap(compiler: 'str', version: 'str')"),
+        ("    seq_lens: Ints\n", ""),
+    ],
+)
+def test_what_an_older_package_could_not_have_or_would_miss_is_a_break(old: str, new: str) -> None:
+    text = STORED.read_text(encoding="utf-8")
+    assert old in text and len(breaks(text, text.replace(old, new, 1))) >= 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    facts: Ref\n", "    facts: Ref\n    reset: Ref | None (optional)\n"),
+        ("    hardware: Fact\n", "    hardware: Fact (optional)\n"),
+        ("    seq_lens: Ints\n", "    seq_lens: Ints\n    more: Ints\n"),
+        ("\nKernelTable\n", "\nKernelTable\n    fused(x: 'Tensor') -> 'Tensor' (optional; rests on linear)\n"),
+        (", runner, ", ", warm_up, runner, "),
+        ("    generation: property\n", "    generation: property\n    memory(self) -> 'int'\n"),
+        ("    read(self, path: 'str')", "    mounts(self) -> 'int'\n    read(self, path: 'str', limit: 'int' = 0)"),
+        ("triton_gap(compiler: 'str')", "triton_gap(compiler: 'str', version: 'str' = '')"),
+    ],
+)
+def test_what_an_older_package_need_not_know_is_none(old: str, new: str) -> None:
+    text = STORED.read_text(encoding="utf-8")
+    assert old in text and breaks(text, text.replace(old, new, 1)) == []
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""What a later text of the contract takes away from packages that were written for an older one of the same number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+MADE = ("Facts", "Fact", "ProbeReport", "DeviceInfo", "PciClaim", "Limits", "Ticket", "TokenLogprobs", "BatchResult")
+MADE_WITH_TORCH = ("DevicePackage", "Communication", "AttentionFacts", "AttentionPlan", "Partition")
+WRITTEN = ("ModelWorker", "GraphBackend", "CapturedStep", "PromptBackend", "CapturedPrompt", "StreamCapture", "Segment")
+CALLED = ("System", "BringUp", "Imported by what `sglcore new-device` writes")
+OPTIONAL, ABSTRACT, LIST = " (optional)", " (abstract)", "names "
+
+
+def breaks(old: str, new: str) -> list[str]:
+    """Lines of the older text that are gone or changed, and lines of the newer one that an older package can not have: a field
+    that must be given in a record that packages make, a method that must be written."""
+    before, after = _sections(old), _sections(new)
+    found = [f"{name} is gone" for name in before if name not in after]
+    for name in before.keys() & after.keys():
+        found += [
+            f"{name}: {line!r} is gone or changed" for line in before[name] if not _is_kept(name, line, after[name])
+        ]
+        grown = [line for line in after[name] if _key(line) not in map(_key, before[name])]
+        found += [f"{name}: {line!r} is new, and older packages do not have it" for line in grown if _must(name, line)]
+    return sorted(found)
+
+
+def _sections(text: str) -> Mapping[str, list[str]]:
+    """Lines below each heading; the first heading has the number after its name."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in filter(None, text.splitlines()):
+        if line.startswith(" "):
+            found[name].append(line.strip())
+        else:
+            name = line.partition(",")[0]
+            found[name] = []
+    return found
+
+
+def _is_kept(name: str, line: str, lines: list[str]) -> bool:
+    """It is there, or what is there takes all that this one took."""
+    return any(other == line or _takes(other, line) or (name in CALLED and _has_more(other, line)) for other in lines)
+
+
+def _takes(new: str, old: str) -> bool:
+    if old.startswith(LIST):
+        return new.startswith(LIST) and _names(old) <= _names(new)
+    return new in (f"{old}{OPTIONAL}", old.removesuffix(ABSTRACT))
+
+
+def _has_more(new: str, old: str) -> bool:
+    """The signature of a function that packages call has further parameters with defaults, after those that it had."""
+    had, _, gave = old.rpartition(")")
+    has, _, gives = new.rpartition(")")
+    more = has.removeprefix(had).removeprefix(", ")
+    return has.startswith(had) and gave == gives and all("=" in each or each == "*" for each in more.split(", "))
+
+
+def _key(line: str) -> str:
+    return line.partition(":")[0].partition("(")[0]
+
+
+def _names(line: str) -> set[str]:
+    return {name.strip() for name in line.removeprefix(LIST).split(",")}
+
+
+def _must(name: str, line: str) -> bool:
+    if name in (*MADE, *MADE_WITH_TORCH):
+        return not line.endswith(OPTIONAL)
+    return name in WRITTEN or line.endswith(ABSTRACT)
