@@ -125,6 +125,10 @@ def with_simulator(folders: list[Path], choice: Choice, options: argparse.Namesp
     if not options.all or options.without_simulator or not simulator.is_dir():
         return folders
     if takes(simulator, choice.number):
+        if choice.brings_triton:
+            print(
+                "this torch has an accelerator's runtime, for which simulated devices are taken: their tests may fail"
+            )
         return [*folders, simulator]
     print(f"the simulator is left out: it does not allow torch {choice.number}")
     return folders

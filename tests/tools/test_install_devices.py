@@ -113,8 +113,9 @@ def test_the_simulator_comes_with_everything_where_it_allows_the_torch(
     (tmp_path / "simulator").mkdir()
     (tmp_path / "simulator/pyproject.toml").write_text('[project]\ndependencies = ["torch>=1.2,<1.3"]\n')
     assert ("-e simulator" in plan(tmp_path, [host], "--all", *words).commands[-1]) == has
-    said = "the simulator is left out: it does not allow torch 1.1.0\n"
-    assert capsys.readouterr().out == (said if "--torch" in words else "")
+    said = capsys.readouterr().out
+    assert (said == "the simulator is left out: it does not allow torch 1.1.0\n") == ("--torch" in words)
+    assert ("this torch has an accelerator's runtime" in said) == has
 
 
 @pytest.mark.parametrize(("extra", "triton", "count"), [("test", "false", 1), ("test", "true", 0), ("", "false", 0)])

@@ -104,14 +104,16 @@ def _wait(child: subprocess.Popen[bytes], scratch: Path, megabytes: int) -> None
             child.wait(TELL_EVERY if megabytes else None)
             return
         except subprocess.TimeoutExpired:
-            found = sum(file.stat().st_size for file in _files(scratch)) / 1e6
+            found = sum(map(_size, scratch.glob("pip-*/*"))) / 1e6
             print(f"  {size(found)} of about {size(megabytes)} after {time.monotonic() - told:.0f} s", flush=True)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """What is there while it is being changed."""
-    for parent, _, names in os.walk(folder):
-        yield from (path for path in (Path(parent, name) for name in names) if path.exists())
+def _size(file: Path) -> int:
+    """Of a file that pip may take away now."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
