@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import sglcore
 from tools.installer.choice import Wanted, choose
@@ -35,6 +36,8 @@ NAMES: Mapping[str, tuple[str, str, str]] = {
     "macOS Arm": ("Darwin", "arm64", "mlx"),
 }
 """System, processor and the device that is there."""
+WRITE = "import sys; from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel(sys.argv[1])"
+SILENT = MappingProxyType({"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL})
 GLIBC, MACOS = 35, 14
 """The newest that wheels may ask for: Ubuntu 22.04's, and macOS 14."""
 
@@ -143,11 +146,14 @@ def _named(folder: str) -> str:
 
 def stand_ins(folder: Path) -> Path:
     """Wheels of this checkout's packages that have nothing but their metadata, as what builds them writes those."""
-    program = "import os, sys; from setuptools import build_meta\nfor each in sys.argv[2:]:\n    os.chdir(each); build_meta.prepare_metadata_for_build_wheel(sys.argv[1])"
     every = (ROOT, *(path.parent for path in sorted(ROOT.glob("devices/*/pyproject.toml"))), ROOT / "simulator")
-    folder.mkdir(parents=True)
-    subprocess.run((sys.executable, "-c", program, str(folder), *map(str, every)), check=True, capture_output=True)
-    for info in sorted(folder.glob("*.dist-info")):
+    begun = []
+    for each in every:
+        own = folder / each.name
+        own.mkdir(parents=True)
+        begun.append(subprocess.Popen((sys.executable, "-c", WRITE, str(own)), cwd=each, **SILENT))
+    assert not any(child.wait() for child in begun)
+    for info in sorted(folder.glob("*/*.dist-info")):
         name = info.name.removesuffix(".dist-info")
         with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{info.name}/METADATA", (info / "METADATA").read_text())
@@ -167,6 +173,7 @@ class Pip:
     def resolve(self, row: Row, what: Asked, report: Path, *further: str) -> tuple[str, dict[str, str]]:
         """What pip said ("" when it found everything), and the version of each package; waits some seconds."""
         options = ("--isolated", "--dry-run", "--ignore-installed", "--no-cache-dir", "--disable-pip-version-check")
+        options = (*options, "--timeout", "300")
         files = [word for path in what.constraints for word in ("-c", str(ROOT / path))]
         target = ("--only-binary", ":all:", "--implementation", "cp", "--python-version", row.python, *platforms(row))
         sources = ("--index-url", self.index, "--find-links", str(self.wheels), *what.options)
