@@ -173,6 +173,8 @@ class Machine:
     artifacts: Path
     source: Path
     """The repository that is checked out."""
+    kept: tuple[str, ...] = ()
+    """Folders of what was made from the sources before, as a machine keeps them between its jobs."""
     said: list[str] = field(default_factory=list)
     """The output of each step."""
 
@@ -203,7 +205,10 @@ class Machine:
 
     def _action(self, step: Step) -> int:
         if step.uses == "actions/checkout":
-            return subprocess.run(("git", "clone", "--quiet", str(self.source), str(self.folder))).returncode
+            status = subprocess.run(("git", "clone", "--quiet", str(self.source), str(self.folder))).returncode
+            for name in (name for name in self.kept if (self.source / name).is_dir()):
+                shutil.copytree(self.source / name, self.folder / name)
+            return status
         if step.uses == "actions/upload-artifact":
             found, wanted = sorted(self.folder.glob(step.given["path"])), self.artifacts / step.given["name"]
             wanted.mkdir(parents=True, exist_ok=True)
