@@ -103,20 +103,36 @@ def test_wheels_away_from_the_checkout_generate_serve_prove_a_device_and_begin_o
     assert trial.PROMPT in told and "Traceback" not in told
 
 
+FULL = "x" * 100
+PAGE = f"<title>sglcore</title><style>{FULL}</style><script>{FULL}</script>"
+
+
 @pytest.mark.parametrize(
-    ("name", "found"),
-    [("text", "found no text"), ("page", "style.css is empty"), ("torch", "wanted native kernels")],
+    ("page", "said"),
+    [
+        ("<title>another</title>", "found 0 styles and 0 scripts in the page: <title>another"),
+        (PAGE.replace("script", "b"), "found 1 styles and 0 scripts"),
+        (PAGE.replace("style", "b"), "found 0 styles and 1 scripts"),
+        (PAGE.replace(f"<style>{FULL}", "<style>"), "a style or a script of the page is empty"),
+        (PAGE + '<script src="page.js"></script>', "a style or a script of the page is empty"),
+    ],
 )
-def test_a_trial_that_goes_wrong_says_where(
-    name: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = trial.Place(tmp_path, {})
-    texts = {"text": "nothing\n", "torch": "Once upon a time, there\n   kernels   torch\n"}
-    page = '<title>sglcore</title><link href="style.css"><script src="page.js">'
-    monkeypatch.setattr(trial.Place, "sglcore", lambda *_: texts[name])
+def test_a_page_without_its_parts_is_found(page: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_get", lambda url: page if url.endswith("/") else "")
-    with pytest.raises(ReleaseError, match=found):
-        trial.fetch_page("http://host") if name == "page" else trial.generate(place)
+    with pytest.raises(ReleaseError, match=said):
+        trial.fetch_page("http://host")
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [("nothing\n", "found no text"), (f"{trial.PROMPT}, there\n   kernels   torch\n", "wanted native kernels")],
+)
+def test_a_text_of_other_kernels_or_none_is_found(
+    told: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial.Place, "sglcore", lambda *_: told)
+    with pytest.raises(ReleaseError, match=said):
+        trial.generate(trial.Place(tmp_path, {}))
 
 
 @pytest.mark.parametrize("name", [SMALL, "sglcore-sim"])

@@ -24,6 +24,8 @@ SECONDS = 1200.0
 """No step takes longer but the download of torch."""
 DOWNLOAD_SECONDS = 3600.0
 LINKED = re.compile(r'(?:href|src)="([\w./-]+\.(?:css|js))"')
+STYLE = re.compile(r"<style>(.*?)</style>", re.DOTALL)
+SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 PASSED = ("pip_", "ssl_", "lang", "lc_", "http_proxy", "https_proxy", "no_proxy")
 """How variables begin that a user's commands may have: where packages come from, and a language."""
 PROMPT = "Once upon a time"
@@ -148,16 +150,16 @@ def serving(place: Place) -> Iterator[tuple[str, Callable[[str, float], None]]]:
         server.wait()
 
 
-def fetch_page(url: str) -> tuple[str, ...]:
-    """The page and every style and script that it names: each is there, and is not empty."""
+def fetch_page(url: str) -> None:
+    """The page has its style and its scripts: in it, or where it says; none is empty."""
     page = _get(f"{url}/")
-    names = tuple(LINKED.findall(page))
-    if "<title>sglcore</title>" not in page or not {"css", "js"} <= {name.rpartition(".")[2] for name in names}:
-        raise ReleaseError(f"serve: the page is not the chat: {page[:400]}")
-    for name in names:
-        if len(_get(f"{url}/{name}")) < 100:
-            raise ReleaseError(f"serve: {name} is empty")
-    return names
+    linked = {name: _get(f"{url}/{name}") for name in LINKED.findall(page)}
+    styles = STYLE.findall(page) + [text for name, text in linked.items() if name.endswith(".css")]
+    scripts = SCRIPT.findall(page) + [text for name, text in linked.items() if name.endswith(".js")]
+    if "<title>sglcore</title>" not in page or not styles or not scripts:
+        raise ReleaseError(f"serve: found {len(styles)} styles and {len(scripts)} scripts in the page: {page[:400]}")
+    if any(len(text) < 100 for text in (*styles, *scripts)):
+        raise ReleaseError("serve: a style or a script of the page is empty")
 
 
 def ask(url: str, text: str) -> None:
