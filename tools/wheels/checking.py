@@ -72,6 +72,17 @@ def problems(folder: Path, names: Sequence[str] = (), root: Path = ROOT) -> list
     return found + _described(folder)
 
 
+def undeclared(each: Distribution) -> list[str]:
+    """Files of a distribution's packages that are no Python and that no pattern of its package data names."""
+    data, found = each.declared["tool"]["setuptools"]["package-data"], []
+    for target, folder in _packaged(each).items():
+        base = each.folder / folder
+        named = {path for pattern in data.get(target.replace("/", "."), ()) for path in base.glob(pattern)}
+        named |= {path for pattern in data.get("*", ()) for path in base.rglob(pattern)}
+        found += [name for name in git_files(base, ".") if not name.endswith(".py") and base / name not in named]
+    return found
+
+
 def wheel_problems(path: Path, each: Distribution) -> list[str]:
     """What is wrong with one wheel."""
     match = WHEEL.fullmatch(path.name)

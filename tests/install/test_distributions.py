@@ -1,9 +1,10 @@
-"""All distributions and the changes have one version, which one command writes, and a release is of it."""
+"""All distributions declare all their files and have one version, which one command writes, and a release is of it."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 import sglcore
+from tools.wheels import checking
 from tools.wheels.__main__ import main
 from tools.wheels.distributions import CHANGES, ROOT, ReleaseError, check_tag, distributions, version, write_version
 
@@ -32,6 +34,14 @@ def checkout(tmp_path: Path) -> Path:
 def test_every_distribution_and_the_first_entry_of_the_changes_have_the_version_of_the_code() -> None:
     assert version() == sglcore.__version__
     assert len(distributions()) == 9
+
+
+def test_every_file_of_a_package_is_python_or_declared_as_its_data() -> None:
+    assert [(each.name, name) for each in distributions() for name in checking.undeclared(each)] == []
+    (sim,) = [each for each in distributions() if each.name == "sglcore-sim"]
+    data = {"package-data": {"*": ["*.cpp", "*.h", "*.txt"]}}
+    forgotten = {**sim.declared, "tool": {"setuptools": {**sim.declared["tool"]["setuptools"], **data}}}
+    assert "data/torch_npu_signatures.json" in checking.undeclared(replace(sim, declared=forgotten))
 
 
 @pytest.mark.parametrize("file", ["devices/xpu/pyproject.toml", "simulator/pyproject.toml", CHANGES])
