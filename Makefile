@@ -1,7 +1,8 @@
 # make demo   install if needed, then write a story with the embedded model
 # make serve  install if needed, then serve the embedded model at http://127.0.0.1:8000
-# make test   lint, types, tests on every lane that needs no hardware; samples of the exhaustive ones (docs/testing.md)
-# make test-all  the same with everything, which renews the record of the exhaustive ones
+# make test   lint, types, tests on every lane that needs no hardware: the cheap ones, and slow ones by turns (docs/testing.md)
+# make test-all  the same with all slow ones, which records what each test costs and which code it runs
+# make near   the tests nearest to what has changed, in less than a minute; make near FILES="sglcore/schedule/scheduler.py"
 # make mutation  a sample of planted defects in the host's half of a step, and what no test caught (docs/testing.md)
 # make bench-cpu  this processor's speed beside other engines: installs those it can, and says why not the others
 # make wheels  source distributions and wheels of all packages below dist/, checked (tools/wheels)
@@ -16,6 +17,8 @@ PROMPT ?= Once upon a time
 WORKERS ?= 2
 LANES ?=
 TESTS ?=
+# Of near: files of the checkout; none: what has changed since the last commit.
+FILES ?=
 # Further options of bench-cpu, such as --quick or --engines sglcore,llama_cpp; of bench-gpu, such as --part products.
 BENCH ?=
 # Further options of mutation, such as --again or --file sglcore/step/rows.py.
@@ -31,7 +34,7 @@ ifneq ($(shell $(BIN)/python tools/make_environment.py --works $(ASKED) 2>/dev/n
 .PHONY: $(VENV)/pyvenv.cfg
 endif
 
-.PHONY: demo serve test test-all lint style mutation bench-cpu bench-gpu wheels clean
+.PHONY: demo serve test test-all near lint style mutation bench-cpu bench-gpu wheels clean
 
 demo: $(VENV)/installed
 	@$(BIN)/sglcore generate --prompt "$(PROMPT)"
@@ -52,6 +55,9 @@ define run-lanes
 $(BIN)/python -m ci run $(LANES) --workers $(WORKERS) --tests "$(TESTS)" $(1); status=$$?; \
 wait $$types || { echo "RED: types"; status=1; }; cat build/types.txt; exit $$status
 endef
+
+near: $(VENV)/installed-test
+	@$(BIN)/python -m ci near $(FILES)
 
 lint: style
 	$(BIN)/pyright

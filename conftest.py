@@ -34,5 +34,5 @@ def lane(pytestconfig: pytest.Config) -> Lane:
 
 @pytest.fixture(scope="session")
 def selection(pytestconfig: pytest.Config) -> Selection:
-    """What this run takes, for tests that take their own sample of many checks."""
+    """What this run takes, for tests that take a part of many checks themselves."""
     return pytest_lanes.run_of(pytestconfig).selection

@@ -1,23 +1,30 @@
-"""`python -m ci lanes | run [LANE...] | renew [GROUP...] | table | workflows`: what continuous integration does, also on a
-desk."""
+"""`python -m ci run | near | since | lanes | table | workflows`: what continuous integration does, also on a desk."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from ci import run, table, workflows
-from ci.groups import Group, group_named, groups, passed_whole, store
-from ci.lanes import Lane, LaneError, lane_named, lanes
-
-SEEDS = 1 << 31
+from ci import changes, impact, near, run, since, table, timings, workflows
+from ci.groups import Group, groups, passed_whole, store
+from ci.lanes import HOST, Lane, LaneError, lane_named, lanes
+from ci.selection import SLOW, slow_tests
 
 
 def main() -> int:
     """The exit status: 0 when all is green."""
+    try:
+        return _do(_parser().parse_args())
+    except LaneError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ci", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     listed = commands.add_parser("lanes", help="list the lanes")
@@ -25,21 +32,26 @@ def main() -> int:
     ran = commands.add_parser("run", help="run lanes here; left out, all that need no hardware")
     ran.add_argument("lane", nargs="*")
     ran.add_argument("--tests", default="", help="files or folders, instead of all that the lane may run")
-    ran.add_argument("--whole", action="store_true", help="no samples: everything; groups that pass are renewed")
-    ran.add_argument("--seed", type=int, default=random.randrange(SEEDS), help="of the samples, to repeat a run")
-    renewed = commands.add_parser("renew", help="run groups of exhaustive tests whole and store what they covered")
-    renewed.add_argument("group", nargs="*", help="left out: all that are stale")
-    for command in (ran, renewed):
-        command.add_argument("--workers", type=int, default=2, help="processes side by side; 0: in one process")
-    commands.add_parser("table", help="write the table of the recorded runs")
+    ran.add_argument(
+        "--whole", action="store_true", help="slow tests and groups whole, and record what they cost and run"
+    )
+    ran.add_argument(
+        "--every-lane", action="store_true", help="lanes share nothing out: each takes all that it can run"
+    )
+    ran.add_argument("--turn", type=int, help="of the rotation; left out, the number of commits")
+    ran.add_argument("--workers", type=int, default=2, help="processes side by side; 0: in one process")
+    narrow = commands.add_parser("near", help="run the tests nearest to what has changed, or to these files")
+    narrow.add_argument("file", nargs="*")
+    narrow.add_argument("--seconds", type=float, default=near.LOOP, help="of tests; starting the lanes comes on top")
+    bisected = commands.add_parser("since", help="find the commit since which a test fails")
+    bisected.add_argument("test", help="pytest's name of it")
+    bisected.add_argument("--lane", default="", help="left out, the host's")
+    bisected.add_argument("--good", default="", help="a commit at which it passes; left out, one is looked for")
+    joined = commands.add_parser("table", help="write the table of the recorded runs; red for tests that ran nowhere")
+    joined.add_argument("--records", type=Path, default=run.RECORDS, help="a folder; all records below it are joined")
     written = commands.add_parser("workflows", help="say whether the stored workflows are what the packages declare")
     written.add_argument("--write", action="store_true", help="write them anew")
-    options = parser.parse_args()
-    try:
-        return _do(options)
-    except LaneError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return parser
 
 
 def _do(options: argparse.Namespace) -> int:
@@ -48,27 +60,55 @@ def _do(options: argparse.Namespace) -> int:
     if options.command == "workflows":
         return workflows.main(options.write)
     if options.command == "table":
-        return _table(complete=True)
-    return _renew(options.group, options.workers) if options.command == "renew" else _run(options)
+        return _table(sorted(options.records.rglob("*.json")), complete=True)
+    if options.command == "near":
+        return near.loop(options.file, options.seconds, [lane for lane in lanes() if not lane.needs_hardware])
+    if options.command == "since":
+        found = lanes()
+        host = next(lane.name for lane in found if HOST in lane.capabilities)
+        first = since.Bisection(options.test, lane_named(options.lane or host, found)).run(options.good)
+        print(changes.git("show", "--stat", "--format=%h %an %ad%n%s%n", first))
+        return 0
+    return _run(options)
 
 
 def _run(options: argparse.Namespace) -> int:
-    found = lanes()
-    words = options.tests.split()
+    found, words = lanes(), options.tests.split()
     stale = [group for group in groups() if not group.is_fresh()]
-    fresh = ",".join(sorted({group.name for group in groups()} - {group.name for group in stale}))
     chosen = [lane_named(name, found) for name in options.lane] or _here(found, words, stale, options.whole)
-    taken = () if options.whole else (f"--sample={options.seed}", f"--fresh={fresh}")
-    print(_plan(stale, options), flush=True)
+    is_complete = not options.lane and not words
+    taken = _taken(options, chosen, stale, is_complete)
     runs = run.run_all(chosen, options.workers, words, taken)
-    if options.whole:
-        _store(chosen)
-    red = [] if options.whole else [group for group in stale if group.lane in {lane.name for lane in chosen}]
-    status = _table(complete=not options.lane and not options.tests)
+    records = [run.record_of(lane) for lane in chosen if run.record_of(lane).exists()]
+    for name in store({name: digest for path in records for name, digest in passed_whole(_read(path)).items()}):
+        print(f"ci/digests/{name} is written: the group has passed whole; commit it")
+    if options.whole and is_complete:
+        _remember(records)
+    status = _table(records, is_complete)
     print(run.report(runs))
-    for group in red:
-        print(f"RED: what the group {group.name} covers has changed; python -m ci renew {group.name}")
-    return 1 if red or any(ran.failure for ran in runs) else status
+    return 1 if any(ran.failure for ran in runs) else status
+
+
+def _taken(
+    options: argparse.Namespace, chosen: Sequence[Lane], stale: Sequence[Group], is_complete: bool
+) -> tuple[str, ...]:
+    """The options that say which tests each lane takes; prints what that is."""
+    if options.every_lane:
+        print("everything is run, on every lane that can run it", flush=True)
+        return ()
+    turn = changes.commits() if options.turn is None else options.turn
+    fresh = ",".join(sorted({group.name for group in groups()} - {group.name for group in stale}))
+    shares = (f"--turn={turn}", f"--fresh={fresh}")
+    whole = [group.name for group in stale if group.lane in {lane.name for lane in chosen}]
+    if whole:
+        print(f"whole, because what they cover has changed: {', '.join(whole)}", flush=True)
+    if options.whole:
+        print(f"turn {turn}: every test, and parts of closed groups that cover what they did", flush=True)
+        return (*shares, "--whole", *((f"--impact={impact.RAW / run.LANE}",) if is_complete else ()))
+    added = near.slow_near(chosen) if is_complete else []
+    text = f"every cheap test, a tenth of the slow ones, and {len(added)} slow ones near what has changed"
+    print(f"turn {turn}: {text}", flush=True)
+    return (*shares, near.write(added, chosen))
 
 
 def _here(found: Sequence[Lane], words: Sequence[str], stale: Sequence[Group], whole: bool) -> list[Lane]:
@@ -83,41 +123,20 @@ def _here(found: Sequence[Lane], words: Sequence[str], stale: Sequence[Group], w
     ]
 
 
-def _plan(stale: Sequence[Group], options: argparse.Namespace) -> str:
-    """What a run takes of the groups."""
-    if options.whole:
-        return "everything is run"
-    whole = f"; whole, because they have changed: {', '.join(group.name for group in stale)}" if stale else ""
-    return f"exhaustive groups: samples of seed {options.seed}{whole}"
+def _remember(records: Sequence[Path]) -> None:
+    """Write what a run of everything has found out: which tests are slow, and which test runs which function."""
+    slow = timings.slow_of(records, slow_tests())
+    new, gone = timings.write_slow(slow)
+    print(f"{SLOW}: {len(slow)} slow tests, {new} new, {gone} no longer")
+    found = impact.gather(impact.RAW, timings.timed(records, slow), changes.head())
+    impact.save(found)
+    shutil.rmtree(impact.RAW, ignore_errors=True)
+    count = sum(map(len, found.functions.values()))
+    print(f"{impact.STORED}: {count} functions and {len(found.tests)} tests that run them; commit both files")
 
 
-def _renew(names: Sequence[str], workers: int) -> int:
-    """Run groups whole where that has not just happened; 1 if one does not pass."""
-    known, found = groups(), lanes()
-    wanted = [group_named(name, known) for name in names] or [group for group in known if not group.is_fresh()]
-    for lane in [lane for lane in found if lane.name in {group.lane for group in wanted}]:
-        _store([lane])
-        for group in wanted:
-            if group.lane == lane.name and (names or not group.is_fresh()) and not _has_just_passed(group, lane):
-                run.run(lane, workers, taken=(f"--group={group.name}",))
-                _store([lane])
-    still = [group.name for group in wanted if not group.is_fresh()]
-    print(f"not renewed: {', '.join(still)}" if still else "every group that was asked for is renewed")
-    return 1 if still else 0
-
-
-def _has_just_passed(group: Group, lane: Lane) -> bool:
-    return _passed(lane).get(group.name) == group.digest()
-
-
-def _store(chosen: Sequence[Lane]) -> None:
-    """Store the digests of groups that passed whole in the last run of these lanes."""
-    store({name: digest for lane in chosen for name, digest in _passed(lane).items()})
-
-
-def _passed(lane: Lane) -> dict[str, str]:
-    record = run.record_of(lane)
-    return passed_whole(json.loads(record.read_text())) if record.exists() else {}
+def _read(path: Path) -> dict:
+    return json.loads(path.read_text())
 
 
 def _list(as_json: bool) -> int:
@@ -132,9 +151,11 @@ def _list(as_json: bool) -> int:
     return 0
 
 
-def _table(complete: bool) -> int:
+def _table(records: Sequence[Path], complete: bool) -> int:
     """Print and write the table; 1 when all lanes ran and some test ran on none."""
-    records = [run.record_of(lane) for lane in lanes() if run.record_of(lane).exists()]
+    if not records:
+        print("RED: there is no record of a lane; each lane's job leaves one", file=sys.stderr)
+        return 1
     made = table.read(records)
     out = run.RECORDS / "table.md"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +165,7 @@ def _table(complete: bool) -> int:
     for lane, count in made.waiting.items():
         print(f"never ran, and waits for a run of lane {lane}: {count} tests")
     if made.not_taken:
-        print(f"not in the samples of these runs: {made.not_taken} tests; `make test-all` takes all")
+        print(f"left to other turns: {made.not_taken} tests; `make test-all` takes all")
     if complete and made.never_ran:
         print("\nRED: tests that ran on no lane")
         for test in made.never_ran:

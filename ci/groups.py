@@ -1,13 +1,12 @@
-"""Groups of exhaustive tests: whole when what they cover has changed since their last whole pass, a sample otherwise.
+"""Closed groups: many tests over few files, run whole when one of the files has changed, in parts by turns otherwise.
 
-A group is a row `[[group]]` of `devices/*/ci.toml` or `tests/ci.toml`. The digest of what it covered when it last passed
-whole is kept in `ci/digests.json`; as long as it covers the same, a sample shows that this is still true.
+A group is a row `[[group]]` of `devices/*/ci.toml` or `tests/ci.toml`. `ci/digests/NAME` is the digest of what it covered
+when it last passed whole; the run that finds another one runs the group whole and, where it passes, writes the file.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,29 +17,31 @@ from typing import Any
 from ci.code import code_of
 from ci.lanes import ROOT, Lane, LaneError, lanes
 
-STORED = Path("ci") / "digests.json"
+STORED = Path("ci") / "digests"
 CONSTRAINTS = "constraints*.txt"
 PLACES = ("devices/*/ci.toml", "tests/ci.toml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """One row.
-
-    `tests` are patterns of tests' names on `lane`, with their parameters where a pattern has a bracket (`[[]`);
-    `sources` patterns of files that they cover beside their own, and `pins` packages of `constraints*.txt` whose versions they
-    do. `share` is how many of 100 tests a sample takes; a test that makes many checks may run always, with `share = 100`, and
-    take its own sample. `skips`: a test that says that the lane can not run it leaves the group whole, because others run it.
-    A test is of the first group declared that has it.
-    """
+    """One row. A test belongs to the first group declared that has it."""
 
     name: str
+    """The group's name, and that of its file below `ci/digests`."""
     lane: str
+    """The lane that runs it; a pattern makes a group on each lane that matches and runs on any machine, `NAME-LANE`, and
+    `{device}` in its files is that lane's device."""
     tests: tuple[str, ...]
+    """Patterns of tests' names, with parameters where a pattern has a bracket (`[[]`)."""
     sources: tuple[str, ...]
+    """Patterns of the files that the tests cover, beside the tests' own."""
     share: int
+    """How many of 100 tests each turn takes while nothing has changed; a test that makes many checks may be taken always,
+    with 100, and take a part of its checks by the fixture `selection`."""
     pins: tuple[str, ...] = ()
+    """Packages of `constraints*.txt` whose versions the tests cover."""
     skips: bool = False
+    """A test that says that this lane can not run it leaves the group whole, because another lane runs it."""
 
     def has(self, test: str) -> bool:
         """Whether a test, by pytest's name for it, is of this group."""
@@ -127,15 +128,20 @@ def group_named(name: str, found: tuple[Group, ...]) -> Group:
 
 def stored(root: Path = ROOT) -> Mapping[str, str]:
     """What each group covered when it last passed whole."""
-    path = root / STORED
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return {path.name: path.read_text().strip() for path in (root / STORED).glob("*")}
 
 
-def store(digests: Mapping[str, str], root: Path = ROOT) -> None:
-    """Keep the digests of groups that have passed whole; a group that is no longer declared is forgotten."""
-    known = {group.name for group in groups(root)}
-    kept = {name: digest for name, digest in {**stored(root), **digests}.items() if name in known}
-    (root / STORED).write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+def store(digests: Mapping[str, str], root: Path = ROOT) -> list[str]:
+    """Keep the digests of groups that have passed whole, and forget groups that are no longer declared. Returns the names
+    of those that have another digest than before."""
+    known, before = {group.name for group in groups(root)}, stored(root)
+    changed = sorted(name for name, digest in digests.items() if name in known and before.get(name) != digest)
+    (root / STORED).mkdir(exist_ok=True)
+    for name in changed:
+        (root / STORED / name).write_text(digests[name] + "\n")
+    for name in before.keys() - known:
+        (root / STORED / name).unlink()
+    return changed
 
 
 def passed_whole(record: Mapping[str, Any]) -> dict[str, str]:

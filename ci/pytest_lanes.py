@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ci.lanes import HOST, ROOT, Lane, lane_named, lanes, needs_of
-from ci.selection import Selection
+from ci.selection import Selection, Wanted
 
 DEVICE = "LANE_DEVICE"
 """The environment variable in which a test finds the name of the lane's device."""
@@ -28,11 +28,22 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("lanes")
     group.addoption("--lane", default="", help="the lane of devices/*/ci.toml to run as; left out, the host's")
     group.addoption("--lane-record", default="", help="write what ran on the lane to this file")
+    group.addoption("--turn", type=int, help="the number of the rotation; left out, everything is taken")
     group.addoption(
-        "--sample", type=int, help="a seed: take samples of exhaustive groups, and laws on devices by pairs"
+        "--whole", action="store_true", help="slow tests and groups whole; lanes share tests out by the turn"
     )
     group.addoption("--fresh", help="the groups that cover what they did, with commas; left out, this is looked up")
+    group.addoption(
+        "--near", default="", help="a file: slow tests to take because they run what has changed, a line each"
+    )
     group.addoption("--group", default="", help="run only the tests of this group, all of them")
+    group.addoption("--impact", default="", help="a folder: record there which test runs which lines")
+
+
+EVERY = 60.0
+"""Seconds after which the record is written again while tests run."""
+PROCESSOR = "processor"
+"""The property of a report in which the processor's seconds of a test are."""
 
 
 class LaneRun:
@@ -47,6 +58,8 @@ class LaneRun:
         self._left_out: dict[str, list[str]] = {}
         self._not_taken: dict[str, str] = {}
         self._modules = 0
+        self._fixtures: dict[str, float] = {}
+        self._due = time.monotonic() + EVERY
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
@@ -92,15 +105,31 @@ class LaneRun:
         if left:
             config.hook.pytest_deselected(items=left)
 
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Measure the processor's seconds of a test, and of the processes that it waited for."""
+        before = _processor()
+        try:
+            return (yield)
+        finally:
+            item.user_properties.append((PROCESSOR, round(_processor() - before, 3)))
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the outcome, and the reason of a skip."""
+        if report.when != "call":
+            file = report.nodeid.partition("::")[0]
+            self._fixtures[file] = round(self._fixtures.get(file, 0.0) + report.duration, 3)
         if report.when == "call" or report.outcome != "passed":
             known = self._tests.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
             known["seconds"] = round(known["seconds"] + report.duration, 3)
+            known["processor"] = dict(report.user_properties).get(PROCESSOR, 0.0)
             if report.outcome != "passed":
                 known["outcome"] = report.outcome
             if report.skipped and isinstance(report.longrepr, tuple):
                 known["reason"] = report.longrepr[2].removeprefix("Skipped: ")
+        if self._record is not None and time.monotonic() > self._due:
+            self._write({})
+            self._due = time.monotonic() + EVERY
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """A worker hands over what it left out; the others write the record."""
@@ -108,12 +137,36 @@ class LaneRun:
         if handed is not None:
             handed |= {"left_out": self._left_out, "not_taken": self._not_taken}
         elif self._record is not None:
-            self._record.parent.mkdir(parents=True, exist_ok=True)
-            values = {"lane": self.lane.name, "at": int(time.time()), "tests": self._tests, "left_out": self._left_out}
-            chosen = self.selection
-            whole = self._covered if took_all(self.lane, session.config, exitstatus) else {}
-            values |= {"not_taken": self._not_taken, "whole": whole, "sampled": chosen.sampled}
-            self._record.write_text(json.dumps(values, indent=1, sort_keys=True))
+            self._write(self._covered if took_all(self.lane, session.config, exitstatus) else {})
+
+    def _write(self, whole: dict[str, str]) -> None:
+        """Write the record; what a run that is killed has found out is in the one before."""
+        assert self._record is not None
+        values = {
+            "lane": self.lane.name,
+            "at": int(time.time()),
+            "tests": self._tests,
+            "fixtures": self._fixtures,
+            "left_out": self._left_out,
+            "not_taken": self._not_taken,
+            "whole": whole,
+            "sampled": self.selection.sampled,
+        }
+        self._record.parent.mkdir(parents=True, exist_ok=True)
+        self._record.write_text(json.dumps(values, indent=1, sort_keys=True))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """A run that the lane left nothing of says on which lanes the tests run."""
+        if self._tests or not self._left_out:
+            return
+        needs = sorted({name for missing in self._left_out.values() for name in missing})
+        able = [lane.name for lane in lanes() if not lane.needs_hardware and lane.capabilities.issuperset(needs)]
+        where = (
+            f"run them on {' or '.join(able)}: python -m ci run {able[0]} --tests FILE" if able else "no lane here does"
+        )
+        terminalreporter.write_line(
+            f"{len(self._left_out)} tests need {', '.join(needs)}, which lane {self.lane.name} does not offer; {where}"
+        )
 
     def pytest_unconfigure(self) -> None:
         """Python looks through everything when it ends, and some libraries report what it then misses."""
@@ -125,6 +178,12 @@ class LaneRun:
         handed = getattr(node, "workeroutput", {})  # foreign: pytest-xdist's attribute of a node
         self._left_out.update(handed.get("left_out", {}))
         self._not_taken.update(handed.get("not_taken", {}))
+
+
+def _processor() -> float:
+    """Seconds of the processor so far, of this process and of the children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def took_all(lane: Lane, config: pytest.Config, exitstatus: int) -> bool:
@@ -144,10 +203,29 @@ def configure(config: pytest.Config) -> None:
     os.environ[DEVICE] = lane.device
     told = config.getoption("--fresh")
     fresh = None if told is None else frozenset(str(told).split(","))
-    selection = Selection(lane, config.getoption("--sample"), str(config.getoption("--group")), fresh)
+    near = Path(str(config.getoption("--near"))).read_text().splitlines() if config.getoption("--near") else ()
+    wanted = Wanted(
+        turn=config.getoption("--turn"),
+        is_whole=bool(config.getoption("--whole")),
+        only=str(config.getoption("--group")),
+        fresh=fresh,
+        near=frozenset(near),
+    )
+    selection = Selection(lane, wanted)
     is_worker = hasattr(config, "workerinput")  # foreign: pytest-xdist's attribute of a worker, which writes no record
     record = "" if is_worker else str(config.getoption("--lane-record") or "")
     config.pluginmanager.register(LaneRun(lane, selection, record), "lane")
+    watched = str(config.getoption("--impact"))
+    if watched and not _only_controls(config):
+        from ci.watch import Watcher
+
+        config.pluginmanager.register(Watcher(Path(watched)), "impact")
+
+
+def _only_controls(config: pytest.Config) -> bool:
+    """Whether this process runs no tests, because its workers do."""
+    is_worker = hasattr(config, "workerinput")  # foreign: pytest-xdist's attribute of a worker
+    return not is_worker and bool(config.getoption("numprocesses", 0))
 
 
 def run_of(config: pytest.Config) -> LaneRun:

@@ -7,6 +7,7 @@ servers, compiled code. One that runs alone has all of them.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,12 @@ from enum import Enum
 from pathlib import Path
 
 from ci.environments import prepare, python_of
+from ci.impact import RAW
 from ci.lanes import HOST, ROOT, Lane
 
 RECORDS = ROOT / "build" / "lanes"
+LANE = "{lane}"
+"""In an option of a run: the name of each lane."""
 TAIL = 4000
 """Characters of the output that the class of a failure is read from."""
 
@@ -72,10 +76,12 @@ def record_of(lane: Lane) -> Path:
     return RECORDS / f"{lane.name}.json"
 
 
-def command(lane: Lane, workers: int, words: Sequence[str] = (), taken: Sequence[str] = ()) -> tuple[str, ...]:
+def command(
+    lane: Lane, workers: int, words: Sequence[str] = (), taken: Sequence[str] = (), is_kept: bool = True
+) -> tuple[str, ...]:
     """How pytest is called for a lane; `taken` are options that say which tests to take."""
     simulated = (f"--sim={lane.simulator}",) if lane.simulator else ()
-    record = (f"--lane-record={record_of(lane)}",)
+    record = (f"--lane-record={record_of(lane)}",) if is_kept else ()
     return (
         str(python_of(lane)),
         "-m",
@@ -85,7 +91,7 @@ def command(lane: Lane, workers: int, words: Sequence[str] = (), taken: Sequence
         f"--lane={lane.name}",
         *simulated,
         *record,
-        *taken,
+        *(option.replace(LANE, lane.name) for option in taken),
         *(f"--ignore={file}" for file in lane.ignore),
         *(words or lane.tests),
     )
@@ -101,6 +107,8 @@ def environ(around: Mapping[str, str]) -> dict[str, str]:
 def run_all(lanes: Sequence[Lane], workers: int, words: Sequence[str] = (), taken: Sequence[str] = ()) -> list[Ran]:
     """Run lanes here, as many side by side as there may be processes; the host's, which has most tests, after the others and
     in all processes. Waits."""
+    for lane in lanes:
+        shutil.rmtree(RAW / lane.name, ignore_errors=True)
     last = [lane for lane in lanes if HOST in lane.capabilities]
     others = [lane for lane in lanes if lane not in last]
     beside = max(1, min(workers, len(others)))
@@ -109,11 +117,25 @@ def run_all(lanes: Sequence[Lane], workers: int, words: Sequence[str] = (), take
     return [*found, *(run(lane, workers, words, taken) for lane in last)]
 
 
-def run(lane: Lane, workers: int, words: Sequence[str] = (), taken: Sequence[str] = (), is_beside: bool = False) -> Ran:
+def run_each(asked: Sequence[tuple[Lane, Sequence[str]]]) -> list[Ran]:
+    """Run some tests of each of these lanes side by side, a process for each; leaves no record. Waits."""
+    with ThreadPoolExecutor(max(1, len(asked))) as threads:
+        return list(threads.map(lambda each: run(each[0], 0, each[1], is_beside=len(asked) > 1, is_kept=False), asked))
+
+
+def run(
+    lane: Lane,
+    workers: int,
+    words: Sequence[str] = (),
+    taken: Sequence[str] = (),
+    is_beside: bool = False,
+    is_kept: bool = True,
+) -> Ran:
     """Run one lane here, its output as it comes, with its name before each line if it runs beside others, and then in one
-    process; waits. An environment of its own is made first."""
+    process; waits. An environment of its own is made first. A record is left if `is_kept`."""
     print(f"\n== lane {lane.name} ==", flush=True)
-    record_of(lane).unlink(missing_ok=True)
+    if is_kept:
+        record_of(lane).unlink(missing_ok=True)
     start = time.monotonic()
     try:
         prepare(lane)
@@ -122,7 +144,7 @@ def run(lane: Lane, workers: int, words: Sequence[str] = (), taken: Sequence[str
     before = f"{lane.name:<10} " if is_beside else ""
     own = [word for word in words if lane.takes(word)]
     with subprocess.Popen(
-        command(lane, 1 if is_beside else workers, own, taken),
+        command(lane, min(1, workers) if is_beside else workers, own, taken, is_kept),
         cwd=ROOT,
         env=environ(os.environ),
         stdout=subprocess.PIPE,

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from ci.groups import groups
 from ci.lanes import ROOT, Lane, lanes
-from ci.selection import ELSEWHERE
+from ci.sharing import ELSEWHERE
 
 RAN = ("passed", "failed")
 _KIT = re.compile(r"^devices/[^/]+/tests/test_conformance\.py")

@@ -13,7 +13,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -133,6 +132,9 @@ def gpt_oss(**changes: Any) -> Oracle:
 
 def with_mxfp4_experts(model: Oracle, folder: Path) -> Path:
     """Save a gpt-oss as it is published, its experts as random codes, and give the model their values."""
+    # This import takes as long as all others of this file, which a hundred files of tests import.
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     generator = torch.Generator().manual_seed(4)
     save(model, folder)
     weights = load_file(folder / "model.safetensors")

@@ -61,9 +61,12 @@ def test_a_group_is_fresh_until_a_file_a_name_or_a_pin_of_it_changes(checkout: P
     assert not group.is_fresh(checkout), "the files and their order are the same"
 
 
-def test_what_is_no_longer_declared_is_forgotten(checkout: Path) -> None:
-    store({"one": "1", "gone": "2"}, checkout)
+def test_each_group_has_a_file_and_what_is_no_longer_declared_is_forgotten(checkout: Path) -> None:
+    assert store({"one": "1", "gone": "2"}, checkout) == ["one"]
+    (checkout / "ci" / "digests" / "gone").write_text("3\n")
+    assert store({"one": "1"}, checkout) == []
     assert stored(checkout) == {"one": "1"}
+    assert [path.name for path in (checkout / "ci" / "digests").iterdir()] == ["one"]
 
 
 def test_a_test_is_of_the_group_that_names_it(checkout: Path) -> None:
@@ -220,19 +223,11 @@ def test_only_a_run_of_the_whole_lane_to_its_end_renews(
     assert took_all(lane, config, status) is took
 
 
-def test_steps_cover_all_that_a_step_runs_through() -> None:
-    parts = (
-        "checkpoint",
-        "device",
-        "engine/pages",
-        "engine/ranks",
-        "layers",
-        "models",
-        "runtime",
-        "sampling",
-        "schedule",
-        "step",
-    )
-    wanted = {file for part in parts for file in (ROOT / "sglcore" / part).rglob("*.py")}
-    for group in groups():
-        assert not group.name.startswith("steps-") or wanted <= set(group.files()), group.name
+def test_every_stored_digest_is_of_a_group() -> None:
+    assert stored().keys() <= {group.name for group in groups()}
+
+
+def test_the_compiled_part_of_the_simulator_is_of_a_group_on_every_simulated_lane() -> None:
+    sources = set((ROOT / "simulator" / "csrc").glob("*.cpp"))
+    covering = {group.lane for group in groups() if sources <= set(group.files())}
+    assert sources and covering == {lane.name for lane in lanes() if lane.simulator}

@@ -16,7 +16,8 @@ import pytest
 from ci.lanes import ROOT, Lane, lanes
 from ci.pytest_lanes import LaneRun
 from ci.run import Failure, classify, command, environ, report, run, run_all
-from ci.selection import ELSEWHERE, Selection
+from ci.selection import Selection
+from ci.sharing import ELSEWHERE
 from ci.table import markdown, read, summary
 
 
@@ -61,6 +62,7 @@ def test_the_hosts_lane_runs_last_and_in_all_processes(monkeypatch: pytest.Monke
         return (sys.executable, "-c", "")
 
     monkeypatch.setattr("ci.run.RECORDS", tmp_path)
+    monkeypatch.setattr("ci.run.RAW", tmp_path)
     monkeypatch.setattr("ci.run.prepare", lambda lane: None)
     monkeypatch.setattr("ci.run.command", told)
     here = [lane for lane in lanes() if not lane.needs_hardware]
@@ -71,6 +73,7 @@ def test_the_hosts_lane_runs_last_and_in_all_processes(monkeypatch: pytest.Monke
 def test_what_failed_is_named_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said = "print('FAILED a.py::one - assert 0\\nERROR b.py::two\\n  FAILED in a text'); raise SystemExit(1)"
     monkeypatch.setattr("ci.run.RECORDS", tmp_path)
+    monkeypatch.setattr("ci.run.RAW", tmp_path)
     monkeypatch.setattr("ci.run.command", lambda *given: (sys.executable, "-c", said))
     text = report([run(lanes()[0], 1)])
     assert text.endswith(f"{lanes()[0].name:<14} FAILED a.py::one - assert 0\n  {lanes()[0].name:<14} ERROR b.py::two")
@@ -193,7 +196,7 @@ def test_what_a_lane_can_not_run_is_left_out_and_recorded(tmp_path: Path, worker
 
 def test_what_a_worker_left_to_others_is_in_the_record(tmp_path: Path) -> None:
     lane, out = Lane(name="x", device="x", capabilities=frozenset()), tmp_path / "record.json"
-    handed = {"left_out": {"t.py::flies": ["wings"]}, "not_taken": {"t.py::other": "another lane takes it"}}
+    handed = {"left_out": {"t.py::flies": ["wings"]}, "not_taken": {"t.py::other": ELSEWHERE}}
     option = SimpleNamespace(keyword="", markexpr="", deselect=None, maxfail=0)
     run = LaneRun(lane, Selection(lane), str(out))
     session: Any = SimpleNamespace(config=SimpleNamespace(option=option, args=[]))
@@ -201,3 +204,16 @@ def test_what_a_worker_left_to_others_is_in_the_record(tmp_path: Path) -> None:
     run.pytest_sessionfinish(session, 0)
     values = json.loads(out.read_text())
     assert {name: values[name] for name in handed} == handed
+
+
+def test_a_run_on_the_wrong_lane_says_which_lane_is_right() -> None:
+    (ROOT / "build").mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="planted_", dir=ROOT / "build"))
+    (folder / "test_planted.py").write_text("import pytest\n@pytest.mark.needs('streams')\ndef test_x(): pass\n")
+    words = (sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", str(folder))
+    try:
+        ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    finally:
+        shutil.rmtree(folder)
+    able = next(lane.name for lane in lanes() if not lane.needs_hardware and "streams" in lane.capabilities)
+    assert f"1 tests need streams, which lane {lanes()[0].name} does not offer; run them on {able}" in ran.stdout

@@ -1,8 +1,7 @@
-"""A sample is the same for its seed in every process, and lanes that share tests out leave no pair of values untried."""
+"""A run takes what is cheap always, a tenth of what is slow at each turn, what is near always, and groups by their digests."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,122 +10,98 @@ import pytest
 
 from ci import selection as module
 from ci.groups import Group
-from ci.lanes import ROOT, Lane, lanes
-from ci.selection import ELSEWHERE, Pairs, Places, Selection, pairs
+from ci.lanes import Lane
+from ci.selection import Selection, Wanted, shared_name
+from ci.sharing import ROUNDS
 
-LANES = ("a", "b", "c", "d")
 GROUP = Group(name="many", lane="a", tests=("t.py::*",), sources=(), share=20)
-LAW = Pairs("laws.py", "r", rotates="case", lanes=LANES)
+LANE = Lane(name="a", device="x", capabilities=frozenset())
+SLOW = tuple(f"s.py::test_{number}" for number in range(300))
 
 
-def item(test: str, **params: Any) -> Any:
-    """What the selection reads of a test."""
-    values = "-".join(map(str, params.values()))
-    made = SimpleNamespace(nodeid=f"{test}[{values}]" if params else test)
-    if params:
-        made.callspec = SimpleNamespace(params=params)
-    return made
-
-
-def selection(
-    monkeypatch: pytest.MonkeyPatch, lane: str, seed: int | None, only: str = "", fresh: bool = True
-) -> Selection:
+@pytest.fixture(autouse=True)
+def one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One closed group on the lane, which covers what it did."""
     monkeypatch.setattr(module, "groups", lambda: (GROUP,))
-    monkeypatch.setattr(Group, "is_fresh", lambda self: fresh)
-    monkeypatch.setattr(module, "pairs", lambda: (LAW, Pairs("devices/*/x.py", "r", only="shared", lanes=LANES)))
-    return Selection(Lane(name=lane, device="x", capabilities=frozenset()), seed, only)
+    monkeypatch.setattr(Group, "is_fresh", lambda self: True)
 
 
-def grid() -> list[Any]:
-    """Laws of one file, over graphs, seeds and cases."""
-    laws = [(f"laws.py::test_{law}", {"graph": g}) for law in range(6) for g in "xyz"]
-    laws += [("laws.py::test_seeded", {"graph": g, "seed": seed}) for g in "xyz" for seed in (1, 2)]
-    return [item(law, case=case, **others) for case in "ABCDE" for law, others in laws]
+def item(test: str) -> Any:
+    """What the selection reads of a test."""
+    return SimpleNamespace(nodeid=test)
 
 
-def taken(chosen: Selection, items: list[Any]) -> list[Any]:
-    left = chosen.left_out(items)
-    return [one for one in items if one.nodeid not in left]
+def taken(tests: tuple[str, ...], **wanted: Any) -> list[str]:
+    left = Selection(LANE, Wanted(**wanted), slow=frozenset(SLOW)).left_out([item(test) for test in tests])
+    return [test for test in tests if test not in left]
 
 
-def test_every_pair_is_met_and_every_lane_takes_every_law_with_every_other_value(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    items, met = grid(), set()
-    for lane in LANES:
-        own = taken(selection(monkeypatch, lane, 1), items)
-        params = [{"law": one.nodeid.partition("[")[0], **one.callspec.params} for one in own]
-        assert len(own) * 5 == len(items)
-        assert len({tuple(v for k, v in p.items() if k != "case") for p in params}) == len(own)
-        for values in params:
-            met |= set(itertools.combinations(sorted({**values, "lane": lane}.items()), 2))
-    wanted = [
-        {"law": one.nodeid.partition("[")[0], **one.callspec.params, "lane": lane} for one in items for lane in LANES
+def test_a_cheap_test_is_taken_at_every_turn() -> None:
+    assert all(taken(("c.py::test_x",), turn=turn) for turn in range(2 * ROUNDS))
+
+
+def test_each_slow_test_is_taken_once_in_ten_turns_and_each_turn_takes_about_a_tenth() -> None:
+    turns = [taken(SLOW, turn=turn) for turn in range(ROUNDS)]
+    assert sorted(test for tests in turns for test in tests) == sorted(SLOW)
+    assert all(10 < len(tests) < 50 for tests in turns)
+    assert taken(SLOW, turn=3) == taken(SLOW, turn=3 + ROUNDS)
+
+
+def test_slow_tests_of_packages_are_known_by_the_name_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shared_name("devices/one/tests/test_x.py::test_y[a/b]") == "devices/*/tests/test_x.py::test_y[a/b]"
+    assert shared_name("tests/laws/test_x.py::test_y") == "tests/laws/test_x.py::test_y"
+    names = frozenset({"devices/*/t.py::test_y"})
+    left = [
+        Selection(LANE, Wanted(turn=turn), slow=names).left_out([item("devices/one/t.py::test_y")])
+        for turn in range(ROUNDS)
     ]
-    for values in wanted:
-        assert set(itertools.combinations(sorted(values.items()), 2)) <= met
+    assert [bool(each) for each in left].count(False) == 1
 
 
-def test_the_order_of_values_is_that_of_the_tests() -> None:
-    places = Places(grid())
-    first = item("laws.py::test_0", case="A", graph="x")
-    assert places.is_turn(first, "case", 0) and not places.is_turn(first, "case", 1)
-    assert places.is_turn(item("laws.py::test_0", case="B", graph="y"), "case", 0)
+def test_what_is_near_is_taken_whatever_the_turn() -> None:
+    assert taken(SLOW[:50], turn=1, near=SLOW[:50]) == list(SLOW[:50])
+    assert taken(("t.py::test_1",), turn=1, near=("t.py::test_1",)) == ["t.py::test_1"]
 
 
-def test_what_is_shared_out_runs_on_exactly_one_lane_and_the_rest_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [f"shared_{number}" for number in range(40)]
-    runs: list[str] = []
-    for lane in LANES:
-        items = [item(f"devices/{lane}/x.py::test[{name}]") for name in (*names, "own")]
-        chosen = selection(monkeypatch, lane, 1)
-        assert set(chosen.left_out(items).values()) == {ELSEWHERE}
-        runs += [one.nodeid.partition("::")[2] for one in taken(chosen, items)]
-    assert sorted(runs) == sorted([*(f"test[{name}]" for name in names), *["test[own]"] * len(LANES)])
+@pytest.mark.parametrize("wanted", [{}, {"turn": 4, "is_whole": True}])
+def test_everything_is_taken_by_hand_and_by_a_whole_run(wanted: dict[str, Any]) -> None:
+    assert taken(SLOW, **wanted) == list(SLOW)
 
 
-def test_a_sample_is_of_its_seed_and_about_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    items = [item(f"t.py::test_{number}") for number in range(500)]
-    first, again, other = (selection(monkeypatch, "a", seed).left_out(items) for seed in (1, 1, 2))
-    assert first == again != other
-    assert 350 < len(first) < 450
+def test_a_group_is_taken_in_parts_by_turns_while_it_is_fresh() -> None:
+    tests = tuple(f"t.py::test_{number}" for number in range(100))
+    turns = [taken(tests, turn=turn) for turn in range(5)]
+    assert sorted(test for each in turns for test in each) == sorted(tests)
+    assert all(10 < len(each) < 35 for each in turns)
+    assert taken(tests, turn=3, is_whole=True) == turns[3], "a run of all slow tests goes by digests too"
 
 
-@pytest.mark.parametrize(("seed", "fresh"), [(None, True), (1, False)])
-def test_a_group_is_whole_without_a_seed_and_where_it_is_stale(
-    monkeypatch: pytest.MonkeyPatch, seed: int | None, fresh: bool
+@pytest.mark.parametrize(
+    ("wanted", "fresh"), [({}, True), ({"turn": 1}, False), ({"turn": 1, "is_whole": True}, False)]
+)
+def test_a_group_is_whole_by_hand_and_where_it_is_stale(
+    monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any], fresh: bool
 ) -> None:
-    chosen = selection(monkeypatch, "a", seed, fresh=fresh)
+    monkeypatch.setattr(Group, "is_fresh", lambda self: fresh)
+    chosen = Selection(LANE, Wanted(**wanted), slow=frozenset())
     assert chosen.left_out([item(f"t.py::test_{number}") for number in range(50)]) == {}
     assert chosen.whole == ("many",) and chosen.sampled == ()
     assert chosen.covered() == {"many": GROUP.digest()}
 
 
-def test_without_a_seed_everything_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert selection(monkeypatch, "a", None).left_out(grid()) == {}
+def test_a_group_alone_is_all_of_it_and_nothing_else() -> None:
+    assert taken(("t.py::test_x", "u.py::test_x"), only="many") == ["t.py::test_x"]
 
 
-def test_a_group_alone_is_all_of_it_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    items = [item("t.py::test_x"), item("u.py::test_x")]
-    assert [one.nodeid for one in taken(selection(monkeypatch, "a", None, "many"), items)] == ["t.py::test_x"]
-
-
-def test_a_group_alone_is_shared_out_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "groups", lambda: (replace(GROUP, tests=("laws.py::*",)),))
-    monkeypatch.setattr(module, "pairs", lambda: (LAW,))
-    chosen = Selection(Lane(name="a", device="x", capabilities=frozenset()), None, "many")
-    assert len(taken(chosen, grid())) * 5 == len(grid())
-
-
-def test_who_has_looked_which_groups_are_fresh_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "groups", lambda: (GROUP,))
+def test_a_lane_that_is_told_which_groups_are_fresh_looks_up_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "is_fresh", lambda self: pytest.fail("looked up again"))
-    lane = Lane(name="a", device="x", capabilities=frozenset())
-    assert Selection(lane, 1, fresh=frozenset({"many"})).sampled == ("many",)
-    assert Selection(lane, 1, fresh=frozenset({"other"})).whole == ("many",)
+    assert Selection(LANE, Wanted(turn=1, fresh=frozenset({"many"}))).sampled == ("many",)
+    assert Selection(LANE, Wanted(turn=1, fresh=frozenset({"other"}))).whole == ("many",)
 
 
-def test_the_table_of_the_project_names_files_and_lanes_that_are_there() -> None:
-    known = {lane.name for lane in lanes() if lane.simulator}
-    for row in pairs():
-        assert any(ROOT.glob(row.tests)) and set(row.lanes) <= known and row.reason, row.tests
+def test_nothing_is_taken_of_a_fresh_group_without_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "groups", lambda: (replace(GROUP, share=0),))
+    tests = tuple(f"t.py::test_{number}" for number in range(20))
+    assert [taken(tests, turn=turn) for turn in range(100)] == [[]] * 100
+    monkeypatch.setattr(Group, "is_fresh", lambda self: False)
+    assert taken(tests, turn=0) == list(tests)

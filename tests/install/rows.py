@@ -90,7 +90,7 @@ def rows() -> list[Row]:
     found += [Row(name="Linux x86-64", python=python, extra="test", everything=True) for python in (oldest, newest)]
     found += [Row(name="Linux Arm", python=oldest, extra="test", everything=True)]
     found += [Row(name=name, python=oldest, extra="test") for name in NAMES if NAMES[name][2]]
-    first = {device: name for name, (_, _, device) in reversed(NAMES.items())}
+    first = {device: name for name, (_, _, device) in reversed(list(NAMES.items()))}
     for device, name in first.items():
         needs = needs_of(ROOT / "devices" / (device or HOST))
         found += [Row(name=name, python="3.12", torch=version) for version in (needs.versions[1:] if needs else ())]

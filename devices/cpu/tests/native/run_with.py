@@ -57,7 +57,7 @@ def files_to_run(selection: Selection) -> tuple[str, ...]:
         return ()
     left = [f"test_native_{other}.py" for other in OTHERS]
     files = [str(path) for path in sorted(FOLDER.glob("test_native_*.py")) if path.name not in left]
-    return (random.Random(selection.seed).choice(files),)
+    return (random.Random(selection.turn).choice(files),)
 
 
 def child(kind: str, path: Path, *words: str, preload: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:

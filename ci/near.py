@@ -1,0 +1,117 @@
+"""The tests nearest to what has changed: for a run of the samples, and for a developer's narrow loop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from ci import changes, impact, run
+from ci.functions import MODULE, bodies_of
+from ci.impact import Function, Impact, Timed
+from ci.lanes import HOST, ROOT, Lane, LaneError, needs_of
+
+LOOP = 40.0
+"""Seconds of tests that `python -m ci near` takes; starting the lanes comes on top."""
+ADDED = 120.0
+"""Seconds of slow tests that `make test` adds for what has changed."""
+LANES = 2
+"""On so many lanes a narrow loop runs, side by side."""
+
+
+def slow_near(lanes: Sequence[Lane]) -> list[Timed]:
+    """The slow tests that `make test` adds: those of changed files of tests, then those that run changed functions."""
+    record = impact.load()
+    if record is None:
+        return []
+    changed = changes.since(record.commit)
+    names = {lane.name for lane in lanes}
+    own = [each for each in record.tests if each.test.partition("::")[0] in changed.tests]
+    return impact.choose(record, changed.functions, ADDED, lambda each: each.is_slow and each.lane in names, first=own)
+
+
+def write(chosen: Sequence[Timed], lanes: Sequence[Lane]) -> str:
+    """Write the chosen tests, a file for each lane; returns the option by which a lane is told of its own."""
+    folder = ROOT / "build" / "near"
+    folder.mkdir(parents=True, exist_ok=True)
+    for lane in lanes:
+        own = [each.test for each in chosen if each.lane == lane.name]
+        (folder / f"{lane.name}.txt").write_text("".join(f"{test}\n" for test in own))
+    return f"--near={folder / run.LANE}.txt"
+
+
+def loop(files: Sequence[str], seconds: float, lanes: Sequence[Lane]) -> int:
+    """Run the tests nearest to what has changed, or to these files, on the lanes that run them; waits. The exit status."""
+    record = impact.load()
+    if record is None:
+        raise LaneError(f"there is no {impact.STORED}; `make test-all` writes it")
+    functions, tests = _asked(files, record)
+    chosen = _chosen(record, functions, tests, seconds, lanes)
+    known = {each.test.partition("::")[0] for each in chosen}
+    words = {lane.name: [each.test for each in chosen if each.lane == lane.name] for lane in lanes}
+    for test in [test for test in tests if test not in known]:
+        for lane in _able(test, lanes)[:1]:
+            words[lane.name].append(test)
+    taken = [lane for lane in lanes if words[lane.name]]
+    print(_said(functions, tests, words), flush=True)
+    if not taken:
+        return 1
+    runs = run.run_each([(lane, words[lane.name]) for lane in taken])
+    print(run.report(runs))
+    return 1 if any(ran.failure for ran in runs) else 0
+
+
+def _asked(files: Sequence[str], record: Impact) -> tuple[list[Function], list[str]]:
+    """The functions and the files of tests that a person means; with no file what has changed since the last commit, or
+    else since the record."""
+    if not files:
+        found = changes.since("HEAD")
+        found = found if found.functions or found.tests else changes.since(record.commit)
+        return list(found.functions), list(found.tests)
+    changed = set(changes.since("HEAD").functions)
+    functions: list[Function] = []
+    tests: list[str] = []
+    for word in files:
+        path = (ROOT / word).resolve()
+        if not path.is_file() or not path.is_relative_to(ROOT):
+            raise LaneError(f"{word} is no file of the checkout")
+        name = path.relative_to(ROOT).as_posix()
+        if path.name.startswith("test_"):
+            tests.append(name)
+            continue
+        own: list[Function] = [(name, function) for function in (*bodies_of(path), MODULE)]
+        functions += [each for each in own if each in changed] or own
+    return functions, tests
+
+
+def _chosen(
+    record: Impact, functions: Sequence[Function], tests: Sequence[str], seconds: float, lanes: Sequence[Lane]
+) -> list[Timed]:
+    """On the host's lane and the one other lane that has most of the nearest tests."""
+    names = {lane.name for lane in lanes}
+    first = [each for each in record.tests if each.test.partition("::")[0] in tests]
+    first.sort(key=lambda each: each.seconds)
+    nearest = impact.choose(record, functions, seconds, lambda each: each.lane in names, first)
+    counts = Counter(each.lane for each in nearest)
+    host = [lane.name for lane in lanes if HOST in lane.capabilities and counts[lane.name]]
+    others = [lane for lane, _ in counts.most_common() if lane not in host]
+    taken = {*host, *others} if len(counts) <= LANES else {*host, *others[: LANES - len(host)]}
+    return impact.choose(record, functions, seconds, lambda each: each.lane in taken, first)
+
+
+def _able(test: str, lanes: Sequence[Lane]) -> list[Lane]:
+    """The lanes that may run some tests of a file that the record does not know, by the capabilities that it names."""
+    source = (ROOT / test).read_text()
+    found = []
+    for lane in lanes:
+        named = frozenset(word for word in lane.capabilities if f'"{word}"' in source)
+        declared = named or (frozenset({"device"}) if "needs(" in source else frozenset())
+        if not lane.missing(needs_of(Path(test), declared)):
+            found.append(lane)
+    return found
+
+
+def _said(functions: Sequence[Function], tests: Sequence[str], words: dict[str, list[str]]) -> str:
+    where = ", ".join(f"{len(own)} on {lane}" for lane, own in words.items() if own)
+    what = f"{len(functions)} functions" + (f" and {len(tests)} files of tests" if tests else "")
+    return f"near {what}: tests: {where}" if where else f"no test is known that runs any of {what}"
