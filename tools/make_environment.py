@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def works(asked: str) -> bool:
     """Whether the environment of this interpreter is whole, and of the version of the Python that was asked for, if any."""
-    return has_whole_pip() and (not asked or _version(asked, BARE) in ("", OWN))
+    return sys.prefix != sys.base_prefix and has_whole_pip() and (not asked or _version(asked, BARE) in ("", OWN))
 
 
 def has_whole_pip() -> bool:
@@ -94,7 +94,8 @@ def explain(said: str) -> str:
 
 def has_pip(folder: Path, same: bool = False) -> bool:
     """It has pip, and its interpreter is one that is served; `same`: of this one's version."""
-    return _version(str(folder / "bin" / "python"), CHECK) in ([OWN] if same else served())
+    is_one = (folder / "pyvenv.cfg").is_file()  # without it, its python is the interpreter below it
+    return is_one and _version(str(folder / "bin" / "python"), CHECK) in ([OWN] if same else served())
 
 
 def mend(folder: Path, same: bool = False) -> bool:

@@ -174,7 +174,11 @@ def serving(kept: Path, upstream: str = PUBLIC) -> Iterator[tuple[Front, str]]:
             self.end_headers()
             self.wfile.write(body)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Who asked has gone, and asks again if it wants the answer."""
+
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     Thread(target=server.serve_forever, daemon=True).start()
     try:
