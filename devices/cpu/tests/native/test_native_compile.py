@@ -15,7 +15,9 @@ from sglcore_cpu.choice import load_library
 from sglcore_cpu.compile import (
     ALL,
     HERE,
+    NONE,
     PROCESSOR,
+    SETTING,
     SOURCES,
     X86,
     BuildError,
@@ -135,6 +137,16 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_by_hand_a_failure_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path / "library.so"), "--compiler", "no-such-compiler"]) == 1
     assert capsys.readouterr().err == "there is no C++ compiler 'no-such-compiler' here\n"
+
+
+def test_what_is_compiled_is_the_environments_to_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SETTING, NONE)
+    assert main(["--out", str(tmp_path / "library.so"), "--compiler", "no-such-compiler"]) == 0
+    assert main(["--out", str(tmp_path / "library.so"), "--sets", "sse9"]) == 1
+    assert capsys.readouterr().err.startswith("found SGLCORE_CPU_BUILD=sse9; wanted here, all, none, or some of ")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_changed_file_changes_the_digest(sources: Path) -> None:
