@@ -101,4 +101,5 @@ $(VENV)/installed: $(VENV)/pyvenv.cfg $(DECLARED)
 $(VENV)/installed-test: $(VENV)/pyvenv.cfg $(DECLARED)
 	@{ $(BIN)/python tools/install_browser.py; $(BIN)/python tools/install_compilers.py; } & \
 	  SGLCORE_CPU_BUILD=all $(BIN)/python tools/install_devices.py --extra test --all $(INSTALL) && wait $$!
+	@$(BIN)/python tools/install_linters.py
 	@touch $@ $(VENV)/installed

@@ -232,5 +232,9 @@ class Machine:
             if shutil.which("sudo") is None:
                 (programs / "sudo").write_text('#!/bin/sh\nexec "$@"\n')
                 (programs / "sudo").chmod(0o755)
+        told = programs / "env"
+        told.touch()
+        told_env = dict(line.split("=", 1) for line in told.read_text().splitlines())
         path = f"{programs}{os.pathsep}{own['PATH']}"
-        return {**own, **step.env, "PATH": path, "GITHUB_WORKSPACE": str(self.folder), "CI": "true"}
+        places = {"PATH": path, "GITHUB_WORKSPACE": str(self.folder), "GITHUB_ENV": str(told)}
+        return {**own, **told_env, **step.env, **places, "CI": "true"}
