@@ -81,8 +81,8 @@ def install(
     place = Place(folder, {})
     for part in ("work", "home", "scratch"):
         (folder / part).mkdir(parents=True)
-    venv = [python, "-m", "venv", str(folder / "venv")]
-    place.run("environment", *venv)
+    own = ["--without-pip"] if linked is not None else []  # pip is linked too; venv's would bring a setuptools of its own
+    place.run("environment", python, "-m", "venv", *own, str(folder / "venv"))
     pip = (str(place.programs / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     if linked is not None:
         (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
