@@ -51,6 +51,7 @@ def test_a_wheel_that_pip_is_told_of_is_taken_and_nobody_is_asked(tmp_path: Path
     (folder / "torch-1.2.3+host9-cp312-cp312-manylinux_2_28_x86_64.whl").touch()
     made = plan(tmp_path, [host], sources=Sources(folders=(folder,)))
     assert made.commands[0] == "torch==1.2.3+host9"
+    assert made.choice.megabytes == (0, 2)
     assert made.choice.why == f"torch 1.2.3+host9: the build for host, from {folder}: no accelerator was seen"
     other = replace(LINUX, python="cp313")
     assert plan(tmp_path, [host], sources=Sources(folders=(folder,)), machine=other).commands[0] == "torch==1.2.3"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -193,6 +193,7 @@ def _build(
     for build in builds:
         folder = sources.local(f"torch-{build.version(number)}", wanted.machine)
         if folder is not None:
+            build = replace(build, megabytes=(0, build.megabytes[1]))
             return build, (), f"torch {build.version(number)}: {build.name}, from {folder}: {wanted.reason}"
         wrong = ask(build.index, build.version(number), wanted.machine) if build.index else ""
         if not wrong:
