@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import sglcore
 from tools.installer.choice import Wanted, choose
@@ -37,7 +36,6 @@ NAMES: Mapping[str, tuple[str, str, str]] = {
 }
 """System, processor and the device that is there."""
 WRITE = "import sys; from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel(sys.argv[1])"
-SILENT = MappingProxyType({"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL})
 GLIBC, MACOS = 35, 14
 """The newest that wheels may ask for: Ubuntu 22.04's, and macOS 14."""
 
@@ -151,7 +149,8 @@ def stand_ins(folder: Path) -> Path:
     for each in every:
         own = folder / each.name
         own.mkdir(parents=True)
-        begun.append(subprocess.Popen((sys.executable, "-c", WRITE, str(own)), cwd=each, **SILENT))
+        command = (sys.executable, "-c", WRITE, str(own))
+        begun.append(subprocess.Popen(command, cwd=each, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     assert not any(child.wait() for child in begun)
     for info in sorted(folder.glob("*/*.dist-info")):
         name = info.name.removesuffix(".dist-info")
