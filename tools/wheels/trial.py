@@ -81,7 +81,9 @@ def install(
     place = Place(folder, {})
     for part in ("work", "home", "scratch"):
         (folder / part).mkdir(parents=True)
-    own = ["--without-pip"] if linked is not None else []  # pip is linked too; venv's would bring a setuptools of its own
+    own = (
+        ["--without-pip"] if linked is not None else []
+    )  # pip is linked too; venv's would bring a setuptools of its own
     place.run("environment", python, "-m", "venv", *own, str(folder / "venv"))
     pip = (str(place.programs / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     if linked is not None:
