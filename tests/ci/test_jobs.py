@@ -14,7 +14,7 @@ TESTS = {"cpu": "tests/ci/test_lanes.py", "hip-sim": "devices/hip/tests/test_ker
 """A lane of each kind that any machine runs, the host's and a simulated one, and a small file of its tests."""
 
 
-@pytest.mark.needs("host", "registry")
+@pytest.mark.needs("jobs", "registry")
 @pytest.mark.parametrize("lane", TESTS)
 def test_a_job_runs_from_a_fresh_clone_to_its_record(tmp_path: Path, lane: str) -> None:
     by_hand = Context("workflow_dispatch", {"lane": lane, "tests": TESTS[lane]})
