@@ -1,0 +1,205 @@
+"""The benchmark of an accelerator: parts that end alone, results that are kept as they come, and every path on a simulated device,
+so that minutes on a real one are not lost to a typo."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.on_gpu.parts import PARTS, with_needs
+from benchmarks.on_gpu.sizes import DRY, REAL, Geometry
+from benchmarks.on_gpu.table import table
+
+ROOT = Path(__file__).resolve().parents[2]
+MADE_UP = (sys.executable, "-m", "tests.tools.gpu_parts")
+FIGURES = ("value", "us", "share", "bound_us", "tokens_a_second")
+
+
+def supervised(tmp_path: Path, names: str, *words: str, seconds: float = 60) -> tuple[dict[str, Any], list[str], int]:
+    """What made-up parts left in their file, what was printed, and the exit code."""
+    file = tmp_path / "found.json"
+    command = (*MADE_UP, str(file), names, str(seconds), *words)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert not ran.stderr, ran.stderr
+    return json.loads(file.read_text())["parts"], ran.stdout.splitlines(), ran.returncode
+
+
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for something that another process does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_part_that_raises_dies_or_hangs_ends_alone_with_its_reason(tmp_path: Path) -> None:
+    found, printed, code = supervised(tmp_path, "quick,raises,dies,hangs,unimportable,second")
+    assert {name: entry["verdict"] for name, entry in found.items()} == {
+        "quick": "passed",
+        "raises": "failed",
+        "dies": "failed",
+        "hangs": "overran",
+        "unimportable": "failed",
+        "second": "passed",
+    }
+    assert "AttributeError: 'Report' object has no attribute 'rwo'" in found["raises"]["reason"]
+    assert "its process ended with -6: the driver gave up" in found["dies"]["reason"]
+    assert "it was ended after 3 seconds" in found["hangs"]["reason"]
+    assert "No module named 'no_such_module_at_all'" in found["unimportable"]["reason"]
+    assert len(printed) == len(found) and code == 1
+    hung = found["hangs"]["rows"][0]
+    until(lambda: not is_running(hung["pid"]) and not is_running(hung["child"]))
+
+
+def test_rows_skips_and_notes_are_kept_and_later_parts_see_them(tmp_path: Path) -> None:
+    found, _, code = supervised(tmp_path, "quick,second")
+    assert found["quick"]["rows"] == [{"value": 1}, {"value": 2}] and found["quick"]["about"] == "nothing"
+    assert found["quick"]["skipped"] == [{"what": "another", "why": "it is not here"}]
+    assert found["second"]["rows"] == [{"seen": [1, 2]}] and code == 0
+
+
+def test_nothing_is_measured_after_a_wrong_result_unless_that_is_asked_for(tmp_path: Path) -> None:
+    found, printed, _ = supervised(tmp_path, "wrong,quick")
+    assert list(found) == ["wrong"] and found["wrong"]["reason"] == "two laws do not hold"
+    assert "--go-on measures it all the same" in printed[-1]
+    found, _, _ = supervised(tmp_path, "wrong,quick", "--go-on")
+    assert [entry["verdict"] for entry in found.values()] == ["failed", "passed"]
+
+
+def test_a_part_for_which_no_time_is_left_says_so(tmp_path: Path) -> None:
+    found, _, code = supervised(tmp_path, "quick", seconds=0)
+    assert (found["quick"]["verdict"], found["quick"]["reason"]) == ("left out", "0 seconds were left of all")
+    assert code == 1
+
+
+def test_who_kills_it_in_the_middle_keeps_what_was_measured_before(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    command = (*MADE_UP, str(file), "quick,long", "60")
+
+    def rows() -> list[Any]:
+        parts = json.loads(file.read_text())["parts"] if file.exists() else {}
+        return parts.get("long", {}).get("rows", [])
+
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as process:
+        until(lambda: bool(rows()))
+        process.send_signal(signal.SIGKILL)
+    left = json.loads(file.read_text())["parts"]
+    assert left["quick"]["verdict"] == "passed" and len(left["quick"]["rows"]) == 2
+    assert left["long"]["verdict"] == "running"
+    until(lambda: not is_running(left["long"]["rows"][0]["pid"]))
+    os.kill(left["long"]["rows"][0]["child"], signal.SIGKILL)
+
+
+def test_a_part_brings_the_parts_that_it_stands_on() -> None:
+    assert [part.name for part in with_needs(["products"])] == ["bounds", "products"]
+    assert with_needs([]) == PARTS
+    with pytest.raises(ValueError, match=r"there is no part prodcuts; wanted some of bounds, laws, products"):
+        with_needs(["prodcuts"])
+
+
+def test_all_limits_together_are_ten_minutes() -> None:
+    assert sum(part.seconds for part in PARTS) <= 600
+    assert {need for part in PARTS for need in part.needs} <= {part.name for part in PARTS}
+    assert {part.of for part in PARTS} - {""} == set(REAL.geometries) == set(DRY.geometries)
+
+
+def test_a_geometry_counts_the_bytes_and_operations_of_a_step() -> None:
+    eight = REAL.geometries["8B"]
+    assert eight.weights == 36 * (4096 * 6144 + 4096 * 4096 + 4096 * 24576 + 12288 * 4096) + 151_936 * 4096
+    assert eight.kv_bytes == 147_456  # 144 KiB a token
+    assert eight.step_bytes(32, 192) == 2 * eight.weights + 32 * 192 * 147_456
+    small = Geometry(2, 3, 1, 1, 1, head_dim=2, vocab=10)
+    products = 2 * 6 + 2 * 2 + 2 * 6 + 3 * 2
+    assert small.prompt_flops(5) == 2 * 5 * products + 2 * 2 * 25 + 2 * 20
+
+
+def test_the_table_shows_what_ran_and_says_what_did_not() -> None:
+    row = {"what": "decode greedy", "size": 32, "us": 7000.0, "tokens_a_second": 4571.4, "share": 0.765}
+    parts = {
+        "bounds": {
+            "verdict": "passed",
+            "reason": "",
+            "rows": [{"bound": "copy", "unit": "bytes/s", "value": 2.996e12}],
+        },
+        "engine-8B": {"verdict": "overran", "reason": "it was ended after 100 seconds", "rows": [row]},
+        "peer-8B": {"verdict": "passed", "reason": "", "rows": []},
+    }
+    about = {"about": {"device": "Acme 100", "package": "sglcore-acme 1"}}
+    parts = {name: {"skipped": [], "seconds": 1.0, **about, **entry} for name, entry in parts.items()}
+    parts["peer-8B"]["skipped"] = [{"what": "peer", "why": "transformers is not installed"}]
+    made = table({"dry": False, "date": "now", "machine": {"torch": "2.11.0", "commit": "abc"}, "parts": parts})
+    assert made.startswith("Acme 100 (sglcore-acme 1), torch 2.11.0, commit abc, now")
+    assert "copy 3 TB/s" in " ".join(made.split())
+    assert "decode greedy 32 7,000 4,571 0.765" in " ".join(made.split())
+    assert "engine-8B overran: it was ended after 100 seconds" in made
+    assert "peer-8B skipped peer: transformers is not installed" in made and "NO FIGURES" not in made
+
+
+def dry_run(folder: Path, *words: str, root: Path = ROOT) -> tuple[dict[str, Any], str, int]:
+    """The benchmark on the simulated device of a machine: its file, what it printed, its exit code."""
+    file = folder / "gpu.json"
+    command = (sys.executable, "-m", "sglcore_sim", "cuda", sys.executable, str(root / "benchmarks" / "gpu.py"))
+    ran = subprocess.run(
+        (*command, "--dry", "--json", str(file), *words),
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+    )
+    return json.loads(file.read_text()), ran.stdout + ran.stderr, ran.returncode
+
+
+def test_every_part_goes_through_on_a_simulated_device_and_gives_no_figures(tmp_path: Path) -> None:
+    found, printed, code = dry_run(tmp_path)
+    parts = found["parts"]
+    assert code == 0, printed
+    assert list(parts) == [part.name for part in PARTS]
+    assert {entry["verdict"] for entry in parts.values()} == {"passed"} and all(
+        entry["rows"] for entry in parts.values()
+    )
+    rows = [row for entry in parts.values() for row in entry["rows"]]
+    assert {row[name] for row in rows for name in FIGURES if name in row} == {None}
+    assert found["dry"] and "NO FIGURES" in printed
+    skipped = [each["what"] for entry in parts.values() for each in entry["skipped"]]
+    assert skipped == ["attention flashinfer", "attention flash_attention"]
+    assert all(f"skipped {what}" in printed for what in skipped)
+    functions = {row["function"] for row in parts["products"]["rows"]}
+    assert "torch" in functions and {row["backend"] for row in parts["attention"]["rows"]} >= {"triton", "torch"}
+    whose = {entry for row in parts["profile-8B"]["rows"] for entry in row["entries"]}
+    assert {"linear", "attention", "rms_norm", "embedding"} <= whose
+    # transformers draws the same weights by their names: what the engine computes is the same model.
+    assert {parts[name]["rows"][0]["first_tokens_alike"] for name in ("peer-0.6B", "peer-8B")} == {"4 of 4"}
+
+
+def test_a_typo_in_one_part_is_found_and_costs_that_part_alone(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "benchmarks" / "on_gpu", tmp_path / "benchmarks" / "on_gpu")
+    for name in ("gpu.py", "results.py"):
+        shutil.copy(ROOT / "benchmarks" / name, tmp_path / "benchmarks" / name)
+    broken = tmp_path / "benchmarks" / "on_gpu" / "products.py"
+    text = broken.read_text()
+    assert text.count("run.replayed_us(") == 1
+    broken.write_text(text.replace("run.replayed_us(", "run.replaid_us("))
+    found, printed, code = dry_run(tmp_path, "--part", "bounds", "--part", "products", root=tmp_path)
+    assert code == 1 and found["parts"]["bounds"]["verdict"] == "passed"
+    entry = found["parts"]["products"]
+    assert entry["verdict"] == "failed" and "'Run' object has no attribute 'replaid_us'" in entry["reason"]
+    assert f"products failed: {entry['reason']}" in printed
