@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -55,11 +53,13 @@ class PartFailed(Exception):
 
 def serve(part: Part, imports: Sequence[str], run: Callable[[Part, Report, Mapping[str, Any]], None]) -> None:
     """Be the process of a part: import these modules, wait for the device, then `run`. What a library prints goes to the error
-    stream. Ends the process when the one that started it ends."""
-    report = Report(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    stream, and who takes the standard input (pytest does) takes an empty one. Ends the process when the one that started it
+    ends."""
+    report, asked = Report(os.fdopen(os.dup(1), "w", encoding="utf-8")), os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     turns: Queue[str] = Queue()
-    threading.Thread(target=_listen, args=(turns,), daemon=True).start()
+    threading.Thread(target=_listen, args=(asked, turns), daemon=True).start()
     try:
         for name in (*imports, part.function.partition(":")[0]):
             import_module(name, __package__)
@@ -87,10 +87,9 @@ def _reason(error: BaseException) -> str:
     return f"{own[-1].filename.rpartition(os.sep)[2]}:{own[-1].lineno}: {type(error).__name__}: {error}"[:2000]
 
 
-def _listen(turns: Queue[str]) -> None:
-    turns.put(sys.stdin.readline() or _gone())
-    while sys.stdin.readline():
-        time.sleep(0)
+def _listen(asked: TextIO, turns: Queue[str]) -> None:
+    turns.put(asked.readline() or _gone())
+    asked.read()  # until whoever started this has ended
     _gone()
 
 

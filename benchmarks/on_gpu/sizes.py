@@ -144,7 +144,7 @@ DRY = Sizes(
     geometries=MappingProxyType(
         {
             "0.6B": Geometry(64, 128, 2, 4, 2, 16, 512, is_tied=True),
-            "8B": Geometry(64, 128, 2, 4, 2, 16, 512),
+            "8B": Geometry(64, 128, 2, 4, 2, 64, 512),
         }
     ),
     copy_bytes=1 << 16,

@@ -31,6 +31,9 @@ PARTS = {
 def quick(report: Report, earlier: Mapping[str, Any]) -> None:
     """Two rows, something skipped, a note, and words on the stream that is not for words."""
     print("a library prints this")
+    os.close(0)  # as pytest takes the standard input
+    assert os.open(os.devnull, os.O_RDONLY) == 0
+    time.sleep(0.05)
     report.row(value=1)
     report.skip("another", "it is not here")
     report.note(about="nothing")

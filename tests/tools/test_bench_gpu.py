@@ -153,6 +153,11 @@ def test_the_table_shows_what_ran_and_says_what_did_not() -> None:
     assert "peer-8B skipped peer: transformers is not installed" in made and "NO FIGURES" not in made
 
 
+def words(*names: str) -> list[str]:
+    """The options that ask for these parts."""
+    return [word for name in names for word in ("--part", name)]
+
+
 def dry_run(folder: Path, *words: str, root: Path = ROOT) -> tuple[dict[str, Any], str, int]:
     """The benchmark on the simulated device of a machine: its file, what it printed, its exit code."""
     file = folder / "gpu.json"
@@ -168,26 +173,41 @@ def dry_run(folder: Path, *words: str, root: Path = ROOT) -> tuple[dict[str, Any
     return json.loads(file.read_text()), ran.stdout + ran.stderr, ran.returncode
 
 
-def test_every_part_goes_through_on_a_simulated_device_and_gives_no_figures(tmp_path: Path) -> None:
-    found, printed, code = dry_run(tmp_path)
+def check(found: dict[str, Any], printed: str, code: int) -> dict[str, Any]:
+    """All that ran passed, with rows and without figures; gives the parts."""
     parts = found["parts"]
     assert code == 0, printed
-    assert list(parts) == [part.name for part in PARTS]
-    assert {entry["verdict"] for entry in parts.values()} == {"passed"} and all(
-        entry["rows"] for entry in parts.values()
-    )
+    assert {entry["verdict"] for entry in parts.values()} == {"passed"}
+    assert all(entry["rows"] for entry in parts.values())
     rows = [row for entry in parts.values() for row in entry["rows"]]
     assert {row[name] for row in rows for name in FIGURES if name in row} == {None}
     assert found["dry"] and "NO FIGURES" in printed
-    skipped = [each["what"] for entry in parts.values() for each in entry["skipped"]]
-    assert skipped == ["attention flashinfer", "attention flash_attention"]
-    assert all(f"skipped {what}" in printed for what in skipped)
-    functions = {row["function"] for row in parts["products"]["rows"]}
-    assert "torch" in functions and {row["backend"] for row in parts["attention"]["rows"]} >= {"triton", "torch"}
-    whose = {entry for row in parts["profile-8B"]["rows"] for entry in row["entries"]}
+    return parts
+
+
+def test_kernels_of_every_backend_go_through_on_a_simulated_device(tmp_path: Path) -> None:
+    parts = check(*dry_run(tmp_path, *words("laws", "products", "attention")))
+    assert list(parts) == ["bounds", "laws", "products", "attention"]
+    assert [entry["skipped"] for entry in parts.values()] == [[], [], [], []]
+    assert {row["function"] for row in parts["products"]["rows"]} >= {"torch"}
+    backends = {row["backend"] for row in parts["attention"]["rows"]}
+    assert backends == {"flashinfer", "flash_attention", "triton", "gathered", "reference", "torch"}
+
+
+@pytest.mark.parametrize("model", REAL.geometries)
+def test_a_model_its_kernels_and_its_peer_go_through_on_a_simulated_device(model: str, tmp_path: Path) -> None:
+    names = [f"{kind}-{model}" for kind in ("engine", "profile", "peer")]
+    parts = check(*dry_run(tmp_path, *words(*names)))
+    assert set(parts) == {"bounds", *names}
+    whose = {entry for row in parts[f"profile-{model}"]["rows"] for entry in row["entries"]}
     assert {"linear", "attention", "rms_norm", "embedding"} <= whose
     # transformers draws the same weights by their names: what the engine computes is the same model.
-    assert {parts[name]["rows"][0]["first_tokens_alike"] for name in ("peer-0.6B", "peer-8B")} == {"4 of 4"}
+    assert parts[f"peer-{model}"]["rows"][0]["first_tokens_alike"] == "4 of 4"
+
+
+def test_the_parts_that_are_gone_through_are_all_that_there_are() -> None:
+    models = [f"{kind}-{model}" for kind in ("engine", "profile", "peer") for model in REAL.geometries]
+    assert {part.name for part in PARTS} == {"bounds", "laws", "products", "attention", *models}
 
 
 def test_a_typo_in_one_part_is_found_and_costs_that_part_alone(tmp_path: Path) -> None:
@@ -198,7 +218,7 @@ def test_a_typo_in_one_part_is_found_and_costs_that_part_alone(tmp_path: Path) -
     text = broken.read_text()
     assert text.count("run.replayed_us(") == 1
     broken.write_text(text.replace("run.replayed_us(", "run.replaid_us("))
-    found, printed, code = dry_run(tmp_path, "--part", "bounds", "--part", "products", root=tmp_path)
+    found, printed, code = dry_run(tmp_path, *words("bounds", "products"), root=tmp_path)
     assert code == 1 and found["parts"]["bounds"]["verdict"] == "passed"
     entry = found["parts"]["products"]
     assert entry["verdict"] == "failed" and "'Run' object has no attribute 'replaid_us'" in entry["reason"]
