@@ -111,10 +111,17 @@ def copy_core(folder: Path) -> None:
     (folder / "sglcore" / "assets").symlink_to(ROOT / "sglcore" / "assets")
 
 
-def edit(folder: Path, *edits: Edit) -> None:
-    """Change the copy in a folder. Raises AssertionError where a file is no longer what an edit was made for."""
+def edited(core: Path, *edits: Edit) -> dict[str, str]:
+    """The files of a core as edits make them, by name. Raises AssertionError where a file is no longer what an edit was made for."""
+    made: dict[str, str] = {}
     for each in edits:
-        file = folder / "sglcore" / each.file
-        made, count = re.subn(each.pattern, each.text, file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        text = made.get(each.file) or (core / each.file).read_text(encoding="utf-8")
+        made[each.file], count = re.subn(each.pattern, each.text, text, flags=re.MULTILINE)
         assert count == each.count, f"{each.pattern!r} was found {count} times in {each.file}, wanted {each.count}"
-        file.write_text(made, encoding="utf-8")
+    return made
+
+
+def edit(folder: Path, *edits: Edit) -> None:
+    """Change the copy in a folder."""
+    for name, text in edited(folder / "sglcore", *edits).items():
+        (folder / "sglcore" / name).write_text(text, encoding="utf-8")

@@ -89,6 +89,12 @@ def test_todays_core_has_all_that_it_imports(package: Any) -> None:
     assert resolve(package.kernels["own"])().replaced.keys() == {"rms_norm", "silu_and_mul", "rotary_and_store"}
 
 
+@pytest.mark.parametrize("defect", [(), raised.WITHOUT_ADAPTER, raised.WITHOUT_WRAPPERS])
+def test_the_sample_of_changes_is_one_of_todays_core(defect: tuple[raised.Edit, ...]) -> None:
+    for name, text in raised.edited(raised.ROOT / "sglcore", *raised.RAISE, *defect).items():
+        compile(text, name, "exec")
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_it_holds_the_laws_up_to_c2_under_the_next_number(written: Site, part: int) -> None:
     laws = [law.name for law in laws_up_to("C2")][part::PARTS]
