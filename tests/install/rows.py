@@ -60,6 +60,15 @@ class Row:
         system, processor, _ = NAMES[self.name]
         return Machine(system=system, machine=processor, python=f"cp{self.python.replace('.', '')}")
 
+    @property
+    def needs_build(self) -> bool:
+        """What goes beside torch asks for the build that is on an index of its own, so nothing resolves beside the public one."""
+        needs = needs_of(ROOT / "devices" / (NAMES[self.name][2] or HOST))
+        if needs is None or not needs.beside:
+            return False
+        number, system = self.torch or needs.versions[0], NAMES[self.name][0]
+        return not any(build.serves(number, system) and not build.index for build in needs.builds)
+
     def commands(self) -> list[tuple[str, ...]]:
         """What the installer would print, where every index answers."""
         device = NAMES[self.name][2]
@@ -128,6 +137,21 @@ def asked(commands: Sequence[tuple[str, ...]]) -> Asked:
             elif not word.startswith("-"):
                 requirements.append(word)
     return Asked(tuple(options), tuple(requirements), tuple(dict.fromkeys(constraints)))
+
+
+def contents(row: Row, what: Asked) -> tuple[object, ...]:
+    """What pip is given for a row, with packages of the checkout by what they ask for: equal ones resolve alike."""
+    projects = {_named(str(path.parent.relative_to(ROOT))): path for path in ROOT.glob("devices/*/pyproject.toml")}
+    texts: list[str] = []
+    for text in what.requirements:
+        name, _, extra = text.partition("[")
+        if name not in projects:
+            texts.append(text)
+            continue
+        project = tomllib.loads(projects[name].read_text())["project"]
+        own = project.get("optional-dependencies", {}).get(extra.rstrip("]"), [])
+        texts += [project["requires-python"], *project["dependencies"], *own]
+    return (row.python, NAMES[row.name][:2], tuple(sorted(set(texts))), what.constraints)
 
 
 def of_triton(commands: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,24 +18,23 @@ from pathlib import Path
 import pytest
 
 from tests.install.front import serving
-from tests.install.rows import NAMES, ROOT, Asked, Pip, Row, asked, of_triton, rows, stand_ins
+from tests.install.rows import NAMES, ROOT, Asked, Pip, Row, asked, contents, of_triton, rows, stand_ins
 from tools.installer.choice import TRITON
 
 pytestmark = pytest.mark.needs("registry")
 
-EVERY = rows()
-BUILDS = [row for row in EVERY if asked(row.commands()).options]
+BESIDE = [row for row in rows() if not row.needs_build]
+BUILDS = [row for row in rows() if asked(row.commands()).options]
 WORK = ROOT / "build" / "resolution"
 PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one row: what pip said, "" when all was found; the packages with their versions; seconds that it took."""
+    """Of one row: what pip said, "" when all was found, and the packages with their versions."""
 
     said: str
     found: dict[str, str]
-    seconds: float
 
 
 @pytest.fixture(scope="session")
@@ -56,26 +54,32 @@ def pip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pip]:
 def outcomes(
     request: pytest.FixtureRequest, pip: Pip, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Row, Future[Outcome]]]:
-    """Every row that this run has, several at a time."""
+    """Every row that this run has, several at a time; rows for which pip is given the same are one."""
     names = {item.name for item in request.session.items}
     folder = tmp_path_factory.mktemp("reports")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as pool:
-        chosen = [row for row in EVERY if any(name.endswith(f"public_torch[{row}]") for name in names)]
-        yield {row: pool.submit(resolve, pip, row, folder / f"{number}.json") for number, row in enumerate(chosen)}
+        begun: dict[tuple[object, ...], Future[Outcome]] = {}
+        found: dict[Row, Future[Outcome]] = {}
+        for row in BESIDE:
+            if any(name.endswith(f"public_torch[{row}]") for name in names):
+                key = contents(row, asked(row.commands()).without_build)
+                if key not in begun:
+                    begun[key] = pool.submit(resolve, pip, row, folder / f"{len(begun)}.json")
+                found[row] = begun[key]
+        yield found
 
 
 def resolve(pip: Pip, row: Row, report: Path) -> Outcome:
     """A row beside the torch of the public index; the tests' Triton on its own, as it is installed."""
-    begun = time.monotonic()
     triton, others = of_triton(row.commands())
     said, found = pip.resolve(row, asked(others).without_build, report)
     if triton and not said:
         said, own = pip.resolve(row, asked(triton), report)
         found = {**found, "tests' triton": own.get("triton", "")}
-    return Outcome(said, found, time.monotonic() - begun)
+    return Outcome(said, found)
 
 
-@pytest.mark.parametrize("row", EVERY, ids=str)
+@pytest.mark.parametrize("row", BESIDE, ids=str)
 def test_all_that_is_installed_resolves_beside_the_public_torch(row: Row, outcomes: dict[Row, Future[Outcome]]) -> None:
     outcome = outcomes[row].result()
     assert not outcome.said, outcome.said
@@ -85,7 +89,7 @@ def test_all_that_is_installed_resolves_beside_the_public_torch(row: Row, outcom
     brought = [name for name in outcome.found if TRITON.match(name)]
     assert bool(brought) == (system == "Linux")
     assert any(name.startswith("nvidia") for name in outcome.found) == (system == "Linux")
-    assert ("mlx" in outcome.found) >= (device == "mlx")
+    assert "mlx" in outcome.found or device != "mlx"
     assert outcome.found.get("torch-npu", outcome.found.get("torch_npu", number)) == number
     assert outcome.found["numpy"] == PINNED["numpy"]
 
@@ -112,4 +116,4 @@ def test_a_python_without_wheels_is_caught(pip: Pip, tmp_path: Path) -> None:
     row = Row(name="NVIDIA", python="3.16")
     what = asked(row.commands()[:1])
     said, _ = pip.resolve(row, what, tmp_path / "report.json")
-    assert "No matching distribution found for torch==" in said
+    assert "o matching distribution" in said and "torch" in said

@@ -99,6 +99,14 @@ def test_requirements_beside_torch_have_its_version_and_what_else_is_needed_is_s
     assert made.choice.notes == ("take the rest from the vendor",)
 
 
+def test_a_build_that_serves_some_versions_is_no_way_out_for_the_others(tmp_path: Path) -> None:
+    table = BOTH.replace("megabytes = [3, 4]", 'megabytes = [3, 4]\nversions = ["1.2.3"]')
+    host = seen(tmp_path, "host", is_host=True, torch=table)
+    assert plan(tmp_path, [host], ask=refuse).commands[0] == "torch==1.2.3"
+    with pytest.raises(InstallError, match=r"torch 1\.1\.0\+host9, the build for host, can not be had"):
+        plan(tmp_path, [host], "--torch", "1.1.0", ask=refuse)
+
+
 def test_a_system_for_which_there_is_no_build_is_refused(tmp_path: Path) -> None:
     host = seen(tmp_path, "host", is_host=True)
     with pytest.raises(InstallError, match="there is no torch for host on Windows, only on Darwin, Linux"):

@@ -94,7 +94,7 @@ def choose(wanted: Wanted, present: Installed | None, sources: Sources, ask: Ask
         words = ("--index-url", wanted.index)
         return Choice(number=number, requirements=(f"torch=={number}", *beside), why=why, index_words=words)
     leading = needs[-1]
-    builds = [build for build in leading.builds if wanted.machine.system in build.systems]
+    builds = [build for build in leading.builds if build.serves(number, wanted.machine.system)]
     if not builds:
         systems = sorted({system for build in leading.builds for system in build.systems})
         found = f"there is no torch for {leading.package} on {wanted.machine.system}, only on {', '.join(systems)}"

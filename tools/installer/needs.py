@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,14 @@ class Build:
     """The part of its version after the +; "": it has none."""
     megabytes: tuple[int, int]
     """About how much is downloaded with all that it brings, and how much that is on disk."""
+    versions: tuple[str, ...] = ()
+    """Those that it serves, where something beside torch asks for another build of the others; empty: all."""
     brings_triton: bool = True
     """It asks for the Triton that belongs to it."""
+
+    def serves(self, number: str, system: str) -> bool:
+        """Whether it is one for this version and system."""
+        return system in self.systems and (not self.versions or number in self.versions)
 
     def version(self, number: str) -> str:
         """Its version as the index has it."""
@@ -72,9 +78,9 @@ def needs_of(folder: Path) -> TorchNeeds | None:
         raise InstallError(f"{folder}/pyproject.toml: [tool.sglcore.torch]: {error}; it has {known}") from None
 
 
-def _build(*, systems: list[str], megabytes: list[int], **others: Any) -> Build:
+def _build(*, systems: list[str], megabytes: list[int], versions: Sequence[str] = (), **others: Any) -> Build:
     download, disk = megabytes
-    return Build(systems=tuple(systems), megabytes=(download, disk), **others)
+    return Build(systems=tuple(systems), megabytes=(download, disk), versions=tuple(versions), **others)
 
 
 def settings(folder: Path) -> Mapping[str, Any]:
