@@ -13,6 +13,8 @@ from .engine import prompts
 from .made import draw
 from .run import Run
 
+WARM = 4
+"""Tokens of each request before its steps are timed, the prompt's own among them."""
 REDUCES = frozenset({"cuda"})
 """Device types for which torch's compiler makes graphs of its own ("reduce-overhead")."""
 
@@ -60,11 +62,19 @@ def _decode(run: Run, model: Any, batch: int) -> None:
         out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].argmax(-1, keepdim=True)
 
-    newest = step(ids)
-    compiled, how = _compiled(run, step)
+    given = [step(ids)]
     begin = time.perf_counter()
-    given = [newest]
-    for _ in range(3):
+    compiled, how = _compiled(run, step)
+    try:
+        given.append(compiled(given[-1]).clone())
+    except Exception as error:
+        if not run.is_dry:
+            raise
+        run.report.skip(
+            "a traced step", f"{type(error).__name__}: this build of torch traces nothing for {run.device.type}"
+        )
+        compiled, how = step, "as it is"
+    while len(given) < WARM:
         given.append(compiled(given[-1]).clone())
     run.wait()
     compiling = time.perf_counter() - begin

@@ -202,7 +202,7 @@ def test_a_model_its_kernels_and_its_peer_go_through_on_a_simulated_device(model
     whose = {entry for row in parts[f"profile-{model}"]["rows"] for entry in row["entries"]}
     assert {"linear", "attention", "rms_norm", "embedding"} <= whose
     # transformers draws the same weights by their names: what the engine computes is the same model.
-    assert parts[f"peer-{model}"]["rows"][0]["first_tokens_alike"] == "4 of 4"
+    assert parts[f"peer-{model}"]["rows"][0]["first_tokens_alike"] == "6 of 6"
 
 
 def test_the_parts_that_are_gone_through_are_all_that_there_are() -> None:
