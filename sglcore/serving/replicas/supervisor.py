@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import tempfile
 from collections import Counter
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
@@ -22,7 +21,7 @@ from sglcore.device.server_config import ServerConfig
 from sglcore.engine.hub import is_hub_name
 from sglcore.engine.pages.start import options_of
 from sglcore.schedule.stats import Levels
-from sglcore.serving.replicas.channel import FrontendChannel
+from sglcore.serving.replicas.channel import FrontendChannel, socket_folder
 from sglcore.serving.replicas.errors import EngineDied, NotReady
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
@@ -70,7 +69,7 @@ class Supervisor:
         self._launcher = launcher or launcher_for(server)
         self._router = router or Router()
         self._context = zmq.asyncio.Context()
-        self._folder = tempfile.TemporaryDirectory(prefix="sglcore-")
+        self._folder = socket_folder()
         self._restarts = {number: RestartPolicy(longest_wait) for number in range(server.replicas)}
         """Of the replicas that run or will run again."""
         self._orphans: dict[str, Generation] = {}
