@@ -121,7 +121,7 @@ DEFECTS = (
     ("HF_HOME=", "HF_TOKEN=", "HF_TOKEN is a secret in an image"),
     ("--device cpu\n", "--device hip\n", "it installs by"),
     ("COPY --from=build", "COPY --from=builder", "--from=builder copies nothing"),
-    ("COPY . .", "COPY dist .", "dist copies nothing"),
+    ("COPY . .", "COPY absent .", "absent copies nothing"),
     ("RUN useradd", "RUN (useradd", "syntax error"),
 )
 
