@@ -104,11 +104,19 @@ def _taken(
         print(f"whole, because what they cover has changed: {', '.join(whole)}", flush=True)
     if options.whole:
         print(f"turn {turn}: every test, and parts of closed groups that cover what they did", flush=True)
-        return (*shares, "--whole", *((f"--impact={impact.RAW / run.LANE}",) if is_complete else ()))
+        return (*shares, "--whole", *(_watched(chosen) if is_complete else ()))
     added = near.slow_near(chosen) if is_complete else []
     text = f"every cheap test, a tenth of the slow ones, and {len(added)} slow ones near what has changed"
     print(f"turn {turn}: {text}", flush=True)
     return (*shares, near.write(added, chosen))
+
+
+def _watched(lanes: Sequence[Lane]) -> tuple[str, ...]:
+    """The options by which lanes record which test runs which function."""
+    record = impact.load()
+    changed = () if record is None else changes.since(record.commit).tests
+    known = impact.write_known(record, changed, [lane.name for lane in lanes])
+    return (f"--impact={impact.RAW / run.LANE}", known)
 
 
 def _here(found: Sequence[Lane], words: Sequence[str], stale: Sequence[Group], whole: bool) -> list[Lane]:
@@ -128,7 +136,7 @@ def _remember(records: Sequence[Path]) -> None:
     slow = timings.slow_of(records, slow_tests())
     new, gone = timings.write_slow(slow)
     print(f"{SLOW}: {len(slow)} slow tests, {new} new, {gone} no longer")
-    found = impact.gather(impact.RAW, timings.timed(records, slow), changes.head())
+    found = impact.gather(impact.RAW, timings.timed(records, slow), changes.head(), impact.load())
     impact.save(found)
     shutil.rmtree(impact.RAW, ignore_errors=True)
     count = sum(map(len, found.functions.values()))

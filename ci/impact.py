@@ -1,6 +1,8 @@
 """Which tests run which function: a record that a run of everything writes, and what later runs choose by it.
 
-The record names for each function some tests of each kind, the most specific first: those that run the fewest functions.
+The record names for each function some tests of each kind, the most specific first: those that run the fewest functions. To
+watch a test costs as much again as to run it, so a run watches those of files that the record does not know or that have
+changed, and a tenth of the others by turns; what the record says of the rest stays.
 """
 
 from __future__ import annotations
@@ -8,9 +10,10 @@ from __future__ import annotations
 import json
 import lzma
 import sqlite3
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,10 @@ RAW = ROOT / "build" / "impact"
 STORED = Path("ci") / "data" / "impact.json.xz"
 SOURCES = ("sglcore", "devices", "simulator")
 """The folders whose functions are recorded."""
+KNOWN = Path("build") / "known"
+"""Where each lane finds which files of tests the record knows."""
+TURNS = 10
+"""Of the tests that the record knows, one in so many is watched again."""
 KEPT = 16
 """How many cheap tests the record names for a function, and how many slow ones."""
 
@@ -42,6 +49,8 @@ class Timed:
     """What it costs, its part of the file's fixtures counted."""
     is_slow: bool
     """Whether it is one of `ci/slow.txt`."""
+    functions: int = 0
+    """How many functions it ran when it was watched; 0 before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,8 @@ class Impact:
     """The tests that `functions` names by their places here."""
     functions: Mapping[str, Mapping[str, tuple[int, ...]]]
     """By file and function: tests that run it, the most specific first."""
+    files: frozenset[tuple[str, str]] = frozenset()
+    """Lanes and files of tests whose tests have all been watched."""
 
     def of(self, function: Function) -> list[Timed]:
         """Tests that run a function; for one that is not known, and for lines outside of functions, some of the file's."""
@@ -83,8 +94,27 @@ def choose(
     return list(chosen.values())
 
 
-def gather(folder: Path, timed: Sequence[Timed], commit: str, root: Path = ROOT) -> Impact:
-    """Make the record of what `watch.Watcher` left below `folder`, a folder for each lane; reads all of it."""
+def write_known(record: Impact | None, changed: Collection[str], lanes: Iterable[str]) -> str:
+    """Write the files of tests that need not be watched whole, a file for each lane: those of the record that have not
+    `changed` since. Returns the option by which a lane is told of its own."""
+    (ROOT / KNOWN).mkdir(parents=True, exist_ok=True)
+    files = frozenset[tuple[str, str]]() if record is None else record.files
+    for lane in lanes:
+        own = sorted(file for name, file in files if name == lane and file not in changed)
+        (ROOT / KNOWN / f"{lane}.txt").write_text("".join(f"{file}\n" for file in own))
+    return f"--known={ROOT / KNOWN}/{{lane}}.txt"
+
+
+def is_due(test: str, known: Collection[str], turn: int) -> bool:
+    """Whether a test is to be watched, where the record knows those files."""
+    return test.partition("::")[0] not in known or zlib.crc32(test.encode()) % TURNS == turn % TURNS
+
+
+def gather(
+    folder: Path, timed: Sequence[Timed], commit: str, before: Impact | None = None, root: Path = ROOT
+) -> Impact:
+    """Make the record of what `watch.Watcher` left below `folder`, a folder for each lane; reads all of it. What the record
+    `before` says of tests that ran and were not watched stays."""
     places = {(each.lane, each.test): place for place, each in enumerate(timed)}
     files: dict[tuple[str, str], list[int]] = defaultdict(list)
     for place, each in enumerate(timed):
@@ -97,15 +127,38 @@ def gather(folder: Path, timed: Sequence[Timed], commit: str, root: Path = ROOT)
                 own[function].add(place)
             else:
                 theirs[function].update(files.get((lane, context), ()))
-    return _reduced(commit, timed, own, theirs)
+    counts = Counter(place for tests in own.values() for place in tests)
+    kept = {} if before is None else _kept(before, places, counts.keys())
+    for place, (count, functions) in kept.items():
+        counts[place] = count
+        for function in functions:
+            if function[1] in bodies_of(root / function[0]):
+                own[function].add(place)
+    found = _reduced(commit, timed, own, theirs, counts)
+    return replace(found, files=frozenset(files) | (frozenset() if before is None else before.files))
+
+
+def _kept(
+    before: Impact, places: Mapping[tuple[str, str], int], watched: Collection[int]
+) -> dict[int, tuple[int, list[Function]]]:
+    """By the place of a test that was not watched: how many functions it runs, and those that an older record has it for."""
+    found: dict[int, tuple[int, list[Function]]] = {}
+    for file, functions in before.functions.items():
+        for name, tests in functions.items():
+            for each in (before.tests[number] for number in tests):
+                place = places.get((each.lane, each.test))
+                if place is not None and place not in watched:
+                    found.setdefault(place, (each.functions, []))[1].append((file, name))
+    return found
 
 
 def save(impact: Impact, root: Path = ROOT) -> None:
     """Write the record."""
     values = {
         "commit": impact.commit,
-        "tests": [[each.lane, each.test, each.seconds, each.is_slow] for each in impact.tests],
+        "tests": [[each.lane, each.test, each.seconds, each.is_slow, each.functions] for each in impact.tests],
         "functions": impact.functions,
+        "files": sorted(impact.files),
     }
     (root / STORED).parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
@@ -122,7 +175,8 @@ def load(root: Path = ROOT) -> Impact | None:
         name: {function: tuple(tests) for function, tests in known.items()}
         for name, known in values["functions"].items()
     }
-    return Impact(values["commit"], tuple(Timed(*row) for row in values["tests"]), functions)
+    files = frozenset((lane, file) for lane, file in values.get("files", ()))
+    return Impact(values["commit"], tuple(Timed(*row) for row in values["tests"]), functions, files)
 
 
 def _runs(folder: Path, root: Path) -> Iterable[tuple[str, Function]]:
@@ -151,13 +205,13 @@ def _functions_of(path: str, lines: int, root: Path) -> tuple[Function, ...]:
 
 
 def _reduced(
-    commit: str, timed: Sequence[Timed], own: Mapping[Function, set[int]], theirs: Mapping[Function, set[int]]
+    commit: str,
+    timed: Sequence[Timed],
+    own: Mapping[Function, set[int]],
+    theirs: Mapping[Function, set[int]],
+    counts: Mapping[int, int],
 ) -> Impact:
-    """Of each function's tests the most specific, those of its own process first."""
-    counts: dict[int, int] = defaultdict(int)
-    for tests in own.values():
-        for place in tests:
-            counts[place] += 1
+    """Of each function's tests the most specific, those of its own process first; by its place how many functions each runs."""
     order = _order(timed, counts)
     kept: dict[str, dict[str, list[int]]] = defaultdict(dict)
     for function in sorted(own.keys() | theirs.keys()):
@@ -175,7 +229,7 @@ def _reduced(
         file: {name: tuple(new[place] for place in tests) for name, tests in known.items()}
         for file, known in kept.items()
     }
-    return Impact(commit, tuple(timed[place] for place in named), functions)
+    return Impact(commit, tuple(replace(timed[place], functions=counts.get(place, 0)) for place in named), functions)
 
 
 def _order(timed: Sequence[Timed], counts: Mapping[int, int]) -> list[tuple[float, int]]:

@@ -11,11 +11,13 @@ import os
 import sys
 import time
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ci.impact import is_due
 from ci.lanes import HOST, ROOT, Lane, lane_named, lanes, needs_of
 from ci.selection import Selection, Wanted
 
@@ -38,6 +40,7 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption("--group", default="", help="run only the tests of this group, all of them")
     group.addoption("--impact", default="", help="a folder: record there which test runs which lines")
+    group.addoption("--known", default="", help="a file: files of tests of which a tenth is recorded by turns")
 
 
 EVERY = 60.0
@@ -203,13 +206,12 @@ def configure(config: pytest.Config) -> None:
     os.environ[DEVICE] = lane.device
     told = config.getoption("--fresh")
     fresh = None if told is None else frozenset(str(told).split(","))
-    near = Path(str(config.getoption("--near"))).read_text().splitlines() if config.getoption("--near") else ()
     wanted = Wanted(
         turn=config.getoption("--turn"),
         is_whole=bool(config.getoption("--whole")),
         only=str(config.getoption("--group")),
         fresh=fresh,
-        near=frozenset(near),
+        near=frozenset(_lines(config, "--near")),
     )
     selection = Selection(lane, wanted)
     is_worker = hasattr(config, "workerinput")  # foreign: pytest-xdist's attribute of a worker, which writes no record
@@ -219,7 +221,15 @@ def configure(config: pytest.Config) -> None:
     if watched and not _only_controls(config):
         from ci.watch import Watcher
 
-        config.pluginmanager.register(Watcher(Path(watched)), "impact")
+        known = frozenset(_lines(config, "--known"))
+        due = partial(is_due, known=known, turn=selection.turn or 0)
+        config.pluginmanager.register(Watcher(Path(watched), due), "impact")
+
+
+def _lines(config: pytest.Config, option: str) -> list[str]:
+    """Of the file that an option names; none without it."""
+    name = str(config.getoption(option))
+    return Path(name).read_text().splitlines() if name else []
 
 
 def _only_controls(config: pytest.Config) -> bool:

@@ -1,13 +1,14 @@
 """The pytest plugin that records which test runs which lines, by coverage.py.
 
 What a test's own process runs is recorded with the test's name. What a process that it starts runs is recorded with the
-name of the test's file, because a server serves all tests of a file.
+name of the test's file, because a server serves all tests of a file. A fixture that several tests share is watched with the first
+of them, if that one is.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from ci.lanes import ROOT
 
 CONTEXT = "IMPACT_FILE"
 """The environment variable in which a child finds the file of the test that started it."""
+START = "COVERAGE_PROCESS_START"
+"""The one by which coverage.py is told to watch a child."""
 CHILDREN = """[run]
 source =
     {sources}
@@ -32,26 +35,44 @@ disable_warnings = no-data-collected,module-not-imported,module-not-measured,cou
 
 
 class Watcher:
-    """Watches from its making until pytest ends. `folder` is made; each process writes files of its own there."""
+    """Watches the tests for which `is_due` says so, until pytest ends. `folder` is made; each process writes files of its own
+    there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, is_due: Callable[[str], bool]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         sources = [str(ROOT / name) for name in SOURCES]
-        settings = folder / "children.ini"
-        settings.write_text(CHILDREN.format(sources="\n    ".join(sources), folder=folder, variable=CONTEXT))
-        os.environ["COVERAGE_PROCESS_START"] = str(settings)
-        file = folder / f"tests.{os.getpid()}"
-        self._cover = Coverage(data_file=file, config_file=False, source=sources, messages=False)
-        self._cover.start()
+        self._settings = folder / "children.ini"
+        self._settings.write_text(CHILDREN.format(sources="\n    ".join(sources), folder=folder, variable=CONTEXT))
+        self._is_due = is_due
+        self._cover = Coverage(
+            data_file=folder / f"tests.{os.getpid()}", config_file=False, source=sources, messages=False
+        )
+        self._is_started = False
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         """All that is run until the next test is this test's."""
-        os.environ[CONTEXT] = item.nodeid.partition("::")[0]
-        self._cover.switch_context(item.nodeid)
+        if self._is_due(item.nodeid):
+            os.environ[START] = str(self._settings)
+            os.environ[CONTEXT] = item.nodeid.partition("::")[0]
+            self._run()
+            self._cover.switch_context(item.nodeid)
+        else:
+            os.environ.pop(START, None)
+            self._pause()
         return (yield)
 
     def pytest_unconfigure(self) -> None:
         """Write what was seen."""
-        self._cover.stop()
+        self._pause()
         self._cover.save()
+
+    def _run(self) -> None:
+        if not self._is_started:
+            self._cover.start()
+            self._is_started = True
+
+    def _pause(self) -> None:
+        if self._is_started:
+            self._cover.stop()
+            self._is_started = False
