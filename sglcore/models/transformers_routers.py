@@ -5,13 +5,14 @@ Known by what it gives: its twin with random weights, against the reference of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import PreTrainedConfig
 
 from sglcore.checkpoint.config import MoeConfig
 from sglcore.layers.build import Build
@@ -22,8 +23,8 @@ from sglcore.runtime.kernels import reference
 
 CHOOSING = "e_score_correction_bias"
 """What classes call a bias that chooses and does not weigh."""
-TOKENS = 6
-"""Rows of a router's twin."""
+TOKENS = 16
+"""Random rows of a router's twin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,41 +108,98 @@ def may_route(module: nn.Module) -> bool:
 
 
 def routing_of(module: nn.Module, dtype: torch.dtype) -> RoutingForm | None:
-    """As which entry of the kernel table a module that `may_route` chooses experts; None if as none."""
-    names = _names(module)
-    trials = [_Trial(module, kind, names) for kind in dict.fromkeys((torch.float32, dtype))]
+    """As which entry of the kernel table a module that `may_route` chooses experts; None if as none, or if two forms that
+    choose otherwise give the same here.
+
+    Evidence: groups are numbers that the module or its configuration has, and what it gives for `telling_logits`, where
+    every other number of groups, or of those taken, chooses other experts.
+    """
+    names, numbers = _names(module), _numbers(module)
+    groups = sorted(numbers & set(_divisors(_Trial.experts_of(module))))
+    kinds = dict.fromkeys((torch.float32, dtype))
+    trials = [_Trial(module, names, kind) for kind in kinds]
+    trials += [_Trial(module, names, torch.float32, logits) for logits in _telling(module, groups)]
     if any(trial.found is None for trial in trials):
         return None
-    forms = trials[0].sigmoid_forms() if CHOOSING in names else trials[0].softmax_forms("bias" in names)
-    return next((form for form in forms if all(trial.is_of(form) for trial in trials)), None)
+    first = trials[0]
+    forms = first.sigmoid_forms(groups, numbers) if CHOOSING in names else first.softmax_forms("bias" in names)
+    fitting = [form for form in forms if all(trial.is_of(form) for trial in trials)]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def telling_logits(experts: int, groups: Iterable[int]) -> Tensor:
+    """float32 [R, experts]: rows for which experts are chosen otherwise by other groups. With `groups` of equal size there is a
+    row for each number of them that have one large expert and else the least: by the sum of a group's two largest
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) these are the last to be taken, though all others are less than that expert."""
+    generator = torch.Generator().manual_seed(0)
+    usual = torch.linspace(0.1, 2, experts)
+    rows = [usual[torch.randperm(experts, generator=generator)]]
+    for count in groups:
+        size = experts // count
+        for lone in range(1, count + 1):
+            row = usual[torch.randperm(experts, generator=generator)].view(count, size).clone()
+            chosen = torch.randperm(count, generator=generator)[:lone]
+            row[chosen] -= 8
+            row[chosen, torch.randint(size, (lone,), generator=generator)] = torch.linspace(3, 4, lone)
+            rows.append(row.flatten())
+    return torch.stack(rows)
+
+
+def _telling(module: nn.Module, groups: Sequence[int]) -> Sequence[Tensor]:
+    """Such logits, as many at a time as a row of the module has elements: each row is one column of its weight."""
+    experts, size = _Trial.experts_of(module), int(module._parameters["weight"].shape[1])  # pyright: ignore[reportOptionalMemberAccess]
+    powers = (each for each in _divisors(experts) if each & (each - 1) == 0)
+    return telling_logits(experts, sorted({*groups, *powers})).split(size)
+
+
+def _divisors(experts: int) -> Iterator[int]:
+    """Numbers of groups of two experts or more."""
+    return (each for each in range(2, experts // 2 + 1) if experts % each == 0)
 
 
 def _names(module: nn.Module) -> set[str]:
     return {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
 
 
-class _Trial:
-    """Random rows through a router's twin. `found` has the weights and experts that it gave; None: it does not give such."""
+def _numbers(module: nn.Module) -> set[int]:
+    """All that the module and its configuration say."""
+    own = [vars(module), *(vars(each) for each in vars(module).values() if isinstance(each, PreTrainedConfig))]
+    return {each for values in own for each in values.values() if type(each) is int}
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, names: set[str]) -> None:
+
+class _Trial:
+    """Rows through a router's twin, random ones or such that give these `logits`. `found` has the weights and experts that it
+    gave; None: it does not give such."""
+
+    def __init__(self, module: nn.Module, names: set[str], dtype: torch.dtype, logits: Tensor | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
         own: Any = module._parameters["weight"]
         self.experts, size = own.shape
         sizes = {"weight": (self.experts, size), "bias": (self.experts,), CHOOSING: (self.experts,)}
         made = {name: torch.randn(sizes[name], generator=generator) * sizes[name][-1] ** -0.5 for name in sorted(names)}
+        x = torch.randn(TOKENS, size, generator=generator)
+        if logits is not None:
+            x = torch.eye(len(logits), size)
+            made["weight"][:, : len(logits)] = logits.t()
+            made |= {name: 0.01 * each for name, each in made.items() if name != "weight"}
         self._given = {name: each if name == CHOOSING else each.to(dtype) for name, each in made.items()}
-        self._x = torch.randn(TOKENS, size, generator=generator).to(dtype)
+        self._x = x.to(dtype)
         parameters = {
             name: nn.Parameter(each, False) for name, each in self._given.items() if name in module._parameters
         }
         buffers = {name: each for name, each in self._given.items() if name in module._buffers}
         self.found = self._tried(twin_of(module, parameters=parameters, buffers=buffers))
 
+    @staticmethod
+    def experts_of(module: nn.Module) -> int:
+        """How many a module that `may_route` chooses among."""
+        return int(module._parameters["weight"].shape[0])  # pyright: ignore[reportOptionalMemberAccess]
+
     def _tried(self, twin: nn.Module) -> tuple[Tensor, Tensor] | None:
         try:
             with torch.no_grad():
                 _, weights, experts = twin(self._x)
-            is_choice = weights.shape == experts.shape and len(experts) == TOKENS and weights.is_floating_point()
+            is_choice = weights.shape == experts.shape and len(experts) == len(self._x) and weights.is_floating_point()
             return (weights, experts.long()) if is_choice and not experts.is_floating_point() else None
         except (TypeError, RuntimeError, AttributeError, ValueError, LookupError):
             return None
@@ -150,15 +208,16 @@ class _Trial:
         """All that there are."""
         return (RoutingForm(self._rules(normalize), False, has_bias) for normalize in (False, True))
 
-    def sigmoid_forms(self) -> Iterator[RoutingForm]:
-        """All that scale weights as was found: their sum, or the ratio to the sigmoids, shows by how much."""
+    def sigmoid_forms(self, groups: Iterable[int], numbers: set[int]) -> Iterator[RoutingForm]:
+        """All that scale weights as was found: their sum, or the ratio to the sigmoids, shows by how much. `numbers` are those
+        that may say how many of the `groups` are taken: fewer than there are."""
         assert self.found is not None
         weights, experts = self.found
         scores = self._logits(True).sigmoid().gather(1, experts)
+        pairs = [(1, 1), *((count, best) for count in groups for best in sorted(numbers) if 0 < best < count)]
         for normalize, scale in ((True, weights.sum(dim=1)), (False, weights.sum(dim=1) / scores.sum(dim=1))):
-            for groups in (each for each in range(1, self.experts // 2 + 1) if self.experts % each == 0):
-                for best in range(1, max(groups, 2)):
-                    yield RoutingForm(self._rules(normalize, round(float(scale[0]), 5), groups, best), True, False)
+            for pair in pairs:
+                yield RoutingForm(self._rules(normalize, round(float(scale[0]), 5), *pair), True, False)
 
     def is_of(self, form: RoutingForm) -> bool:
         """Whether a form gives what was found: to a rounding, by which in half types other experts may be chosen whose weight is
@@ -167,6 +226,8 @@ class _Trial:
         rules, logits = form.rules, self._logits(form.is_sigmoid)
         if form.is_sigmoid:
             groups = rules.num_groups, rules.top_groups, rules.normalize, rules.scale
+            if rules.num_groups > 1 and rules.experts_per_token > rules.top_groups * (self.experts // rules.num_groups):
+                return False
             wanted = reference.sigmoid_routing(logits, self._given[CHOOSING], rules.experts_per_token, *groups)
         else:
             wanted = reference.top_k_routing(logits, rules.experts_per_token, rules.normalize)
@@ -180,7 +241,7 @@ class _Trial:
         return linear(self._x.float(), weight.float()) if is_wide else linear(self._x, weight, bias)
 
     def _spread(self, weights: Tensor, experts: Tensor) -> Tensor:
-        return torch.zeros(TOKENS, self.experts).scatter_(1, experts.long(), weights.float())
+        return torch.zeros(len(experts), self.experts).scatter_(1, experts.long(), weights.float())
 
     def _rules(self, normalize: bool, scale: float = 1.0, groups: int = 1, best: int = 1) -> MoeConfig:
         assert self.found is not None

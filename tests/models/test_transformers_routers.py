@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.models.dots1.modeling_dots1 import Dots1TopkRouter
 
 from sglcore.models import transformers_experts
 from sglcore.models.transformers_experts import serve_experts
 from sglcore.models.transformers_head import PackedHead, output_of
 from sglcore.models.transformers_layers import NoDropout, Rows
 from sglcore.models.transformers_replace import replace
-from sglcore.models.transformers_routers import CHOOSING, Router, SparseBlock, may_route, routing_of
+from sglcore.models.transformers_routers import CHOOSING, Router, SparseBlock, may_route, routing_of, telling_logits
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
 from tests.models.test_transformers_models import empty
@@ -94,6 +96,72 @@ def test_a_router_is_known_by_what_it_gives(formula: Any, extra: str, told: Any)
     found = None if form is None else (form.is_sigmoid, form.rules.normalize, form.rules.scale)
     assert found == told
     assert form is None or (form.has_bias, form.rules.experts_per_token) == (extra == "bias", 3)
+
+
+SHAPES = [
+    (experts, groups, best, k)
+    for experts in (8, 16, 64, 128, 256)
+    for groups in (1, 2, 4, 8, 16)
+    for best in (1, 2, 4, 8)
+    for k in (1, 2, 4, 8)
+    if best <= groups <= experts // 2 and k <= best * (experts // groups)
+]
+
+
+def grouped(experts: int, groups: int, best: int, k: int) -> nn.Module:
+    """A router of transformers, with weights of their values' type alone."""
+    config: Any = SimpleNamespace(
+        num_local_experts=experts, n_group=groups, topk_group=best, num_experts_per_tok=k, hidden_size=32
+    )
+    config.routed_scaling_factor, config.norm_topk_prob = 2.5, (experts + k) % 3 > 0
+    with torch.device("meta"):
+        return Dots1TopkRouter(config)
+
+
+@pytest.mark.parametrize("turn", range(10))
+def test_groups_of_experts_are_those_of_the_class_whatever_their_numbers(turn: int) -> None:
+    for shape in SHAPES[turn::10]:
+        experts, groups, best, k = shape
+        form = routing_of(grouped(*shape), torch.float32)
+        assert form is not None, shape
+        found = form.rules.num_groups, form.rules.top_groups, form.rules.experts_per_token
+        assert found == (groups, best, k) if best < groups else found == (1, 1, k), shape
+        assert form.rules.normalize is ((experts + k) % 3 > 0) and form.rules.scale == 2.5, shape
+
+
+@pytest.mark.parametrize("experts", [4, 16, 48, 256])
+def test_the_rows_that_routers_are_tried_with_tell_all_groups_apart(experts: int) -> None:
+    divisors = [each for each in range(2, experts // 2 + 1) if experts % each == 0]
+    logits, bias = telling_logits(experts, divisors), torch.zeros(experts)
+    pairs = [(1, 1), *((groups, best) for groups in divisors for best in range(1, min(groups, 17)))]
+    for k in (1, 2, 8):
+        chosen = [
+            torch.zeros(len(logits), experts).scatter_(
+                1, reference.sigmoid_routing(logits, bias, k, *pair, False, 1.0)[1].long(), 1
+            )
+            for pair in pairs
+            if k <= pair[1] * (experts // pair[0])
+        ]
+        assert len({each.numpy().tobytes() for each in chosen}) == len(chosen), k
+
+
+def by_largest_of_groups(logits: Tensor) -> Any:
+    """As group_limited_greedy of DeepSeek-V2, of four groups of which two are taken."""
+    scores = logits.softmax(-1)
+    taken = scores.view(-1, 4, 2).amax(-1).topk(2)[1]
+    left = torch.ones(len(logits), 4, dtype=torch.bool).scatter_(1, taken, False)
+    weights, experts = scores.view(-1, 4, 2).masked_fill(left[..., None], 0).view(-1, 8).topk(3)
+    return logits, weights, experts
+
+
+def of_hidden_groups(logits: Tensor, bias: Tensor) -> Any:
+    weights, experts = reference.sigmoid_routing(logits, bias, 3, 4, 2, True, 2.5)
+    return logits, weights, experts
+
+
+@pytest.mark.parametrize(("formula", "extra"), [(by_largest_of_groups, ""), (of_hidden_groups, CHOOSING)])
+def test_a_router_with_groups_that_nothing_names_stays_the_classes_own(formula: Any, extra: str) -> None:
+    assert routing_of(Choice(formula, extra), torch.float32) is None
 
 
 def test_a_router_of_a_half_type_is_known_though_it_rounds_its_weights() -> None:
