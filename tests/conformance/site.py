@@ -32,13 +32,15 @@ class Site:
         (info / "entry_points.txt").write_text("".join(groups))
         return Site(self.path, (*self.folders, folder))
 
-    def run(self, *words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, environ: Mapping[str, str] | None = None, timeout: float = 3600
+    ) -> subprocess.CompletedProcess[str]:
         """`python WORDS` in this folder."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
         around = filter(None, (os.environ.get("PYTHONPATH"),))
         path = os.pathsep.join((*map(str, (self.path, *self.folders)), *around))
         own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-        return warm.run(words, self.path, {**clean, **own, **(environ or {})})
+        return warm.run(words, self.path, {**clean, **own, **(environ or {})}, timeout=timeout)
 
     def sglcore(self, *words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """`sglcore WORDS` in this folder."""
