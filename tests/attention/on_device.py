@@ -63,13 +63,14 @@ def place(
     decode: bool = False,
     seed: int = 0,
     windows: tuple[int | None, ...] | None = None,
+    context: int = CONTEXT,
 ) -> Placed:
     """A random case on a device; keys, values and queries have values of `dtype`."""
-    case = make_case(rows, heads, page_size, seed, decode, windows=windows)
+    case = make_case(rows, heads, page_size, seed, decode, windows=windows, context=context)
     for parts in (case.keys, case.values, case.queries):
         parts[:] = [part.to(dtype).float() for part in parts]
     host = case.backend
-    table = ReqToTokenPool(SLOTS, CONTEXT, page_size, device)
+    table = ReqToTokenPool(SLOTS, context, page_size, device)
     table.page_table.copy_(host.req_to_token_pool.page_table)
     k_host, v_host = host.token_to_kv_pool.kv(0)
     pages = k_host.shape[0] // page_size - 1
@@ -80,11 +81,13 @@ def place(
     return Placed(case, made, batch_on(case.batch, device), device, dtype)
 
 
-def over_the_same_pools(first: Placed, rows: Sequence[tuple[int, int]], heads: Heads, seed: int) -> Placed:
+def over_the_same_pools(
+    first: Placed, rows: Sequence[tuple[int, int]], heads: Heads, seed: int, context: int = CONTEXT
+) -> Placed:
     """Another decode case, whose cells and tables are copied over those of the first, which a graph reads."""
     mine = first.backend
     pages = mine.token_to_kv_pool.page_size
-    other = place(rows, type(mine), heads, first.device, page_size=pages, decode=True, seed=seed)
+    other = place(rows, type(mine), heads, first.device, page_size=pages, decode=True, seed=seed, context=context)
     theirs = other.backend
     mine.req_to_token_pool.page_table.copy_(theirs.req_to_token_pool.page_table)
     for cells, given in zip(mine.token_to_kv_pool.kv(0), theirs.token_to_kv_pool.kv(0), strict=True):

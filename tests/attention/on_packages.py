@@ -26,6 +26,7 @@ __all__ = [
     "test_bfloat16_is_served",
     "test_it_is_the_dense_oracle",
     "test_lines_beyond_the_real_ones_change_nothing_and_come_out_as_zero",
+    "test_rows_on_either_side_of_pages_partitions_and_blocks_are_whole",
 ]
 
 HEADS = Heads(4, 2, 64)
@@ -34,6 +35,13 @@ WINDOW = Heads(4, 2, 64, window=5)
 SCALED = Heads(4, 2, 64, scaling=0.2)
 DECODE = [(3, 1), (0, 1), (30, 1), (16, 1)]
 EXTEND = [(0, 5), (17, 9), (0, 16), (4, 1)]
+
+
+EDGES = (128, 256, 512)
+"""Tokens of a page, a partition or a block in vendors' kernels: a row ends before, at and behind each."""
+LONG = 640
+CORES_OWN = ("gathered", "triton")
+"""Those have tests of their own on short rows in small blocks."""
 
 
 class Placing:
@@ -62,6 +70,17 @@ class Placing:
             step()
         return segment.replay
 
+    def check_edge(self, name: str, edge: int) -> None:
+        """Rows around an edge, of which the longest ends at it or one token behind it: decoded, captured, and as prompts."""
+        for seed, longest in enumerate((edge, edge + 1)):
+            lengths = range(longest - 2, longest + 1)
+            decode = self.place([(n - 1, 1) for n in lengths], name, decode=True, seed=seed, context=LONG)
+            decode.check(decode.run())
+            extend = self.place([(n - 2, 2) for n in lengths], name, seed=seed, context=LONG)
+            extend.check(extend.run())
+        graph = Captured(decode, 3, self.capture)
+        decode.check(graph.run(decode))
+
     def check_captured(self, name: str, heads: Heads) -> None:
         """A decode bucket of four, replayed on other cases over the same pools."""
         first = self.place(DECODE, name, heads, decode=True)
@@ -73,11 +92,13 @@ class Placing:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The backends of the module's package."""
+    """The backends of the module's package, and those of them that are a vendor's."""
     module = vars(metafunc.module)
     names = module.get("ATTENTION") or [name for name in module["package"].attention if name != "reference"]
     if "attention" in metafunc.fixturenames:
         metafunc.parametrize("attention", names)
+    if "vendors_attention" in metafunc.fixturenames:
+        metafunc.parametrize("vendors_attention", [name for name in names if name not in CORES_OWN])
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +135,10 @@ def test_a_captured_bucket_serves_other_lengths_pages_and_fewer_rows(
     placing: Placing, attention: str, heads: Heads
 ) -> None:
     placing.check_captured(attention, heads)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_rows_on_either_side_of_pages_partitions_and_blocks_are_whole(
+    placing: Placing, vendors_attention: str, edge: int
+) -> None:
+    placing.check_edge(vendors_attention, edge)

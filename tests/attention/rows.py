@@ -122,13 +122,14 @@ def make_case(
     decode: bool = False,
     kind: type[ReferenceAttention] = ReferenceAttention,
     windows: tuple[int | None, ...] | None = None,
+    context: int = CONTEXT,
 ) -> Case:
-    """`rows` hold (tokens before, tokens now) of each request; slots and pages are drawn at random."""
+    """`rows` hold (tokens before, tokens now) of each request, `context` together at most; slots and pages are drawn at random."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    num_pages = SLOTS * math.ceil(CONTEXT / page_size)
+    num_pages = SLOTS * math.ceil(context / page_size)
     layers = ((heads.kv_heads, heads.dim),)
-    table = ReqToTokenPool(SLOTS, CONTEXT, page_size, "cpu")
+    table = ReqToTokenPool(SLOTS, context, page_size, "cpu")
     pool = MHATokenToKVPool(num_pages, page_size, layers, torch.float32, "cpu")
     extras = {"softcap": heads.softcap, "sinks": torch.randn(heads.heads) if heads.has_sinks else None}
     layer = Attention(0, heads.heads, heads.kv_heads, heads.dim, heads.scaling, heads.window, **extras)

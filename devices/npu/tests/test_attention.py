@@ -12,6 +12,7 @@ from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
 from sglcore_npu import package
 from sglcore_npu.attention_fused import FusedAttention
 from tests.attention.on_device import place
+from tests.attention.on_packages import EDGES, LONG
 from tests.attention.rows import Heads
 
 DEVICE, PAGE = "npu:0", 128
@@ -41,6 +42,18 @@ def test_lines_beyond_the_real_ones_change_nothing_and_come_out_as_zero() -> Non
     found = placed.run(q, k, v)
     placed.check(found[:count])
     assert not found[count:].any()
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_rows_on_either_side_of_pages_and_blocks_are_whole(edge: int) -> None:
+    for seed, longest in enumerate((edge, edge + 1)):
+        lengths = range(longest - 2, longest + 1)
+        for new, is_decode in ((1, True), (2, False)):
+            rows = [(length - new, new) for length in lengths]
+            placed = place(
+                rows, FusedAttention, HEADS, DEVICE, page_size=PAGE, decode=is_decode, seed=seed, context=LONG
+            )
+            placed.check(placed.run())
 
 
 def needs(**changes: Any) -> AttentionNeeds:
