@@ -10,7 +10,8 @@ import torch
 
 from sglcore.device.errors import DeviceError
 from sglcore.device.ledger import DecisionLedger
-from sglcore_musa.bring_up import BRING_UP, extension
+from sglcore.step.sizing import size_text
+from sglcore_musa.bring_up import BRING_UP, device_memory, extension
 
 
 def test_the_extension_is_imported_before_any_step_and_memory_is_asked_after_the_weights() -> None:
@@ -43,3 +44,19 @@ def test_an_extension_of_another_version_ends_the_start(monkeypatch: pytest.Monk
     plant(monkeypatch, "torch_musa", "2.1.0")
     with pytest.raises(DeviceError, match=r"torch_musa 2\.1\.0 is loaded into torch "):
         extension(DecisionLedger())
+
+
+TAKEN = 96 << 20
+
+
+@pytest.mark.needs("device")
+def test_what_the_gpu_has_in_all_is_told_from_what_is_free() -> None:
+    """Of a GPU of which something is taken, so that both differ."""
+    device = torch.device("musa:0")
+    before, weights = device_memory(device, None), torch.zeros(TAKEN, dtype=torch.uint8, device=device)
+    found = device_memory(device, weights)
+    assert found.total == before.total and found.available <= found.total - TAKEN
+    assert TAKEN <= before.available - found.available < TAKEN + (32 << 20)
+    assert found.total == torch.musa.get_device_properties(0).total_memory  # pyright: ignore[reportAttributeAccessIssue]
+    assert found.evidence.startswith(f"{size_text(found.available)} of {size_text(found.total)} free")
+    del weights
