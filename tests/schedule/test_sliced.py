@@ -8,7 +8,7 @@ import pytest
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import Limits, Ticket
 from sglcore.schedule.loop import Loop
-from sglcore.schedule.request import Request
+from sglcore.schedule.request import Request, State
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.fake_slices import FakeSlicedWorker
 from tests.schedule.fake_worker import FakeMatcher, compose, make_limits, make_params
@@ -87,6 +87,28 @@ def test_pages_of_who_left_an_open_prompt_are_awaited_and_nobody_gives_way_for_t
         found.scheduler.audit()
     assert len(found.first.output_ids) == 20 and len(staying.output_ids) == 2
     assert found.scheduler.stats().retractions == 0
+
+
+@pytest.mark.parametrize(("length", "room"), [(10, 28), (14, 18)])
+def test_who_gives_way_while_its_layers_run_has_computed_nothing_and_comes_back(length: int, room: int) -> None:
+    """With a prompt that is whole with its last slice, and one of which more chunks follow. Another of the open prompt stays."""
+    found = Beside(14, max_batch_tokens=room)
+    staying, gone = found.add("staying", 8, 2), found.add("gone", length, 2)
+    while not found.worker.waits:
+        found.loop.step()
+    sliced = found.scheduler._running.sliced
+    assert sliced is not None and sliced.requests == [staying, gone]
+    left = False
+    for _ in range(400):
+        if not found.loop.has_work:
+            break
+        found.loop.step()
+        found.scheduler.audit()
+        if (sliced := found.scheduler._running.sliced) is not None and gone in sliced.released:
+            left = True
+            assert [request for request, _ in sliced.staying] == [staying] and gone.state is State.WAITING
+    assert left and found.scheduler.stats().retractions
+    assert [len(each.output_ids) for each in (staying, gone)] == [2, 2] and not found.loop.has_work
 
 
 def test_without_overlap_nothing_runs_beside_a_slice() -> None:
