@@ -25,6 +25,10 @@ CODEC = TextCodec(Path(str(files("sglcore") / "assets" / "demo")))
 LETTERS = [CODEC.encode(letter, special=False)[0] for letter in ("a", "b", ".", "c", "\n")]
 VOCABULARY = Vocabulary(CODEC.tokenizer, 4096, (2,))
 
+KEPT = module.KEPT_STEPS
+TAKEN_BACK = (1, 1, 2, 3, KEPT - 1, KEPT, KEPT + 1, 2 * KEPT + 3)
+"""Tokens: fewer than there are steps kept, as many, and more."""
+
 
 def by_hand(tokens: list[int], asked: Repetition) -> dict[int, float]:
     """What each token that would go on with a repetition loses."""
@@ -73,11 +77,13 @@ def law(found_in: Any = module, seeds: int = 60) -> None:
         check(matcher, tokens, asked)
         for _ in range(rng.randint(0, 40)):
             if len(tokens) > 3 and rng.random() < 0.3:
-                count = rng.randint(1, 3)
+                count = rng.choice(TAKEN_BACK)
                 more = rng.choices(LETTERS[:3], k=count)
                 assert all(matcher.accept(token) for token in more)
                 check(matcher, tokens + more, asked)
                 matcher.rollback(count)
+                if rng.random() < 0.5:
+                    check(matcher, tokens, asked)
             else:
                 tokens.append(rng.choice(LETTERS[:3]))
                 assert matcher.accept(tokens[-1])
@@ -96,6 +102,7 @@ def test_what_repeats_is_found_token_by_token_and_at_once() -> None:
         ("lengths >= asked.allowed_length", "lengths > asked.allowed_length"),
         ("self._count -= count", "pass"),
         ("self._found.pop()", "pass"),
+        ("range(min(count, len(self._found)))", "range(min(count, 15))"),
         ("known.places[where[within]] == places[within]", "known.places[where[within]] >= places[within]"),
         ("max(begin - len(word) + 1, 0)", "0"),
         ("np.maximum.at(longest, owner", "np.minimum.at(longest, owner"),

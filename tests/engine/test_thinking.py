@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from sglcore.engine.grammar import open_grammars
+from sglcore.engine.grammar import Compiling, open_grammars
 from sglcore.engine.start import embedded_model
 from sglcore.engine.vocabulary import Vocabulary
 from sglcore.sampling.grammar import Grammar, Thinking
@@ -50,11 +50,15 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def started(name: str, tokenizer: Tokenizer, grammar: Grammar | None, thinking: Thinking) -> Matcher:
+def compiled(name: str, tokenizer: Tokenizer, grammar: Grammar | None, thinking: Thinking) -> Compiling:
     vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size(), EOS)
     grammars, _ = open_grammars(name, vocabulary)
     assert grammars is not None
-    return grammars.compile(grammar, thinking).start()
+    return grammars.compile(grammar, thinking)
+
+
+def started(name: str, tokenizer: Tokenizer, grammar: Grammar | None, thinking: Thinking) -> Matcher:
+    return compiled(name, tokenizer, grammar, thinking).start()
 
 
 def mask(matcher: Matcher, tokenizer: Tokenizer) -> list[int]:
@@ -155,6 +159,26 @@ def test_taking_tokens_back_leaves_a_matcher_as_one_that_never_had_them(name: st
             if token in mask(matcher, marked):
                 kept.append(token)
                 assert matcher.accept(token)
+
+
+@pytest.mark.parametrize("spelled", ["plain", "marked"])
+def test_a_mark_is_not_joined_from_tokens_that_were_taken_back(
+    name: str, spelled: str, request: pytest.FixtureRequest
+) -> None:
+    """Its beginning is proposed and taken back, all of it is, and what comes then is neither its end nor behind it."""
+    tokenizer: Tokenizer = request.getfixturevalue(spelled)
+    mark, filler = (tokenizer.encode(text, add_special_tokens=False).ids for text in (END, "z"))
+    rules = compiled(name, tokenizer, BOUND, Thinking(END, END))
+    for cut in range(1, len(mark) + 1):
+        for kept in (0, 20):
+            matcher, fresh = rules.start(), rules.start()
+            assert all(each.accept(token) for each in (matcher, fresh) for token in filler * kept)
+            assert all(matcher.accept(token) for token in mark[:cut])
+            matcher.rollback(cut)
+            for token in (*mark[cut:], *filler):
+                assert mask(matcher, tokenizer) == mask(fresh, tokenizer), (cut, kept)
+                assert matcher.accept(token) == fresh.accept(token)
+            assert len(mask(matcher, tokenizer)) > 2000
 
 
 def test_masks_stand_along_proposals_over_the_end_of_reasoning(name: str, marked: Tokenizer) -> None:

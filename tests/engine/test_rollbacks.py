@@ -1,0 +1,116 @@
+"""Tokens that are taken back, any number of them: every kind of matcher, and those that hold another, is then as one that never
+had them."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglcore.engine.grammar import open_grammars
+from sglcore.engine.repetition import KEPT_STEPS, RepetitionMatcher
+from sglcore.engine.text import TextCodec
+from sglcore.engine.vocabulary import Vocabulary
+from sglcore.sampling.grammar import Grammar, Repetition, Thinking, TokenRules
+from sglcore.schedule.request import Matcher
+
+CODEC = TextCodec(Path(str(files("sglcore") / "assets" / "demo")))
+SIZE = CODEC.tokenizer.get_vocab_size(with_added_tokens=True)
+COUNTS = (1, 2, KEPT_STEPS - 1, KEPT_STEPS, KEPT_STEPS + 1, 33, 65, 110)
+"""Tokens taken back: fewer than any window inside, as many, and more; a hundred cross a mark and the grammar behind it."""
+TEXT = "Once upon a time there was a fox. " * 6
+FORM = Grammar("regex", r'\{"a": "[a-zA-Z. ]{0,900}"\}')
+TAGS = Grammar("ebnf", 'root ::= "[" ([a-z] | [A-Z] | [. ])* "]"')
+
+
+@cache
+def grammars(backend: str):
+    """Those of a library."""
+    found, _ = open_grammars(backend, Vocabulary(CODEC.tokenizer, SIZE, (2,)))
+    assert found is not None
+    return found
+
+
+def spelled(text: str) -> list[int]:
+    return CODEC.encode(text, special=False)
+
+
+THINKING = Thinking("</think>", "</think>")
+KINDS = {
+    "a form": (FORM, None, None, '{"a": "' + TEXT + TEXT + '"}'),
+    "a grammar": (TAGS, None, None, "[" + TEXT + TEXT + "]"),
+    "reasoning": (None, THINKING, None, TEXT + "</think>" + TEXT + TEXT),
+    "reasoning before a form": (FORM, THINKING, None, TEXT + '</think>{"a": "' + TEXT + '"}'),
+    "words that may not come": (None, None, TokenRules((), ("xylophones", "foxes")), TEXT + TEXT + TEXT),
+    "words that may not come in a form": (FORM, None, TokenRules((), ("xylophones",)), '{"a": "' + TEXT + TEXT + '"}'),
+}
+
+
+def state(matcher: Matcher) -> tuple[bytes, str]:
+    """What a request would be bound by now."""
+    words = np.zeros(-(-SIZE // 32), np.int32)
+    matcher.fill(words)
+    return words.tobytes(), matcher.error
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_tokens_that_are_taken_back_leave_no_trace(backend: str, kind: str) -> None:
+    pytest.importorskip(backend, reason=f"{backend} is not installed")
+    grammar, thinking, rules, text = KINDS[kind]
+    compiled = grammars(backend).compile(grammar, thinking, rules)
+    ids = spelled(text)
+    fresh, states = compiled.start(), []
+    for token in ids:
+        states.append(state(fresh))
+        assert fresh.accept(token), kind
+    states.append(state(fresh))
+    matcher, place = compiled.start(), 0
+    assert len(ids) > max(COUNTS)
+    for count in (*COUNTS, *COUNTS[::-1]):
+        while place < len(ids):
+            assert matcher.accept(ids[place])
+            place += 1
+        matcher.rollback(count)
+        place -= count
+        assert state(matcher) == states[place], count
+        for _ in range(min(3, count)):
+            assert matcher.accept(ids[place])
+            place += 1
+        assert state(matcher) == states[place], count
+    matcher.rollback(place)
+    assert state(matcher) == states[0]
+
+
+def test_what_repeats_is_found_anew_however_much_is_taken_back_over_a_form() -> None:
+    """A repetition beside a form: both are as they were."""
+    asked = Repetition(0.8, 1.75, 1, -1, ("\n",))
+    compiled = grammars("llguidance").compile(FORM, None, None, asked)
+    ids = spelled('{"a": "' + TEXT + TEXT + '"}')
+    prompt = np.array(spelled(TEXT), np.int32)
+
+    def started() -> RepetitionMatcher:
+        found = compiled.start_after(prompt).matcher
+        assert isinstance(found, RepetitionMatcher)
+        return found
+
+    def seen(matcher: RepetitionMatcher):
+        found, lost = matcher.change()
+        return state(matcher), found.tolist(), lost.tolist()
+
+    fresh, states = started(), []
+    for token in ids:
+        states.append(seen(fresh))
+        assert fresh.accept(token)
+    assert sum(bool(found) for _, found, _ in states) > 100
+    matcher, place = started(), 0
+    for count in COUNTS:
+        while place < len(ids):
+            assert matcher.accept(ids[place])
+            place += 1
+        matcher.rollback(count)
+        place -= count
+        assert seen(matcher) == states[place], count
