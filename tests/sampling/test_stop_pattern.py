@@ -27,13 +27,15 @@ PIECES = [
     "(b)",
     "(?P<x>c)",
     "^",
+    ".^",
+    "[^a]^",
     r"\A",
     r"\x61",
     "é",
     r"\.",
 ]
 COUNTS = ["", "", "", "*", "+", "?", "{2}", "{1,3}", "{,2}", "{2,}", "*?", "+?"]
-FLAGS = ["", "(?i)", "(?m)", "(?m)", "(?s)", "(?im)"]
+FLAGS = ["", "(?i)", "(?m)", "(?m)", "(?s)", "(?im)", "(?ms)", "(?ms)"]
 LETTERS = "aabbcA1.é\n\n"
 
 
@@ -67,10 +69,17 @@ def by_re(pattern: str, text: str, free: int = 0) -> Match | None:
 def law(seed: int, found_in: Any = module) -> None:
     """In whatever pieces a text comes, the match is that of `re`, and nothing of it was let go before."""
     rnd = random.Random(seed)
-    pattern, text = any_pattern(rnd), "".join(rnd.choices(LETTERS, k=rnd.randint(1, 20)))
-    free = rnd.choice([0, 0, 3])
+    pattern = any_pattern(rnd)
+    shared = found_in.StopPattern(pattern)
+    for _ in range(2):
+        law_of_one_text(rnd, pattern, shared, found_in)
+
+
+def law_of_one_text(rnd: random.Random, pattern: str, shared: Any, found_in: Any) -> None:
+    """A text by a pattern that others were looked for by before."""
+    text, free = "".join(rnd.choices(LETTERS, k=rnd.randint(1, 20))), rnd.choice([0, 0, 3])
     wanted = by_re(pattern, text, free)
-    scan, place, let_go = found_in.PatternScan(found_in.StopPattern(pattern)), 0, 0
+    scan, place, let_go = found_in.PatternScan(shared), 0, 0
     while place < len(text):
         may_end = place >= free
         end = min(place + rnd.randint(1, 4), len(text) if may_end else free)
@@ -100,6 +109,8 @@ def test_the_first_match_is_the_one_of_re_and_was_held_back() -> None:
         ('character == "\\n" else', 'character == "?" else'),
         ("self._begun[0][0]", "self._begun[-1][0]"),
         ("is not None and may_end", "is not None"),
+        ("steps = self._steps[where]", "steps = self._steps[0]"),
+        ("found = self._masks.get(character)", "found = next(iter(self._masks.values()), None)"),
     ],
 )
 def test_the_law_catches_a_planted_defect(sound: str, defect: str) -> None:
@@ -107,6 +118,13 @@ def test_the_law_catches_a_planted_defect(sound: str, defect: str) -> None:
     with pytest.raises((AssertionError, PatternError)):
         for seed in range(1500):
             law(seed, broken)
+
+
+def test_what_may_follow_depends_on_where_a_line_begins() -> None:
+    """The same characters of a pattern are asked for inside of a line and behind its end, in either order."""
+    shared = StopPattern("(?ms)a.^b")
+    for text, wanted in (("aab", None), ("a\nb", Match(0, 3)), ("aab a\nb", Match(4, 7)), ("a\n\nb", None)):
+        assert PatternScan(shared).feed(text) == wanted == by_re(shared.text, text), text
 
 
 @pytest.mark.parametrize(
