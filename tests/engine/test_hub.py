@@ -168,3 +168,27 @@ def test_a_quant_is_the_end_of_a_files_name(quant: str, names: list[str], expect
 def test_of_several_files_one_must_be_named() -> None:
     with pytest.raises(ConfigError, match="wanted one of a-Q2_K.gguf, a-Q3_K.gguf; name one as o/n:QUANT"):
         choose_gguf("o/n", "", ["a-Q2_K.gguf", "a-Q3_K.gguf"])
+
+
+@pytest.mark.parametrize(
+    ("quant", "names", "wanted"),
+    [
+        ("F16", ("m-BF16.gguf", "m-F16.gguf"), "m-F16.gguf"),
+        ("f16", ("m-BF16.gguf", "m.f16.gguf"), "m.f16.gguf"),
+        ("BF16", ("m-BF16.gguf", "m-F16.gguf"), "m-BF16.gguf"),
+        ("F16", ("F16/m-F16-00001-of-00002.gguf", "BF16/m-BF16-00001-of-00002.gguf"), "F16/m-F16-00001-of-00002.gguf"),
+        ("Q4_K", ("m-Q4_K.gguf", "m-IQ4_K.gguf", "m-Q4_K_M.gguf"), "m-Q4_K.gguf"),
+        ("Q4_0", ("mQ4_0.gguf", "x_Q4_0.gguf"), "x_Q4_0.gguf"),
+        ("F16", ("F16.gguf", "m-F16.gguf"), "F16.gguf"),
+        ("F.6", ("m-F16.gguf", "m-F.6.gguf"), "m-F.6.gguf"),
+    ],
+)
+def test_a_quant_is_a_whole_word_of_a_files_name(quant: str, names: tuple[str, ...], wanted: str) -> None:
+    for order in (names, names[::-1]):
+        assert choose_gguf("owner/m", quant, order) == wanted
+
+
+@pytest.mark.parametrize("quant", ["F16", "4_K_M", "Q4_K"])
+def test_a_quant_whose_name_only_ends_so_is_not_taken(quant: str) -> None:
+    with pytest.raises(ConfigError, match=f"no .gguf file of '{quant}'.*wanted one of m-BF16.gguf, m-Q4_K_M.gguf"):
+        choose_gguf("owner/m", quant, ["m-BF16.gguf", "m-Q4_K_M.gguf"])
