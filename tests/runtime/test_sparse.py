@@ -79,6 +79,38 @@ def test_an_indexer_scores_as_many_tokens_at_a_time_as_fit(monkeypatch: pytest.M
         assert_close(hidden, whole)
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("most", [8, 16, 24, 48])
+def test_tokens_of_several_requests_choose_by_parts_what_they_choose_at_once(
+    most: int, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token at a time, two, three, and all but the last; whose a token is differs from one to the next."""
+    torch.manual_seed(most)
+    table = torch.randperm(12, dtype=torch.int32).view(3, 4)
+    slots, lens = torch.tensor([0, 2, 1, 0, 2, 1, 1], dtype=torch.int32), torch.tensor([3, 8, 5, 7, 2, 8, 1]).int()
+    paged = sparse_tokens.Paged(table, slots, lens, 2, 8)
+    q, weights, keys = torch.randn(7, 2, 8), torch.randn(7, 2), torch.randn(24, 8)
+    named = (torch.randperm(12, dtype=torch.int32).view(3, 4) + 50, slots.flip(0)) if is_named else None
+    wanted = sparse_tokens.choose_rows(KernelTable(), q, weights, keys, None, paged, 3, named)
+    alone = [
+        sparse_tokens.choose_rows(
+            KernelTable(),
+            q[[t]],
+            weights[[t]],
+            keys,
+            None,
+            sparse_tokens.Paged(table, slots[[t]], lens[[t]], 2, 8),
+            3,
+            None if named is None else (named[0], named[1][[t]]),
+        )
+        for t in range(7)
+    ]
+    assert torch.equal(torch.cat(alone), wanted)
+    monkeypatch.setattr(sparse_tokens, "LOGITS", most)
+    found = sparse_tokens.choose_rows(KernelTable(), q, weights, keys, None, paged, 3, named)
+    assert torch.equal(found, wanted) and len({tuple(row) for row in wanted.tolist()}) == 7
+
+
 def test_an_indexer_of_no_tokens_chooses_nothing() -> None:
     table, none = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
     paged = sparse_tokens.Paged(table, none, none, 4, 0)
