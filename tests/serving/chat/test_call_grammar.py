@@ -46,7 +46,7 @@ class Case:
         """What the template writes for calls, without what ends the turn."""
         given = [
             {
-                "id": f"abcdefgh{n}",
+                "id": f"abcdefg{n:02}",
                 "type": "function",
                 "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
             }
