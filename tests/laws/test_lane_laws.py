@@ -86,6 +86,41 @@ def test_prompts_that_are_given_up_leave_their_inputs_before_others_come(plain: 
 SHORT = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
+def give_up_and_come_at_once(engine: TokenEngine, prompts: list[list[int]]) -> Any:
+    """Who decodes and the open prompt are aborted while a slice of it runs; the next step is another prompt's."""
+    engine.scheduler.add(first := engine._request(prompts[0], SHORT))
+    while not first.output_ids:
+        engine.loop.step()
+    engine.scheduler.add(gone := engine._request(prompts[1], SHORT))
+    while slices_of(engine)._open is None:
+        engine.loop.step()
+    for each in (first, gone):
+        engine.scheduler.abort(each.rid)
+    return engine.run(prompts[2:], 5)
+
+
+def test_a_prompt_right_behind_one_that_was_given_up_waits_for_what_the_lane_still_reads(plain: Case) -> None:
+    engine = plain.engine(prompt_slices="1")
+    for seed in range(3):
+        check_logprobs(give_up_and_come_at_once(engine, random_prompts(seed, (6, 24, 22))), plain.oracle)
+
+
+class ForgetsWithoutAWait(Slices):
+    """What the lane still reads of a prompt that was given up is written over."""
+
+    def forget(self) -> None:
+        self._open = None
+
+
+@pytest.mark.sim_faults("race")
+def test_a_prompt_that_does_not_wait_for_one_that_was_given_up_is_caught(plain: Case) -> None:
+    engine = plain.engine(prompt_slices="1")
+    slices_of(engine).__class__ = ForgetsWithoutAWait
+    with pytest.raises(Exception, match=r"\[race\]"):
+        for seed in range(3):
+            check_logprobs(give_up_and_come_at_once(engine, random_prompts(seed, (6, 24, 22))), plain.oracle)
+
+
 class StartsBeforeItsInputs(Slices):
     """The lane does not wait for what was staged."""
 
