@@ -15,8 +15,8 @@ import pytest
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.page_transfer import Bytes, Ints, Layout, PeerLost, Progress, Region, Told, layout_of
-from sglcore.engine.pages import tcp
-from sglcore.engine.pages.frames import MAGIC, Frame, Kind, Lost, send_frame
+from sglcore.engine.pages import frames, tcp
+from sglcore.engine.pages.frames import MAGIC, Frame, Kind, Lost, receive_frame, send_frame
 
 PAGES, SIZES = 12, (8, 8, 20)
 
@@ -220,6 +220,92 @@ def test_who_speaks_at_once_is_known_by_then(stack: ExitStack) -> None:
         send_frame(stream, Kind.TOLD, parts=(b"%d" % number,))
     until(lambda: len(source.known) == 40)
     assert all(source.known)
+
+
+def test_who_connects_and_does_not_say_who_it_is_is_hung_up_on_in_time(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "GREETING", 0.3)
+    host, _, port = ends.source.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as stream:
+        assert is_hung_up(stream)
+
+
+def test_a_greeting_has_one_limit_for_all_of_it_on_both_sides(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def receive(stream: socket.socket, **given: Any) -> Frame:
+        limits.append(given["seconds"])
+        return receive_frame(stream, **given)
+
+    monkeypatch.setattr(tcp, "receive_frame", receive)
+    Ends(stack)
+    assert limits == [tcp.GREETING] * 2
+
+
+class Drips:
+    """A stream that gives a byte at a time, a quarter of a second after the one before, on a clock of its own."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.now, self.limit = data, 0.0, 0.0
+
+    def settimeout(self, seconds: float) -> None:
+        self.limit = seconds
+
+    def recv_into(self, rest: memoryview) -> int:
+        assert self.limit > 0
+        self.now += 0.25
+        rest[0], self.data = self.data[0], self.data[1:]
+        return 1
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_frame_that_comes_byte_by_byte_is_waited_for_no_longer_than_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frame = frames._HEAD.pack(MAGIC, Kind.HELLO, 0, 0, 8) + b"it is me"
+    for seconds, comes in ((0.25 * len(frame), True), (0.25 * len(frame) - 1, False), (2.0, False)):
+        stream: Any = Drips(frame)
+        monkeypatch.setattr(frames, "time", stream)
+        if comes:
+            assert receive_frame(stream, seconds=seconds).body == b"it is me"
+            continue
+        with pytest.raises(TimeoutError, match="it has said too little for too long"):
+            receive_frame(stream, seconds=seconds)
+        assert stream.now == seconds
+
+
+def test_nobody_waits_for_another_that_says_nothing(ends: Ends, stack: ExitStack) -> None:
+    host, _, port = ends.source.address.rpartition(":")
+    silent = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(4)]
+    other = tcp.TcpPages(Memory(), layout_of(Memory(), "m"), secret="word")
+    stack.callback(other.close)
+    peer = other.connect(ends.source.address)
+    until(lambda: len(ends.source.peers) == 2)
+    for stream in silent:
+        stream.settimeout(0.0)
+        with pytest.raises(BlockingIOError):
+            stream.recv(1)
+    assert other.peers == (peer,)
+
+
+def test_a_prompt_engine_that_does_not_answer_in_time_is_none_and_is_hung_up_on(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "GREETING", 0.3)
+    end = tcp.TcpPages(Memory(), layout_of(Memory(), "m"))
+    stack.callback(end.close)
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    with pytest.raises(PeerLost, match="there is no prompt engine at 127.0.0.1:.*timed out"):
+        end.connect(f"127.0.0.1:{listener.getsockname()[1]}")
+    with listener.accept()[0] as stream:
+        stream.settimeout(30)
+        while stream.recv(1000):
+            pass
 
 
 def test_a_frame_of_another_kind_first_is_refused(ends: Ends) -> None:

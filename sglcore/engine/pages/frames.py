@@ -9,6 +9,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,18 +64,25 @@ def send_frame(stream: socket.socket, kind: Kind, region: int = 0, lease: int = 
         stream.sendall(part)
 
 
-def receive_frame(stream: socket.socket, peer: int = 0, most: int = LONGEST) -> Frame:
-    """The next one, of `most` bytes; waits. Raises PeerLost at the end of the stream, or for one that is damaged, and OSError."""
-    magic, kind, region, lease, size = _HEAD.unpack(_exactly(stream, _HEAD.size))
+def receive_frame(stream: socket.socket, peer: int = 0, most: int = LONGEST, seconds: float | None = None) -> Frame:
+    """The next one, of `most` bytes; waits, `seconds` at most for all of it (None: as long as the stream's own limit lets it).
+    Raises PeerLost at the end of the stream, or for one that is damaged, and OSError, of which TimeoutError is one."""
+    until = None if seconds is None else time.monotonic() + seconds
+    magic, kind, region, lease, size = _HEAD.unpack(_exactly(stream, _HEAD.size, until))
     if magic != MAGIC or size > most or not Kind.HELLO <= kind <= Kind.DRAINED:
         raise PeerLost("what came from another engine is no frame of pages")
-    return Frame(peer, Kind(kind), region, lease, _exactly(stream, size))
+    return Frame(peer, Kind(kind), region, lease, _exactly(stream, size, until))
 
 
-def _exactly(stream: socket.socket, size: int) -> bytearray:
+def _exactly(stream: socket.socket, size: int, until: float | None) -> bytearray:
     body = bytearray(size)
     rest = memoryview(body)
     while rest:
+        if until is not None:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("it has said too little for too long")
+            stream.settimeout(left)
         got = stream.recv_into(rest)
         if not got:
             raise PeerLost("it has closed the connection")

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 
 import msgspec
@@ -87,12 +87,14 @@ class TcpPages:
     def connect(self, address: str) -> int:
         """Greet and be greeted; waits 5 seconds at most for each."""
         host, _, port = address.rpartition(":")
-        try:
-            stream = socket.create_connection((host, int(port)), timeout=GREETING)
-            send_frame(stream, Kind.HELLO, parts=(self._hello(self._secret),))
-            answer = receive_frame(stream, most=LONGEST_HELLO)
-        except (OSError, PeerLost) as error:
-            raise PeerLost(f"there is no prompt engine at {address}: {error}") from None
+        with ExitStack() as stack:
+            try:
+                stream = stack.enter_context(socket.create_connection((host, int(port)), timeout=GREETING))
+                send_frame(stream, Kind.HELLO, parts=(self._hello(self._secret),))
+                answer = receive_frame(stream, most=LONGEST_HELLO, seconds=GREETING)
+            except (OSError, PeerLost) as error:
+                raise PeerLost(f"there is no prompt engine at {address}: {error}") from None
+            stack.pop_all()
         if answer.kind is not Kind.WELCOME:
             stream.close()
             raise ConfigError(f"the prompt engine at {address} refused: {bytes(answer.body).decode(errors='replace')}")
@@ -245,14 +247,19 @@ class TcpPages:
                 stream, where = self._listener.accept()
             except OSError:
                 return
-            try:
-                self._answer(stream, _name(where))
-            except (OSError, PeerLost, msgspec.MsgspecError):
-                stream.close()
+            # Each by itself: one that says nothing keeps nobody else waiting.
+            threading.Thread(
+                target=self._hear_out, args=(stream, _name(where)), name="pages greeting", daemon=True
+            ).start()
+
+    def _hear_out(self, stream: socket.socket, name: str) -> None:
+        try:
+            self._answer(stream, name)
+        except (OSError, PeerLost, msgspec.MsgspecError):
+            stream.close()
 
     def _answer(self, stream: socket.socket, name: str) -> None:
-        stream.settimeout(GREETING)
-        frame = receive_frame(stream, most=LONGEST_HELLO)
+        frame = receive_frame(stream, most=LONGEST_HELLO, seconds=GREETING)
         if frame.kind is not Kind.HELLO:
             raise PeerLost(f"{name} did not say who it is")
         hello = msgspec.msgpack.decode(frame.body, type=Hello)
