@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from sglcore.checkpoint.safetensors_header import ELEMENT_BYTES, PLAIN_BYTES
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.checkpoint.safetensors_header import ELEMENT_BYTES, PLAIN_BYTES, read_entries
+from sglcore.device.errors import CheckpointError
 from sglcore.models.safetensors_file import DTYPES, READABLE
 
 
@@ -11,3 +18,37 @@ def test_every_type_that_is_read_has_its_size() -> None:
         name: ELEMENT_BYTES[name] for name in READABLE
     }
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == PLAIN_BYTES
+
+
+def written(folder: Path, data: int, **tensors: tuple[str, list[int], int, int]) -> Path:
+    """A file of so many bytes of data, and tensors of a type and shape that say where they begin and end in it."""
+    parts = {
+        name: {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+        for name, (kind, shape, start, end) in tensors.items()
+    }
+    header = json.dumps(parts).encode()
+    file = folder / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(data))
+    return file
+
+
+def test_tensors_come_in_the_order_of_their_bytes_and_reach_the_files_end(tmp_path: Path) -> None:
+    file = written(tmp_path, 12, b=("F16", [2], 8, 12), a=("F32", [1, 2], 0, 8), none=("F32", [0], 12, 12))
+    entries = read_entries(file)
+    assert [(each.name, each.num_bytes) for each in entries] == [("a", 8), ("b", 4), ("none", 0)]
+    assert entries[1].end == file.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "found"),
+    [
+        (7, ("F32", [1, 2], 0, 8), "'a' ends at "),
+        (12, ("F32", [1, 2], 5, 13), "'a' ends at "),
+        (8, ("F32", [1, 2], -8, 0), r"'a' of shape \[1, 2\] and type F32 has 8 bytes"),
+        (8, ("F32", [1, 2], -1, 7), r"'a' of shape \[1, 2\] and type F32 has 8 bytes"),
+        (8, ("F16", [1, 2], 0, 8), r"'a' of shape \[1, 2\] and type F16 has 8 bytes"),
+    ],
+)
+def test_a_tensor_that_is_not_where_it_says_is_damage(tmp_path: Path, data: int, tensor: Any, found: str) -> None:
+    with pytest.raises(CheckpointError, match=f"is damaged: .*{found}"):
+        read_entries(written(tmp_path, data, a=tensor))

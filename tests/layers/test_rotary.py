@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import Gemma4TextConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sglcore.checkpoint.config import ModelConfig, RopeConfig, read_config
-from sglcore.checkpoint.rotary import mrope_axes
+from sglcore.checkpoint.rotary import mrope_axes, rotary_frequencies
 from sglcore.device.errors import ConfigError
 from sglcore.layers.rotary import cos_sin_cache
 from tests.checkpoints import LLAMA3, LONG, llama, rope, save
@@ -26,6 +27,7 @@ CASES = {
     "yarn": rope("yarn", **YARN),
     "yarn-mscale": rope("yarn", **YARN, mscale=0.7, mscale_all_dim=1.3),
     "yarn-untruncated": rope("yarn", **YARN, truncate=False, beta_fast=16.0, beta_slow=2.0),
+    "yarn-low-base": rope("yarn", factor=4.0, original_max_position_embeddings=400, rope_theta=4.0),
     "longrope": rope("longrope", **LONG),
     "longrope-factor": rope("longrope", **LONG, factor=3.0, attention_factor=1.2),
     "large-base": {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
@@ -42,6 +44,20 @@ def test_the_cache_has_the_oracles_cosines_and_sines(tmp_path, name: str) -> Non
     assert got.dtype == torch.float32
     want = torch.cat((cos[0, :, :6], sin[0, :, :6]), dim=-1)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("positions", "name"), [(15, "short"), (16, "short"), (17, "long")])
+def test_factors_are_the_long_ones_behind_the_original_length_and_not_at_it(
+    tmp_path, positions: int, name: str
+) -> None:
+    oracle = llama(**CASES["longrope"])
+    config = read_config(save(oracle, tmp_path))
+    frequencies, scale = rotary_frequencies(config, positions)
+    wanted, factor = ROPE_INIT_FUNCTIONS["longrope"](oracle.config, "cpu", seq_len=positions)
+    torch.testing.assert_close(torch.from_numpy(frequencies), wanted)
+    assert scale == pytest.approx(factor)
+    base = 10000.0 ** (torch.arange(0, 12, 2) / 12)
+    torch.testing.assert_close(wanted, 1.0 / (torch.tensor(LONG[f"{name}_factor"]) * base))
 
 
 def with_rope(tmp_path, **changes) -> ModelConfig:
