@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Event
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,7 @@ from sglcore.engine.grammar import GrammarBackend, Grammars, open_grammars
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokens import TokenEngine
 from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import Grammar, GrammarError, GrammarKind
+from sglcore.sampling.grammar import Grammar, GrammarError, GrammarKind, Repetition, Thinking, TokenRules
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Matcher, RequestError
 from tests.engine.grammar_keywords import CASES
@@ -290,6 +291,29 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten() -> None:
     for text in ("a", "b", "a", "c", "a", "b"):
         assert grammars.compile(Grammar("regex", text)).start() == "started"
     assert backend.texts == ["a", "b", "c", "b"]
+    grammars.close()
+
+
+DRY = Repetition(0.8, 1.75, 2, -1, ())
+
+
+def test_each_part_of_what_is_asked_for_makes_it_another() -> None:
+    """What only one of them has is not given to who asked for the other."""
+    grammars = Grammars(Fake(lambda grammar: Startable()))
+    parts = {
+        "grammar": (Grammar("regex", "a"), Grammar("regex", "b"), Grammar("ebnf", "a"), None),
+        "thinking": (None, Thinking("e", "e"), Thinking("e", "e", budget=1), Thinking("f", "f"), Thinking("e", "fe")),
+        "rules": (None, TokenRules((1,), ()), TokenRules((), ("a",)), TokenRules((1,), ("a",))),
+        "repetition": (None, DRY, replace(DRY, last_n=5), replace(DRY, base=3.0), replace(DRY, breakers=("a",))),
+    }
+    asked = [
+        {**{name: values[0] for name, values in parts.items()}, changed: value}
+        for changed, values in parts.items()
+        for value in values[1:]
+    ]
+    futures = [grammars.compile(**each)._future for each in asked]  # pyright: ignore[reportArgumentType]
+    assert len({id(future) for future in futures}) == len(asked)
+    assert [grammars.compile(**each)._future for each in asked] == futures  # pyright: ignore[reportArgumentType]
     grammars.close()
 
 

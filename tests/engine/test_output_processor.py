@@ -43,6 +43,47 @@ def test_a_sample_that_ends_by_an_error_says_which() -> None:
     assert [each.error for each in samples.output.outputs] == ["", "the step failed"]
 
 
+def scores(*ids: int) -> list[TokenLogprob]:
+    return [TokenLogprob(token_id, -1.0, 1) for token_id in ids]
+
+
+def test_a_prompts_scores_are_taken_once_though_every_sample_brings_them() -> None:
+    samples = processor(prompt_logprobs=0)
+    for index in (0, 1, 1):
+        samples.take(EngineOutput("r", index, [5], prompt_logprobs=scores(7, 8)))
+    assert samples.output.prompt_logprobs == [None, *scores(7, 8)]
+
+
+def test_accepted_tokens_are_those_beside_the_one_that_each_step_brings() -> None:
+    samples = processor()
+    for ids, proposed in (([5], -1), ([5, 6, 7], 4), ([5], 4), ([], 4), ([6, 7], 1)):
+        samples.take(EngineOutput("r", 0, ids, proposed=proposed))
+    found = samples.output.outputs[0]
+    assert (found.verified_steps, found.proposed_tokens, found.accepted_tokens) == (3, 9, 3)
+
+
+def test_from_the_first_token_on_again_nothing_is_left_of_what_was_taken() -> None:
+    samples = processor(prompt_logprobs=0, logprobs=0, stop=["c"])
+    fresh = processor(prompt_logprobs=0, logprobs=0, stop=["c"])
+    ids = CODEC.encode("a b c", special=False)
+    samples.take(EngineOutput("r", 0, ids, logprobs=scores(*ids), prompt_logprobs=scores(7), cached_tokens=9))
+    samples.take(EngineOutput("r", 1, ids[:2], logprobs=scores(*ids[:2]), proposed=3))
+    samples.restart()
+    assert samples.output == fresh.output
+    later = EngineOutput("r", 1, ids, logprobs=scores(*ids), prompt_logprobs=scores(8), cached_tokens=2)
+    assert samples.take(later) == fresh.take(later) and samples.output == fresh.output
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_text_that_stops_before_its_sample_is_refused_is_not(stops: bool) -> None:
+    samples = processor(stop=["c"] if stops else [])
+    ids = CODEC.encode("a b c", special=False)
+    samples.take(EngineOutput("r", 0, ids, finish_reason="error", error="no such token", refused=True))
+    found = samples.output.outputs[0]
+    wanted = ("stop", "", False) if stops else ("error", "no such token", True)
+    assert (found.finish_reason, found.error, found.refused) == wanted
+
+
 @dataclass
 class Sample:
     """What one sample draws, and how it ends: by "stop" with its last token, by "length" with it, by others after it."""

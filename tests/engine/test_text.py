@@ -206,3 +206,21 @@ def test_long_texts_are_read_by_calls_that_let_other_threads_run_and_to_the_same
     assert codec.encode(text, special=False) == codec.encode_texts(text)[0][-len(codec.encode(text, special=False)) :]
     assert text.startswith(codec.first_tokens(text, 7)) and len(codec.first_tokens(text, 7)) < 60
     assert held.calls.count("encode") == 1  # the short one of a pair that is cut
+
+
+def test_of_endings_that_begin_together_and_come_with_one_token_the_longest_counts() -> None:
+    token_id = next(number for number in range(100, 4000) if len(CODEC.token(number)) > 3)
+    word = CODEC.token(token_id)
+    for stop in ([word[:2], word[:3], word[:1]], [word[:3], word[:1], word[:2]]):
+        for include in (False, True):
+            parts, text = grow([token_id], [1], stop, include)
+            assert (text.stopped_by, "".join(parts)) == (word[:3], word[:3] if include else "")
+
+
+def test_the_first_tokens_of_a_text_are_its_beginning_up_to_their_end() -> None:
+    content = "Once upon a time, there was é🙂 a fox"
+    ids = CODEC.encode(content, special=False)
+    for count in (*range(1, 8), len(ids) - 1, len(ids), len(ids) + 1):
+        found = CODEC.first_tokens(content, count)
+        assert content.startswith(found) and CODEC.encode(found, special=False) == ids[:count]
+    assert len(CODEC.encode("🙂", special=False)) > 1 and CODEC.first_tokens("🙂🙂", 1) == "🙂"

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglcore.engine.grammar import open_grammars
 from sglcore.engine.grammar_llguidance import Llguidance
 from sglcore.engine.text import TextCodec
 from sglcore.engine.token_rules import RuledTokens
@@ -99,3 +100,15 @@ def test_where_no_token_is_left_that_is_told_until_tokens_are_taken_back() -> No
 def test_rules_that_leave_no_token_to_begin_with_are_refused(rules: TokenRules, form: str | None) -> None:
     with pytest.raises(GrammarError, match="allowed_token_ids and bad_words leave no token"):
         started(rules, form)
+
+
+def test_an_engine_lets_a_form_end_where_its_end_token_is_not_among_those_that_alone_may_come() -> None:
+    """And nothing but the tokens that may come where no form says where the end is."""
+    grammars, _ = open_grammars("llguidance", VOCABULARY)
+    assert grammars is not None
+    word = ids("fox")
+    rules = TokenRules(tuple(word), ())
+    matcher = grammars.compile(Grammar("regex", "fox"), None, rules).start()
+    assert all(matcher.accept(token) for token in word) and allowed(matcher) == {EOS}
+    assert allowed(grammars.compile(None, None, rules).start()) == set(word)
+    grammars.close()
