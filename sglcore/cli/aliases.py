@@ -34,6 +34,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "chat_template": ("--chat-template-file",),
         "tool_parser": ("--tool-call-parser",),
         "grammar_backend": ("--guided-decoding-backend",),
+        "step_timeout": ("--watchdog-timeout",),
         "role": ("--disaggregation-mode",),
         "replicas": ("--data-parallel-size", "--dp-size", "-dp"),
         "cors_origins": ("--allowed-origins",),

@@ -20,9 +20,11 @@ from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, FinishReason
+from sglcore.serving.replicas.channel import use_keys
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
 from sglcore.serving.replicas.ipc import (
+    Beat,
     EngineOutputs,
     EngineReply,
     EngineRequest,
@@ -59,12 +61,16 @@ class PlayedEngine:
         self.requests: asyncio.Queue[EngineRequest] = asyncio.Queue()
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._socket = context.socket(zmq.PAIR)
-        if spec.address.secret:
-            self._socket.curve_serverkey = spec.address.frontend.encode()
-            self._socket.curve_publickey = spec.address.public.encode()
-            self._socket.curve_secretkey = spec.address.secret.encode()
+        use_keys(self._socket, spec.address)
         self._socket.connect(spec.address.endpoint)
+        self._beats = context.socket(zmq.PUSH)
+        use_keys(self._beats, spec.address)
+        self._beats.connect(spec.address.beats)
         self._listener = asyncio.create_task(self._listen())
+
+    def beat(self, rounds: int) -> None:
+        """Give a sign of life."""
+        self._beats.send(msgspec.msgpack.encode(Beat(rounds)))
 
     def say(self, reply: EngineReply) -> None:
         """Send a reply."""
@@ -104,6 +110,7 @@ class PlayedEngine:
             self._ended.set_result(code)
             self._listener.cancel()
             self._socket.close(1000)
+            self._beats.close(0)
 
     @property
     def has_ended(self) -> bool:

@@ -143,6 +143,21 @@ def test_the_other_replica_goes_on_and_takes_what_had_waited() -> None:
     uvloop.run(play())
 
 
+def test_a_stopped_engine_is_killed_and_replaced_and_no_request_is_lost_that_nobody_was_told_of() -> None:
+    async def play() -> None:
+        async with running_frontend(replicas=2, heartbeat_timeout=6.0) as frontend:
+            expected = await text_of(await begin(frontend, SHORT))
+            stopped = processes(frontend)[0]
+            os.kill(stopped, signal.SIGSTOP)
+            queued = [await begin(frontend, SHORT) for _ in range(4)]
+            assert [await text_of(generation) for generation in queued] == [expected] * 4
+            await until(lambda: len(frontend.supervisor.ready) == 2 and processes(frontend)[0] != stopped, PATIENCE)
+            assert not is_running(stopped) and frontend.supervisor.deaths >= 1
+            assert await frontend.audit() == []
+
+    uvloop.run(play())
+
+
 def test_an_audit_that_nobody_could_answer_does_not_say_that_all_is_well() -> None:
     async def play() -> None:
         frontend = Frontend(EngineConfig(), ServerConfig())

@@ -12,6 +12,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import zmq
@@ -19,7 +20,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from sglcore.device.errors import ConfigError
-from sglcore.serving.replicas.ipc import Address, EngineReply, EngineRequest
+from sglcore.serving.replicas.ipc import Address, Beat, EngineReply, EngineRequest
 
 LINGER_MS = 2000
 """How long a closing socket goes on with what is queued."""
@@ -30,7 +31,9 @@ HEARTBEAT_MS, SILENCE_MS = 5_000, 30_000
 sockets' own answer, so a long step is not taken for an end."""
 
 SHORT_FOLDER = "/tmp"
-SOCKET_NAME_BYTES = len("/sglcore-00000000/0000-00000000") + 1
+OF_BEATS = "b"
+"""Ends the name of the socket file of an engine's heartbeats."""
+SOCKET_NAME_BYTES = len(f"/sglcore-00000000/0000-00000000{OF_BEATS}") + 1
 """What a socket's path has beyond the folder for temporary files, with the byte that ends it."""
 
 
@@ -43,10 +46,7 @@ class EngineChannel:
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PAIR)
         _unbounded(self._socket)
-        if address.secret:
-            self._socket.curve_serverkey = address.frontend.encode()
-            self._socket.curve_publickey = address.public.encode()
-            self._socket.curve_secretkey = address.secret.encode()
+        use_keys(self._socket, address)
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         if on_lost is not None and address.endpoint.startswith("tcp:"):
@@ -98,7 +98,12 @@ class FrontendChannel:
         """`endpoint` to bind (a TCP port of 0 takes a free one); `keys`, public and secret, turn CURVE on. Raises
         ConfigError."""
         try:
-            self._socket = _bound(context, endpoint, keys)
+            self._socket = _bound(context, zmq.PAIR, endpoint, keys)
+            try:
+                self._beats = _bound(context, zmq.PULL, _of_beats(endpoint), keys)
+            except BaseException:
+                self._socket.close(0)
+                raise
         except zmq.ZMQError as error:
             is_long = error.errno == errno.ENAMETOOLONG
             raise ConfigError(
@@ -108,6 +113,7 @@ class FrontendChannel:
                 else "see what this process may open: `ulimit -n`",
             ) from error
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.beats: str = self._beats.getsockopt_string(zmq.LAST_ENDPOINT)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineReply)
 
@@ -120,9 +126,14 @@ class FrontendChannel:
         await asyncio.sleep(0)
         return self._decoder.decode(await self._socket.recv())
 
+    async def beat(self) -> Beat:
+        """The engine's next heartbeat; waits for it."""
+        return msgspec.msgpack.decode(await self._beats.recv(), type=Beat)
+
     def close(self) -> None:
         """Close at once."""
         self._socket.close(0)
+        self._beats.close(0)
 
 
 def socket_folder() -> tempfile.TemporaryDirectory[str]:
@@ -133,8 +144,23 @@ def socket_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="sglcore-", dir=SHORT_FOLDER if usable else None)
 
 
-def _bound(context: zmq.asyncio.Context, endpoint: str, keys: tuple[bytes, bytes] | None) -> zmq.asyncio.Socket:
-    socket = context.socket(zmq.PAIR)
+def use_keys(socket: zmq.Socket[Any], address: Address) -> None:
+    """Have an engine's socket encrypt, where its address has keys."""
+    if address.secret:
+        socket.curve_serverkey = address.frontend.encode()
+        socket.curve_publickey = address.public.encode()
+        socket.curve_secretkey = address.secret.encode()
+
+
+def _of_beats(endpoint: str) -> str:
+    """Where heartbeats come: a file beside that of the channel, or another free port."""
+    return f"{endpoint}{OF_BEATS}" if endpoint.startswith("ipc:") else f"{endpoint.rpartition(':')[0]}:0"
+
+
+def _bound(
+    context: zmq.asyncio.Context, kind: int, endpoint: str, keys: tuple[bytes, bytes] | None
+) -> zmq.asyncio.Socket:
+    socket = context.socket(kind)
     try:
         _unbounded(socket)
         if keys is not None:

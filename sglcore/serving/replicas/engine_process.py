@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from sglcore.engine.tokens import TokenEngine
 from sglcore.engine.vocabulary import Vocabulary
 from sglcore.serving.replicas.channel import EngineChannel
 from sglcore.serving.replicas.engine_service import EngineService
+from sglcore.serving.replicas.heartbeat import Heartbeat
 from sglcore.serving.replicas.ipc import EngineSpec, Failed, ModelInfo, Phase, Ready
 from sglcore.serving.replicas.warm_up import warm_up
 
@@ -52,9 +54,10 @@ def main() -> int:
         spec = msgspec.json.decode(given.readline(), type=EngineSpec)
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s engine {spec.replica}: %(message)s")
     threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
+    heartbeat = Heartbeat(spec.address)
     channel = EngineChannel(spec.address, lambda: os._exit(LINK_BROKE))
     try:
-        service = start_service(spec, channel)
+        service = start_service(spec, channel, heartbeat.count)
         code = service.run()
     except SglcoreError as error:
         channel.send(Failed(str(error), error.exit_code))
@@ -67,6 +70,7 @@ def main() -> int:
         channel.send(Failed(f"{type(error).__name__}: {error}", 1))
         code = 1
     channel.close()
+    heartbeat.close()
     return code
 
 
@@ -77,8 +81,8 @@ def _follow_parent() -> None:
     os._exit(PARENT_GONE)
 
 
-def start_service(spec: EngineSpec, channel: EngineChannel) -> EngineService:
-    """Bring the model up, sample a real token by the path that will serve, and say so."""
+def start_service(spec: EngineSpec, channel: EngineChannel, on_round: Callable[[], object] = int) -> EngineService:
+    """Bring the model up, sample a real token by the path that will serve, and say so. `on_round`: as the service's."""
     config = settled(config_of_plain(spec.config), spec.pages)
     if spec.chosen:
         adopt(spec.chosen, config.device, discover())
@@ -97,7 +101,7 @@ def start_service(spec: EngineSpec, channel: EngineChannel) -> EngineService:
     )
     if engine.pages is not None:
         channel.watch(engine.pages.fileno())
-    service = EngineService(engine, meter, channel, started.check)
+    service = EngineService(engine, meter, channel, started.check, on_round)
     channel.send(Phase("warm-up", 0, 1))
     begin = time.perf_counter()
     warm_up(engine)

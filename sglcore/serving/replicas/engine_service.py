@@ -48,11 +48,17 @@ class EngineService:
     """One engine and its channel. `run` returns the exit code."""
 
     def __init__(
-        self, engine: TokenEngine, meter: Meter, channel: EngineChannel, check: Callable[[], None] = lambda: None
+        self,
+        engine: TokenEngine,
+        meter: Meter,
+        channel: EngineChannel,
+        check: Callable[[], None] = lambda: None,
+        on_round: Callable[[], object] = int,
     ) -> None:
-        """`check` raises WorkerLost if the worker can take no step any more; it does not wait."""
+        """`check` raises WorkerLost if the worker can take no step any more; it does not wait. `on_round` is called in each
+        round of the loop, two a second at least but for steps that take longer."""
         self.engine = engine
-        self._check = check
+        self._check, self._on_round = check, on_round
         self._meter = meter
         self._channel = channel
         self._embeds: dict[str, Request] = {}
@@ -69,6 +75,7 @@ class EngineService:
         process has to end, and another one is started."""
         self._device_before, self._drafts_before = self._meter.device_seconds, self.engine.scheduler.drafts.copy()
         while not self._shutting_down:
+            self._on_round()
             busy = self._may_step
             for request in self._channel.receive(0 if busy else IDLE_MS):
                 self._take(request)

@@ -48,6 +48,14 @@ class EngineDied(SglcoreError):
         super().__init__(found, remedy="send the request again when /readyz answers 200")
 
 
+class NotAnswering(SglcoreError):
+    """An engine process did not follow an order in time."""
+
+    def __init__(self, who: str, why: str) -> None:
+        """`who` of the replicas, and `why` nothing is awaited of it any more."""
+        super().__init__(f"{who} does not answer: {why}", remedy="try again; one that stays silent is replaced")
+
+
 class InvalidRequest(SglcoreError, ValueError):
     """A request that the server refuses: the status, and the field and code that OpenAI's schema wants."""
 
@@ -91,6 +99,8 @@ def failure(error: BaseException) -> Failure | None:
         return Failure(429, str(error), "rate_limit_error", code="overloaded", headers=_retry_after(error.retry_after))
     if isinstance(error, NotReady):
         return Failure(503, str(error), "unavailable_error", code="not_ready", headers=_retry_after(1.0))
+    if isinstance(error, NotAnswering):
+        return Failure(503, str(error), "unavailable_error", code="not_answering", headers=_retry_after(5.0))
     if isinstance(error, EngineDied):
         return Failure(503, str(error), "unavailable_error", code="engine_died")
     if isinstance(error, SamplingError):

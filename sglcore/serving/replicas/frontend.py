@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,7 +25,7 @@ from sglcore.engine.text import EncodedPair, TextCodec, TextError
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.request import Request
 from sglcore.schedule.results import check_request
-from sglcore.serving.replicas.errors import InvalidRequest, NotReady, Overloaded
+from sglcore.serving.replicas.errors import InvalidRequest, NotAnswering, NotReady, Overloaded
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
 from sglcore.serving.replicas.ipc import EngineStats, GenerateRequest, ModelInfo, pack_ids, pack_params
@@ -101,7 +102,8 @@ class Frontend:
         self.health.drain()
         for told in self._on_drain:
             told()
-        await self.resume()
+        with suppress(NotAnswering):
+            await self.resume()
         while self._open:
             await asyncio.sleep(0.02)
 
@@ -121,7 +123,8 @@ class Frontend:
         await self.supervisor.pause(not self._may_start.is_set())
 
     async def resume(self) -> None:
-        """Go on after a pause; waits until the engines do. Idempotent."""
+        """Go on after a pause; waits until the engines do. Idempotent. Raises NotAnswering where one does not in time, which
+        then does it later."""
         if self.is_paused:
             self._may_start.set()
             await self.supervisor.pause(False)
@@ -204,7 +207,8 @@ class Frontend:
         return self.supervisor.stats()
 
     async def audit(self) -> list[str]:
-        """Pages and slots that are lost or held twice in any engine; waits. Raises NotReady if there is none."""
+        """Pages and slots that are lost or held twice in any engine, and engines that do not answer; waits 20 seconds at most.
+        Raises NotReady if no engine is ready."""
         if not self.supervisor.ready:
             raise NotReady(self.health.phase)
         return await self.supervisor.audit()

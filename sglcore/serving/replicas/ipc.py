@@ -19,10 +19,11 @@ from sglcore.schedule.stats import SchedulerStats
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where the frontend listens for one engine. `public` and `secret` are the engine's CURVE keys, `frontend` is the
-    frontend's public key; empty on a socket file."""
+    """Where the frontend listens for one engine, and at `beats` for its heartbeats. `public` and `secret` are the engine's
+    CURVE keys, `frontend` is the frontend's public key; empty on a socket file."""
 
     endpoint: str
+    beats: str = ""
     frontend: str = ""
     public: str = ""
     secret: str = ""
@@ -130,6 +131,12 @@ class Ready(msgspec.Struct, array_like=True, tag=2):
     """A token came out of the chosen path; requests may come."""
 
     info: ModelInfo
+
+
+class Beat(msgspec.Struct, gc=False):
+    """An engine's heartbeat, on a socket of its own: how many rounds its loop has made."""
+
+    rounds: int
 
 
 class EngineOutputs(msgspec.Struct, array_like=True, tag=3, gc=False):

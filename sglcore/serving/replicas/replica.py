@@ -10,8 +10,9 @@ from typing import Literal, Protocol
 from sglcore.schedule.output import EngineOutput
 from sglcore.serving.replicas.channel import FrontendChannel
 from sglcore.serving.replicas.engine_process import LINK_BROKE
-from sglcore.serving.replicas.errors import EngineDied, InvalidRequest, Unanswered, ended_badly
+from sglcore.serving.replicas.errors import EngineDied, InvalidRequest, NotAnswering, Unanswered, ended_badly
 from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.heartbeat import BEAT_SECONDS, Pulse
 from sglcore.serving.replicas.ipc import (
     Abort,
     Audit,
@@ -33,10 +34,20 @@ from sglcore.serving.replicas.ipc import (
 )
 from sglcore.serving.replicas.launch import EngineProcess
 
-State = Literal["starting", "ready", "draining", "dead"]
+State = Literal["starting", "ready", "silent", "draining", "dead"]
+"""Silent: it was ready, and gives no sign of life."""
 Answer = Embedded | Done
 SHUTDOWN_SECONDS = 10.0
 """How long a process may take to free its device before it is killed."""
+
+LONGEST_READ = 120.0
+"""Seconds that a start may be silent in any case: Python's threads stand still while one of them reads a mapped file."""
+ORDER_SECONDS = 20.0
+"""How long an order may take to be followed: it waits for the end of a step."""
+UNKILLABLE_SECONDS = 10.0
+"""After so long a process that was killed and has not ended, such as one inside its driver, is given up."""
+UNKILLABLE = 1
+"""Its exit code."""
 
 LAST_WORDS_SECONDS = 0.05
 """What a process that has ended may still have said is on its way for no longer."""
@@ -53,6 +64,14 @@ class Owner(Protocol):
 
     def on_ready(self, replica: Replica) -> None:
         """It takes requests."""
+        ...
+
+    def on_silence(self, replica: Replica) -> None:
+        """It takes no requests for now."""
+        ...
+
+    def on_sound(self, replica: Replica) -> None:
+        """It was silent, and takes requests again."""
         ...
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
@@ -77,8 +96,10 @@ class Replica:
         self._samples = 0
         self._ready_at: float | None = None
         self._heard_at = time.monotonic()
+        self._pulse = Pulse()
+        self._overdue = asyncio.Event()
         self._watcher = asyncio.create_task(self._watch())
-        self._tasks = [self._watcher, asyncio.create_task(self._listen())]
+        self._tasks = [self._watcher, asyncio.create_task(self._listen()), asyncio.create_task(self._hear_beats())]
 
     @property
     def load(self) -> int:
@@ -107,6 +128,27 @@ class Replica:
         """Seconds since it last said anything, or since it was launched: a long step or a stuck device."""
         return time.monotonic() - self._heard_at
 
+    @property
+    def is_still(self) -> bool:
+        """It is in one step for seconds, so what it is given now would wait."""
+        return self._pulse.is_still
+
+    def tick(self, most_silence: float, most_step: float) -> None:
+        """One look, each BEAT_SECONDS: it is silent after a few without a sign of life. It is killed after `most_silence`
+        seconds of them (120 at least while it starts), or where a step takes more than `most_step`."""
+        pulse = self._pulse
+        pulse.tick()
+        if self.state not in ("starting", "ready", "silent") or self._overdue.is_set():
+            return
+        limit = max(most_silence, LONGEST_READ) if self.state == "starting" else most_silence
+        if pulse.silence * BEAT_SECONDS > limit:
+            self._end(f"has given no sign of life for {limit:g} s (heartbeat_timeout) and was killed")
+        elif self.state != "starting" and pulse.standstill * BEAT_SECONDS > most_step:
+            self._end(f"was in one step for {most_step:g} s (step_timeout) and was killed")
+        elif self.state == "ready" and pulse.is_silent:
+            self.state = "silent"
+            self._owner.on_silence(self)
+
     def run(self, generation: Generation) -> None:
         """Give it a request; does not wait."""
         self.generations[generation.request_id] = generation
@@ -125,8 +167,15 @@ class Replica:
         return answer.vector
 
     async def order(self, order: Audit | Pause | Flush) -> Done:
-        """What came of an order; waits until it has been followed. Raises EngineDied."""
-        done = await self._answer(order)
+        """What came of an order; waits until it has been followed, 20 seconds at most. Raises EngineDied and NotAnswering."""
+        who = f"replica {self.number}"
+        if self.state == "silent":
+            raise NotAnswering(who, f"it has given no sign of life for {self._pulse.silence * BEAT_SECONDS:g} s")
+        try:
+            async with asyncio.timeout(ORDER_SECONDS):
+                done = await self._answer(order)
+        except TimeoutError:
+            raise NotAnswering(who, f"it has not followed an order in {ORDER_SECONDS:g} s") from None
         assert isinstance(done, Done)
         return done
 
@@ -156,6 +205,12 @@ class Replica:
         taken, self.generations = list(self.generations.values()), {}
         return taken
 
+    def _end(self, why: str) -> None:
+        """Kill the process, which has ended soon, or is given up."""
+        self._error = f"the engine {self.process.name} {why}"
+        self._overdue.set()
+        self.process.kill()
+
     async def _has_ended(self) -> bool:
         ended, _ = await asyncio.wait([self._watcher], timeout=SHUTDOWN_SECONDS)
         return bool(ended)
@@ -178,12 +233,26 @@ class Replica:
         try:
             while True:
                 reply = await self._channel.receive()
-                self._heard_at = time.monotonic()
+                self._hear()
                 self._take(reply)
         except Exception as error:
             log.exception("a reply of engine %d could not be followed", self.number)
             self._error = f"a reply of the engine could not be followed: {type(error).__name__}: {error}"
             self.process.kill()
+
+    async def _hear_beats(self) -> None:
+        while True:
+            beat = await self._channel.beat()
+            self._pulse.beat(beat.rounds)
+            self._hear()
+
+    def _hear(self) -> None:
+        """A sign of life."""
+        self._heard_at = time.monotonic()
+        self._pulse.hear()
+        if self.state == "silent" and not self._overdue.is_set():
+            self.state = "ready"
+            self._owner.on_sound(self)
 
     def _take(self, reply: EngineReply) -> None:
         if isinstance(reply, EngineOutputs):
@@ -199,6 +268,7 @@ class Replica:
             self._owner.on_phase(self, reply)
         elif isinstance(reply, Ready):
             self.info, self.state, self._ready_at = reply.info, "ready", time.monotonic()
+            self._pulse.begin_rounds()
             self._owner.on_ready(self)
         elif isinstance(reply, Failed):
             self._error, self._exit_code = reply.error, reply.exit_code
@@ -228,7 +298,7 @@ class Replica:
             future.set_exception(error)
 
     async def _watch(self) -> None:
-        code = await self.process.wait()
+        code = await self._end_of_process()
         await asyncio.sleep(LAST_WORDS_SECONDS)
         told, self.state = self.state == "draining", "dead"
         reason = self._error or self.process.last_words or f"the engine {self.process.name} {_cause(code)}"
@@ -237,6 +307,22 @@ class Replica:
                 future.set_exception(EngineDied(reason))
         if not told:
             self._owner.on_death(self, reason, self._exit_code or 1)
+
+    async def _end_of_process(self) -> int:
+        """Its exit code; waits, but not for ever for one that was killed."""
+        ended = asyncio.ensure_future(self.process.wait())
+        overdue = asyncio.ensure_future(self._overdue.wait())
+        try:
+            await asyncio.wait((ended, overdue), return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                await asyncio.wait((ended,), timeout=UNKILLABLE_SECONDS)
+            if ended.done():
+                return ended.result()
+            self._error += f", and has not ended in {UNKILLABLE_SECONDS:g} s"
+            return UNKILLABLE
+        finally:
+            ended.cancel()
+            overdue.cancel()
 
     def _forget(self, generation: Generation) -> None:
         if self.generations.pop(generation.request_id, None) is not None:

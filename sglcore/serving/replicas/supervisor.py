@@ -6,11 +6,11 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 import zmq
@@ -22,9 +22,10 @@ from sglcore.engine.hub import is_hub_name
 from sglcore.engine.pages.start import options_of
 from sglcore.schedule.stats import Levels
 from sglcore.serving.replicas.channel import FrontendChannel, socket_folder
-from sglcore.serving.replicas.errors import EngineDied, NotReady
+from sglcore.serving.replicas.errors import EngineDied, NotAnswering, NotReady
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
+from sglcore.serving.replicas.heartbeat import BEAT_SECONDS
 from sglcore.serving.replicas.ipc import Address, Audit, EngineSpec, EngineStats, Flush, ModelInfo, Pause, Phase
 from sglcore.serving.replicas.launch import Launcher, launcher_for
 from sglcore.serving.replicas.replica import Replica
@@ -35,6 +36,7 @@ MOST_TRIES = 3
 """Engines that may end with the same request: one that ends every engine must not end them all for ever."""
 
 log = logging.getLogger("sglcore.serving")
+Value = TypeVar("Value")
 
 
 class Supervisor:
@@ -74,6 +76,9 @@ class Supervisor:
         """Of the replicas that run or will run again."""
         self._orphans: dict[str, Generation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pauses: set[asyncio.Task[None]] = set()
+        """Orders that nobody waits for, and a stop even less."""
+        self._looks: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
         self._changed = asyncio.Event()
         self._past = EngineStats()
@@ -90,14 +95,20 @@ class Supervisor:
 
     async def start(self) -> None:
         """Launch every replica; does not wait for their models."""
+        self._looks = asyncio.create_task(self._look_on())
         for number in range(self._server.replicas):
             await self._launch(number)
+
+    def tick(self) -> None:
+        """One look at all replicas, each BEAT_SECONDS: which are silent, and which have to be replaced."""
+        for replica in list(self.replicas.values()):
+            replica.tick(self._server.heartbeat_timeout, self._server.step_timeout)
 
     def submit(self, generation: Generation) -> None:
         """Give a request to a replica, or keep it for one that is being started again; raises NotReady. Does not wait."""
         if self.ready:
             cached = self._config.prefix_cache and self.info is not None and self.info.generates
-            self._router.choose(self.ready, generation.request.prompt if cached else b"").run(generation)
+            self._choose(generation.request.prompt if cached else b"").run(generation)
             return
         if not self._goes_on:
             raise NotReady(self.health.phase)
@@ -113,26 +124,25 @@ class Supervisor:
                     raise error
                 await self._changed.wait()
             try:
-                return await self._router.choose(self.ready, b"").embed(request_id, ids, segments)
+                return await self._choose(b"").embed(request_id, ids, segments)
             except EngineDied as died:
                 error = died
         raise error
 
     async def audit(self) -> list[str]:
-        """What audits of all replicas found; waits."""
-        ready = self.ready
-        found = await asyncio.gather(*(replica.order(Audit(_name("audit"))) for replica in ready))
-        pairs = zip(ready, found, strict=True)
-        return [f"replica {replica.number}: {problem}" for replica, done in pairs for problem in done.problems]
+        """What audits of all replicas found, and which of them did not answer; waits 20 seconds at most."""
+        return [each for found in await asyncio.gather(*map(_audit, self._serving)) for each in found]
 
     async def pause(self, is_paused: bool) -> None:
-        """Have no engine run a step, those that come later included, or all of them again; waits until they do so."""
+        """Have no engine run a step, those that come later included, or all of them again; waits until they do so. Raises
+        NotAnswering where one does not in time, which then does it later."""
         self.is_paused = is_paused
-        await asyncio.gather(*(_pause(replica, is_paused) for replica in self.ready))
+        await _all(_pause(replica, is_paused) for replica in self._serving)
 
     async def flush(self) -> int:
-        """Have all engines forget cached prefixes that nobody uses; how many pages they had. Waits."""
-        found = await asyncio.gather(*(replica.order(Flush(_name("flush"))) for replica in self.ready))
+        """Have all engines forget cached prefixes that nobody uses; how many pages they had. Waits. Raises NotAnswering where
+        one does not in time."""
+        found = await _all(replica.order(Flush(_name("flush"))) for replica in self._serving)
         return sum(done.pages for done in found)
 
     def has(self, request_id: str) -> bool:
@@ -156,6 +166,9 @@ class Supervisor:
     async def stop(self) -> None:
         """End every process; what they have fails. Waits until they have ended. Idempotent."""
         self._ending.set()
+        for task in (self._looks, *self._pauses):
+            if task is not None:
+                task.cancel()
         self._tell_change()
         await self._settle()
         self.give_up(EngineDied("the server has ended"))
@@ -189,10 +202,22 @@ class Supervisor:
         if self.health.started or len(self.ready) == len(self._restarts):
             self.health.become_ready()
         if self.is_paused:
-            self._keep(_pause(replica, True))
-        for generation in self._take_orphans():
-            self._retry(generation)
-        self._tell_change()
+            self._keep(self._pause_late(replica), self._pauses)
+        self._give_orphans()
+
+    def on_silence(self, replica: Replica) -> None:
+        """What it has waits; what comes goes to others, or waits for one."""
+        log.warning("replica %d gives no sign of life; it is given no requests", replica.number)
+        if self.health.started and not self.ready:
+            self.health.begin("silent")
+
+    def on_sound(self, replica: Replica) -> None:
+        """It goes on, and is told what it may have missed."""
+        log.warning("replica %d gives signs of life again", replica.number)
+        if self.health.started:
+            self.health.become_ready()
+        self._keep(self._pause_late(replica), self._pauses)
+        self._give_orphans()
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
         """Fail what can not be repeated, retry the rest where it is replaced, else end the server."""
@@ -251,6 +276,33 @@ class Supervisor:
             self.submit(generation)
 
     @property
+    def _serving(self) -> list[Replica]:
+        """The replicas that have requests and caches, whether they give signs of life or not."""
+        return [replica for replica in self.replicas.values() if replica.state in ("ready", "silent")]
+
+    def _choose(self, prompt: bytes) -> Replica:
+        """The replica for a prompt, among those that are ready: one that is in the same step for seconds is the last choice."""
+        moving = [replica for replica in self.ready if not replica.is_still]
+        return self._router.choose(moving or self.ready, prompt)
+
+    def _give_orphans(self) -> None:
+        for generation in self._take_orphans():
+            self._retry(generation)
+        self._tell_change()
+
+    async def _look_on(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            try:
+                self.tick()
+            except Exception:  # one that can not be killed now is tried again
+                log.exception("a replica could not be looked at")
+
+    async def _pause_late(self, replica: Replica) -> None:
+        with suppress(NotAnswering):
+            await _pause(replica, self.is_paused)
+
+    @property
     def _goes_on(self) -> bool:
         """Where no replica is ready, one is being started again."""
         return self.health.started and not (self._ending.is_set() or self.stopped.is_set())
@@ -270,10 +322,11 @@ class Supervisor:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _keep(self, work: Coroutine[None, None, None]) -> None:
+    def _keep(self, work: Coroutine[None, None, None], among: set[asyncio.Task[None]] | None = None) -> None:
+        tasks = self._tasks if among is None else among
         task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     async def _settle(self) -> None:
         """Wait for what deaths have begun."""
@@ -308,10 +361,12 @@ class Supervisor:
     async def _open_channel(self, number: int) -> tuple[FrontendChannel, Address]:
         if not self._launcher.is_remote:
             path = Path(self._folder.name) / f"{number}-{secrets.token_hex(4)}"
-            return FrontendChannel(self._context, f"ipc://{path}"), Address(f"ipc://{path}")
+            channel = FrontendChannel(self._context, f"ipc://{path}")
+            return channel, Address(channel.endpoint, channel.beats)
         frontend, engine = zmq.curve_keypair(), zmq.curve_keypair()
         channel = FrontendChannel(self._context, f"tcp://{await self._launcher.frontend_host()}:0", frontend)
-        return channel, Address(channel.endpoint, frontend[0].decode(), engine[0].decode(), engine[1].decode())
+        keys = (frontend[0].decode(), engine[0].decode(), engine[1].decode())
+        return channel, Address(channel.endpoint, channel.beats, *keys)
 
 
 def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
@@ -345,6 +400,24 @@ def _log_failures(found: Iterable[object]) -> None:
     for each in found:
         if isinstance(each, Exception):
             log.error("an engine did not end as it should: %s", each, exc_info=each)
+
+
+async def _audit(replica: Replica) -> list[str]:
+    """What its audit found; that nothing was found out counts as such a thing."""
+    try:
+        done = await replica.order(Audit(_name("audit")))
+    except (EngineDied, NotAnswering) as error:
+        return [f"replica {replica.number}: {error}"]
+    return [f"replica {replica.number}: {problem}" for problem in done.problems]
+
+
+async def _all(orders: Iterable[Awaitable[Value]]) -> list[Value]:
+    """What all gave; waits for each, and then raises what the first raised."""
+    found = await asyncio.gather(*orders, return_exceptions=True)
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return cast(list[Value], found)
 
 
 async def _pause(replica: Replica, is_paused: bool) -> None:
