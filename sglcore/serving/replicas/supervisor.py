@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import Counter
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -20,23 +17,23 @@ from sglcore.device.config import EngineConfig, plain_config
 from sglcore.device.server_config import ServerConfig
 from sglcore.engine.hub import is_hub_name
 from sglcore.engine.pages.start import options_of
-from sglcore.schedule.stats import Levels
 from sglcore.serving.replicas.channel import FrontendChannel, socket_folder
 from sglcore.serving.replicas.errors import EngineDied, NotAnswering, NotReady
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
 from sglcore.serving.replicas.heartbeat import BEAT_SECONDS
-from sglcore.serving.replicas.ipc import Address, Audit, EngineSpec, EngineStats, Flush, ModelInfo, Pause, Phase
+from sglcore.serving.replicas.ipc import Address, EngineSpec, EngineStats, ModelInfo, Phase
 from sglcore.serving.replicas.launch import Launcher, launcher_for
+from sglcore.serving.replicas.orders import audit_all, flush_all, pause, pause_all
 from sglcore.serving.replicas.replica import Replica
 from sglcore.serving.replicas.restart import LONGEST_WAIT, RestartPolicy
 from sglcore.serving.replicas.router import Router
+from sglcore.serving.replicas.stats import add_stats, past_only
 
 MOST_TRIES = 3
 """Engines that may end with the same request: one that ends every engine must not end them all for ever."""
 
 log = logging.getLogger("sglcore.serving")
-Value = TypeVar("Value")
 
 
 class Supervisor:
@@ -131,19 +128,18 @@ class Supervisor:
 
     async def audit(self) -> list[str]:
         """What audits of all replicas found, and which of them did not answer; waits 20 seconds at most."""
-        return [each for found in await asyncio.gather(*map(_audit, self._serving)) for each in found]
+        return await audit_all(self._serving)
 
     async def pause(self, is_paused: bool) -> None:
         """Have no engine run a step, those that come later included, or all of them again; waits until they do so. Raises
         NotAnswering where one does not in time, which then does it later."""
         self.is_paused = is_paused
-        await _all(_pause(replica, is_paused) for replica in self._serving)
+        await pause_all(self._serving, is_paused)
 
     async def flush(self) -> int:
         """Have all engines forget cached prefixes that nobody uses; how many pages they had. Waits. Raises NotAnswering where
         one does not in time."""
-        found = await _all(replica.order(Flush(_name("flush"))) for replica in self._serving)
-        return sum(done.pages for done in found)
+        return await flush_all(self._serving)
 
     def has(self, request_id: str) -> bool:
         """A request of this id has not ended."""
@@ -300,7 +296,7 @@ class Supervisor:
 
     async def _pause_late(self, replica: Replica) -> None:
         with suppress(NotAnswering):
-            await _pause(replica, self.is_paused)
+            await pause(replica, self.is_paused)
 
     @property
     def _goes_on(self) -> bool:
@@ -369,25 +365,6 @@ class Supervisor:
         return channel, Address(channel.endpoint, channel.beats, *keys)
 
 
-def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
-    """The sum of counters."""
-    known = list(parts)
-    total: dict[str, Any] = {
-        name: sum(getattr(part, name) for part in known)
-        for name in EngineStats.__struct_fields__
-        if name not in ("paths", "drafts")
-    }
-    paths: Counter[str] = sum((Counter(part.paths) for part in known), Counter())
-    drafts: Counter[tuple[int, int, int, int]] = sum((Counter(part.drafts) for part in known), Counter())
-    return EngineStats(**total, paths=dict(paths), drafts=dict(drafts))
-
-
-def past_only(stats: EngineStats) -> EngineStats:
-    """What an engine that has ended has done; it holds nothing any more."""
-    nothing = dict.fromkeys((*Levels.__struct_fields__, "compiling"), 0)
-    return msgspec.structs.replace(stats, **nothing)
-
-
 def with_whole_path(config: EngineConfig) -> EngineConfig:
     """An engine may be started in another folder."""
     if config.model is None or is_hub_name(config.model):
@@ -400,34 +377,6 @@ def _log_failures(found: Iterable[object]) -> None:
     for each in found:
         if isinstance(each, Exception):
             log.error("an engine did not end as it should: %s", each, exc_info=each)
-
-
-async def _audit(replica: Replica) -> list[str]:
-    """What its audit found; that nothing was found out counts as such a thing."""
-    try:
-        done = await replica.order(Audit(_name("audit")))
-    except (EngineDied, NotAnswering) as error:
-        return [f"replica {replica.number}: {error}"]
-    return [f"replica {replica.number}: {problem}" for problem in done.problems]
-
-
-async def _all(orders: Iterable[Awaitable[Value]]) -> list[Value]:
-    """What all gave; waits for each, and then raises what the first raised."""
-    found = await asyncio.gather(*orders, return_exceptions=True)
-    for each in found:
-        if isinstance(each, BaseException):
-            raise each
-    return cast(list[Value], found)
-
-
-async def _pause(replica: Replica, is_paused: bool) -> None:
-    """One that dies meanwhile runs no steps either."""
-    with suppress(EngineDied):
-        await replica.order(Pause(_name("pause"), is_paused))
-
-
-def _name(what: str) -> str:
-    return f"{what}-{secrets.token_hex(8)}"
 
 
 def _drop(request: object) -> None:

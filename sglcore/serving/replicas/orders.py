@@ -1,0 +1,59 @@
+"""What an operator has engines do, one or all that serve: nobody waits for one that does not answer for longer than a replica says."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Iterable
+from contextlib import suppress
+from typing import TypeVar, cast
+
+from sglcore.serving.replicas.errors import EngineDied, NotAnswering
+from sglcore.serving.replicas.ipc import Audit, Flush, Pause
+from sglcore.serving.replicas.replica import Replica
+
+Value = TypeVar("Value")
+
+
+async def audit_all(replicas: Iterable[Replica]) -> list[str]:
+    """What audits found, and which replicas did not answer; waits."""
+    return [each for found in await asyncio.gather(*map(_audit, replicas)) for each in found]
+
+
+async def flush_all(replicas: Iterable[Replica]) -> int:
+    """How many pages of cached prefixes were forgotten; waits. Raises NotAnswering, once the others have done it."""
+    found = await _all(replica.order(Flush(_name("flush"))) for replica in replicas)
+    return sum(done.pages for done in found)
+
+
+async def pause_all(replicas: Iterable[Replica], is_paused: bool) -> None:
+    """Have all run no steps, or run them again; waits. Raises NotAnswering, once the others have done it."""
+    await _all(pause(replica, is_paused) for replica in replicas)
+
+
+async def pause(replica: Replica, is_paused: bool) -> None:
+    """The same of one. One that dies meanwhile runs no steps either."""
+    with suppress(EngineDied):
+        await replica.order(Pause(_name("pause"), is_paused))
+
+
+async def _audit(replica: Replica) -> list[str]:
+    """What its audit found; that nothing was found out counts as such a thing."""
+    try:
+        done = await replica.order(Audit(_name("audit")))
+    except (EngineDied, NotAnswering) as error:
+        return [f"replica {replica.number}: {error}"]
+    return [f"replica {replica.number}: {problem}" for problem in done.problems]
+
+
+async def _all(orders: Iterable[Awaitable[Value]]) -> list[Value]:
+    """What all gave; waits for each, and then raises what the first raised."""
+    found = await asyncio.gather(*orders, return_exceptions=True)
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return cast(list[Value], found)
+
+
+def _name(what: str) -> str:
+    return f"{what}-{secrets.token_hex(8)}"
