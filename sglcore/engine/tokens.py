@@ -83,6 +83,11 @@ class TokenEngine:
         return not self.loop.has_work or self._awaits_prompts
 
     @property
+    def lacks(self) -> str:
+        """Why no request can be served now, for want of another engine; empty: they can."""
+        return "" if self.pages is None else self.pages.lacks
+
+    @property
     def remote(self) -> RemotePrompts:
         """Prompts that another engine computes, which shards never have."""
         assert isinstance(self.scheduler, Scheduler)

@@ -30,7 +30,8 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     `logprobs` runs along `token_ids` (None: not asked for). `stop_cause`: the stop token's id, counted in `token_ids`, or
     the stop string. `cached_tokens` (-1: not said) and `prompt_logprobs`, of prompt tokens 1 and on, come with the first
     token. `processed` (-1: not said): prompt tokens that were handed to the device, for requests that ask for progress.
-    `refused`: the sample could never run, or not go on, by the caller's fault that `error` names. `proposed` (-1: none could be): proposals
+    `refused`: the sample could never run, or not go on, by the caller's fault that `error` names. `is_unserved`: nothing of it was
+    made, for want of what `error` names, which may come back. `proposed` (-1: none could be): proposals
     that the step verified, of which all tokens but the last were right.
     """
 
@@ -46,6 +47,7 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     processed: int = -1
     refused: bool = False
     proposed: int = -1
+    is_unserved: bool = False
 
     @property
     def finished(self) -> bool:

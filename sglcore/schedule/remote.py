@@ -45,11 +45,13 @@ class RemotePrompts:
         request.final_seq_len = self._running.final_len(request)
         return self._take_run(request, [token], logprobs, 0)
 
-    def fail(self, rid: str, error: str, *, refused: bool = False) -> EngineOutput | None:
-        """End a request that can not come from another engine; None if it is unknown or has ended."""
+    def fail(self, rid: str, error: str, *, refused: bool = False, is_unserved: bool = False) -> EngineOutput | None:
+        """End a request that can not come from another engine; None if it is unknown or has ended. What the others say is
+        told with it."""
         request = self._requests.get(rid)
         if request is None:
             return None
         output = self._end(request, "error", error=error)
         output.refused = output.refused or refused
+        output.is_unserved = is_unserved
         return output

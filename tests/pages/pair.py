@@ -85,6 +85,8 @@ class Single:
         )
         self.side: Any = self.engine.pages
         self.texts: dict[str, Text] = {}
+        self.last: list[EngineOutput] = []
+        """The outputs of the newest step that had some."""
 
     @property
     def transfer(self) -> Any:
@@ -111,6 +113,7 @@ class Single:
 
     def take(self, outputs: list[EngineOutput]) -> None:
         """Keep what was said."""
+        self.last = outputs or self.last
         for output in outputs:
             text = self.texts[f"{output.request_id}/{output.index}"]
             text.tokens += output.token_ids

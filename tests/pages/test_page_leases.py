@@ -238,24 +238,72 @@ def test_a_defect_is_caught(name: str, folder: Path, alone: Single) -> None:
 GONE = "its prompt is lost: the engine at"
 
 
-def test_a_prompt_engine_that_ends_takes_only_its_own_requests_with_it(folder: Path, alone: Single) -> None:
+def end_the_one_with(pair: Pair, name: str) -> None:
+    """End the prompt engine that has a request's prompt."""
+    claims = {each.request.request_id: each.peer for each in pair.decode.side._claims.values()}
+    dead = next(each for each in pair.prompts if each.transfer.address == pair.decode.transfer.name(claims[name]))
+    dead.engine.close()
+    pair.prompts.remove(dead)
+
+
+def ends_beside_another(folder: Path, sides: Sides = SOUND) -> dict[str, Text]:
+    """What came of requests beside and after one whose prompt engine ended, and of that one."""
     first, second, third = random_prompts(14, (9, 40, 11))
-    with Pair(folder, count=2) as pair:
+    with Pair(folder, count=2, sides=sides) as pair:
         pair.decode.add("decodes", first, 30)
         pair.drive(lambda: len(pair.decode.texts["decodes/0"].tokens) > 1)
-        pair.decode.add("lost", second, 30)
+        pair.decode.add("moved", second, 30, temperature=1.0, seed=9, n=2)
         pair.decode.step()
-        claims = {each.request.request_id: each.peer for each in pair.decode.side._claims.values()}
-        dead = next(each for each in pair.prompts if each.transfer.address == pair.decode.transfer.name(claims["lost"]))
-        dead.engine.close()
-        pair.prompts.remove(dead)
+        end_the_one_with(pair, "moved")
         pair.decode.add("later", third, 5)
-        found = pair.run()
-    lost = found.pop("lost/0")
-    assert lost.reason == "error"
-    assert lost.error.startswith(GONE)
+        return pair.run()
+
+
+def check_ends_beside_another(found: dict[str, Text], alone: Single) -> None:
+    """All are the texts of one engine."""
+    first, second, third = random_prompts(14, (9, 40, 11))
     alone.add("decodes", first, 30)
+    alone.add("moved", second, 30, temperature=1.0, seed=9, n=2)
     alone.add("later", third, 5)
+    check_same(found, alone.run())
+
+
+def test_what_a_prompt_engine_had_is_asked_of_another_when_it_ends(folder: Path, alone: Single) -> None:
+    check_ends_beside_another(ends_beside_another(folder), alone)
+
+
+def test_a_prompt_that_is_lost_beside_a_living_engine_is_caught(folder: Path, alone: Single) -> None:
+    broken = planted(decodes, "not peers or claim.tries >= MOST_TRIES", "True").DecodeSide
+    with pytest.raises(AssertionError):
+        check_ends_beside_another(ends_beside_another(folder, {**SOUND, "decode": broken}), alone)
+    alone.run()
+
+
+def test_a_request_that_each_prompt_engine_ends_with_is_given_up(folder: Path) -> None:
+    with Pair(folder, count=4) as pair:
+        pair.decode.add("poison", random_prompts(17, (40,))[0])
+        for _ in range(decodes.MOST_TRIES):
+            drive(lambda: bool(pair.decode.side._claims), pair.decode)
+            end_the_one_with(pair, "poison")
+            drive(lambda count=len(pair.prompts): len(pair.decode.transfer.peers) == count, pair.decode)
+        found = pair.run()["poison/0"]
+        assert found.reason == "error" and found.error.startswith(GONE)
+        assert pair.decode.side.lacks == ""
+
+
+def test_a_prompt_that_fails_on_one_engine_is_asked_of_another(folder: Path, alone: Single) -> None:
+    prompt = random_prompts(18, (21,))[0]
+    with Pair(folder, count=2) as pair:
+        pair.decode.add("r", prompt)
+        pair.decode.step()
+        (claim,) = pair.decode.side._claims.values()
+        failing = next(each for each in pair.prompts if each.transfer.address == pair.decode.transfer.name(claim.peer))
+        drive(lambda: bool(failing.side._jobs), failing)
+        (name,) = failing.side._jobs
+        for output in failing.engine.abort(name):
+            failing.side._jobs[name].last = output
+        found = pair.run()
+    alone.add("r", prompt)
     check_same(found, alone.run())
 
 
@@ -268,9 +316,11 @@ def test_without_a_prompt_engine_requests_end_at_once_until_it_is_back(folder: P
         drive(lambda: not pair.decode.transfer.peers, pair.decode)
         pair.decode.add("early", prompt)
         error = pair.run()["early/0"].error
-        assert error == f"no prompt engine of {address} can be reached"
+        assert error == f"no prompt engine of {address} can be reached" == pair.decode.engine.lacks
+        assert all(each.is_unserved for each in pair.decode.last)
         pair.prompts.append(Single(folder, PageOptions("prompt", address=address)))
         drive(lambda: bool(pair.decode.transfer.peers))
+        assert pair.decode.engine.lacks == ""
         pair.decode.add("late", prompt)
         found = pair.run()
     alone.add("late", prompt)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,8 +99,21 @@ def check_grammar(url: str) -> None:
 
 
 def check_failures(url: str, address: str) -> None:
-    """Without the other engine, requests end with an error that says so."""
+    """Without the other engine, requests are answered by 503 and when to try again, and so is readiness."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    with pytest.raises(openai.APIError, match=f"no prompt engine of {address} can be reached|its prompt is lost"):
+    with pytest.raises(
+        openai.InternalServerError, match=f"no prompt engine of {address} can be reached|prompt is lost"
+    ) as told:
         client.chat.completions.create(model="sglcore-demo", messages=ASKED, temperature=0, max_tokens=20)  # pyright: ignore[reportArgumentType]
-    assert urllib.request.urlopen(f"{url}/health").status == 200
+    assert (told.value.status_code, told.value.response.headers["retry-after"]) == (503, "1")
+    until(lambda: readiness(url).get("phase") == "unable")
+    assert readiness(url)["reason"] == f"no prompt engine of {address} can be reached"
+
+
+def readiness(url: str) -> dict[str, str]:
+    """What probes are told that it is not ready; nothing: it is."""
+    try:
+        urllib.request.urlopen(f"{url}/readyz")
+    except urllib.error.HTTPError as answer:
+        return json.load(answer)
+    return {}

@@ -12,11 +12,23 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from sglcore.schedule.output import EngineOutput
 from sglcore.serving.replicas import replica as replica_module
 from sglcore.serving.replicas.channel import FrontendChannel
-from sglcore.serving.replicas.errors import EngineDied, NotAnswering, failure
+from sglcore.serving.replicas.errors import EngineDied, NotAnswering, NotReady, Unserved, failure
 from sglcore.serving.replicas.heartbeat import QUIET_TICKS, Heartbeat, Pulse
-from sglcore.serving.replicas.ipc import Address, Audit, Done, Flush, GenerateRequest, Pause, Phase
+from sglcore.serving.replicas.ipc import (
+    Able,
+    Abort,
+    Address,
+    Audit,
+    Done,
+    EngineOutputs,
+    Flush,
+    GenerateRequest,
+    Pause,
+    Phase,
+)
 from sglcore.serving.replicas.replica import LONGEST_READ, ORDER_SECONDS
 from tests.serving import idle_clock
 from tests.serving.staged_replicas import PATIENCE, PlayedEngine, Stage, staged, until
@@ -202,6 +214,59 @@ def test_the_step_that_a_start_was_in_is_no_step_of_its_loop() -> None:
             await until(lambda: bool(stage.supervisor.ready))
             stage.supervisor.tick()
             assert not engine.has_ended and not stage.supervisor.ready[0].is_still
+
+    run(play())
+
+
+def test_an_engine_that_lacks_something_gets_no_requests_until_it_says_that_it_does_not() -> None:
+    async def play() -> None:
+        async with beating() as (stage, (lacking, other)):
+            waiting = stage.supervisor
+            lacking.say(Able("no prompt engine"))
+            await until(lambda: len(waiting.ready) == 1)
+            assert waiting.health.ready
+            for number in range(3):
+                stage.submit(f"r{number}", number)
+                assert (await other.next_request()).request_id == f"r{number}"
+            other.say(Able("no prompt engine"))
+            await until(lambda: not waiting.ready)
+            assert waiting.health.snapshot() | {"elapsed_s": 0} == {
+                "phase": "unable", "done": 0, "total": 0, "elapsed_s": 0, "reason": "no prompt engine",
+            }  # fmt: skip
+            with pytest.raises(NotReady, match="unable: no prompt engine"):
+                stage.submit("refused")
+            lacking.say(Able(""))
+            await until(lambda: waiting.health.ready)
+            assert "reason" not in waiting.health.snapshot()
+            stage.submit("again")
+            assert await next_prompt(lacking) == "again"
+
+    run(play())
+
+
+def test_what_waits_for_a_silent_replica_is_refused_when_it_says_that_it_lacks_something() -> None:
+    async def play() -> None:
+        async with beating(1, restart=True) as (stage, (engine,)):
+            silence(stage, QUIET_TICKS)
+            waiting = stage.submit("waits")
+            engine.say(Able("no prompt engine"))
+            with pytest.raises(NotReady, match="no prompt engine"):
+                await waiting.wait()
+
+    run(play())
+
+
+def test_what_nothing_was_made_of_is_answered_by_503_and_its_other_samples_are_ended() -> None:
+    async def play() -> None:
+        async with beating(1) as (stage, (engine,)):
+            request = stage.submit("r")
+            await engine.next_request()
+            engine.say(EngineOutputs([EngineOutput("r", 0, [], "error", None, "no prompt engine", is_unserved=True)]))
+            with pytest.raises(Unserved, match="no prompt engine") as told:
+                await request.wait()
+            found = failure(told.value)
+            assert found is not None and (found.status, found.headers["retry-after"]) == (503, "1")
+            assert await engine.requests.get() == Abort("r")
 
     run(play())
 

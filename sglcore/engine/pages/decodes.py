@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 """Between two tries to reach a prompt engine that is gone."""
+MOST_TRIES = 3
+"""Prompt engines that may end, or fail, with the same request: one that ends each must not end them all."""
 
 
 @dataclass(slots=True)
 class Claim:
-    """Pages of a request that a peer is to write."""
+    """Pages of a request that a peer is to write. `tries`: peers that were asked for it, this one included."""
 
     peer: int
     request: Request
+    tries: int = 1
     is_cancelled: bool = False
 
 
@@ -49,6 +52,11 @@ class DecodeSide:
     def has_work(self) -> bool:
         """Pages are lent, or something has come."""
         return bool(self._claims) or self._transfer.has_news
+
+    @property
+    def lacks(self) -> str:
+        """Nothing is decoded here whose prompt nobody computes."""
+        return "" if self._transfer.peers else f"no prompt engine of {', '.join(self._addresses)} can be reached"
 
     def mark(self, requests: list[Request]) -> None:
         """Each is asked for by itself: the prompt engine finds what they have in common."""
@@ -105,12 +113,14 @@ class DecodeSide:
         claim = self._claims.get(message.lease)
         if claim is None or claim.peer != told.peer:
             return []
-        self._close(message.lease)
         request, remote = claim.request, self._engine.remote
+        if isinstance(message, Refusal) and not message.refused:
+            return self._ask_another(message.lease, claim, message.error)
+        self._close(message.lease)
         if request.state is State.FINISHED:
             return []
         if isinstance(message, Refusal):
-            return [remote.fail(request.rid, message.error, refused=message.refused)]
+            return [remote.fail(request.rid, message.error, refused=True)]
         request.begin_with(max(message.cached_tokens, request.num_cells))
         request.prompt_logprobs = [unpack_logprobs(each) for each in message.prompt_logprobs]
         request.scored_tokens = sum(len(each.chosen) for each in request.prompt_logprobs)
@@ -121,25 +131,39 @@ class DecodeSide:
         outputs: list[EngineOutput | None] = []
         for lease, claim in list(self._claims.items()):
             if claim.peer == told.peer:
-                self._close(lease)
-                outputs.append(self._engine.remote.fail(claim.request.rid, f"its prompt is lost: {told.lost}"))
+                outputs += self._ask_another(lease, claim, f"its prompt is lost: {told.lost}")
         return outputs
+
+    def _ask_another(self, lease: int, claim: Claim, why: str) -> list[EngineOutput | None]:
+        """A prompt will not come from the peer that was asked, which has let go of its pages. Another may compute it: the request
+        has its pages still, and the same seed gives the same token. Peers that fail are asked again if there are no others."""
+        request, peers = claim.request, self._transfer.peers
+        if request.state is State.FINISHED or not peers or claim.tries >= MOST_TRIES:
+            self._close(lease)
+            return [self._engine.remote.fail(request.rid, why, is_unserved=not peers)]
+        self._claims.pop(lease)
+        self._transfer.end(lease)
+        others = [peer for peer in peers if peer != claim.peer]
+        self._send(self._least_busy(others or peers), request, claim.tries + 1)
+        return []
+
+    def _least_busy(self, peers: Sequence[int]) -> int:
+        busy = [claim.peer for claim in self._claims.values()]
+        return min(peers, key=lambda peer: (busy.count(peer), peer))
 
     def _ask(self) -> list[EngineOutput | None]:
         remote, peers = self._engine.remote, self._transfer.peers
         if not peers:
-            why = f"no prompt engine of {', '.join(self._addresses)} can be reached"
-            return [remote.fail(request.rid, why) for request in list(remote.arrivals.waiting)]
+            why = self.lacks
+            return [remote.fail(request.rid, why, is_unserved=True) for request in list(remote.arrivals.waiting)]
         while (request := remote.reserve()) is not None:
-            busy = [claim.peer for claim in self._claims.values()]
-            peer = min(peers, key=lambda each: (busy.count(each), each))
-            self._send(peer, request)
+            self._send(self._least_busy(peers), request)
         return []
 
-    def _send(self, peer: int, request: Request) -> None:
+    def _send(self, peer: int, request: Request, tries: int = 1) -> None:
         pages = np.array(request.pages[request.shared :], np.int32)
         lease = self._transfer.offer(peer, pages)
-        self._claims[lease] = Claim(peer, request)
+        self._claims[lease] = Claim(peer, request, tries)
         ask = Ask(
             lease,
             request.prompt_ids.astype("<i4").tobytes(),

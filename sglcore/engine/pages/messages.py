@@ -52,6 +52,11 @@ class PageSide(Protocol):
         """A call of `begin` may have something to do."""
         ...
 
+    @property
+    def lacks(self) -> str:
+        """Why no request can be served now; empty: they can."""
+        ...
+
     def mark(self, requests: list[Request]) -> None:
         """Requests are about to be queued. Raises RequestError for what can not be."""
         ...

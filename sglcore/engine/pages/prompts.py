@@ -48,6 +48,11 @@ class PromptSide:
         """Somebody asks for something, or pages are on their way."""
         return bool(self._jobs) or self._transfer.has_news
 
+    @property
+    def lacks(self) -> str:
+        """It needs nobody."""
+        return ""
+
     def mark(self, requests: list[Request]) -> None:
         """Its own clients' are computed here."""
 

@@ -17,6 +17,7 @@ from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request, State
 from sglcore.serving.replicas.channel import EngineChannel
 from sglcore.serving.replicas.ipc import (
+    Able,
     Abort,
     Audit,
     Done,
@@ -63,6 +64,7 @@ class EngineService:
         self._channel = channel
         self._embeds: dict[str, Request] = {}
         self._shutting_down = self._is_paused = False
+        self._lacks = ""
         self._failures = self._failed_steps = 0
         self._requests = self._prompt_tokens = self._generated = 0
         self._step_seconds = self._device_before = 0.0
@@ -86,6 +88,7 @@ class EngineService:
             if self._failures >= MOST_FAILURES:
                 self._channel.send(Failed(f"{self._failures} steps in a row failed on the device", 1))
                 return 1
+            self._tell_ability()
             self._send_stats(force=busy and not self._may_step)
         self.engine.close()
         return 0
@@ -196,6 +199,12 @@ class EngineService:
                 del self._embeds[name]
                 vector = b"" if request.embedding is None else request.embedding.astype("<f4").tobytes()
                 self._channel.send(Embedded(name, vector, "" if vector else request.error or "aborted"))
+
+    def _tell_ability(self) -> None:
+        lacks = self.engine.lacks
+        if lacks != self._lacks:
+            self._lacks = lacks
+            self._channel.send(Able(lacks))
 
     def _audit(self) -> list[str]:
         try:

@@ -35,9 +35,10 @@ class Overloaded(SglcoreError):
 class NotReady(SglcoreError):
     """The model can not answer yet, or no more."""
 
-    def __init__(self, phase: str) -> None:
-        """`phase` says how far it is, as /readyz does."""
-        super().__init__(f"the model is not ready (phase: {phase})", remedy="try again when /readyz answers 200")
+    def __init__(self, phase: str, reason: str = "") -> None:
+        """`phase` says how far it is, as /readyz does, and `reason` what it waits for."""
+        what = f"{phase}: {reason}" if reason else phase
+        super().__init__(f"the model is not ready (phase: {what})", remedy="try again when /readyz answers 200")
 
 
 class EngineDied(SglcoreError):
@@ -54,6 +55,14 @@ class NotAnswering(SglcoreError):
     def __init__(self, who: str, why: str) -> None:
         """`who` of the replicas, and `why` nothing is awaited of it any more."""
         super().__init__(f"{who} does not answer: {why}", remedy="try again; one that stays silent is replaced")
+
+
+class Unserved(SglcoreError):
+    """Nothing was made of a request, for want of something that may come back."""
+
+    def __init__(self, found: str) -> None:
+        """`found` says what is missing."""
+        super().__init__(found, remedy="try again when /readyz answers 200")
 
 
 class InvalidRequest(SglcoreError, ValueError):
@@ -99,6 +108,8 @@ def failure(error: BaseException) -> Failure | None:
         return Failure(429, str(error), "rate_limit_error", code="overloaded", headers=_retry_after(error.retry_after))
     if isinstance(error, NotReady):
         return Failure(503, str(error), "unavailable_error", code="not_ready", headers=_retry_after(1.0))
+    if isinstance(error, Unserved):
+        return Failure(503, str(error), "unavailable_error", code="unserved", headers=_retry_after(1.0))
     if isinstance(error, NotAnswering):
         return Failure(503, str(error), "unavailable_error", code="not_answering", headers=_retry_after(5.0))
     if isinstance(error, EngineDied):

@@ -14,7 +14,7 @@ from types import TracebackType
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
 from sglcore.schedule.output import EngineOutput
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.errors import InvalidRequest, Unserved
 from sglcore.serving.replicas.ipc import Abort, EngineRequest, GenerateRequest, Stop
 from sglcore.serving.replicas.metrics import RequestClock
 
@@ -73,6 +73,10 @@ class Generation:
             return
         if output.refused and not any(sample.token_ids for sample in self.output.outputs):
             self.fail(InvalidRequest(output.error))
+            return
+        if output.is_unserved and not any(sample.token_ids for sample in self.output.outputs):
+            self._send(Abort(self.request_id))  # others of its samples may still be on their way
+            self.fail(Unserved(output.error))
             return
         delta = self._processor.take(output)
         if delta is None:

@@ -35,10 +35,10 @@ class Health:
         """Requests will be answered, at once or by an engine that is being started again."""
         return self.started and self.phase not in ("draining", "dead")
 
-    def begin(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """A phase of the start; no change while the server drains or is dead."""
+    def begin(self, phase: str, done: int = 0, total: int = 0, reason: str = "") -> None:
+        """A phase of the start, or what is so instead of "ready", and why; no change while the server drains or is dead."""
         if self.phase not in ("draining", "dead"):
-            self.phase, self._done, self._total = phase, done, total
+            self.phase, self._done, self._total, self.reason = phase, done, total, reason
 
     def become_ready(self) -> None:
         """A token came out of the path that serves."""
@@ -56,7 +56,7 @@ class Health:
         self.phase, self.reason = "dead", reason
 
     def snapshot(self) -> dict[str, object]:
-        """phase, done, total, elapsed_s since the process began (or that the start took), and the reason of an end."""
+        """phase, done, total, elapsed_s since the process began (or that the start took), and the reason of an end, or of what is missing."""
         elapsed = self._started_s if self._started_s is not None else time.monotonic() - self._begin
         found: dict[str, object] = {
             "phase": self.phase,

@@ -200,7 +200,13 @@ class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
     problems: list[str] = msgspec.field(default_factory=list)
 
 
-EngineReply = Phase | Ready | EngineOutputs | Refused | Embedded | EngineStats | Failed | Done
+class Able(msgspec.Struct, array_like=True, tag=9, gc=False):
+    """Whether requests can be served from here on: `lacks` says what for want of which they can not; empty: they can."""
+
+    lacks: str
+
+
+EngineReply = Phase | Ready | EngineOutputs | Refused | Embedded | EngineStats | Failed | Done | Able
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -14,6 +14,7 @@ from sglcore.serving.replicas.errors import EngineDied, InvalidRequest, NotAnswe
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.heartbeat import BEAT_SECONDS, Pulse
 from sglcore.serving.replicas.ipc import (
+    Able,
     Abort,
     Audit,
     Done,
@@ -34,8 +35,10 @@ from sglcore.serving.replicas.ipc import (
 )
 from sglcore.serving.replicas.launch import EngineProcess
 
-State = Literal["starting", "ready", "silent", "draining", "dead"]
-"""Silent: it was ready, and gives no sign of life."""
+State = Literal["starting", "ready", "silent", "unable", "draining", "dead"]
+"""Silent: it was ready, and gives no sign of life. Unable: it says that it lacks something, such as another engine."""
+STARTED = ("ready", "silent", "unable")
+"""It has requests and a cache."""
 Answer = Embedded | Done
 SHUTDOWN_SECONDS = 10.0
 """How long a process may take to free its device before it is killed."""
@@ -66,12 +69,8 @@ class Owner(Protocol):
         """It takes requests."""
         ...
 
-    def on_silence(self, replica: Replica) -> None:
-        """It takes no requests for now."""
-        ...
-
-    def on_sound(self, replica: Replica) -> None:
-        """It was silent, and takes requests again."""
+    def on_change(self, replica: Replica, before: State) -> None:
+        """It takes no requests for now, or takes them again."""
         ...
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
@@ -91,6 +90,8 @@ class Replica:
         self.process = process
         self._channel = channel
         self._owner = owner
+        self.lacks = ""
+        """What it says it lacks."""
         self._error, self._exit_code = "", 0
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._samples = 0
@@ -138,16 +139,15 @@ class Replica:
         seconds of them (120 at least while it starts), or where a step takes more than `most_step`."""
         pulse = self._pulse
         pulse.tick()
-        if self.state not in ("starting", "ready", "silent") or self._overdue.is_set():
+        if self.state not in ("starting", *STARTED) or self._overdue.is_set():
             return
         limit = max(most_silence, LONGEST_READ) if self.state == "starting" else most_silence
         if pulse.silence * BEAT_SECONDS > limit:
             self._end(f"has given no sign of life for {limit:g} s (heartbeat_timeout) and was killed")
         elif self.state != "starting" and pulse.standstill * BEAT_SECONDS > most_step:
             self._end(f"was in one step for {most_step:g} s (step_timeout) and was killed")
-        elif self.state == "ready" and pulse.is_silent:
-            self.state = "silent"
-            self._owner.on_silence(self)
+        else:
+            self._settle_state()
 
     def run(self, generation: Generation) -> None:
         """Give it a request; does not wait."""
@@ -181,7 +181,7 @@ class Replica:
 
     async def shut_down(self) -> None:
         """Tell the process to end, wait until it has, and kill it if it does not. One that still starts is killed."""
-        if self.state == "ready":
+        if self.state in ("ready", "unable"):
             self.state = "draining"
             self._channel.send(Shutdown())
             if not await self._has_ended():
@@ -233,8 +233,8 @@ class Replica:
         try:
             while True:
                 reply = await self._channel.receive()
-                self._hear()
                 self._take(reply)
+                self._hear()  # after it: what is said may be that it takes no requests
         except Exception as error:
             log.exception("a reply of engine %d could not be followed", self.number)
             self._error = f"a reply of the engine could not be followed: {type(error).__name__}: {error}"
@@ -250,9 +250,16 @@ class Replica:
         """A sign of life."""
         self._heard_at = time.monotonic()
         self._pulse.hear()
-        if self.state == "silent" and not self._overdue.is_set():
-            self.state = "ready"
-            self._owner.on_sound(self)
+        self._settle_state()
+
+    def _settle_state(self) -> None:
+        """That of a replica which has started, by its signs of life and what it says."""
+        if self.state not in STARTED or self._overdue.is_set():
+            return
+        before = self.state
+        self.state = "silent" if self._pulse.is_silent else "unable" if self.lacks else "ready"
+        if self.state != before:
+            self._owner.on_change(self, before)
 
     def _take(self, reply: EngineReply) -> None:
         if isinstance(reply, EngineOutputs):
@@ -270,6 +277,9 @@ class Replica:
             self.info, self.state, self._ready_at = reply.info, "ready", time.monotonic()
             self._pulse.begin_rounds()
             self._owner.on_ready(self)
+        elif isinstance(reply, Able):
+            self.lacks = reply.lacks
+            self._settle_state()
         elif isinstance(reply, Failed):
             self._error, self._exit_code = reply.error, reply.exit_code
 

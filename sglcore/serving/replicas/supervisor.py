@@ -25,7 +25,7 @@ from sglcore.serving.replicas.heartbeat import BEAT_SECONDS
 from sglcore.serving.replicas.ipc import Address, EngineSpec, EngineStats, ModelInfo, Phase
 from sglcore.serving.replicas.launch import Launcher, launcher_for
 from sglcore.serving.replicas.orders import audit_all, flush_all, pause, pause_all
-from sglcore.serving.replicas.replica import Replica
+from sglcore.serving.replicas.replica import STARTED, Replica, State
 from sglcore.serving.replicas.restart import LONGEST_WAIT, RestartPolicy
 from sglcore.serving.replicas.router import Router
 from sglcore.serving.replicas.stats import add_stats, past_only
@@ -107,8 +107,8 @@ class Supervisor:
             cached = self._config.prefix_cache and self.info is not None and self.info.generates
             self._choose(generation.request.prompt if cached else b"").run(generation)
             return
-        if not self._goes_on:
-            raise NotReady(self.health.phase)
+        if not self._may_come:
+            raise NotReady(self.health.phase, self.health.reason)
         generation.bind(_drop, self._forget_orphan)
         self._orphans[generation.request_id] = generation
 
@@ -117,7 +117,7 @@ class Supervisor:
         error: Exception = NotReady(self.health.phase)
         for _ in range(MOST_TRIES):
             while not self.ready:
-                if not self._goes_on:
+                if not self._may_come:
                     raise error
                 await self._changed.wait()
             try:
@@ -201,19 +201,19 @@ class Supervisor:
             self._keep(self._pause_late(replica), self._pauses)
         self._give_orphans()
 
-    def on_silence(self, replica: Replica) -> None:
-        """What it has waits; what comes goes to others, or waits for one."""
-        log.warning("replica %d gives no sign of life; it is given no requests", replica.number)
-        if self.health.started and not self.ready:
-            self.health.begin("silent")
-
-    def on_sound(self, replica: Replica) -> None:
-        """It goes on, and is told what it may have missed."""
-        log.warning("replica %d gives signs of life again", replica.number)
-        if self.health.started:
+    def on_change(self, replica: Replica, before: State) -> None:
+        """What is given no requests keeps what it has; what comes goes to others, or waits for a silent one. One that goes on is
+        told what it may have missed."""
+        said = "gives no sign of life" if replica.state == "silent" else replica.lacks or "takes requests again"
+        log.warning("replica %d: %s", replica.number, said)
+        if self.health.started and self.ready:
             self.health.become_ready()
-        self._keep(self._pause_late(replica), self._pauses)
-        self._give_orphans()
+        elif self.health.started:
+            self.health.begin(replica.state, reason=replica.lacks)
+        if before == "silent":
+            self._keep(self._pause_late(replica), self._pauses)
+        if self.ready or not self._may_come:
+            self._give_orphans()
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
         """Fail what can not be repeated, retry the rest where it is replaced, else end the server."""
@@ -248,6 +248,7 @@ class Supervisor:
         if self._restarts and self.health.started:
             log.error("replica %d is given up; %d go on", number, len(self._restarts))
             self._reassign(had, reason)
+            self._give_orphans()
             return
         self.health.die(reason)
         self._fail([*had, *self._take_orphans()], EngineDied(reason))
@@ -268,13 +269,17 @@ class Supervisor:
                 self._retry(generation)
 
     def _retry(self, generation: Generation) -> None:
-        if not generation.is_closed:
+        if generation.is_closed:
+            return
+        try:
             self.submit(generation)
+        except NotReady as error:
+            generation.fail(error)
 
     @property
     def _serving(self) -> list[Replica]:
         """The replicas that have requests and caches, whether they give signs of life or not."""
-        return [replica for replica in self.replicas.values() if replica.state in ("ready", "silent")]
+        return [replica for replica in self.replicas.values() if replica.state in STARTED]
 
     def _choose(self, prompt: bytes) -> Replica:
         """The replica for a prompt, among those that are ready: one that is in the same step for seconds is the last choice."""
@@ -302,6 +307,13 @@ class Supervisor:
     def _goes_on(self) -> bool:
         """Where no replica is ready, one is being started again."""
         return self.health.started and not (self._ending.is_set() or self.stopped.is_set())
+
+    @property
+    def _may_come(self) -> bool:
+        """A request may wait for a replica: one is being started again, or is silent. One that lacks something says nothing of
+        when it has it."""
+        unable = sum(replica.state == "unable" for replica in self.replicas.values())
+        return self._goes_on and unable < len(self._restarts)
 
     def _take_orphans(self) -> list[Generation]:
         taken, self._orphans = list(self._orphans.values()), {}
