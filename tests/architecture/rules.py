@@ -49,6 +49,8 @@ _DEVICE_WORD = re.compile(f"({'|'.join(ANYWHERE)})|(?<![a-z])({'|'.join(WHOLE)})
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 TEXT = frozenset({".py", ".pyi", ".json", ".html", ".toml", ".md", ".txt", ".cpp", ".h", ".css", ".js"})
 MAKES_MUTABLE = frozenset({"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter", "bytearray"})
+MAKES_THREADS = {"Thread": 1, "Timer": 1, "Process": 1}
+"""By the place of what they run among their arguments."""
 FOREIGN = "# foreign:"
 """Ends a line that asks or sets something on an object of somebody else's library, and says why."""
 
@@ -237,6 +239,53 @@ def guessed_attributes(root: Path) -> list[str]:
             if node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) > 2):
                 found.append(source.finding(node, f"{node.func.id} guesses at an attribute"))
     return found
+
+
+def thread_targets(root: Path) -> list[str]:
+    """Threads whose target does not take what it is given: no type says so, and nobody hears of the thread's end."""
+    return [finding for source in sources(root) for finding in _wrong_targets(source, source.tree, None)]
+
+
+def _wrong_targets(source: Source, node: ast.AST, owner: ast.ClassDef | None) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call) and _last_name(child.func) in MAKES_THREADS:
+            why = _why_wrong(source, child, owner)
+            if why:
+                yield source.finding(child, why)
+        yield from _wrong_targets(source, child, child if isinstance(child, ast.ClassDef) else owner)
+
+
+def _why_wrong(source: Source, call: ast.Call, owner: ast.ClassDef | None) -> str:
+    """Why a call makes a thread that would end at once; empty: it does not."""
+    words = {word.arg: word.value for word in call.keywords}
+    place = MAKES_THREADS[_last_name(call.func)]
+    target = words.get("target", words.get("function", call.args[place] if len(call.args) > place else None))
+    given = words.get("args", ast.Tuple(elts=[]))
+    if target is None:
+        return ""  # a class of its own, with `run`
+    parameters = _parameters(source, target, owner)
+    if parameters is None or not isinstance(given, ast.Tuple | ast.List) or "kwargs" in words:
+        return "a thread's target and args have to be seen: a function of this file, and a tuple"
+    known = [*parameters.posonlyargs, *parameters.args]
+    most = len(known) - (isinstance(target, ast.Attribute))
+    least, count = most - len(parameters.defaults), len(given.elts)
+    if least <= count and (count <= most or parameters.vararg is not None):
+        return ""
+    return f"a thread's target takes {least} to {most} arguments and is given {count}"
+
+
+def _parameters(source: Source, target: ast.expr, owner: ast.ClassDef | None) -> ast.arguments | None:
+    """Those of a function of the file, of a method of the class around, or of a lambda."""
+    if isinstance(target, ast.Lambda):
+        return target.args
+    if isinstance(target, ast.Name):
+        within, name = source.tree, target.id
+    elif owner is not None and isinstance(target, ast.Attribute) and _root_name(target) == "self":
+        within, name = owner, target.attr
+    else:
+        return None
+    found = [each for each in ast.walk(within) if isinstance(each, ast.FunctionDef) and each.name == name]
+    return found[0].args if len(found) == 1 else None
 
 
 def monkey_patches(root: Path) -> list[str]:

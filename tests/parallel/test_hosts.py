@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +16,12 @@ from typing import Any
 
 import pytest
 
+from sglcore.device.config import resolve_config
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.topology import Place, Topology
 from sglcore.engine.ranks import host_process
-from sglcore.engine.ranks.hosts import EPOCH, Joined, NodeFacts, Order, RemoteHost
+from sglcore.engine.ranks.hosts import EPOCH, Joined, NodeFacts, Order, RemoteHost, host_spec
+from sglcore.engine.ranks.launch import Placement
 from sglcore.engine.ranks.rank_process import LEADER_GONE
 from sglcore.engine.ranks.spec import HOST_GONE
 from sglcore.engine.ranks.watch import Patience
@@ -329,3 +333,18 @@ def test_a_host_follows_again_where_the_leader_starts_again(monkeypatch: pytest.
     monkeypatch.setattr(host_process, "_signals", lambda stopping: socket.socket())
     assert host_process.follow(node, restart=False) == LEADER_GONE
     assert host_process.follow(node, restart=True) == 0
+
+
+def test_a_node_that_another_process_has_started_ends_with_it(model: tuple[Path, Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as leader:
+        placement = Placement("Ray", "", 2, 1, ("127.0.0.1", leader.getsockname()[1]))
+        config = resolve_config({"model": str(model[0]), "device": "cpu", "nodes": 2, "tp": 2}, {})
+        command = [sys.executable, "-m", host_process.__name__]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as node:
+            assert node.stdin is not None
+            node.stdin.write(host_spec(config, placement))
+            node.stdin.flush()
+            stream, _ = leader.accept()
+            with stream:
+                node.stdin.close()
+                assert node.wait(120.0) == LEADER_GONE

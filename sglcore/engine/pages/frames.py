@@ -114,7 +114,8 @@ class Connection:
         stream.settimeout(silence)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._threads = [
-            threading.Thread(target=target, name=f"pages {name}", daemon=True) for target in (self._send, self._receive)
+            threading.Thread(target=self._send, name=f"pages {name}", daemon=True),
+            threading.Thread(target=self._receive, name=f"pages {name}", daemon=True),
         ]
 
     def start(self) -> None:

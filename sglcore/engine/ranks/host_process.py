@@ -6,12 +6,10 @@ It serves nothing and loads nothing itself. Where the leader is gone, or silent,
 from __future__ import annotations
 
 import logging
-import os
 import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +27,7 @@ from sglcore.device.server_config import is_loopback
 from sglcore.engine.ranks.agreement import shared_facts
 from sglcore.engine.ranks.hosts import EPOCH, HostSpec, NodeFacts, Order, spec_at
 from sglcore.engine.ranks.launch import Placement
+from sglcore.engine.ranks.parent import end_with_parent
 from sglcore.engine.ranks.rank_process import LEADER_GONE
 from sglcore.engine.ranks.spec import RankProcess, Spawn, spawn_local
 from sglcore.engine.ranks.wire import Channel, Frame, Gone, Kind, connect, tcp_address
@@ -303,18 +302,12 @@ def main() -> int:
     config = config_of_plain(spec.config)
     placement = Placement(**{**spec.placement, "leader": tuple(spec.placement["leader"])})
     node = Node(placement, lambda: fetched(config, no_progress), config.join_timeout)
-    threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
+    end_with_parent(LEADER_GONE)
     try:
         return node.follow()
     except SglcoreError as error:
         log.error("%s", error)
         return error.exit_code
-
-
-def _follow_parent(stopping: Stopping) -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(LEADER_GONE)
 
 
 if __name__ == "__main__":

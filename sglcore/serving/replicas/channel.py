@@ -51,8 +51,10 @@ class EngineChannel:
         self._watcher: threading.Thread | None = None
         if on_lost is not None and address.endpoint.startswith("tcp:"):
             self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = HEARTBEAT_MS, SILENCE_MS
-            watched = (self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED), self._closing, on_lost)
-            self._watcher = threading.Thread(target=_watch, args=watched, name="link", daemon=True)
+            monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._watcher = threading.Thread(
+                target=_watch, args=(monitor, self._closing, on_lost), name="link", daemon=True
+            )
             self._watcher.start()
         self._socket.connect(address.endpoint)
         self._encoder = msgspec.msgpack.Encoder()

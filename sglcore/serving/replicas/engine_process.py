@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from sglcore.device.errors import SglcoreError, WorkerLost
 from sglcore.engine.grammar import Grammars, open_grammars
 from sglcore.engine.meter import Meter
 from sglcore.engine.pages.start import open_pages, settled
+from sglcore.engine.ranks.parent import end_with_parent
 from sglcore.engine.sampled import sample_of
 from sglcore.engine.start import Started, start
 from sglcore.engine.text import TextCodec, eos_token_ids
@@ -53,7 +53,7 @@ def main() -> int:
     with open(0, "rb", closefd=False) as given:
         spec = msgspec.json.decode(given.readline(), type=EngineSpec)
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s engine {spec.replica}: %(message)s")
-    threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
+    end_with_parent(PARENT_GONE)
     heartbeat = Heartbeat(spec.address)
     channel = EngineChannel(spec.address, lambda: os._exit(LINK_BROKE))
     try:
@@ -72,13 +72,6 @@ def main() -> int:
     channel.close()
     heartbeat.close()
     return code
-
-
-def _follow_parent() -> None:
-    # Not by sys.stdin: its lock would be held when the interpreter ends.
-    while os.read(0, 4096):
-        pass
-    os._exit(PARENT_GONE)
 
 
 def start_service(spec: EngineSpec, channel: EngineChannel, on_round: Callable[[], object] = int) -> EngineService:
