@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,7 @@ from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, TokenLogprob
-from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel, socket_folder
+from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.ipc import (
     Address,
@@ -155,26 +154,6 @@ def test_a_channel_that_can_not_be_opened_is_an_error_that_names_the_way_out(tmp
         context.destroy(linger=0)
 
     asyncio.run(play())
-
-
-@pytest.mark.parametrize("length", [1, 56, 57, 58, 59, 60, 200])
-def test_a_channel_opens_however_long_the_path_for_temporary_files_is(
-    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Builds and continuous integration set TMPDIR to a folder deep below theirs."""
-    short = tempfile.TemporaryDirectory(dir="/tmp")
-    folder = Path(short.name, "x" * length) if length < 200 else tmp_path / ("x" * length)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-
-    async def play() -> None:
-        context = zmq.asyncio.Context()
-        with socket_folder() as name:
-            FrontendChannel(context, f"ipc://{name}/9999-00000000").close()
-        context.destroy(linger=0)
-
-    asyncio.run(play())
-    short.cleanup()
 
 
 def test_what_has_ended_can_not_fail_any_more() -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
-import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -30,11 +28,8 @@ HEARTBEAT_MS, SILENCE_MS = 5_000, 30_000
 """A network connection is asked for a sign of life so often, and is broken when none has come for so long. Threads of the
 sockets' own answer, so a long step is not taken for an end."""
 
-SHORT_FOLDER = "/tmp"
 OF_BEATS = "b"
 """Ends the name of the socket file of an engine's heartbeats."""
-SOCKET_NAME_BYTES = len(f"/sglcore-00000000/0000-00000000{OF_BEATS}") + 1
-"""What a socket's path has beyond the folder for temporary files, with the byte that ends it."""
 
 
 class EngineChannel:
@@ -136,14 +131,6 @@ class FrontendChannel:
         """Close at once."""
         self._socket.close(0)
         self._beats.close(0)
-
-
-def socket_folder() -> tempfile.TemporaryDirectory[str]:
-    """A new folder for the sockets of channels: a temporary one, or one below /tmp where TMPDIR is so long that the system
-    would refuse the path of a socket in it."""
-    is_long = len(os.fsencode(tempfile.gettempdir())) + SOCKET_NAME_BYTES > zmq.IPC_PATH_MAX_LEN
-    usable = is_long and os.access(SHORT_FOLDER, os.W_OK | os.X_OK)
-    return tempfile.TemporaryDirectory(prefix="sglcore-", dir=SHORT_FOLDER if usable else None)
 
 
 def use_keys(socket: zmq.Socket[Any], address: Address) -> None:

@@ -17,7 +17,7 @@ from sglcore.device.config import EngineConfig, plain_config
 from sglcore.device.server_config import ServerConfig
 from sglcore.engine.hub import is_hub_name
 from sglcore.engine.pages.start import options_of
-from sglcore.serving.replicas.channel import FrontendChannel, socket_folder
+from sglcore.serving.replicas.channel import FrontendChannel
 from sglcore.serving.replicas.errors import EngineDied, NotAnswering, NotReady
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
@@ -28,6 +28,7 @@ from sglcore.serving.replicas.orders import audit_all, flush_all, pause, pause_a
 from sglcore.serving.replicas.replica import STARTED, Replica, State
 from sglcore.serving.replicas.restart import LONGEST_WAIT, RestartPolicy
 from sglcore.serving.replicas.router import Router
+from sglcore.serving.replicas.socket_folder import SocketFolder
 from sglcore.serving.replicas.stats import add_stats, past_only
 
 MOST_TRIES = 3
@@ -68,7 +69,7 @@ class Supervisor:
         self._launcher = launcher or launcher_for(server)
         self._router = router or Router()
         self._context = zmq.asyncio.Context()
-        self._folder = socket_folder()
+        self._folder = SocketFolder()
         self._restarts = {number: RestartPolicy(longest_wait) for number in range(server.replicas)}
         """Of the replicas that run or will run again."""
         self._orphans: dict[str, Generation] = {}

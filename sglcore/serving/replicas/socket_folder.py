@@ -1,0 +1,87 @@
+"""The folder of one server's sockets. A server that is killed can not remove its own, so the next one that starts does."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+
+from sglcore.serving.replicas.channel import OF_BEATS
+
+PREFIX = "sglcore-"
+SHORT_FOLDER = "/tmp"
+SOCKET_NAME_BYTES = len(f"/{PREFIX}00000000/0000-00000000{OF_BEATS}") + 1
+"""What a socket's path has beyond the folder for temporary files, with the byte that ends it."""
+LOCK = "lock"
+"""The file that a server locks as long as it lives: the system gives the lock back however it ends."""
+
+
+class SocketFolder:
+    """A new folder that only its owner may enter: a temporary one, or one below /tmp where TMPDIR is so long that the system would
+    refuse the path of a socket in it."""
+
+    def __init__(self) -> None:
+        """Removes those of servers that have ended, in both places."""
+        temporary = tempfile.gettempdir()
+        for place in dict.fromkeys((temporary, SHORT_FOLDER)):
+            sweep(Path(place))
+        is_long = len(os.fsencode(temporary)) + SOCKET_NAME_BYTES > zmq.IPC_PATH_MAX_LEN
+        usable = is_long and os.access(SHORT_FOLDER, os.W_OK | os.X_OK)
+        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=SHORT_FOLDER if usable else None)
+        self.name = self._folder.name
+        self._lock = _locked(Path(self.name))
+
+    def cleanup(self) -> None:
+        """Remove it. Idempotent."""
+        self._folder.cleanup()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> str:
+        return self.name
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cleanup()
+
+
+def sweep(place: Path) -> None:
+    """Remove the folders in `place` whose server has ended: they are this user's, and nobody has their lock."""
+    with suppress(OSError):
+        for folder in list(place.glob(f"{PREFIX}*")):
+            with suppress(OSError):
+                if not folder.is_symlink() and folder.stat().st_uid == os.getuid() and _is_left(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked(folder: Path) -> int | None:
+    """The lock of a folder, held; None where files can not be locked, so that the folder is never taken for left. It has its name
+    only once it is held."""
+    descriptor = os.open(folder / f"{LOCK}.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    os.rename(folder / f"{LOCK}.new", folder / LOCK)
+    return descriptor
+
+
+def _is_left(folder: Path) -> bool:
+    """Nobody has the folder's lock. Raises OSError where there is none."""
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
