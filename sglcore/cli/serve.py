@@ -114,7 +114,7 @@ def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
 
     from sglcore.serving.http.server import serve as serve_model
 
-    chosen = "" if server.ray is not None else _choose(config)
+    chosen = () if server.ray is not None else _choose(config, server)
     watches: set[asyncio.Task[None]] = set()
 
     def on_listening(frontend: ChatFrontend, url: str) -> None:
@@ -123,12 +123,13 @@ def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
     return uvloop.run(serve_model(config, server, chosen=chosen, on_listening=on_listening))
 
 
-def _choose(config: EngineConfig) -> str:
-    """The device, as a value for the engine processes: a wrong one is an error before anything listens."""
+def _choose(config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
+    """The device of each replica, as a value for its process: a wrong one, or too few, is an error before anything listens."""
     from sglcore.device.ledger import DecisionLedger
     from sglcore.engine.start import choose
+    from sglcore.serving.replicas.devices import devices_of
 
-    return choose(config, DecisionLedger()).chosen.encode()
+    return devices_of(choose(config, DecisionLedger()), config, server)
 
 
 async def _show(frontend: ChatFrontend, url: str, *, quiet: bool) -> None:

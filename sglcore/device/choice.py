@@ -61,6 +61,10 @@ class ChosenDevice:
         """As `--device` takes it."""
         return f"{self.name}:{self.index}" if self.index else self.name
 
+    def pinned(self, asked: str | None) -> str | None:
+        """What a child process is asked for that was asked for `asked`: this very device, where it is not the first."""
+        return f"{self.name}:{self.index}" if self.index else asked
+
     def encode(self) -> str:
         """One line of text for a child process."""
         return json.dumps(asdict(self))

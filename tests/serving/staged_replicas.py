@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -202,7 +202,7 @@ class NoClock:
 
 
 @asynccontextmanager
-async def staged(*, is_remote: bool = False, chosen: str = "", **settings: object) -> AsyncIterator[Stage]:
+async def staged(*, is_remote: bool = False, chosen: Sequence[str] = (), **settings: object) -> AsyncIterator[Stage]:
     """A supervisor of played engines, started; afterwards all of them have ended."""
     stage = Stage(is_remote)
     server = ServerConfig(**settings)  # pyright: ignore[reportArgumentType]

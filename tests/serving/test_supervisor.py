@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from sglcore.device.choice import ChosenDevice
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
@@ -343,8 +344,9 @@ def test_an_engine_is_as_old_as_its_last_word() -> None:
 def test_the_device_of_this_machine_is_no_word_to_engines_on_others() -> None:
     async def play() -> None:
         for is_remote in (False, True):
-            async with staged(is_remote=is_remote, chosen="here") as stage:
-                assert (await stage.launched()).spec.chosen == ("" if is_remote else "here")
+            here = ChosenDevice("x", "", "1", 1, "").encode()
+            async with staged(is_remote=is_remote, chosen=[here]) as stage:
+                assert (await stage.launched()).spec.chosen == ("" if is_remote else here)
 
     run(play())
 

@@ -43,7 +43,7 @@ log = logging.getLogger("sglcore.serving")
 
 
 async def serve(
-    config: EngineConfig, server: ServerConfig, *, chosen: str = "", on_listening: OnListening | None = None
+    config: EngineConfig, server: ServerConfig, *, chosen: Sequence[str] = (), on_listening: OnListening | None = None
 ) -> int:
     """Serve until told to stop (0; UNANSWERED if that cut requests off) or until the model can not be served any more (its
     exit code). Waits.

@@ -145,17 +145,18 @@ def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float])
         generates=engine.limits.generates,
         eos_ids=tuple(sorted(engine.eos_ids)),
         seconds=seconds,
-        fingerprint=fingerprint(started.model_path, chosen.encode(), ledger),
+        fingerprint=fingerprint(started.model_path, f"{chosen.name} {chosen.distribution} {chosen.version}", ledger),
     )
 
 
 def fingerprint(folder: Path, device: str, ledger: list[dict[str, object]]) -> str:
-    """`fp_` and 12 hexadecimal digits of what may change a number: version, device, checkpoint, decisions."""
+    """`fp_` and 12 hexadecimal digits of what may change a number: version, kind of device, checkpoint, decisions. Which device
+    of its kind, and the memory that there is, change none."""
     from sglcore import __version__
 
     listed = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     files = [f"{file.name} {sample_of(file)}" for file in listed if file.is_file()]
-    chosen = [f"{row['topic']}={row['effective']}" for row in ledger if row["topic"] != "kv cache"]
+    chosen = [f"{row['topic']}={row['effective']}" for row in ledger if row["topic"] not in ("kv cache", "device")]
     text = "\n".join([__version__, device, *files, *chosen])
     return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 

@@ -55,11 +55,11 @@ class Frontend:
         config: EngineConfig,
         server: ServerConfig,
         *,
-        chosen: str = "",
+        chosen: Sequence[str] = (),
         launcher: Launcher | None = None,
     ) -> None:
-        """Reads the tokenizer and the chat template; raises ConfigError. `chosen`: the device, as a value. Needs a
-        running event loop."""
+        """Reads the tokenizer and the chat template; raises ConfigError. `chosen`: each replica's device, as a value.
+        Needs a running event loop."""
         from sglcore import __version__
 
         self.engine_config = config

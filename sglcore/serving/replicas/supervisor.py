@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
+from sglcore.device.choice import ChosenDevice
 from sglcore.device.config import EngineConfig, plain_config
 from sglcore.device.server_config import ServerConfig
 from sglcore.engine.hub import is_hub_name
@@ -51,12 +52,12 @@ class Supervisor:
         server: ServerConfig,
         health: Health,
         *,
-        chosen: str = "",
+        chosen: Sequence[str] = (),
         launcher: Launcher | None = None,
         router: Router | None = None,
         longest_wait: float = LONGEST_WAIT,
     ) -> None:
-        """`chosen`: the device as a value, for engines on this machine; `longest_wait`: seconds before another start.
+        """`chosen`: each replica's device as a value, for engines on this machine; `longest_wait`: seconds before another start.
         Raises ConfigError for a launcher that is absent."""
         self.replicas: dict[int, Replica] = {}
         self.health = health
@@ -65,7 +66,7 @@ class Supervisor:
         self.exit_code = 0
         self.deaths = 0
         self.is_paused = False
-        self._config, self._server, self._chosen = with_whole_path(config), server, chosen
+        self._config, self._server, self._chosen = with_whole_path(config), server, tuple(chosen)
         self._launcher = launcher or launcher_for(server)
         self._router = router or Router()
         self._context = zmq.asyncio.Context()
@@ -357,9 +358,11 @@ class Supervisor:
 
     async def _launch(self, number: int) -> None:
         channel, address = await self._open_channel(number)
-        chosen = "" if self._launcher.is_remote else self._chosen
-        pages = options_of(self._server, number)
-        spec = EngineSpec(address, plain_config(self._config), number, chosen, pages)
+        chosen = self._chosen[number] if self._chosen and not self._launcher.is_remote else ""
+        pages, config = options_of(self._server, number), self._config
+        if chosen:
+            config = replace(config, device=ChosenDevice.decode(chosen).pinned(config.device))
+        spec = EngineSpec(address, plain_config(config), number, chosen, pages)
         try:
             process = await self._launcher.launch(spec, self._server.variables_of(number))
         except BaseException:
