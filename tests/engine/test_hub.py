@@ -15,7 +15,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.engine.hub import choose_gguf, commit_of, is_hub_name
 from sglcore.engine.start import embedded_model
-from sglcore.serving.replicas.supervisor import with_whole_path
+from sglcore.serving.replicas.configs import with_whole_path
 from tests import warm
 from tests.cli.test_generate import refused
 from tests.engine.hub_server import COMMIT, HubServer, hub_server

@@ -202,11 +202,13 @@ class NoClock:
 
 
 @asynccontextmanager
-async def staged(*, is_remote: bool = False, chosen: Sequence[str] = (), **settings: object) -> AsyncIterator[Stage]:
+async def staged(
+    *, is_remote: bool = False, chosen: Sequence[str] = (), config: EngineConfig = EngineConfig(), **settings: object
+) -> AsyncIterator[Stage]:
     """A supervisor of played engines, started; afterwards all of them have ended."""
     stage = Stage(is_remote)
     server = ServerConfig(**settings)  # pyright: ignore[reportArgumentType]
-    stage.supervisor = Supervisor(EngineConfig(), server, Health(), chosen=chosen, launcher=stage, longest_wait=0.0)
+    stage.supervisor = Supervisor(config, server, Health(), chosen=chosen, launcher=stage, longest_wait=0.0)
     await stage.supervisor.start()
     try:
         yield stage

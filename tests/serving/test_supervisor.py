@@ -20,12 +20,13 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.schedule.output import EngineOutput
 from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel
+from sglcore.serving.replicas.configs import with_whole_path
 from sglcore.serving.replicas.engine_process import LINK_BROKE
 from sglcore.serving.replicas.errors import EngineDied, NotReady, Unanswered
 from sglcore.serving.replicas.ipc import Abort, Address, Embed, Embedded, EngineStats, Failed, Phase
 from sglcore.serving.replicas.launch import launcher_for
 from sglcore.serving.replicas.restart import LONGEST_WAIT, MOST_FAILED_STARTS, SHORT_LIFE, RestartPolicy
-from sglcore.serving.replicas.supervisor import MOST_TRIES, with_whole_path
+from sglcore.serving.replicas.supervisor import MOST_TRIES
 from tests.serving.staged_replicas import PATIENCE, info, staged, until
 
 FAILED_HANDSHAKE = (

@@ -151,12 +151,15 @@ def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float])
 
 def fingerprint(folder: Path, device: str, ledger: list[dict[str, object]]) -> str:
     """`fp_` and 12 hexadecimal digits of what may change a number: version, kind of device, checkpoint, decisions. Which device
-    of its kind, and the memory that there is, change none."""
+    of its kind, the memory that there is, and a draft that proposes nothing change none."""
     from sglcore import __version__
 
     listed = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     files = [f"{file.name} {sample_of(file)}" for file in listed if file.is_file()]
-    chosen = [f"{row['topic']}={row['effective']}" for row in ledger if row["topic"] not in ("kv cache", "device")]
+    decisions = {str(row["topic"]): str(row["effective"]).partition(";")[0] for row in ledger}
+    is_plain = decisions.get("speculative", "off") == "off"
+    left_out = {name for name in decisions if name in ("kv cache", "device") or (is_plain and name.startswith("draft"))}
+    chosen = [f"{name}={value}" for name, value in decisions.items() if name not in left_out]
     text = "\n".join([__version__, device, *files, *chosen])
     return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 

@@ -16,9 +16,9 @@ import zmq.asyncio
 from sglcore.device.choice import ChosenDevice
 from sglcore.device.config import EngineConfig, plain_config
 from sglcore.device.server_config import ServerConfig
-from sglcore.engine.hub import is_hub_name
 from sglcore.engine.pages.start import options_of
 from sglcore.serving.replicas.channel import FrontendChannel
+from sglcore.serving.replicas.configs import decided, is_open, with_whole_path
 from sglcore.serving.replicas.errors import EngineDied, NotAnswering, NotReady
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
@@ -73,6 +73,7 @@ class Supervisor:
         self._folder = SocketFolder()
         self._restarts = {number: RestartPolicy(longest_wait) for number in range(server.replicas)}
         """Of the replicas that run or will run again."""
+        self._held_back: Sequence[int] = ()
         self._orphans: dict[str, Generation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._pauses: set[asyncio.Task[None]] = set()
@@ -93,9 +94,12 @@ class Supervisor:
         return self._server.restart or self._server.replicas > 1
 
     async def start(self) -> None:
-        """Launch every replica; does not wait for their models."""
+        """Launch every replica, or the first where the others wait for what it decides; does not wait for their models."""
         self._looks = asyncio.create_task(self._look_on())
-        for number in range(self._server.replicas):
+        numbers = range(self._server.replicas)
+        at_once = 1 if is_open(self._config) else len(numbers)
+        self._held_back = numbers[at_once:]
+        for number in numbers[:at_once]:
             await self._launch(number)
 
     def tick(self) -> None:
@@ -187,6 +191,10 @@ class Supervisor:
     def on_ready(self, replica: Replica) -> None:
         """One more takes requests; the server is ready when all that it began with are, and later with any."""
         assert replica.info is not None
+        self._config = decided(self._config, replica.info)
+        for number in self._held_back:
+            self._keep(self._replace(number))
+        self._held_back = ()
         if self.info is None or self.ready == [replica]:
             self.info = replica.info
         elif replica.info.fingerprint != self.info.fingerprint:
@@ -348,7 +356,7 @@ class Supervisor:
             await asyncio.wait_for(self._ending.wait(), self._restarts[number].wait)
         if self._ending.is_set():
             return
-        log.warning("replica %d is started again", number)
+        log.warning("replica %d is started", number)
         try:
             await self._launch(number)
         except Exception as error:  # whatever it is, the requests that wait for this replica have to hear of it
@@ -379,13 +387,6 @@ class Supervisor:
         channel = FrontendChannel(self._context, f"tcp://{await self._launcher.frontend_host()}:0", frontend)
         keys = (frontend[0].decode(), engine[0].decode(), engine[1].decode())
         return channel, Address(channel.endpoint, channel.beats, *keys)
-
-
-def with_whole_path(config: EngineConfig) -> EngineConfig:
-    """An engine may be started in another folder."""
-    if config.model is None or is_hub_name(config.model):
-        return config
-    return replace(config, model=str(Path(config.model).expanduser().absolute()))
 
 
 def _log_failures(found: Iterable[object]) -> None:
