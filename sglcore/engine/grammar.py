@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -17,23 +18,29 @@ import numpy as np
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
+from sglcore.engine.grammar_check import GrammarChecks, OnVerdict, Verdict
+from sglcore.engine.grammar_size import refuse_large
 from sglcore.engine.repetition import RepetitionRules
 from sglcore.engine.thinking import ThinkingGrammar
 from sglcore.engine.token_rules import RuledTokens
 from sglcore.engine.vocabulary import CompiledGrammar, Vocabulary
-from sglcore.sampling.grammar import Grammar, GrammarError, Repetition, Thinking, TokenRules
+from sglcore.sampling.grammar import Grammar, GrammarBusy, GrammarError, Repetition, Thinking, TokenRules
 from sglcore.schedule.request import Ints, LogitChange, Matcher
 
 BACKENDS = ("llguidance", "xgrammar")
 KEPT_GRAMMARS = 256
-COMPILE_SECONDS = 20.0
+WAIT_SECONDS = 60.0
+"""For a check and the compiler: of one grammar they take a few seconds."""
 COMPILE_THREADS = 2
+"""For grammars whose check took less than QUICK_SECONDS of the processor; the others have one of their own."""
+QUICK_SECONDS = 0.5
 STACK_BYTES = 256 << 20
 """Compilers descend from rule to rule: a long chain of them would overrun the stack that threads have otherwise, and end
 the process. Only what is used of it takes memory."""
 
 
 Wanted = tuple[Grammar | None, Thinking | None, TokenRules | None, Repetition | None]
+Job = tuple[Wanted, "Future[Compiled]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,7 @@ class GrammarBackend(Protocol):
 
 
 class Compiling:
-    """A grammar on its way. Asked for `seconds` at most; what takes longer ends as an error, though its thread goes on."""
+    """A grammar on its way. Waited for `seconds` at most: what its compilers are still not done with is refused for now."""
 
     def __init__(self, future: Future[Compiled], seconds: float) -> None:
         self._future = future
@@ -104,29 +111,46 @@ class Compiling:
         return self.start_after(np.zeros(0, np.int32)).matcher
 
     def start_after(self, prompt: Ints) -> Started:
-        """What one sample of a prompt follows. Waits until it is done; raises GrammarError."""
+        """What one sample of a prompt follows. Waits until it is done; raises GrammarError, and GrammarBusy if it is not done in
+        time."""
         if not self._future.done() and self.wait() and not self._future.done():
-            raise GrammarError(
-                f"compiling the grammar took longer than {self._seconds:g} s",
-                wanted="a smaller one",
-                remedy="take out repetitions with large counts",
-            )
+            raise GrammarBusy(f"the grammar waited {self._seconds:g} s for those that are compiled before it")
         if (failure := self._future.exception()) is not None:
             # One exception serves all who ask: its traceback must not keep the frames, and so the requests, of them all.
             raise failure.with_traceback(None)
         return self._future.result().start(prompt)
 
 
-class Grammars:
-    """Compiles on threads of its own; the newest `kept` grammars are kept, those that failed as well."""
+class Checks(Protocol):
+    """What tries a grammar elsewhere before it is compiled here."""
 
-    def __init__(self, backend: GrammarBackend, *, kept: int = KEPT_GRAMMARS, seconds: float = COMPILE_SECONDS) -> None:
+    def submit(self, grammar: Grammar, told: OnVerdict) -> None:
+        """As `GrammarChecks.submit`."""
+        ...
+
+    def close(self) -> None:
+        """As `GrammarChecks.close`."""
+        ...
+
+
+class Grammars:
+    """Compiles on threads of its own what `checks` have found nothing wrong with; the newest `kept` grammars are kept, those
+    that failed as well, but for those that were refused for now."""
+
+    def __init__(
+        self,
+        backend: GrammarBackend,
+        checks: Checks | None = None,
+        *,
+        kept: int = KEPT_GRAMMARS,
+        seconds: float = WAIT_SECONDS,
+    ) -> None:
+        """Without `checks` everything is compiled here at once, and what takes long holds up the others."""
         self.backend = backend
-        self._kept, self._seconds = kept, seconds
+        self._checks, self._kept, self._seconds = checks, kept, seconds
         self._known: OrderedDict[Wanted, Future[Compiled]] = OrderedDict()
         self._lock = Lock()
-        self._jobs: SimpleQueue[tuple[Wanted, Future[Compiled]] | None] = SimpleQueue()
-        self._threads: list[Thread] = []
+        self._quick, self._slow = Lane(COMPILE_THREADS, self._work), Lane(1, self._work)
 
     def compile(
         self,
@@ -140,44 +164,60 @@ class Grammars:
         wanted = (grammar, thinking, rules, repetition)
         with self._lock:
             future = self._known.get(wanted)
+            is_new = future is None
             if future is None:
                 future = self._known[wanted] = Future()
-                self._queue(wanted, future)
             self._known.move_to_end(wanted)
             while len(self._known) > self._kept:
                 self._known.popitem(last=False)
+        if is_new:
+            self._begin(wanted, future)
         return Compiling(future, self._seconds)
 
     def close(self) -> None:
         """Compile nothing more. Idempotent; does not wait."""
-        with self._lock:
-            for _ in self._threads:
-                self._jobs.put(None)
-            self._threads.clear()
+        if self._checks is not None:
+            self._checks.close()
+        self._quick.close()
+        self._slow.close()
 
-    def _queue(self, wanted: Wanted, future: Future[Compiled]) -> None:
-        self._jobs.put((wanted, future))
-        if len(self._threads) < COMPILE_THREADS:
-            # The interpreter does not wait for a daemon when it ends; a compiler can not be interrupted.
-            thread = Thread(target=self._work, name="grammar", daemon=True)
-            usual = stack_size(STACK_BYTES)
-            try:
-                thread.start()
-            finally:
-                stack_size(usual)
-            self._threads.append(thread)
+    def _begin(self, wanted: Wanted, future: Future[Compiled]) -> None:
+        grammar = wanted[0]
+        if grammar is None or self._checks is None:
+            self._quick.put((wanted, future))
+            return
+        try:
+            refuse_large(grammar)
+            self._checks.submit(grammar, lambda verdict: self._after_check(wanted, future, verdict))
+        except GrammarError as error:
+            future.set_exception(error)
+        except OSError as error:
+            self._fail(wanted, future, GrammarBusy(f"the process that checks grammars can not start: {error}"))
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            wanted, future = job
-            try:
-                future.set_result(self._compiled(*wanted))
-            except GrammarError as error:
-                future.set_exception(error)
-            except BaseException as error:
-                kind = "request" if wanted[0] is None else wanted[0].kind
-                text = f"{self.backend.name} failed on this {kind}: {type(error).__name__}: {error}"
-                future.set_exception(GrammarError(text, wanted="a grammar that it can read"))
+    def _after_check(self, wanted: Wanted, future: Future[Compiled], verdict: Verdict) -> None:
+        failure = verdict.failure
+        if failure is not None:
+            self._fail(wanted, future, failure)
+        else:
+            lane = self._quick if verdict.seconds < QUICK_SECONDS else self._slow
+            lane.put((wanted, future))
+
+    def _fail(self, wanted: Wanted, future: Future[Compiled], error: GrammarError) -> None:
+        if isinstance(error, GrammarBusy):
+            with self._lock:
+                self._known.pop(wanted, None)
+        future.set_exception(error)
+
+    def _work(self, job: Job) -> None:
+        wanted, future = job
+        try:
+            future.set_result(self._compiled(*wanted))
+        except GrammarError as error:
+            future.set_exception(error)
+        except BaseException as error:
+            kind = "request" if wanted[0] is None else wanted[0].kind
+            text = f"{self.backend.name} failed on this {kind}: {type(error).__name__}: {error}"
+            future.set_exception(GrammarError(text, wanted="a grammar that it can read"))
 
     def _compiled(
         self,
@@ -196,6 +236,43 @@ class Grammars:
         return Compiled(found, RepetitionRules(repetition, self.backend.vocabulary, found))
 
 
+class Lane:
+    """Threads that take jobs in order, started as jobs come."""
+
+    def __init__(self, most: int, work: Callable[[Job], None]) -> None:
+        """`most` threads, each of which does `work`, which must not raise."""
+        self._most, self._work = most, work
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads: list[Thread] = []
+        self._lock = Lock()
+
+    def put(self, job: Job) -> None:
+        """Queue a job; does not wait."""
+        self._jobs.put(job)
+        with self._lock:
+            if len(self._threads) >= self._most:
+                return
+            # The interpreter does not wait for a daemon when it ends; a compiler can not be interrupted.
+            thread = Thread(target=self._run, name="grammar", daemon=True)
+            usual = stack_size(STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                stack_size(usual)
+            self._threads.append(thread)
+
+    def close(self) -> None:
+        """End the threads after what they have. Idempotent; does not wait."""
+        with self._lock:
+            for _ in self._threads:
+                self._jobs.put(None)
+            self._threads.clear()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._work(job)
+
+
 def open_grammars(name: str, vocabulary: Vocabulary) -> tuple[Grammars | None, Row]:
     """The grammars of an engine by the backend asked for ("auto", "off", "llguidance" or "xgrammar"), and the decision.
 
@@ -207,16 +284,19 @@ def open_grammars(name: str, vocabulary: Vocabulary) -> tuple[Grammars | None, R
     if name == "off":
         return None, Row("grammar", name, "off", "asked for", remedy)
     try:
-        backend = _open_backend(BACKENDS[0] if name == "auto" else name, vocabulary)
+        backend = open_backend(BACKENDS[0] if name == "auto" else name, vocabulary)
     except ConfigError as error:
         if name != "auto":
             raise
         return None, Row("grammar", name, "off", error.found, error.remedy)
     reason = "asked for" if name != "auto" else "the same text on every device, and it needs no tensor library"
-    return Grammars(backend), Row("grammar", name, backend.name, reason, remedy)
+    return Grammars(backend, GrammarChecks(backend.name, vocabulary)), Row(
+        "grammar", name, backend.name, reason, remedy
+    )
 
 
-def _open_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
+def open_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
+    """The backend of this name. Raises ConfigError if it can not be had."""
     if not vocabulary.eos_ids:
         raise ConfigError(
             "this checkpoint names no end-of-sequence token, so no output could end by its grammar",

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from sglcore.engine.guidance_schema import NAME, OPTIONS, check_schema
 from sglcore.engine.tag_grammar import lark_of_tags
-from sglcore.engine.vocabulary import Vocabulary
+from sglcore.engine.vocabulary import Vocabulary, first_steps
 from sglcore.sampling.grammar import ORIGIN, Grammar, GrammarError, read_schema, read_tags
 from sglcore.schedule.request import Matcher
 
@@ -25,6 +25,12 @@ MAX_EBNF = 1 << 14
 _LISTING = re.compile(r"\n +\d+ \| ")
 _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 
+
+MOST_ITEMS = 6000
+"""At one place of a text: an object takes four for each property that may be left out, and the time of their square."""
+
+OUTSIDE = "doesn't satisfy the grammar"
+"""What it says of a token that the mask forbids; whatever else it says, it can not go on by one that the mask allows."""
 
 MARK = re.compile(r"<\S+>")
 """Added tokens that are marks, though their tokenizer does not call them special."""
@@ -40,6 +46,7 @@ class Llguidance:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
+        self._limits = llguidance.LLParserLimits(max_items_in_row=MOST_ITEMS)
         # It takes no fewer tokens than the tokenizer has; a model may have fewer.
         self._size = max(vocabulary.size, vocabulary.tokenizer.get_vocab_size(with_added_tokens=True))
 
@@ -54,7 +61,7 @@ class Llguidance:
 
     def compile(self, grammar: Grammar) -> CompiledByLlguidance:
         """As `GrammarBackend.compile`."""
-        matcher = llguidance.LLMatcher(self._tokenizer, _source(grammar), log_level=0)
+        matcher = llguidance.LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=self._limits)
         if matcher.is_error():
             raise _refusal(grammar, matcher.get_error())
         warnings = matcher.get_grammar_warnings()
@@ -62,10 +69,7 @@ class Llguidance:
             raise GrammarError(f"this {grammar.kind} can not be enforced wholly: {'; '.join(warnings)}")
         # The first mask builds most of the lexer, which all copies share.
         compiled = CompiledByLlguidance(matcher, -(-self._size // 32))
-        first = compiled.start()
-        first.fill(np.empty(-(-self.vocabulary.size // 32), dtype=np.int32))
-        if first.error:
-            raise GrammarError(f"this {grammar.kind} can not be enforced: {first.error}")
+        first_steps(compiled, self.vocabulary)
         return compiled
 
 
@@ -95,6 +99,8 @@ class LlguidanceMatcher:
         is_taken = self._matcher.consume_token(token_id)
         if is_taken:
             self._tokens.append(token_id)
+        elif OUTSIDE not in (reason := self._matcher.get_error()):
+            self.error = self.error or _one_line(reason)
         return is_taken
 
     def rollback(self, count: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from sglcore.device.worker import ModelWorker
 from sglcore.engine.grammar import Compiling, Grammars
 from sglcore.engine.pages.messages import PageSide
-from sglcore.sampling.grammar import GrammarError
+from sglcore.sampling.grammar import GrammarBusy, GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, FinishReason
 from sglcore.schedule.prompt_embeds import PromptEmbeds
@@ -228,20 +228,23 @@ class TokenEngine:
             for request in group.requests:
                 request.matcher, request.change = compiled.start_after(request.prompt_ids)
         except GrammarError as error:
-            return self._end_unqueued(name, group, "error", str(error), refused=True)
+            is_busy = isinstance(error, GrammarBusy)
+            text, later = (error.found, error.retry_after) if is_busy else (str(error), 0.0)
+            return self._end_unqueued(name, group, "error", text, refused=True, retry_after=later)
         except Exception as error:
             return self._end_unqueued(name, group, "error", f"its grammar failed: {type(error).__name__}: {error}")
         self._queue(group)
         return []
 
     def _end_unqueued(
-        self, name: str, group: SampleGroup, reason: FinishReason, error: str = "", *, refused: bool = False
-    ) -> list[EngineOutput]:
+        self, name: str, group: SampleGroup, reason: FinishReason, error: str = "", *, refused: bool = False,
+        retry_after: float = 0.0,
+    ) -> list[EngineOutput]:  # fmt: skip
         """The last outputs of a request that the scheduler never had."""
         self._groups.pop(name, None)
         self._watched.pop(name, None)
         return [
-            EngineOutput(name, request.sample_index, [], reason, None, error, refused=refused)
+            EngineOutput(name, request.sample_index, [], reason, None, error, refused=refused, retry_after=retry_after)
             for request in group.requests
         ]
 

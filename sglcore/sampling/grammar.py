@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from sglcore.device.errors import SglcoreError
 from sglcore.sampling.structural_tag import StructuralTag, TagError, read_structural_tag
@@ -21,6 +21,16 @@ ORIGIN = "//: "
 
 class GrammarError(SglcoreError, ValueError):
     """A grammar that can not be read, or not be enforced."""
+
+
+class GrammarBusy(GrammarError):
+    """A grammar that could not be compiled for now, because of others; `retry_after` is in seconds."""
+
+    retry_after: ClassVar[float] = 10.0
+
+    def __init__(self, found: str) -> None:
+        """`found` says what it waited for."""
+        super().__init__(found, remedy="try again later")
 
 
 @dataclass(frozen=True, slots=True)

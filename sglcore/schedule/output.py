@@ -30,8 +30,9 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     `logprobs` runs along `token_ids` (None: not asked for). `stop_cause`: the stop token's id, counted in `token_ids`, or
     the stop string. `cached_tokens` (-1: not said) and `prompt_logprobs`, of prompt tokens 1 and on, come with the first
     token. `processed` (-1: not said): prompt tokens that were handed to the device, for requests that ask for progress.
-    `refused`: the sample could never run, or not go on, by the caller's fault that `error` names. `is_unserved`: nothing of it was
-    made, for want of what `error` names, which may come back. `proposed` (-1: none could be): proposals
+    `refused`: the sample could never run, or not go on, by the caller's fault that `error` names; `retry_after` (0: not): it may
+    run in so many seconds, for others kept it from it. `is_unserved`: nothing of it was made, for want of what `error` names,
+    which may come back. `proposed` (-1: none could be): proposals
     that the step verified, of which all tokens but the last were right.
     """
 
@@ -48,6 +49,7 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     refused: bool = False
     proposed: int = -1
     is_unserved: bool = False
+    retry_after: float = 0.0
 
     @property
     def finished(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sglcore.device.config import resolve_config
-from sglcore.engine.grammar import Grammars, open_grammars
+from sglcore.engine.grammar import Grammars, open_backend
 from sglcore.engine.start import start
 from sglcore.engine.text import TextCodec, eos_token_ids
 from sglcore.engine.vocabulary import Vocabulary
@@ -51,9 +51,7 @@ class Constrained:
         self.codec = TextCodec(started.model_path)
         self.eos_ids = frozenset(eos_token_ids(started.model_path))
         vocabulary = Vocabulary(self.codec.tokenizer, self.limits.vocab_size, tuple(self.eos_ids))
-        grammars, _ = open_grammars("auto", vocabulary)
-        assert grammars is not None
-        self.grammars: Grammars = grammars
+        self.grammars = Grammars(open_backend("llguidance", vocabulary))
         self.steps = 0
         self._composition = 0
 

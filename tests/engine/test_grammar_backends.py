@@ -18,7 +18,7 @@ from sglcore.engine.grammar import GrammarBackend, Grammars, open_grammars
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokens import TokenEngine
 from sglcore.engine.vocabulary import Vocabulary
-from sglcore.sampling.grammar import Grammar, GrammarError, GrammarKind, Repetition, Thinking, TokenRules
+from sglcore.sampling.grammar import Grammar, GrammarBusy, GrammarError, GrammarKind, Repetition, Thinking, TokenRules
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Matcher, RequestError
 from tests.engine.grammar_keywords import CASES
@@ -332,7 +332,7 @@ def test_asking_does_not_wait_and_all_who_asked_get_what_was_compiled_once() -> 
     grammars.close()
 
 
-def test_what_takes_too_long_is_an_error_that_says_how_long_and_others_go_on() -> None:
+def test_what_waits_too_long_is_refused_for_now_and_says_how_long_and_others_go_on() -> None:
     go = Event()
 
     def compile(grammar: Grammar) -> Startable:
@@ -340,7 +340,7 @@ def test_what_takes_too_long_is_an_error_that_says_how_long_and_others_go_on() -
         return Startable()
 
     grammars = Grammars(Fake(compile), seconds=0.05)
-    with pytest.raises(GrammarError, match=r"longer than 0.05 s"):
+    with pytest.raises(GrammarBusy, match=r"waited 0.05 s for those that are compiled before it; try again later"):
         grammars.compile(Grammar("regex", "slow")).start()
     grammars = Grammars(grammars.backend)
     assert grammars.compile(Grammar("regex", "quick")).start() == "started"
@@ -410,3 +410,33 @@ def test_taking_tokens_back_leaves_a_matcher_as_one_that_never_had_them(
                 break
             kept.append(int(rng.choice([token for token in choice if token not in EOS])))
             assert matcher.accept(kept[-1])
+
+
+RUNS_ON = Grammar("ebnf", 'root ::= ("x" | "y") c\nc ::= "zq" c')
+"""A form that begins well, and that the compiler gives up after a token that leaves no choice about the others."""
+
+
+def test_a_compiler_that_gives_up_after_a_token_that_it_allowed_says_why(tokenizer: Tokenizer) -> None:
+    compiled = opened("llguidance", tokenizer).backend.compile(RUNS_ON)
+    matcher = compiled.start()
+    y, z = (tokenizer.encode(text, add_special_tokens=False).ids[-1] for text in "yz")
+    assert y in allowed(matcher) and matcher.accept(y) and z in allowed(matcher)
+    assert not matcher.accept(z) and "Too many items" in matcher.error
+    matcher.rollback(0)
+    assert not matcher.error and z in allowed(matcher)
+    other = compiled.start()
+    assert not other.accept(z) and not other.error, "the mask forbids it, so who drew it is at fault"
+
+
+@pytest.mark.parametrize("count, is_served", [(1000, True), (1600, False)])
+def test_as_many_properties_may_be_left_out_as_are_followed_in_time_and_more_are_refused(
+    tokenizer: Tokenizer, count: int, is_served: bool
+) -> None:
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(count)}}
+    backend = opened("llguidance", tokenizer).backend
+    grammar = Grammar("json_schema", json.dumps(schema))
+    if is_served:
+        assert takes(backend, grammar, '{"p7": 1, "p999": 2}', tokenizer)
+    else:
+        with pytest.raises(GrammarError, match="Current row has .* items; max is 6000"):
+            backend.compile(grammar)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from sglcore.engine.grammar import Compiling, open_grammars
+from sglcore.engine.grammar import Compiling, Grammars, open_backend
 from sglcore.engine.start import embedded_model
 from sglcore.engine.vocabulary import Vocabulary
 from sglcore.sampling.grammar import Grammar, Thinking
@@ -52,9 +52,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def compiled(name: str, tokenizer: Tokenizer, grammar: Grammar | None, thinking: Thinking) -> Compiling:
     vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size(), EOS)
-    grammars, _ = open_grammars(name, vocabulary)
-    assert grammars is not None
-    return grammars.compile(grammar, thinking)
+    return Grammars(open_backend(name, vocabulary)).compile(grammar, thinking)
 
 
 def started(name: str, tokenizer: Tokenizer, grammar: Grammar | None, thinking: Thinking) -> Matcher:

@@ -12,7 +12,7 @@ from sglcore.engine import tokens
 from sglcore.engine.grammar import Grammars
 from sglcore.engine.tokens import TokenEngine
 from sglcore.engine.vocabulary import CompiledGrammar, Vocabulary
-from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.sampling.grammar import Grammar, GrammarBusy, GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Matcher, Request
@@ -103,6 +103,14 @@ def test_a_grammar_that_is_refused_is_told_of_though_the_step_beside_it_fails() 
         ("free", 0, "error", False),
     ]
     assert not engine.has_work
+    engine.close()
+
+
+def test_a_grammar_that_is_refused_for_now_ends_its_request_with_the_time_after_which_another_try_makes_sense() -> None:
+    engine = make_engine(GrammarBusy("much to do"))
+    engine.add("bound", [1, 2], BOUND, 0)
+    outputs = engine.step()
+    assert [(each.error, each.refused, each.retry_after) for each in outputs] == [("much to do", True, 10.0)] * 2
     engine.close()
 
 

@@ -318,6 +318,23 @@ def test_a_form_binds_the_text(server: Server, form: dict[str, Any], pattern: st
     assert choice["finish_reason"] == "stop" and re.fullmatch(pattern, choice["text"].strip()), choice["text"]
 
 
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({"regex": "((x{100}){100}){100}"}, "this regex demands 1000000 characters"),
+        ({"grammar": 'root ::= "a" root'}, "Too many items"),
+        ({"grammar": 'root ::= ("x" | "y") c\nc ::= "zq" c'}, "does not follow the grammar: .*Too many items"),
+    ],
+)
+def test_a_form_that_can_not_be_kept_to_is_refused_with_the_compilers_reason(
+    server: Server, form: dict[str, Any], reason: str
+) -> None:
+    error = server.refusal(PATH, {"prompt": STORY, "max_tokens": 30, "structured_outputs": form})
+    assert re.search(reason, error["message"]) and "device" not in error["message"]
+    answer = server.post(PATH, {"prompt": STORY, "max_tokens": 9, "structured_outputs": {"choice": ["well"]}})
+    assert answer["choices"][0]["text"] == "well"
+
+
 def test_ignored_fields_are_named_in_a_header(server: Server) -> None:
     answer = server.send(PATH, {**GREEDY, "user": "somebody", "metadata": {"a": "b"}})
     assert answer.headers["x-sglcore-warnings"] == "ignored: metadata, user"

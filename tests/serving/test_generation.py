@@ -18,6 +18,7 @@ from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, TokenLogprob
 from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel
+from sglcore.serving.replicas.errors import InvalidRequest, Overloaded, failure
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.ipc import (
     Address,
@@ -114,6 +115,17 @@ def test_a_stop_string_within_a_run_ends_the_sample_at_the_token_that_completes_
     assert codec.decode(delta.token_ids) == completion.text == delta.text
     assert list(delta.token_ids) == completion.token_ids == [score.token_id for score in delta.logprobs or ()]
     assert sent == [Stop("r", 0, ".c")] and told == [generation] and clock.ends == ["stop"]
+
+
+@pytest.mark.parametrize("seconds, kind", [(0.0, InvalidRequest), (10.0, Overloaded)])
+def test_what_others_kept_from_running_is_told_when_to_come_again(seconds: float, kind: type[Exception]) -> None:
+    generation = make(KeptClock(), SamplingParams())
+    generation.deliver(EngineOutput("r", 0, [], "error", error="much to do", refused=True, retry_after=seconds))
+    with pytest.raises(kind, match="much to do") as raised:
+        asyncio.run(generation.wait())
+    found = failure(raised.value)
+    assert found is not None and found.status == (429 if seconds else 400)
+    assert found.headers.get("retry-after") == ("10" if seconds else None)
 
 
 def test_however_many_reports_wait_others_have_their_turn_between_two_of_them(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from types import TracebackType
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
 from sglcore.schedule.output import EngineOutput
-from sglcore.serving.replicas.errors import InvalidRequest, Unserved
+from sglcore.serving.replicas.errors import InvalidRequest, Overloaded, Unserved
 from sglcore.serving.replicas.ipc import Abort, EngineRequest, GenerateRequest, Stop
 from sglcore.serving.replicas.metrics import RequestClock
 
@@ -72,7 +72,8 @@ class Generation:
             self._woken.set()
             return
         if output.refused and not any(sample.token_ids for sample in self.output.outputs):
-            self.fail(InvalidRequest(output.error))
+            later = output.retry_after
+            self.fail(Overloaded(output.error, retry_after=later) if later else InvalidRequest(output.error))
             return
         if output.is_unserved and not any(sample.token_ids for sample in self.output.outputs):
             self._send(Abort(self.request_id))  # others of its samples may still be on their way

@@ -1,0 +1,218 @@
+"""Grammars that take too long, too much memory or end their process harm nobody but who asked, and who asks after them waits for
+none of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from concurrent.futures import Future
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models
+
+from sglcore.engine.grammar import Grammars
+from sglcore.engine.grammar_check import CheckLimits, GrammarChecks, OnVerdict, Verdict
+from sglcore.engine.grammar_size import written_out
+from sglcore.engine.start import embedded_model
+from sglcore.engine.vocabulary import Vocabulary, first_steps
+from sglcore.sampling.grammar import Grammar, GrammarBusy, GrammarError, GrammarKind
+from tests.engine.test_grammar_backends import EOS, SIZE, Fake, Startable
+
+PATIENCE = 120.0
+ENDLESS = "((x{100}){100}){100}"
+SCHEMA: tuple[GrammarKind, str] = ("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
+
+
+class Asked:
+    """Checks with these limits, as a context manager; what each grammar gets."""
+
+    def __init__(self, **limits: Any) -> None:
+        tokenizer = Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
+        self.checks = GrammarChecks("llguidance", Vocabulary(tokenizer, SIZE, EOS), CheckLimits(**limits))
+
+    def ask(self, kind: GrammarKind, text: str) -> Future[Verdict]:
+        """The verdict on a grammar, once it is there."""
+        found: Future[Verdict] = Future()
+        self.checks.submit(Grammar(kind, text), found.set_result)
+        return found
+
+    def found(self, kind: GrammarKind, text: str) -> str:
+        """What is wrong with a grammar. Waits."""
+        return str(self.ask(kind, text).result(PATIENCE).failure or "")
+
+    def kill(self) -> None:
+        """End the process, and its forks."""
+        assert self.checks._process is not None
+        os.killpg(self.checks._process._process.pid, signal.SIGKILL)
+
+    def __enter__(self) -> Asked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.checks.close()
+
+
+def test_a_grammar_that_compiles_for_ever_is_ended_and_told_the_limit_and_the_next_one_is_compiled() -> None:
+    with Asked(seconds=0.2, young_seconds=PATIENCE) as asked:
+        found = asked.found("regex", ENDLESS)
+        assert found.startswith("compiling the grammar takes longer than 0.2 s of the processor; wanted a smaller one;")
+        assert not asked.found(*SCHEMA)
+
+
+def test_a_grammar_that_takes_too_much_memory_or_too_long_for_each_token_is_refused_with_the_number() -> None:
+    with Asked(seconds=PATIENCE, memory=64 << 20, mask_seconds=-1.0) as asked:
+        assert "takes more than 64 MiB of memory" in asked.found("regex", ENDLESS)
+        assert re.search(r"each token of the grammar takes 0\.\d\d s of the processor", asked.found(*SCHEMA))
+
+
+class Busy:
+    """A grammar of two tokens, whose second mask takes so much of the processor."""
+
+    error = ""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.is_begun = seconds, False
+
+    def start(self) -> Busy:
+        return Busy(self.seconds)
+
+    def accept(self, token_id: int) -> bool:
+        self.is_begun = True
+        return True
+
+    def rollback(self, count: int) -> None:
+        raise AssertionError("nothing is taken back")
+
+    def fill(self, words: NDArray[np.int32]) -> None:
+        words[:] = 1
+        begin = time.thread_time()
+        while self.is_begun and time.thread_time() < begin + self.seconds:
+            pass
+
+
+def test_the_time_of_a_token_is_that_of_the_masks_after_the_first_one() -> None:
+    vocabulary = Vocabulary(Tokenizer(models.BPE()), 32, (5,))
+    assert first_steps(Busy(0.02), vocabulary) >= 0.02
+
+
+def test_who_asks_after_endless_grammars_does_not_wait_for_them_and_more_of_those_are_refused_for_now() -> None:
+    with Asked(seconds=PATIENCE, most_seconds=PATIENCE, young=2, young_seconds=0.2, slow=2) as asked:
+        endless = [asked.ask("regex", ENDLESS) for _ in range(2)]
+        assert not any(asked.found(*SCHEMA) for _ in range(3))
+        third = asked.ask("regex", ENDLESS).result(PATIENCE)
+        assert isinstance(third.failure, GrammarBusy) and "others take the compilers' time" in third.busy
+        assert not asked.found(*SCHEMA)
+        assert not any(each.done() for each in endless)
+        asked.kill()
+        ends = [each.result(PATIENCE) for each in endless]
+        assert {each.busy for each in ends} == {"the process that checks grammars ended with code -9"}
+        assert not asked.found(*SCHEMA)
+
+
+def test_what_is_begun_ends_with_the_process_that_asked() -> None:
+    asked = Asked(seconds=PATIENCE)
+    asked.ask("regex", ENDLESS)
+    assert not asked.found(*SCHEMA)
+    process = asked.checks._process
+    assert process is not None
+    group = process._process.pid
+    process._lines.put(None)  # closes its standard input, as the end of this process would
+    process._process.wait(PATIENCE)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)
+
+
+class Held:
+    """A compiler that is not done with some texts before it is told."""
+
+    def __init__(self) -> None:
+        self.go = Event()
+
+    def compile(self, grammar: Grammar) -> Startable:
+        assert not grammar.text.startswith("held") or self.go.wait(PATIENCE)
+        return Startable()
+
+
+class Told:
+    """Checks whose verdicts are given by the test, in order."""
+
+    def __init__(self, *verdicts: Verdict) -> None:
+        self.verdicts = list(verdicts)
+        self.asked: list[Grammar] = []
+        self.is_closed = False
+
+    def submit(self, grammar: Grammar, told: OnVerdict) -> None:
+        self.asked.append(grammar)
+        told(self.verdicts.pop(0))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_refusal_for_now_is_not_kept_and_one_for_good_is() -> None:
+    checks = Told(Verdict(1, busy="much to do"), Verdict(2, error=("no", "another", "")))
+    grammars = Grammars(Fake(lambda grammar: Startable()), checks)
+    with pytest.raises(GrammarBusy, match="much to do; try again later"):
+        grammars.compile(Grammar("regex", "a")).start()
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="no; wanted another"):
+            grammars.compile(Grammar("regex", "a")).start()
+    assert len(checks.asked) == 2
+    grammars.close()
+    assert checks.is_closed
+
+
+@pytest.mark.parametrize("seconds, others", [(0.1, 0), (2.0, 2)])
+def test_what_took_long_to_check_is_compiled_where_it_holds_up_only_its_like(seconds: float, others: int) -> None:
+    blocked = Held()
+    checks = Told(*(Verdict(number, seconds=seconds) for number in range(2)), *(Verdict(9) for _ in range(2)))
+    grammars = Grammars(Fake(blocked.compile), checks)
+    for number in range(2):
+        grammars.compile(Grammar("regex", f"held {number}"))
+    quick = [grammars.compile(Grammar("regex", f"quick {number}")) for number in range(2)]
+    assert [each.wait(PATIENCE if others else 0.05) for each in quick] == [bool(others)] * 2
+    blocked.go.set()
+    assert all(each.start() == "started" for each in quick)
+    grammars.close()
+
+
+@pytest.mark.parametrize(
+    "pattern, size",
+    [
+        ("", 0),
+        ("abc", 3),
+        ("x{100}", 100),
+        ("((x{100}){100}){100}", 10**6),
+        ("(ab){3}c{2,}d{0,9}", 8),
+        ("a*b+c?", 1),
+        (r"\d{3}-[a-z{9}\]]{4}", 8),
+        ("[]{7}]{2}", 2),
+        ("(a|bc|d){5}|e", 10),
+        ("((", 0),
+        ("a{x}{2}", 5),
+        ("[abc", 1),
+    ],
+)
+def test_the_size_of_a_pattern_is_what_its_counts_write_out(pattern: str, size: int) -> None:
+    assert written_out(pattern) == size
+
+
+@pytest.mark.parametrize(
+    "grammar, place",
+    [
+        (Grammar("regex", ENDLESS), "this regex demands 1000000 characters"),
+        (Grammar("json_schema", f'{{"items": {{"pattern": "{ENDLESS}"}}}}'), "the pattern at #/items demands"),
+        (Grammar("json_schema", f'{{"patternProperties": {{"{ENDLESS}": true}}}}'), "the pattern at # demands"),
+    ],
+)
+def test_a_pattern_too_large_is_refused_before_anything_is_compiled(grammar: Grammar, place: str) -> None:
+    checks = Told()
+    with pytest.raises(GrammarError, match=place):
+        Grammars(Fake(lambda grammar: Startable()), checks).compile(grammar).start()
+    assert not checks.asked
