@@ -6,6 +6,7 @@ Not thread-safe: one owner calls `add`, `abort` and `step`.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from sglcore.device.ledger import Row
 from sglcore.device.worker import ModelWorker
 from sglcore.engine.grammar import Grammars, open_grammars
+from sglcore.engine.guidance_schema import left_out_of
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import RequestOutput, TextDelta
 from sglcore.engine.text import EncodedPair, TextCodec, TextError, eos_token_ids
@@ -76,6 +78,8 @@ class Engine:
             raise TextError(f"request id {name!r} is in use", remedy="give each request its own id")
         ids = read_prompt(self.codec, prompt)
         check_ids(params, self.vocab_size)
+        for name in left_out_of(params.grammar):
+            warnings.warn(f"the output is not held to {name} of its schema: check it for that", stacklevel=3)
         seed = params.seed if params.seed is not None else fresh_seed()
         processor = OutputProcessor(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
         processor.output.max_tokens = cut_tokens(params, len(ids), self.worker.limits.max_model_len)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from sglcore.engine.guidance_schema import NAME, OPTIONS, check_schema
+from sglcore.engine.schema_loosening import loosened
 from sglcore.engine.tag_grammar import lark_of_tags
 from sglcore.engine.vocabulary import Vocabulary, first_steps
 from sglcore.sampling.grammar import ORIGIN, Grammar, GrammarError, read_schema, read_tags
@@ -176,13 +177,11 @@ def _source(grammar: Grammar) -> str:
         return library.grammar_from_lark(_lark_of(grammar.text))
     schema = {"type": "object"} if grammar.kind == "json_object" else read_schema(grammar.text)
     check_schema(schema)
-    text = '{"type": "object"}' if grammar.kind == "json_object" else grammar.text
-    if schema is True:
-        text = "{}"
     if schema is False:
         raise GrammarError("the schema is false", wanted="one that some value fulfils")
     options: Any = dict(OPTIONS)
-    return library.grammar_from_json_schema(text, overrides=options)
+    simpler = loosened(schema).schema if isinstance(schema, dict) else {}
+    return library.grammar_from_json_schema(json.dumps(simpler, ensure_ascii=False), overrides=options)
 
 
 def _lark_of(text: str) -> str:

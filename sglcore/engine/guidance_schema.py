@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.engine.grammar_schema import refuse_keywords, schemas
-from sglcore.sampling.grammar import GrammarError
+from sglcore.engine.schema_loosening import loosened
+from sglcore.sampling.grammar import Grammar, GrammarError, read_schema, read_tags
 
 NAME = "llguidance"
 
@@ -43,9 +44,19 @@ def check_schema(schema: Any) -> None:
 
 
 def embedded(schema: Mapping[str, Any]) -> str:
-    """The text of a schema inside a Lark grammar, behind `%json`; raises GrammarError."""
+    """The text of a schema inside a Lark grammar, behind `%json`, without what is not enforced; raises GrammarError."""
     check_schema(schema)
-    return json.dumps({**schema, OWN: dict(OPTIONS)}, ensure_ascii=False)
+    return json.dumps({**loosened(schema).schema, OWN: dict(OPTIONS)}, ensure_ascii=False)
+
+
+def left_out_of(grammar: Grammar | None) -> tuple[str, ...]:
+    """What of a grammar's schemas its outputs are not held to, each with its place."""
+    if grammar is None or grammar.kind not in ("json_schema", "structural_tag"):
+        return ()
+    if grammar.kind == "json_schema":
+        return loosened(read_schema(grammar.text)).left_out
+    schemas = (json.loads(tag.schema) for tag in read_tags(grammar.text).tags)
+    return tuple(name for schema in schemas for name in loosened(schema).left_out)
 
 
 def _refuse_narrow_bounds(schema: Any) -> None:

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from sglcore.device.errors import ConfigError
 from sglcore.engine.grammar import GrammarBackend, Grammars, open_grammars
+from sglcore.engine.guidance_schema import left_out_of
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokens import TokenEngine
 from sglcore.engine.vocabulary import Vocabulary
@@ -79,6 +80,8 @@ def test_each_keyword_of_a_schema_is_enforced_or_refused(backend: GrammarBackend
             backend.compile(grammar)
         except GrammarError:
             continue
+        if backend.name == "llguidance" and left_out_of(grammar):
+            continue  # tests/engine/test_schema_loosening.py
         enforced += 1
         assert not [value for value in bad if takes(backend, grammar, json.dumps(value), tokenizer)], name
         if name not in NARROWER.get(backend.name, ()):
@@ -89,13 +92,10 @@ def test_each_keyword_of_a_schema_is_enforced_or_refused(backend: GrammarBackend
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
-        ({"properties": {"a": {"items": {"type": "array", "uniqueItems": True}}}}, "uniqueItems"),
-        ({"not": {}}, "not"),
         ({"anyOf": [{"x-guidance": {}}]}, "'x-guidance' at #/anyOf/0"),
         ({"$defs": {"x": {"$anchor": "b"}}}, "'$anchor' at #/$defs/x"),
         ({"type": "number", "exclusiveMinimum": 2, "maximum": 2.5}, "between 2 and 2.5"),
         ({"allOf": [{"type": "number", "exclusiveMaximum": -1}, {"minimum": -1.5}]}, "between -1.5 and -1"),
-        ({"type": "string", "format": "telephone"}, "telephone"),
         ({"$ref": "https://example.org/schema"}, "example.org"),
         (False, "false"),
     ],

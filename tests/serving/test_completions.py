@@ -335,6 +335,20 @@ def test_a_form_that_can_not_be_kept_to_is_refused_with_the_compilers_reason(
     assert answer["choices"][0]["text"] == "well"
 
 
+def test_what_of_a_schema_is_not_enforced_is_named_in_a_header(server: Server) -> None:
+    tags = {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True, "minItems": 1, "maxItems": 2}
+    form = {"type": "json_schema", "json_schema": {"schema": tags}}
+    named = "ignored: {}#/uniqueItems"
+    for body, place in (
+        ({"response_format": form}, "response_format"),
+        ({"guided_json": tags}, "guided_json"),
+        ({"structured_outputs": {"json": tags}}, "structured_outputs.json"),
+    ):
+        answer = server.send(PATH, {"prompt": STORY, "max_tokens": 30, **body})
+        assert answer.headers["x-sglcore-warnings"] == named.format(place), answer.text
+        assert json.loads(answer.json()["choices"][0]["text"]) in (["a"], ["a", "a"])
+
+
 def test_ignored_fields_are_named_in_a_header(server: Server) -> None:
     answer = server.send(PATH, {**GREEDY, "user": "somebody", "metadata": {"a": "b"}})
     assert answer.headers["x-sglcore-warnings"] == "ignored: metadata, user"

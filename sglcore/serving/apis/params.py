@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from sglcore.device.server_config import ServerConfig
+from sglcore.engine.guidance_schema import left_out_of
 from sglcore.sampling.grammar import Grammar, GrammarKind, TokenRules
 from sglcore.sampling.params import (
     MAX_BREAKER_TEXT,
@@ -156,6 +157,11 @@ def sampling_params(body: SamplingFields, *, max_tokens: int | None, **others: A
     if given.get("seed") == -1:
         del given["seed"]
     return SamplingParams(max_tokens=max_tokens, **given, **values)
+
+
+def unenforced(form: str, params: SamplingParams) -> list[str]:
+    """What of the schema that binds the text does not, each with the field `form` and its place in the schema."""
+    return [f"{form}{name}" for name in left_out_of(params.grammar)]
 
 
 def check_streamed(body: GenerationFields) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from sglcore.engine.guidance_schema import left_out_of
 from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
+from sglcore.engine.schema_loosening import loosened
 from sglcore.sampling.grammar import GrammarError, Thinking
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import FinishReason, TokenLogprob
@@ -103,11 +105,13 @@ class ChatRun(Runs):
     """The run of one prompt, as an async iterator of ChatEvent. Iterating raises what ended it from outside. One consumer."""
 
     def __init__(
-        self, runs: Runs, request: ChatRequest, parsers: Sequence[TextParser], ignored: Sequence[str] = ()
-    ) -> None:
-        """`parsers` of its samples. `ignored`: the chat_template_kwargs that the template does not read."""
+        self, runs: Runs, request: ChatRequest, parsers: Sequence[TextParser], ignored: Sequence[str] = (),
+        unenforced: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`parsers` of its samples. `ignored`: the chat_template_kwargs that the template does not read; `unenforced`: what of the
+        schemas that bind the answer is not kept to."""
         super().__init__(runs.generations, runs.held, runs.form)
-        self.request, self.ignored = request, tuple(ignored)
+        self.request, self.ignored, self.unenforced = request, tuple(ignored), tuple(unenforced)
         parallel = request.parallel_tool_calls
         self._samples = [_Sample(index, parser, parallel) for index, parser in enumerate(parsers)]
 
@@ -206,7 +210,15 @@ async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
     ]
     has_no_use = request.thinking_token_budget is not None and params.thinking is None
     ignored = (*rendered.ignored, "thinking_token_budget") if has_no_use else rendered.ignored
-    return ChatRun(runs, request, parsers, ignored)
+    return ChatRun(runs, request, parsers, ignored, tuple(_unenforced(request, must_call=must_call)))
+
+
+def _unenforced(request: ChatRequest, *, must_call: bool) -> Iterator[str]:
+    """What of the schemas that bind the answer does not."""
+    yield from (f"{request.form}{name}" for name in left_out_of(request.params.grammar))
+    for place, tool in enumerate(request.tools or () if must_call else ()):
+        schema = tool.get("function", tool).get("parameters")
+        yield from (f"tools[{place}]{name}" for name in loosened(schema).left_out)
 
 
 def _params(

@@ -19,7 +19,7 @@ from sglcore.serving.apis.openai.answers import (
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody
 from sglcore.serving.apis.openai.events import ChatWriter, CompletionWriter
 from sglcore.serving.apis.openai.request import chat_request, completion_request
-from sglcore.serving.apis.params import completed
+from sglcore.serving.apis.params import completed, unenforced
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.run import start_chat
@@ -43,7 +43,7 @@ def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
         run = await start_chat(frontend, chat_request(completed(body, frontend.sampling), frontend.config, writer.id))
         values = body.chat_template_kwargs or {}
         unread = (f"chat_template_kwargs.{name}" if name in values else name for name in run.ignored)
-        return await writer.respond(run, body.stream, (*body.warnings(), *unread))
+        return await writer.respond(run, body.stream, (*body.warnings(), *unread, *run.unenforced))
 
     @router.post("/v1/completions", tags=["completions"], responses=_streamed(CompletionAnswer, CompletionChunk))
     async def completions(body: CompletionBody) -> Response | Stream:
@@ -59,7 +59,8 @@ def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
             name=writer.id,
             form=request.form,
         )
-        return await writer.respond(runs, body.stream, body.warnings())
+        notes = (*body.warnings(), *unenforced(request.form, request.params))
+        return await writer.respond(runs, body.stream, notes)
 
 
 def _add_models(router: APIRouter, frontend: Frontend) -> None:

@@ -23,7 +23,7 @@ from sglcore.serving.apis.others.llama_body import (
     LlamaFields,
     llama_params,
 )
-from sglcore.serving.apis.params import completed
+from sglcore.serving.apis.params import completed, unenforced
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.frontend import ChatFrontend
@@ -58,7 +58,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         check_limit("prompt", len(prompts), frontend.config.max_prompts, "prompts")
         params, form = llama_params(completed(body, frontend.sampling), frontend.config)
         runs = await start_runs(frontend, prompts, params, special=True, progress=False, name=None, form=form)
-        return await writer.respond(runs, body.stream, body.warnings())
+        return await writer.respond(runs, body.stream, (*body.warnings(), *unenforced(form, params)))
 
     said = documented(said="The text, or with `stream` events of its parts", events="", form=_ONE_OR_MORE)
 

@@ -20,7 +20,7 @@ from sglcore.serving.apis.body import Body, Count, Items, Positive, Seed
 from sglcore.serving.apis.checks import check_limit, own_names
 from sglcore.serving.apis.logprobs import finite
 from sglcore.serving.apis.openai.body import Ids, as_prompts
-from sglcore.serving.apis.params import MOST_IDS, SamplingFields, Stop, Stops, completed, sampling_params
+from sglcore.serving.apis.params import MOST_IDS, SamplingFields, Stop, Stops, completed, sampling_params, unenforced
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.frontend import ChatFrontend
@@ -99,7 +99,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         check_limit("sampling_params.n", params.n, frontend.config.max_n)
         name = body.rid or secrets.token_hex(16)
         runs = await start_runs(frontend, prompts, params, special=True, progress=False, name=name, form=form)
-        return await writer.respond(runs, body.stream, body.warnings())
+        return await writer.respond(runs, body.stream, (*body.warnings(), *unenforced(form, params)))
 
 
 class _Writer(Writer[Runs]):

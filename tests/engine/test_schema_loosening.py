@@ -1,0 +1,169 @@
+"""What llguidance does not enforce is left out of a schema and named, so that ordinary schemas are served; what is left holds."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import uuid
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jsonschema
+import pydantic
+import pytest
+from tokenizers import Tokenizer
+
+from sglcore.engine.grammar_llguidance import Llguidance
+from sglcore.engine.guidance_schema import left_out_of
+from sglcore.engine.schema_loosening import loosened, readable
+from sglcore.engine.start import embedded_model
+from sglcore.engine.vocabulary import Vocabulary
+from sglcore.sampling.grammar import Grammar
+from tests.engine.grammar_keywords import CASES
+from tests.engine.test_grammar_backends import EOS, SIZE, takes
+
+REFUSED = frozenset({"$ref to an anchor", "$dynamicRef", "$recursiveRef", "x-guidance"})
+"""What is no annotation, and can not be left out."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def backend(tokenizer: Tokenizer) -> Llguidance:
+    return Llguidance(Vocabulary(tokenizer, SIZE, EOS))
+
+
+def grammar_of(schema: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema))
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - REFUSED))
+def test_every_keyword_is_enforced_or_left_out_by_name_and_no_value_is_lost(
+    name: str, backend: Llguidance, tokenizer: Tokenizer
+) -> None:
+    schema, good, bad = CASES[name]
+    left_out = loosened(schema).left_out
+    assert all(takes(backend, grammar_of(schema), json.dumps(value), tokenizer) for value in good), name
+    taken = [value for value in bad if takes(backend, grammar_of(schema), json.dumps(value), tokenizer)]
+    assert not taken or left_out, (name, taken)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_a_looser_schema_has_every_value_of_the_given_one_and_no_further_step_changes_it(name: str) -> None:
+    schema, good, _ = CASES[name]
+    simpler = loosened(schema)
+    if name not in REFUSED:
+        for value in good:
+            kind = (
+                jsonschema.Draft7Validator if isinstance(schema.get("items"), list) else jsonschema.Draft202012Validator
+            )
+            kind(simpler.schema).validate(value)
+    again = loosened(simpler.schema)
+    assert again.schema == simpler.schema and not again.left_out
+
+
+class Leaf(pydantic.BaseModel):
+    kind: Literal["leaf"]
+    folder: Path
+    blob: bytes
+    price: Decimal
+    cost: Annotated[Decimal, pydantic.Field(max_digits=6, decimal_places=2)]
+    tags: set[str]
+    place: uuid.UUID
+    when: datetime.datetime
+    secret: pydantic.SecretStr
+    link: pydantic.AnyUrl
+    by_name: dict[Annotated[str, pydantic.Field(pattern="^[a-z]+$")], int]
+    by_word: dict[Literal["x", "y"], float]
+    key: pydantic.UUID4
+    code: pydantic.Base64Str
+    host: pydantic.IPvAnyAddress
+
+
+class Branch(pydantic.BaseModel):
+    kind: Literal["branch"]
+    parts: list[Annotated[Leaf | Branch, pydantic.Field(discriminator="kind")]]
+    pair: tuple[int, str] | None = None
+
+
+ZOD: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "number"}}, ()),
+    (
+        {
+            "type": "object",
+            "propertyNames": {"type": "string", "enum": ["a", "b"]},
+            "additionalProperties": {"type": "integer"},
+        },
+        (),
+    ),
+    (
+        {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]},
+        ("#/anyOf/1/pattern's look-around",),
+    ),
+    ({"type": "string", "format": "jwt"}, ("#/format 'jwt'",)),
+    ({"type": "string", "format": "base64", "contentEncoding": "base64"}, ("#/format 'base64'",)),
+    (
+        {
+            "type": "string",
+            "format": "email",
+            "pattern": r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+        },
+        ("#/pattern's look-around",),
+    ),
+    ({"type": "object", "patternProperties": {r"\bx": True}, "additionalProperties": False}, ("#/patternProperties",)),
+    ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, ("#/uniqueItems",)),
+    ({"type": "array", "uniqueItems": False}, ()),
+    ({"type": "integer", "format": "int32"}, ()),
+    ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, ()),
+    ({"oneOf": [{"minimum": 3}, {"type": "integer"}]}, ("#/oneOf",)),
+    ({"properties": {"uniqueItems": {"const": {"not": 1}}, "format": {"enum": [{"format": "x"}]}}}, ()),
+)
+
+
+@pytest.mark.parametrize(("schema", "names"), ZOD, ids=lambda value: json.dumps(value)[:40])
+def test_what_zod_and_others_write_is_served_and_what_is_left_out_is_named(
+    schema: dict[str, Any], names: tuple[str, ...], backend: Llguidance
+) -> None:
+    assert left_out_of(grammar_of(schema)) == names
+    backend.compile(grammar_of(schema))
+
+
+def test_what_pydantic_writes_is_served(backend: Llguidance) -> None:
+    for mode in ("validation", "serialization"):
+        grammar = grammar_of(Branch.model_json_schema(mode=mode))
+        backend.compile(grammar)
+        named = {name.rpartition("/")[2] for name in left_out_of(grammar)}
+        assert {"uniqueItems", "format 'path'", "format 'uuid4'"} <= named
+        assert not named & {"oneOf", "propertyNames", "format 'uuid'"}
+
+
+def test_names_that_are_listed_or_have_a_pattern_are_kept_to(backend: Llguidance, tokenizer: Tokenizer) -> None:
+    value = {"additionalProperties": {"type": "integer"}, "type": "object"}
+    listed = grammar_of({**value, "propertyNames": {"enum": ["ab", "cd"]}})
+    shaped = grammar_of({**value, "propertyNames": {"pattern": "^[a-d]+$"}})
+    for grammar in (listed, shaped):
+        assert takes(backend, grammar, '{"ab": 1}', tokenizer) and takes(backend, grammar, "{}", tokenizer)
+        assert not takes(backend, grammar, '{"xy": 1}', tokenizer)
+        assert not takes(backend, grammar, '{"ab": "1"}', tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "simpler"),
+    [
+        ("^a+$", "^a+$"),
+        (r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", r"^[+-]?0*\d*\.?\d*$"),
+        ("(?=a(b(c)))*x(?<!y){2}", "x"),
+        ("(?<name>a)", "(?<name>a)"),
+        (r"[(?=]\(?=", r"[(?=]\(?="),
+        (r"(a)\1", None),
+        (r"\bx", None),
+        (r"\\bx[\b]", r"\\bx[\b]"),
+        ("(?=a", None),
+    ],
+)
+def test_a_pattern_loses_what_only_forbids(pattern: str, simpler: str | None) -> None:
+    assert readable(pattern) == simpler
