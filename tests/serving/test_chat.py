@@ -142,6 +142,54 @@ def test_a_schema_binds_the_answer(server: Server, stream: bool) -> None:
     jsonschema.validate(json.loads(text), SCHEMA)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"json_schema": SCHEMA},
+    ],
+)
+def test_a_schema_binds_the_answer_by_the_names_of_llama_server(server: Server, form: dict[str, Any]) -> None:
+    text = choice_of(server, {"messages": MESSAGES, "seed": 3, "max_tokens": 200, **form})["message"]["content"]
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+LOOSE = {"type": "object", "properties": {"path": {"type": "string", "format": "path", "maxLength": 8}}}
+TEXT = {"format": {"type": "json_schema", "name": "a", "schema": LOOSE}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        (PATH, {"response_format": {"type": "json_schema", "json_schema": {"schema": LOOSE}}}, "response_format"),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": LOOSE}}},
+            "output_config.format",
+        ),
+        ("/v1/responses", {"text": TEXT}, "text.format.schema"),
+    ],
+)
+def test_what_of_a_schema_is_not_enforced_is_named_in_every_protocol(
+    server: Server, path: str, body: dict[str, Any], named: str
+) -> None:
+    given = (
+        {"input": "a", "max_output_tokens": 40} if path == "/v1/responses" else {"messages": MESSAGES, "max_tokens": 40}
+    )
+    answer = server.send(path, {"model": "sglcore-demo", **given, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-sglcore-warnings"] == f"ignored: {named}#/properties/path/format 'path'"
+
+
+def test_what_of_a_forced_calls_parameters_is_not_enforced_is_named(tool_server: Server) -> None:
+    tool = {"type": "function", "function": {"name": "open", "parameters": {**LOOSE, "required": ["path"]}}}
+    body = {"messages": MESSAGES, "tools": [tool], "max_tokens": 60, "tool_choice": "required"}
+    answer = tool_server.send(PATH, body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-sglcore-warnings"] == "ignored: tools[0]#/properties/path/format 'path'"
+    assert "x-sglcore-warnings" not in tool_server.send(PATH, {**body, "tool_choice": "auto"}).headers
+
+
 def test_text_is_a_form_that_binds_nothing(server: Server) -> None:
     bound = choice_of(server, {**GREEDY, "response_format": {"type": "text"}})
     assert bound["message"] == choice_of(server, GREEDY)["message"]
@@ -326,7 +374,7 @@ UNENFORCED: Any = {
         TOOLS[1],
         {
             "type": "function",
-            "function": {"name": "cook", "parameters": {"properties": {"pan": {"type": "string", "format": "hot"}}}},
+            "function": {"name": "cook", "parameters": {"properties": {"pan": {"$ref": "https://example.org/pan"}}}},
         },
     ],
     "tool_choice": "required",
@@ -338,7 +386,7 @@ UNENFORCED: Any = {
     [
         ({"tool_choice": {"type": "function", "function": {"name": "cook"}}}, "tool_choice", "cook"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "text that matches"),
-        (UNENFORCED, "tools", 'the parameters of "cook" can not be enforced: Unknown format: hot'),
+        (UNENFORCED, "tools", 'the parameters of "cook" can not be enforced'),
     ],
 )
 def test_tools_that_can_not_be_offered_are_refused_by_name(

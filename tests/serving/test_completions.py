@@ -311,6 +311,13 @@ def test_a_bias_forces_and_forbids_tokens(server: Server) -> None:
         ({"structured_outputs": {"grammar": 'root ::= "up" | "down"'}}, "up|down"),
         ({"structured_outputs": {"json": {"type": "boolean"}}}, "true|false"),
         ({"guided_json": '{"enum": [7, 8]}'}, "7|8"),
+        ({"response_format": {"type": "json_object", "schema": {"enum": [7, 8]}}}, "7|8"),
+        ({"response_format": {"type": "json_schema", "schema": {"enum": [7, 8]}}}, "7|8"),
+        ({"json_schema": {"enum": [7, 8]}}, "7|8"),
+        ({"json_schema": '{"enum": [7, 8]}', "grammar": "", "regex": ""}, "7|8"),
+        ({"regex": "up|down"}, "up|down"),
+        ({"grammar": 'root ::= "up" | "down"'}, "up|down"),
+        ({"ebnf": 'root ::= "up" | "down"', "json_schema": None}, "up|down"),
     ],
 )
 def test_a_form_binds_the_text(server: Server, form: dict[str, Any], pattern: str) -> None:
@@ -333,6 +340,33 @@ def test_a_form_that_can_not_be_kept_to_is_refused_with_the_compilers_reason(
     assert re.search(reason, error["message"]) and "device" not in error["message"]
     answer = server.post(PATH, {"prompt": STORY, "max_tokens": 9, "structured_outputs": {"choice": ["well"]}})
     assert answer["choices"][0]["text"] == "well"
+
+
+@pytest.mark.parametrize(
+    ("form", "param", "said"),
+    [
+        ({"structured_outputs": {"schema": {}}}, "structured_outputs", "wanted one of json, json_object, regex"),
+        ({"structured_outputs": {}}, "structured_outputs", "no kind"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "nothing beside the type"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+            "response_format.json_schema",
+            "wanted schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}}},
+            "response_format.schema",
+            "json_schema and schema",
+        ),
+        ({"response_format": {"type": "json_object", "triggers": ["a"]}}, "response_format.triggers", "triggers"),
+        ({"regex": "a", "grammar": 'root ::= "a"'}, "regex", "one form of the answer"),
+    ],
+)
+def test_a_form_that_would_bind_nothing_or_two_ways_is_refused(
+    server: Server, form: dict[str, Any], param: str, said: str
+) -> None:
+    error = server.refusal(PATH, {"prompt": STORY, "max_tokens": 3, **form})
+    assert error["param"] == param and said in error["message"], error
 
 
 def test_what_of_a_schema_is_not_enforced_is_named_in_a_header(server: Server) -> None:

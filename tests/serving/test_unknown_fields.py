@@ -76,7 +76,7 @@ def test_strict_fields_refuses_them_with_the_name_that_was_meant(path: str) -> N
         ("/v1/completions", "messages", [MESSAGE], "use prompt"),
         ("/v1/chat/completions", "max_output_tokens", 3, "use max_tokens"),
         ("/v1/chat/completions", "enable_thinking", True, "use chat_template_kwargs"),
-        ("/v1/chat/completions", "grammar", "root ::= x", "use structured_outputs"),
+        ("/v1/responses", "grammar", "root ::= x", "would change the text"),
         ("/v1/messages", "stop", ["a"], "use stop_sequences"),
         ("/v1/responses", "max_tokens", 3, "use max_output_tokens"),
         ("/v1/responses", "response_format", {"type": "json_object"}, "use text"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
@@ -27,6 +28,7 @@ MOST_STOPS, LONGEST_STOP = 64, 1024
 """Stop strings of a request and characters of each: all are looked for with every token."""
 MOST_IDS = 4096
 """Token ids that a request may name."""
+STRUCTURED = "structured_outputs."
 SWITCH = "x-guidance"
 """What changes how a schema inside a Lark grammar is enforced."""
 
@@ -85,13 +87,26 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """What form the answer takes. Structural tags are `structures` and `triggers`, or a `format`."""
+    """What form the answer takes. A schema is that of `json_schema`, or stands beside the type, as llama-server has it with
+    `json_object` too. Structural tags are `structures` and `triggers`, or a `format`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     structures: Items[dict[str, Any]] | None = None
     triggers: Items[str] | None = None
     format: dict[str, Any] | None = None
+
+
+PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "text": (),
+        "json_object": ("schema",),
+        "json_schema": ("json_schema", "schema"),
+        "structural_tag": ("structures", "triggers", "format"),
+    }
+)
+"""What a response format of each type may have beside it."""
 
 
 class StructuredOutputs(Body):
@@ -128,6 +143,10 @@ class GenerationFields(SamplingFields):
     guided_regex: str | None = None
     guided_choice: Items[str] | None = Field(None, min_length=1)
     guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -202,6 +221,7 @@ def _form(body: GenerationFields) -> tuple[str, Grammar | None]:
         **_of_format(body.response_format),
         **_of_structured(body.structured_outputs),
         **_of_structured(_guided(body), "guided_"),
+        **_of_own_names(body),
     }
     if len(found) > 1:
         names = " and ".join(found)
@@ -224,13 +244,37 @@ def format_grammar(kind: str, schema: Mapping[str, Any] | None, param: str) -> G
 def _of_format(found: ResponseFormat | None) -> dict[str, Grammar]:
     if found is None:
         return {}
+    parts = found.given("json_schema", "schema_", "structures", "triggers", "format")
+    names = [name.removesuffix("_") for name in parts]
+    other = next((name for name in names if name not in PARTS[found.type]), None)
+    if other is not None or (len(names) > 1 and found.type == "json_schema"):
+        raise InvalidRequest(
+            f"response_format of the type {found.type} has {' and '.join(names)}",
+            wanted=" or ".join(PARTS[found.type]) or "nothing beside the type",
+            param=f"response_format.{other or 'schema'}",
+        )
     if found.type == "structural_tag":
         with blame("response_format"):
-            parts = found.given("structures", "triggers", "format")
             return {"response_format": Grammar("structural_tag", json.dumps(parts, ensure_ascii=False))}
+    if found.schema_ is not None:
+        with blame("response_format.schema"):
+            return {"response_format": Grammar("json_schema", json.dumps(found.schema_, ensure_ascii=False))}
     schema = found.json_schema.schema_ if found.json_schema is not None else None
     grammar = format_grammar(found.type, schema, "response_format.json_schema.schema")
     return {} if grammar is None else {"response_format": grammar}
+
+
+def _of_own_names(body: GenerationFields) -> dict[str, Grammar]:
+    """The names of llama-server and SGLang."""
+    schema = "" if body.json_schema is None else _schema_text(body.json_schema, "json_schema")
+    grammar = body.grammar or ""
+    given: dict[str, tuple[GrammarKind, str]] = {
+        "json_schema": ("json_schema", schema),
+        "regex": ("regex", body.regex or ""),
+        "grammar": ("ebnf" if "::=" in grammar else "lark", grammar),
+        "ebnf": ("ebnf", body.ebnf or ""),
+    }
+    return {name: _grammar(name, kind, text) for name, (kind, text) in given.items() if text}
 
 
 def _guided(body: GenerationFields) -> StructuredOutputs:
@@ -244,9 +288,14 @@ def _guided(body: GenerationFields) -> StructuredOutputs:
     )
 
 
-def _of_structured(found: StructuredOutputs | None, prefix: str = "structured_outputs.") -> dict[str, Grammar]:
+def _of_structured(found: StructuredOutputs | None, prefix: str = STRUCTURED) -> dict[str, Grammar]:
     if found is None:
         return {}
+    if prefix == STRUCTURED and not found.given(*StructuredOutputs.model_fields):
+        kinds = ", ".join(field.alias or name for name, field in StructuredOutputs.model_fields.items())
+        raise InvalidRequest(
+            "structured_outputs has no kind that is here", wanted=f"one of {kinds}", param="structured_outputs"
+        )
     bound: dict[str, tuple[GrammarKind, str]] = {}
     if found.json_ is not None:
         bound["json"] = ("json_schema", _schema_text(found.json_, f"{prefix}json"))
