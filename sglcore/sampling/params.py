@@ -135,8 +135,9 @@ class SamplingParams:
 
 
 def fresh_seed() -> int:
-    """A 63-bit seed from the system's entropy: fits a signed 64-bit integer, so it can be returned in JSON and reused."""
-    return secrets.randbits(63)
+    """A seed below 2**53 from the system's entropy: readers of JSON whose numbers are 64-bit floats have it as the same number, so
+    it can be returned and used again."""
+    return secrets.randbits(53)
 
 
 def _restore(values: dict[str, Any]) -> SamplingParams:

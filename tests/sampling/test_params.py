@@ -174,9 +174,9 @@ def test_history_is_needed_only_for_penalties():
         assert SamplingParams(**given).needs_history
 
 
-def test_fresh_seeds_are_valid_seeds_and_differ():
+def test_fresh_seeds_are_valid_seeds_that_a_float_holds_and_differ():
     seeds = {fresh_seed() for _ in range(20)}
-    assert len(seeds) == 20 and all(SamplingParams(seed=seed).seed == seed < 2**63 for seed in seeds)
+    assert len(seeds) == 20 and all(SamplingParams(seed=seed).seed == seed < 2**53 for seed in seeds)
 
 
 def test_importing_the_parameters_loads_neither_torch_nor_numpy():

@@ -165,7 +165,7 @@ TEXT = {"format": {"type": "json_schema", "name": "a", "schema": LOOSE}}
         (
             "/v1/messages",
             {"output_config": {"format": {"type": "json_schema", "schema": LOOSE}}},
-            "output_config.format",
+            "output_config.format.schema",
         ),
         ("/v1/responses", {"text": TEXT}, "text.format.schema"),
     ],

@@ -299,6 +299,26 @@ def test_a_bias_forces_and_forbids_tokens(server: Server) -> None:
     assert server.post(PATH, {**body, "logit_bias": {str(first): -100}})["choices"][0]["token_ids"][0] != first
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+def test_only_a_stop_that_was_asked_for_is_named(server: Server, path: str, stream: bool) -> None:
+    prompt = {"prompt": STORY} if path == PATH else {"messages": [{"role": "user", "content": STORY}]}
+    body = {**prompt, "max_tokens": 5, "temperature": 0, "structured_outputs": {"choice": ["no"]}}
+
+    def ending(**more: Any) -> dict[str, Any]:
+        if not stream:
+            return server.post(path, {**body, **more})["choices"][0]
+        chunks = [json.loads(each) for each in server.events(path, {**body, **more})[:-1]]
+        return next(each["choices"][0] for each in chunks if each["choices"] and each["choices"][0]["finish_reason"])
+
+    found = ending()
+    assert found["finish_reason"] == "stop" and found["stop_reason"] is None and 0 <= found["seed_used"] < 2**53
+    end = server.post(path, {**body, "return_token_ids": True})["choices"][0]["token_ids"][-1]
+    assert ending(stop_token_ids=[end])["stop_reason"] == end
+    assert ending(stop=["o"])["stop_reason"] == "o"
+    assert ending(seed=2**64 - 1)["seed_used"] == 2**64 - 1
+
+
 @pytest.mark.parametrize(
     ("form", "pattern"),
     [

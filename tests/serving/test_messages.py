@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import anthropic
 import pytest
@@ -456,3 +457,38 @@ def test_what_a_body_says_of_thinking_and_of_calls_is_asked_for() -> None:
     asked = message_request(MessagesRequest.model_validate(body))
     assert (asked.thinking_token_budget, asked.parallel_tool_calls, asked.tool_choice) == (1024, False, "required")
     assert asked.tools is not None and asked.tools[0]["function"]["strict"] is True
+
+
+def test_models_are_listed_and_missed_in_the_shape_of_this_api(server: Server, real: anthropic.Anthropic) -> None:
+    page = real.models.list()
+    (model,) = page.data
+    assert (model.type, model.id, model.display_name) == ("model", "sglcore-demo", "sglcore-demo")
+    assert model.created_at.year >= 2020 and (page.first_id, page.last_id, page.has_more) == (model.id, model.id, False)
+    assert real.models.retrieve("sglcore-demo") == model
+    with pytest.raises(anthropic.NotFoundError) as missed:
+        real.models.retrieve("other")
+    assert cast(Any, missed.value.body)["error"]["type"] == "not_found_error"
+    assert server.get("/v1/models")["object"] == "list"
+    assert "param" in server.client.get("/v1/models/other").json()["error"]
+
+
+def test_answers_and_errors_have_the_id_where_this_client_looks_for_it(real: anthropic.Anthropic) -> None:
+    raw = real.messages.with_raw_response.create(
+        extra_headers={"x-request-id": "mine"}, **{**ASKED, "model": "sglcore-demo"}
+    )
+    assert raw.headers["request-id"] == "mine"
+    with pytest.raises(anthropic.NotFoundError) as missed:
+        real.messages.create(**{**ASKED, "model": "other"})
+    assert missed.value.request_id is not None and missed.value.request_id.startswith("req_")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_block_has_a_field_of_null(server: Server, stream: bool) -> None:
+    """The AI SDK's reader of this API takes a list or nothing for `citations`."""
+    body = {"model": "sglcore-demo", "max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}]}
+    if stream:
+        events = [json.loads(line) for line in server.events("/v1/messages", body) if line.startswith("{")]
+        blocks = [each["content_block"] for each in events if each["type"] == "content_block_start"]
+    else:
+        blocks = server.post("/v1/messages", body)["content"]
+    assert blocks and not [name for block in blocks for name, value in block.items() if value is None]

@@ -135,7 +135,7 @@ class TestCors:
         assert answer_of(config, method="OPTIONS", headers=asked).status == 200
         refused = answer_of(config, headers={"origin": "http://app.example"})
         assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, "http://app.example")
-        assert {"x-request-id", WARNINGS, CUT, "retry-after"} == set(
+        assert {"x-request-id", "request-id", WARNINGS, CUT, "retry-after"} == set(
             refused.headers["access-control-expose-headers"].split(", ")
         )
 

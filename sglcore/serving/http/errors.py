@@ -9,10 +9,13 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from sglcore.serving.apis.answer import encode, error_body
 from sglcore.serving.apis.anthropic import events as anthropic
+from sglcore.serving.apis.anthropic.models import VERSION
 from sglcore.serving.http.openapi import Application
 from sglcore.serving.replicas.errors import INVALID, Failure, InvalidRequest, told
 
@@ -48,21 +51,24 @@ _WANTED = MappingProxyType(
 """What is wanted where pydantic finds an error of a type; its own words are for those who write Python."""
 
 
-def body_of(failure: Failure, path: str) -> dict[str, Any]:
-    """The body of a failure on a path."""
+def body_of(failure: Failure, scope: Scope) -> dict[str, Any]:
+    """The body of a failure on a path; models are asked for by clients of two protocols."""
+    path = scope["path"]
     is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+    if path.startswith("/v1/models"):
+        is_anthropic = VERSION in Headers(scope=scope)
     return anthropic.error_body(failure) if is_anthropic else error_body(failure)
 
 
-def answer(found: Failure, path: str) -> Response:
+def answer(found: Failure, scope: Scope) -> Response:
     """The response of a failure, in the schema that clients of the path expect."""
-    return Response(encode(body_of(found, path)), found.status, dict(found.headers), "application/json")
+    return Response(encode(body_of(found, scope)), found.status, dict(found.headers), "application/json")
 
 
 async def on_validation(request: Request, error: Exception) -> Response:
     """For a body or a parameter that is wrong."""
     assert isinstance(error, RequestValidationError)
-    return answer(told(refused(error)), request.url.path)
+    return answer(told(refused(error)), request.scope)
 
 
 async def on_http(request: Request, error: Exception) -> Response:
@@ -76,7 +82,7 @@ async def on_http(request: Request, error: Exception) -> Response:
         own = headers.pop("Allow", "").split(", ")
         headers["allow"] = ", ".join(request.app.methods(path) or sorted(own))
     code = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
-    return answer(Failure(error.status_code, detail, INVALID, code=code, headers=headers), path)
+    return answer(Failure(error.status_code, detail, INVALID, code=code, headers=headers), request.scope)
 
 
 def refused(error: RequestValidationError) -> InvalidRequest:

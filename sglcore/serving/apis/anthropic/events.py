@@ -130,7 +130,7 @@ def _whole(block: Block) -> dict[str, Any]:
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block)}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "text", "text": block.text, "citations": None}
+    return {"type": "text", "text": block.text}
 
 
 def _input(block: Block) -> dict[str, Any]:

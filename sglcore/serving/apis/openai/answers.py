@@ -158,7 +158,8 @@ class CompletionLogprobsAnswer(Answer):
 class CompletionChoice(ChoiceEnd):
     """One sample of one prompt: `index` counts the samples of the first prompt, then those of the next.
 
-    `seed_used` with the same prompt gives the same text again. `stop_reason` is the stop token or string that ended it.
+    `seed_used` with the same prompt gives the same text again. `stop_reason` is the stop string or the
+    token of `stop_token_ids` that ended it, null for an end token of the model.
     With `finish_reason` "error" or "abort" the sample failed, and `error` says why.
     """
 

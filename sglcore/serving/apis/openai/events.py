@@ -123,7 +123,7 @@ class ChatWriter(_Writer[ChatRun]):
             "index": sample.index,
             "message": found,
             "logprobs": self._logprobs(message.logprobs),
-            **_ending(sample, message.finish_reason),
+            **_ending(sample, message.finish_reason, self._body),
         }
         return {**choice, "token_ids": sample.token_ids} if self._body.return_token_ids else choice
 
@@ -145,7 +145,7 @@ class ChatWriter(_Writer[ChatRun]):
         if self._body.return_token_ids:
             choice["token_ids"] = found.token_ids
         if found.finish_reason is not None:
-            choice |= _ending(output.outputs[found.index], found.finish_reason)
+            choice |= _ending(output.outputs[found.index], found.finish_reason, self._body)
         return choice
 
     def _logprobs(self, found: Any) -> dict[str, Any] | None:
@@ -197,7 +197,9 @@ class CompletionWriter(_Writer[Runs]):
             "index": place,
             "text": self._echoed(output) + ("" if is_scored_only else sample.text),
             "logprobs": self._logprobs(output, sample) if body.logprobs is not None else None,
-            **_ending(sample, "length" if is_scored_only and sample.finish_reason == "stop" else sample.finish_reason),
+            **_ending(
+                sample, "length" if is_scored_only and sample.finish_reason == "stop" else sample.finish_reason, body
+            ),
         }
         if body.return_token_ids:
             choice["token_ids"] = [] if is_scored_only else sample.token_ids
@@ -241,7 +243,7 @@ class CompletionWriter(_Writer[Runs]):
             if is_first:
                 part["prompt_token_ids"] = output.prompt_token_ids
         if delta.finish_reason is not None:
-            part |= _ending(output.outputs[delta.index], delta.finish_reason)
+            part |= _ending(output.outputs[delta.index], delta.finish_reason, self._body)
         return part
 
     def _record(self, offset: int) -> CompletionLogprobs:
@@ -256,9 +258,12 @@ class CompletionWriter(_Writer[Runs]):
         return self._codec.decode(output.prompt_token_ids, skip_special_tokens=not self._shows_special)
 
 
-def _ending(sample: Completion, reason: str | None) -> dict[str, Any]:
-    """How a sample ended: the reason, what stopped it, the seed that gives it again, and why it failed if it did."""
-    found: dict[str, Any] = {"finish_reason": reason, "stop_reason": sample.stop_cause, "seed_used": sample.seed}
+def _ending(sample: Completion, reason: str | None, body: GenerationFields) -> dict[str, Any]:
+    """How a sample ended: the reason, which of the stops that were asked for it was (none: the model's own end), the seed that gives
+    it again, and why it failed if it did."""
+    cause = sample.stop_cause
+    asked = cause if isinstance(cause, str) or cause in (body.stop_token_ids or ()) else None
+    found: dict[str, Any] = {"finish_reason": reason, "stop_reason": asked, "seed_used": sample.seed}
     failed = failure_of(sample)
     return found if failed is None else {**found, **error_body(failed)}
 

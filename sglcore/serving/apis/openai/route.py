@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from sglcore.serving.apis.answer import Answer, Stream, as_json, documented
+from sglcore.serving.apis.anthropic.models import VERSION, model_card, model_list
 from sglcore.serving.apis.checks import check_model
 from sglcore.serving.apis.openai.answers import (
     ChatAnswer,
@@ -77,17 +78,19 @@ def _add_models(router: APIRouter, frontend: Frontend) -> None:
         )
 
     @router.get("/v1/models", tags=["models"], responses=documented(ModelList, statuses=()))
-    async def all_models() -> Response:
-        """The served names."""
+    async def all_models(request: Request) -> Response:
+        """The served names; with the header anthropic-version as Anthropic lists them."""
+        if VERSION in request.headers:
+            return as_json(model_list(frontend.names, frontend.created))
         return as_json(ModelList(object="list", data=[card(name) for name in frontend.names]))
 
     @router.get("/v1/models/{name:path}", tags=["models"], responses=documented(ModelCard, statuses=(404,)))
-    async def one_model(name: str) -> Response:
+    async def one_model(name: str, request: Request) -> Response:
         """One name."""
         if not name:
-            return await all_models()
+            return await all_models(request)
         check_model(frontend, name)
-        return as_json(card(name))
+        return as_json(model_card(name, frontend.created) if VERSION in request.headers else card(name))
 
 
 def _streamed(answer: type[Answer], chunk: type[Answer]) -> dict[int | str, Any]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("sglcore.serving")
 
 REQUEST_LOG = "sglcore.requests"
-_EXPOSED = ("x-request-id", "x-sglcore-warnings", "x-sglcore-max-tokens", "retry-after")
+_EXPOSED = ("x-request-id", "request-id", "x-sglcore-warnings", "x-sglcore-max-tokens", "retry-after")
 
 
 def with_middleware(app: ASGIApp, frontend: Frontend, traces: Traces | None = None) -> ASGIApp:

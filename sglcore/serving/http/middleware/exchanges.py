@@ -56,16 +56,17 @@ class Exchanges:
         self._app, self._metrics, self._log, self._traces = app, metrics, log, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The id comes from the header x-request-id if that is one, and goes back in the same header."""
+        """The id comes from the header x-request-id if that is one, and goes back in the same header and in request-id."""
         exchange = _exchange(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = exchange.request_id
-        id_header = (b"x-request-id", exchange.request_id.encode())
+        # Anthropic's clients look for the second one.
+        ids = [(name, exchange.request_id.encode()) for name in (b"x-request-id", b"request-id")]
 
         async def outward(message: AsgiEvent) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), id_header]}
+                message = {**message, "headers": [*message.get("headers", ()), *ids]}
             await send(message)
 
         token, caller = CLOCKS.set(exchange.clocks), CALLER.set(exchange.request_id)

@@ -68,7 +68,7 @@ async def _refuse(failure: Failure, is_complete: bool, scope: Scope, receive: Re
     What the client still sends is read and dropped, for a second and 64 MiB at most: a socket that is closed over
     unread bytes takes the answer back.
     """
-    body = encode(body_of(failure, scope["path"]))
+    body = encode(body_of(failure, scope))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += _encoded(failure.headers.items())
     if not is_complete:
