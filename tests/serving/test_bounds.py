@@ -92,7 +92,7 @@ def test_what_nests_deeper_than_encoders_go_is_refused(server: Server) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"unevaluatedItems": False}}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"$ref": "https://example.org/a"}}}),
         ("guided_regex", "(unclosed"),
         ("structured_outputs", {"regex": "(unclosed"}),
     ],
@@ -109,13 +109,13 @@ def test_a_form_that_the_engine_refuses_is_blamed_by_its_field(server: Server, f
 
 
 def test_a_form_of_responses_is_blamed_by_its_name_there(server: Server) -> None:
-    form = {"type": "json_schema", "name": "a", "schema": {"unevaluatedItems": False}}
+    form = {"type": "json_schema", "name": "a", "schema": {"$ref": "https://example.org/a"}}
     error = server.refusal("/v1/responses", {"input": "a", "text": {"format": form}})
     assert error["param"] == "text.format.schema"
 
 
 def test_a_forced_call_is_blamed_on_the_tools_schema(tool_server: Server) -> None:
-    for schema in ({"x-guidance": {}}, {"unevaluatedProperties": False}):
+    for schema in ({"x-guidance": {}}, {"$anchor": "a"}):
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
         error = tool_server.refusal(
             "/v1/chat/completions", {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
