@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sglcore.serving.apis.answer import encode, error_body
@@ -32,11 +33,14 @@ MOST_REFUSED = 128
 """So many connections over the bound are told so at once; others are cut off."""
 ANSWERING = "answering"
 """In a request's state: the tasks that answer it, which are cancelled and taken out when its connection ends."""
+OPEN_ENDED = "open-ended"
+"""In a request's state: the cycle of a client whose HTTP knows no chunks, to which the end of an answer is the end of the connection."""
 MALFORMED = Failure(400, "what arrived is not a valid HTTP/1.1 request", INVALID, None, "malformed_request")
+BAD_CHUNK = Failure(400, "the body of the request is not in valid chunks", INVALID, None, "malformed_request")
 
 
-class HeadTooLarge(Exception):
-    """Stops the parser."""
+class Refused(Exception):
+    """Stops the parser in a head that is too large, or that names what is not here."""
 
 
 class Connection(HttpToolsProtocol):
@@ -45,6 +49,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *, bounds: Bounds, **given: Any) -> None:
         """`given` is what uvicorn gives its protocols."""
         super().__init__(**given)
+        self.app = Unchunked(self.app)
         self.bounds = bounds
         self._failure = MALFORMED
         self._is_refused = self._in_head = False
@@ -66,8 +71,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """No timer outlives it, and no work for an answer."""
-        while self._answering:
-            self._answering.pop().cancel()
+        self._stop_answering()
         self._head_timer = _cancelled(self._head_timer)
         self._write_timer = _cancelled(self._write_timer)
         super().connection_lost(exc)
@@ -101,14 +105,20 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is there, and is measured even if it came at once; raises HeadTooLarge, which the parser hands on as its
-        own error."""
+        """The head is there, and is measured even if it came at once; raises Refused, which the parser hands on as its own
+        error."""
         self._in_head = False
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.bounds.head_bytes:
             self._failure = self._too_large()
-            raise HeadTooLarge
+            raise Refused
+        coding = b", ".join(value for name, value in self.headers if name == b"transfer-encoding").strip().lower()
+        if coding not in (b"", b"chunked"):
+            self._failure = _unknown_coding(coding)
+            raise Refused
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.scope["state"][OPEN_ENDED] = self.cycle  # pyright: ignore[reportTypedDictNotRequiredAccess]
 
     def on_message_complete(self) -> None:
         """All of a request is there: reading goes on, so that it is noticed when the client leaves."""
@@ -138,8 +148,17 @@ class Connection(HttpToolsProtocol):
         self._expect_progress()
 
     def send_400_response(self, msg: str) -> None:
-        """The parser refused what came; the answer has our schema."""
+        """The parser refused what came; the answer has our schema. Who has not answered a request whose body breaks off so is
+        stopped."""
+        if not self._awaits_head() and not self.pipeline and not self.cycle.response_started:
+            self.cycle.disconnected = self.cycle.response_complete = True
+            self._stop_answering()
+            self._failure = BAD_CHUNK
         self._close_with(self._failure)
+
+    def _stop_answering(self) -> None:
+        while self._answering:
+            self._answering.pop().cancel()
 
     def _awaits_head(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
@@ -173,6 +192,39 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._head_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+
+class Unchunked:
+    """Wraps the app: to a client of HTTP/1.0 an answer of unknown length has no chunks; it ends with the connection."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        """`app` knows nothing of it."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the app."""
+        cycle = scope.get("state", {}).pop(OPEN_ENDED, None)
+        if cycle is None:
+            return await self._app(scope, receive, send)
+        is_open_ended = False
+
+        async def outward(message: Message) -> None:
+            nonlocal is_open_ended
+            if message["type"] == "http.response.start":
+                is_open_ended = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                cycle.chunked_encoding = False if is_open_ended else None
+            elif is_open_ended:
+                cycle.expected_content_length += len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, outward)
+
+
+def _unknown_coding(coding: bytes) -> Failure:
+    found = (
+        f"the request has the transfer encoding {coding.decode('latin-1')[:60]!r}; wanted chunked, or a content-length"
+    )
+    return Failure(501, found, INVALID, None, "unknown_transfer_encoding")
 
 
 def _message(failure: Failure) -> bytes:
