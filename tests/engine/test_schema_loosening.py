@@ -167,3 +167,8 @@ def test_names_that_are_listed_or_have_a_pattern_are_kept_to(backend: Llguidance
 )
 def test_a_pattern_loses_what_only_forbids(pattern: str, simpler: str | None) -> None:
     assert readable(pattern) == simpler
+
+
+def test_names_whose_pattern_can_not_be_read_lose_no_value(backend: Llguidance, tokenizer: Tokenizer) -> None:
+    closed = {"type": "object", "patternProperties": {r"\bx": {"type": "integer"}}, "additionalProperties": False}
+    assert takes(backend, grammar_of(closed), '{"x": 1}', tokenizer)
