@@ -28,7 +28,13 @@ def post(version: str, body: Any, *headers: str) -> bytes:
     """A request of an HTTP version, without its length where `headers` say how its body is coded."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     length = () if any("encoding" in each.lower() for each in headers) else (f"content-length: {len(data)}",)
-    lines = (f"POST /v1/completions HTTP/{version}", "host: 127.0.0.1", "content-type: application/json", *headers, *length)
+    lines = (
+        f"POST /v1/completions HTTP/{version}",
+        "host: 127.0.0.1",
+        "content-type: application/json",
+        *headers,
+        *length,
+    )
     return "\r\n".join((*lines, "", "")).encode() + data
 
 
