@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sglcore.layers.build import Build
-from sglcore.models.transformers_twins import is_same, tried
+from sglcore.models.transformers_twins import LARGE, is_same, only, tried
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
 
@@ -63,12 +63,13 @@ def _kernel(module: Any, build: Build) -> Moe | None:
         moe = build.kernel(KernelTable.moe, *call, w13, w2)
         return lambda hidden, chosen, ids: moe(hidden, chosen, ids, w13, w2)
     numbers = sorted({each for each in vars(module).values() if isinstance(each, float)})
-    for clamp in product(numbers, repeat=2) if module.has_bias else ():
-        if _gates(module, partial(_clamped, *clamp), build.dtype):
-            given = w13, module.gate_up_proj_bias, w2, module.down_proj_bias, *clamp
-            clamped_moe = build.kernel(KernelTable.clamped_moe, *call, *given)
-            return lambda hidden, chosen, ids, given=given: clamped_moe(hidden, chosen, ids, *given)
-    return None
+    pairs = product(numbers, repeat=2) if module.has_bias else ()
+    clamp = only(pair for pair in pairs if _gates(module, partial(_clamped, *pair), build.dtype))
+    if clamp is None:
+        return None
+    given = w13, module.gate_up_proj_bias, w2, module.down_proj_bias, *clamp
+    clamped_moe = build.kernel(KernelTable.clamped_moe, *call, *given)
+    return lambda hidden, chosen, ids: clamped_moe(hidden, chosen, ids, *given)
 
 
 def _clamped(alpha: float, limit: float, gate_up: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def _clamped(alpha: float, limit: float, gate_up: Tensor) -> Tensor:
 def _gates(module: Any, wanted: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
     """Whether the module makes the same of gate and up [T, 2 * I]."""
     rows = torch.randn(5, 12, generator=torch.Generator().manual_seed(0)) * 4
-    found = [(tried(module._apply_gate, x), wanted(x)) for x in (rows, rows.to(dtype))]
+    found = [(tried(module._apply_gate, x), wanted(x)) for x in (rows, LARGE * rows, rows.to(dtype))]
     return all(each is not None and is_same(each, other) for each, other in found)
 
 

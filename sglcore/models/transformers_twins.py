@@ -6,7 +6,7 @@ dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from itertools import permutations
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
 
 M = TypeVar("M", bound=nn.Module)
+F = TypeVar("F")
 
 OFFSETS = (None, 0.0, 1.0)
 """Of a norm's weight, as in `NormForm`."""
@@ -30,6 +31,8 @@ ACTIVATIONS: Sequence[Activation] = (KernelTable.silu_and_mul, KernelTable.gelu_
 HIDDEN, INNER = 8, 6
 """Sizes of a block's twin."""
 
+LARGE = 1e3
+"""How much larger than others some rows in float32 are: a limit that a class has shows in them."""
 _SIZES = torch.tensor([1e-4, 1e-2, 1.0, 30.0])[:, None]
 """Of a norm's rows: epsilon shows in small ones."""
 
@@ -47,8 +50,9 @@ def rms_norm_of(module: nn.Module, dtype: torch.dtype) -> NormForm | None:
         return None
     weight: Any = module.weight
     numbers = sorted({value for value in vars(module).values() if isinstance(value, float)})
-    forms = (NormForm(eps, offset) for offset in OFFSETS for eps in numbers)
-    return next((form for form in forms if _is_rms_norm(module, weight.shape[0], form, dtype)), None)
+    offsets = [each for each in OFFSETS if each != 0.0 or dtype is not torch.float32]  # in float32 that one is as None
+    forms = (NormForm(eps, offset) for offset in offsets for eps in numbers)
+    return only(form for form in forms if _is_rms_norm(module, weight.shape[0], form, dtype))
 
 
 def _is_rms_norm(module: nn.Module, size: int, form: NormForm, dtype: torch.dtype) -> bool:
@@ -116,7 +120,7 @@ def gated_block_of(module: nn.Module, dtype: torch.dtype) -> tuple[tuple[str, ..
     linears = {name: child for name, child in module._modules.items() if type(child) is nn.Linear}
     fitting = [roles for roles in permutations(linears) if _fits(linears, roles)]
     forms = ((roles, activation) for activation in ACTIVATIONS for roles in fitting)
-    return next((form for form in forms if _is_block(module, *form, dtype)), None)
+    return only(form for form in forms if _is_block(module, *form, dtype))
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -137,6 +141,8 @@ def _is_block(module: nn.Module, roles: Sequence[str], activation: Activation, d
             _small(module._modules[name], name == roles[-1], len(roles), generator).to(kind) for name in roles
         )
         x = torch.randn(1, 5, HIDDEN, generator=generator).to(kind)
+        if kind is torch.float32:
+            x = torch.cat((x, LARGE * x), dim=1)
         gate_up = torch.cat([each(x) for each in parts], dim=-1)
         wanted = down(activation.reference(gate_up))
         found = tried(twin_of(module, modules=dict(zip(roles, (*parts, down), strict=True))), x)
@@ -178,6 +184,12 @@ def twin_of(
     twin._modules = {**module._modules, **(modules or {})}
     twin._buffers = {**module._buffers, **(buffers or {})}
     return twin
+
+
+def only(fitting: Iterable[F]) -> F | None:
+    """The one form that fits what a module gave; None if there is none, or another one that computes something else."""
+    found = list(fitting)
+    return found[0] if len(found) == 1 else None
 
 
 def tried(module: Callable[[Tensor], object], x: Tensor) -> Tensor | None:

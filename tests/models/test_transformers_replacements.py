@@ -137,6 +137,14 @@ def test_a_norm_is_known_by_what_it_computes(formula: Any, form: NormForm | None
     assert rms_norm_of(Like(formula), HALF) == form
 
 
+@pytest.mark.parametrize(("numbers", "form"), [((1e-5, 2e-5), NormForm(1e-5, None)), ((1e-5, 1.00001e-5), None)])
+def test_a_norm_of_which_two_forms_give_the_same_is_none(numbers: tuple[float, float], form: NormForm | None) -> None:
+    norm = Like(lambda x, w, eps: w * unit(x, eps).to(x.dtype))
+    norm.eps, norm.other = numbers  # pyright: ignore[reportAttributeAccessIssue]
+    assert rms_norm_of(norm, HALF) == form
+    assert rms_norm_of(Like(norm.formula), torch.float32) == NormForm(1e-5, None), "there None and 0 are one form"
+
+
 class Block(nn.Module):
     """Three linear layers under names that say nothing."""
 
@@ -163,8 +171,10 @@ class Block(nn.Module):
         (lambda x, a, b, c: b(silu(a(x)) + c(x)), None),
         (lambda x, a, b, c: b(silu(a(x)) * c(x)) * 0.5, None),
         (lambda x, a, b, c: (b(silu(a(x)) * c(x)), None), None),
+        (lambda x, a, b, c: b(silu(a(x)).clamp(max=100) * c(x)), None),
+        (lambda x, a, b, c: b(silu(a(x)) * c(x).clamp(-100, 100)), None),
     ],
-    ids=["silu", "the other", "gelu by tanh", "gelu", "sum", "scaled", "two results"],
+    ids=["silu", "the other", "gelu by tanh", "gelu", "sum", "scaled", "two results", "gate limited", "up limited"],
 )
 def test_a_block_is_known_by_what_it_computes(formula: Any, found: Any) -> None:
     assert gated_block_of(Block(formula), HALF) == found

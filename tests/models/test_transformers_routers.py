@@ -229,6 +229,19 @@ def test_experts_are_known_by_their_gate_and_weights_are_turned_as_kernels_want_
     assert calls and all(calls)
 
 
+def test_a_limit_of_experts_is_seen_however_large_it_is() -> None:
+    def limited(limit: float) -> Any:
+        def gate(x: Tensor) -> Tensor:
+            gate, up = x.chunk(2, dim=-1)
+            return nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+        return SimpleNamespace(_apply_gate=gate)
+
+    gates = transformers_experts._gates
+    assert gates(limited(float("inf")), reference.silu_and_mul, HALF)
+    assert not any(gates(limited(limit), reference.silu_and_mul, HALF) for limit in (7.0, 30.0, 100.0, 1000.0))
+
+
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
