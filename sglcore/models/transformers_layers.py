@@ -231,8 +231,12 @@ def empty_as(x: Tensor, *shape: int) -> Tensor:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[..., size] as [T, size]."""
-    return x.view(-1, x.shape[-1]) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
+    """[..., size] as [T, size], each row in one piece, as kernels take them: classes give columns too, such as behind a
+    convolution."""
+    if x.is_contiguous():
+        return x.view(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 Replacement = PackedLinear | GatedBlock | Norm

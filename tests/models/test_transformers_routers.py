@@ -324,6 +324,7 @@ def even_weights(patch: Patch) -> None:
 def another_clamp(patch: Patch) -> None:
     own = transformers_experts._clamped
     patch.setattr(transformers_experts, "_gates", lambda module, wanted, dtype: own is not None)
+    patch.setattr(transformers_experts, "only", lambda fitting: next(iter(fitting)))
 
 
 def a_sum_of_experts_that_is_lost(patch: Patch) -> None:

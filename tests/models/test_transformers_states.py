@@ -25,7 +25,9 @@ def tiny(kind: str) -> Any:
     return tiny_model(kind, sizes_of(kind))
 
 
-@pytest.mark.parametrize("kind", ["jamba", "minimax", "falcon_h1", "kimi_linear", "mamba2", "zaya"])
+@pytest.mark.parametrize(
+    "kind", ["jamba", "mamba", "falcon_mamba", "minimax", "falcon_h1", "kimi_linear", "mamba2", "zaya"]
+)
 def test_recurrent_types_give_what_their_own_forward_gives(kind: str, tmp_path: Path) -> None:
     assert compare(tiny(kind), tmp_path) <= 2e-4
 
