@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.plan import StepPlan
-from sglcore.device.topology import Communication, Topology
+from sglcore.device.topology import Communication, Place, Topology
 from sglcore.device.worker import BatchResult, Ticket
 from sglcore.engine.ranks import start
 from sglcore.engine.ranks.codec import decode, encode
@@ -31,6 +32,7 @@ from sglcore.engine.ranks.team import Maker
 from sglcore.engine.ranks.watch import Member, Patience, Watch
 from sglcore.engine.ranks.wire import Channel, Kind, connect, listen
 from sglcore.engine.start import embedded_model
+from sglcore.runtime.parallel import group
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
 from tests.schedule.drive import Drive
@@ -248,3 +250,25 @@ def test_a_leader_with_a_longer_address_is_found_by_it() -> None:
     spec = spec_at(order, {"rank": 1}, "fd00::1", "fd00::2", {}, "")
     assert (spec.place["meeting"], spec.address) == ("tcp://[fd00::1]:2", "tcp:fd00::1:1")
     assert spec_at(order, {}, "10.0.0.1", "", {}, "").place["meeting"] == "tcp://10.0.0.1:2"
+
+
+@pytest.mark.parametrize("name", ["T5GemmaForConditionalGeneration", "BloomForCausalLM"])
+def test_a_model_that_runs_by_transformers_class_is_refused_by_that_reason(name: str, tmp_path: Path) -> None:
+    """And not because its configuration lacks what an architecture of ours reads."""
+    (tmp_path / "config.json").write_text(f'{{"architectures": ["{name}"], "model_type": "x"}}')
+    package = SimpleNamespace(name="x", is_host=True, communication=Communication("x"))
+    choice: Any = SimpleNamespace(
+        package=package, chosen=ChosenDevice("x", "", "", 1, ""), report=SimpleNamespace(devices=[])
+    )
+    with pytest.raises(ConfigError, match=f"no file of the architecture '{name}'.*is not divided.*--tp 1") as told:
+        start.check_ranks(EngineConfig(model=str(tmp_path), tp=2), tmp_path, choice)
+    assert "download" not in str(told.value)
+
+
+def test_ranks_of_several_hosts_that_do_not_meet_say_which_ports_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "MEETING", timedelta(seconds=1))
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    place = Place(1, Topology(tp=2), f"tcp://127.0.0.1:{port}", 0, 1)
+    with pytest.raises(WorkerLost, match=f"rank 1 has not met the others at tcp://127.0.0.1:{port}.*from 1024 on open"):
+        group.join(place, Communication("gloo"))

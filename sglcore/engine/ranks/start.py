@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from sglcore.checkpoint.axes import check_topology
-from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.config import architecture_of, read_config
+from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.shards import check_divisible
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, WorkerLost
@@ -34,6 +35,8 @@ from sglcore.engine.ranks.wire import Channel, Gone
 Progress = Callable[[str, int, int], None]
 REASON: Ref = "sglcore.runtime.speculative.combinations:reason_in_shards"
 """Why shards of requests do not propose in a way; a reference, as the engine knows no runtime."""
+OWN_FILES: Ref = "sglcore.models.registry:ARCHITECTURES"
+"""The architectures with a file of their own."""
 HELLO_SECONDS = 5.0
 """How long whoever connects may take to say who it is."""
 LOOK_EVERY = 0.05
@@ -57,9 +60,23 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice, placement: P
             f"tp is {config.tp} and model_impl is {config.model_impl!r}, which do not go together yet",
             remedy="leave --model-impl or --tp out",
         )
+    _check_own_file(config, folder)
     checkpoint = read_config(folder, task=config.task)
     check_divisible(checkpoint, config.tp)
     check_topology(checkpoint, topology_of(config))
+
+
+def _check_own_file(config: EngineConfig, folder: Path) -> None:
+    """Raise ConfigError for an architecture that would run by transformers' own class, whose layers are not divided."""
+    file = folder / "config.json"
+    name = architecture_of(file, read_json(file)) if file.is_file() else ""
+    if name and name not in resolve(OWN_FILES):
+        raise ConfigError(
+            f"tp is {config.tp}, and sglcore has no file of the architecture {name!r}: transformers' own class, which may run"
+            " it, is not divided",
+            wanted="an architecture with a file here (docs/models.md)",
+            remedy="--tp 1, or --replicas N for N whole models",
+        )
 
 
 def check_devices(config: EngineConfig, choice: Choice, placement: Placement = ALONE) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sglcore.device.errors import WorkerLost
 from sglcore.device.topology import Communication, Place
 from sglcore.runtime.overlap.turns import current_turn
 from sglcore.runtime.parallel.alone import Alone
@@ -235,7 +236,22 @@ def join(
     place: Place, communication: Communication, *, checks: bool = False, make: Callable[..., Group] = Group
 ) -> Group:
     """Meet all ranks of the topology; waits for them, MEETING at most. The limits of time of what follows are set here. `make`
-    is a device's own kind of group."""
+    is a device's own kind of group. Raises WorkerLost where ranks of several hosts do not find each other."""
+    try:
+        return _joined(place, communication, checks, make)
+    except RuntimeError as error:
+        if not place.meeting.startswith("tcp:"):
+            raise
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise WorkerLost(
+            f"rank {place.rank} has not met the others at {place.meeting}: {reason}",
+            wanted="every port from 1024 on open between the hosts: the leader's own port alone is not enough, since ranks"
+            " meet, and exchange tensors, at ports that the system chooses",
+            remedy="open them on all hosts, or see whether another rank has ended",
+        ) from error
+
+
+def _joined(place: Place, communication: Communication, checks: bool, make: Callable[..., Group]) -> Group:
     world = place.topology.world
     dist.init_process_group(
         communication.backend, init_method=place.meeting, rank=place.rank, world_size=world, timeout=MEETING
