@@ -140,7 +140,7 @@ def test_a_norm_is_known_by_what_it_computes(formula: Any, form: NormForm | None
 @pytest.mark.parametrize(("numbers", "form"), [((1e-5, 2e-5), NormForm(1e-5, None)), ((1e-5, 1.00001e-5), None)])
 def test_a_norm_of_which_two_forms_give_the_same_is_none(numbers: tuple[float, float], form: NormForm | None) -> None:
     norm = Like(lambda x, w, eps: w * unit(x, eps).to(x.dtype))
-    norm.eps, norm.other = numbers  # pyright: ignore[reportAttributeAccessIssue]
+    vars(norm).update(zip(("eps", "other"), numbers, strict=True))
     assert rms_norm_of(norm, HALF) == form
     assert rms_norm_of(Like(norm.formula), torch.float32) == NormForm(1e-5, None), "there None and 0 are one form"
 
