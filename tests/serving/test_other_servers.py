@@ -201,6 +201,9 @@ def test_generate_takes_lists_forms_and_refuses_by_name(server: Server) -> None:
     ],
 )
 def test_paths_without_v1_are_the_same(server: Server, path: str, body: Any) -> None:
-    assert server.post(path, body)["usage"] == server.post(f"/v1{path}", body)["usage"] or path != "/completions"
+    usages = [server.post(each, body)["usage"] for each in (path, f"/v1{path}")]
+    for usage in usages:
+        usage.pop("completion_tokens_details", None)  # how many proposals are verified in a step hangs on the clock
+    assert usages[0] == usages[1] or path != "/completions"
     assert server.send(path, {}).json() == server.send(f"/v1{path}", {}).json()
     assert server.get("/models") == server.get("/v1/models")
