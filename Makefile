@@ -17,6 +17,9 @@ PROMPT ?= Once upon a time
 WORKERS ?= 2
 LANES ?=
 TESTS ?=
+# Parts of the slow tests that are taken at once; and the memory of the type checker in MB: with less it forgets and begins anew.
+TURNS ?= 1
+TYPES_MEMORY ?= 6144
 # Of near: files of the checkout; none: what has changed since the last commit.
 FILES ?=
 # Further options of bench-cpu, such as --quick or --engines sglcore,llama_cpp; of bench-gpu, such as --part products.
@@ -42,6 +45,8 @@ demo: $(VENV)/installed
 serve: $(VENV)/installed
 	@$(BIN)/sglcore serve
 
+CHECK_TYPES := NODE_OPTIONS=--max-old-space-size=$(TYPES_MEMORY) $(BIN)/pyright
+
 test: style
 	$(call run-lanes,)
 
@@ -51,8 +56,8 @@ test-all: style
 # Types are checked beside the lanes, which need a core each for longer; what is wrong with them is said at the end.
 define run-lanes
 @mkdir -p build
-@$(BIN)/pyright > build/types.txt 2>&1 & types=$$!; \
-$(BIN)/python -m ci run $(LANES) --workers $(WORKERS) --tests "$(TESTS)" $(1); status=$$?; \
+@$(CHECK_TYPES) > build/types.txt 2>&1 & types=$$!; \
+$(BIN)/python -m ci run $(LANES) --workers $(WORKERS) --turns $(TURNS) --tests "$(TESTS)" $(1); status=$$?; \
 wait $$types || { echo "RED: types"; status=1; }; cat build/types.txt; exit $$status
 endef
 
@@ -60,7 +65,7 @@ near: $(VENV)/installed-test
 	@$(BIN)/python -m ci near $(FILES)
 
 lint: style
-	$(BIN)/pyright
+	$(CHECK_TYPES)
 
 style: $(VENV)/installed-test
 	$(BIN)/ruff format --check .

@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         "--every-lane", action="store_true", help="lanes share nothing out: each takes all that it can run"
     )
     ran.add_argument("--turn", type=int, help="of the rotation; left out, the number of commits")
+    ran.add_argument("--turns", type=int, default=1, help="so many parts of the slow tests at once; left out, one")
     ran.add_argument("--workers", type=int, default=2, help="processes side by side; 0: in one process")
     narrow = commands.add_parser("near", help="run the tests nearest to what has changed, or to these files")
     narrow.add_argument("file", nargs="*")
@@ -98,7 +99,7 @@ def _taken(
         return ()
     turn = changes.commits() if options.turn is None else options.turn
     fresh = ",".join(sorted({group.name for group in groups()} - {group.name for group in stale}))
-    shares = (f"--turn={turn}", f"--fresh={fresh}")
+    shares = (f"--turn={turn}", f"--turns={options.turns}", f"--fresh={fresh}")
     whole = [group.name for group in stale if group.lane in {lane.name for lane in chosen}]
     if whole:
         print(f"whole, because what they cover has changed: {', '.join(whole)}", flush=True)
@@ -106,7 +107,8 @@ def _taken(
         print(f"turn {turn}: every test, and parts of closed groups that cover what they did", flush=True)
         return (*shares, "--whole", *(_watched(chosen) if is_complete else ()))
     added = near.slow_near(chosen) if is_complete else []
-    text = f"every cheap test, a tenth of the slow ones, and {len(added)} slow ones near what has changed"
+    part = f"{options.turns} of {slow_tests().turns} parts of the slow ones"
+    text = f"every cheap test, {part}, and {len(added)} slow ones near what has changed"
     print(f"turn {turn}: {text}", flush=True)
     return (*shares, near.write(added, chosen))
 
@@ -135,8 +137,8 @@ def _remember(records: Sequence[Path]) -> None:
     """Write what a run of everything has found out: which tests are slow, and which test runs which function."""
     slow = timings.slow_of(records, slow_tests())
     new, gone = timings.write_slow(slow)
-    print(f"{SLOW}: {len(slow)} slow tests, {new} new, {gone} no longer")
-    found = impact.gather(impact.RAW, timings.timed(records, slow), changes.head(), impact.load())
+    print(f"{SLOW}: {len(slow.names)} slow tests, {new} new, {gone} no longer, taken in {slow.turns} turns")
+    found = impact.gather(impact.RAW, timings.timed(records, slow.names), changes.head(), impact.load())
     impact.save(found)
     shutil.rmtree(impact.RAW, ignore_errors=True)
     count = sum(map(len, found.functions.values()))

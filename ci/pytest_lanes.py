@@ -31,6 +31,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--lane", default="", help="the lane of devices/*/ci.toml to run as; left out, the host's")
     group.addoption("--lane-record", default="", help="write what ran on the lane to this file")
     group.addoption("--turn", type=int, help="the number of the rotation; left out, everything is taken")
+    group.addoption("--turns", type=int, default=1, help="of the slow tests, the parts that are taken at once")
     group.addoption(
         "--whole", action="store_true", help="slow tests and groups whole; lanes share tests out by the turn"
     )
@@ -208,6 +209,7 @@ def configure(config: pytest.Config) -> None:
     fresh = None if told is None else frozenset(str(told).split(","))
     wanted = Wanted(
         turn=config.getoption("--turn"),
+        turns=config.getoption("--turns"),
         is_whole=bool(config.getoption("--whole")),
         only=str(config.getoption("--group")),
         fresh=fresh,

@@ -1,11 +1,12 @@
 """Which of a lane's tests a run takes.
 
-Without a turn, all. With one: every cheap test; of the slow ones a tenth, the next tenth at the next turn, and those near
+Without a turn, all. With one: every cheap test; of the slow ones a part, the next part at the next turn, and those near
 to what has changed, or all of them; a closed group whole where it is stale, and else a part of it by turns.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,23 @@ from pathlib import Path
 import pytest
 
 from ci.groups import group_of, groups
-from ci.lanes import ROOT, Lane
-from ci.sharing import ROUNDS, Sharing
+from ci.lanes import ROOT, Lane, LaneError
+from ci.sharing import Sharing
 
 SLOW = Path("ci") / "slow.txt"
 LATER = "slow, and another turn's"
+PARTS = re.compile(r"# (\d+) turns")
+"""The first line of the file: how many turns take all slow tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """The tests that are not run at every turn."""
+
+    names: frozenset[str] = frozenset()
+    """Their shared names (`shared_name`)."""
+    turns: int = 10
+    """In so many turns each of them is taken once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +40,8 @@ class Wanted:
 
     turn: int | None = None
     """The rotation's number, as a rule the number of commits; None: everything, on every lane that can run it."""
+    turns: int = 1
+    """The parts that are taken at once: this turn's and the next ones'."""
     is_whole: bool = False
     """All slow tests are taken; groups go by their digests, and lanes share tests out."""
     only: str = ""
@@ -40,7 +55,7 @@ class Wanted:
 class Selection:
     """What a run takes of the tests that its lane can run."""
 
-    def __init__(self, lane: Lane, wanted: Wanted | None = None, slow: frozenset[str] | None = None) -> None:
+    def __init__(self, lane: Lane, wanted: Wanted | None = None, slow: Slow | None = None) -> None:
         self._wanted = wanted or Wanted()
         self.turn = self._wanted.turn
         self._groups = tuple(group for group in groups() if group.lane == lane.name)
@@ -52,8 +67,10 @@ class Selection:
         """The groups of which a part is taken."""
         self.takes_all = self.turn is None or self._wanted.is_whole
         """No slow test is left to another turn."""
-        self._slow = frozenset() if self.takes_all else slow_tests() if slow is None else slow
-        self._sharing = None if self.turn is None else Sharing(lane, self.turn)
+        known_slow = slow_tests() if slow is None else slow
+        self._rounds = known_slow.turns
+        self._slow = frozenset[str]() if self.takes_all else known_slow.names
+        self._sharing = None if self.turn is None else Sharing(lane, self.turn, known_slow.turns)
 
     def covered(self) -> dict[str, str]:
         """The digests of what the groups that are taken whole cover now; reads all their files."""
@@ -77,10 +94,12 @@ class Selection:
             is_part = group.share > 0 and self._is_turn(test, 100 // group.share)
             is_taken = group.name in self.whole or is_part
             return "" if is_taken else f"another turn's of the group {group.name}"
-        return LATER if shared_name(test) in self._slow and not self._is_turn(test, ROUNDS) else ""
+        return LATER if shared_name(test) in self._slow and not self._is_turn(test, self._rounds) else ""
 
     def _is_turn(self, test: str, rounds: int) -> bool:
-        return zlib.crc32(shared_name(test).encode()) % rounds == (self.turn or 0) % rounds
+        """Of so many parts, whether a test is in one that is taken."""
+        first = (self.turn or 0) * self._wanted.turns
+        return (zlib.crc32(shared_name(test).encode()) - first) % rounds < self._wanted.turns
 
 
 def shared_name(test: str) -> str:
@@ -89,7 +108,15 @@ def shared_name(test: str) -> str:
     return "/".join(["devices", "*", *parts[2:]]) if parts[0] == "devices" and len(parts) > 2 else test
 
 
-def slow_tests(root: Path = ROOT) -> frozenset[str]:
-    """The tests of `ci/slow.txt`; a test that no run of everything has timed is not among them."""
+def slow_tests(root: Path = ROOT) -> Slow:
+    """The tests of `ci/slow.txt`; a test that no run of everything has timed is not among them. Raises LaneError."""
     file = root / SLOW
-    return frozenset(file.read_text().splitlines()) if file.is_file() else frozenset()
+    if not file.is_file():
+        return Slow()
+    first, *names = file.read_text().splitlines() or [""]
+    found = PARTS.fullmatch(first)
+    if not found or not int(found[1]):
+        raise LaneError(
+            f"{SLOW} begins with {first!r}, not with '# 10 turns' or another number; `make test-all` writes it"
+        )
+    return Slow(frozenset(names), int(found[1]))

@@ -21,8 +21,6 @@ from ci.lanes import ROOT, Lane, LaneError, lanes, needs_of
 
 EXCEPTIONS = Path("tests") / "sharing.toml"
 ELSEWHERE = "another lane takes it"
-ROUNDS = 10
-"""Each slow test is taken in one of so many turns; then it is the next lane's."""
 EVERY, ONE = "every", "one"
 
 
@@ -50,11 +48,12 @@ class SharingRow:
 
 
 class Sharing:
-    """What one lane takes of the tests that several simulated lanes can run; `turn` moves every test to the next lane."""
+    """What one lane takes of the tests that several simulated lanes can run; `turn` moves every test to the next lane. A slow
+    test is taken in one of `turns` turns; when its turn comes again, it is the next lane's."""
 
-    def __init__(self, lane: Lane, turn: int, root: Path = ROOT) -> None:
+    def __init__(self, lane: Lane, turn: int, turns: int, root: Path = ROOT) -> None:
         self._lane = lane.name
-        self._turn = turn + turn // ROUNDS
+        self._turn = turn + turn // turns
         self._simulated = tuple(each for each in lanes(root) if each.simulator)
         self._rows = exceptions(root) if any(each.name == lane.name for each in self._simulated) else None
 

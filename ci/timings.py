@@ -1,22 +1,31 @@
-"""What tests cost, from the records of lanes, and which of them are slow: `ci/slow.txt`, which a run of everything writes."""
+"""What tests cost, from the records of lanes, and which of them are slow: `ci/slow.txt`, which a run of everything writes.
+
+A suite that grows must not make `make test` longer. So what is fixed is not what a cheap test may cost, nor how many turns take
+all slow tests, but how long the cheap tests may take together, and how long a turn may.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ci.groups import group_of, groups
 from ci.impact import Timed
 from ci.lanes import ROOT
-from ci.selection import SLOW, shared_name, slow_tests
+from ci.selection import SLOW, Slow, shared_name, slow_tests
 
+ALWAYS = 200.0
+"""Seconds of the cheapest tests, on all lanes together, that are run always."""
+TURN = 120.0
+"""Seconds of the other tests that a turn takes."""
 LIMIT = 0.5
-"""Seconds that a test may cost and be run always."""
+"""Seconds that a test may cost and be run always, wherever it stands."""
 MARGIN = 0.2
-"""A test changes sides only if it is so much, as a part of the limit, beyond it: costs vary from run to run."""
+"""A test changes sides only if it is so much, as a part of its cost, beyond the limit: costs vary from run to run."""
 
 
 def timed(records: Sequence[Path], slow: frozenset[str]) -> list[Timed]:
@@ -46,10 +55,12 @@ def _own(known: Mapping[str, Any]) -> float:
     return max(known.get("processor", 0.0), known["seconds"] / 2)
 
 
-def slow_of(records: Sequence[Path], before: frozenset[str]) -> frozenset[str]:
-    """The shared names of tests that cost more than the limit on some lane. Those of closed groups are not among them:
+def slow_of(records: Sequence[Path], before: Slow) -> Slow:
+    """The slow tests, by their shared names: all but the cheapest that fit into the time for cheap ones. What a test costs is
+    the most that it does on a lane, and it takes the time of all lanes that ran it. Those of closed groups are not among them:
     their group says when they run. What did not run keeps its place."""
     worst: dict[str, float] = {}
+    together: Counter[str] = Counter()
     grouped: set[str] = set()
     known = groups()
     for path in records:
@@ -58,18 +69,32 @@ def slow_of(records: Sequence[Path], before: frozenset[str]) -> frozenset[str]:
         for test, seconds in costs(record).items():
             name = shared_name(test)
             worst[name] = max(worst.get(name, 0.0), seconds)
+            together[name] += seconds
             if group_of(test, own):
                 grouped.add(name)
-    slow = {name for name, seconds in worst.items() if seconds > _limit(name in before) and name not in grouped}
-    return frozenset(slow | (before - worst.keys() - grouped))
+    ranked = {name: worst[name] * _weight(name in before.names) for name in worst.keys() - grouped}
+    names = _beyond(ranked, together) | (before.names - worst.keys() - grouped)
+    slow = sum(together[name] for name in names)
+    return Slow(names, max(1, math.ceil(slow / TURN)))
 
 
-def _limit(is_slow: bool) -> float:
-    return LIMIT * (1 - MARGIN if is_slow else 1 + MARGIN)
+def _weight(is_slow: bool) -> float:
+    return 1 + MARGIN if is_slow else 1 - MARGIN
 
 
-def write_slow(names: Iterable[str], root: Path = ROOT) -> tuple[int, int]:
+def _beyond(ranked: Mapping[str, float], together: Mapping[str, float]) -> frozenset[str]:
+    """The tests behind those that fit, the cheapest first."""
+    left = ALWAYS
+    for place, name in enumerate(order := sorted(ranked, key=lambda name: (ranked[name], name))):
+        left -= together[name]
+        if left < 0 or ranked[name] > LIMIT:
+            return frozenset(order[place:])
+    return frozenset()
+
+
+def write_slow(slow: Slow, root: Path = ROOT) -> tuple[int, int]:
     """Write `ci/slow.txt`; returns how many names are new, and how many went."""
-    before, now = slow_tests(root), frozenset(names)
-    (root / SLOW).write_text("".join(f"{name}\n" for name in sorted(now)))
-    return len(now - before), len(before - now)
+    before = slow_tests(root).names
+    text = "".join(f"{line}\n" for line in (f"# {slow.turns} turns", *sorted(slow.names)))
+    (root / SLOW).write_text(text)
+    return len(slow.names - before), len(before - slow.names)

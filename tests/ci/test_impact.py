@@ -17,6 +17,7 @@ from ci import changes, impact, near, timings
 from ci.functions import MODULE, bodies_of, functions_at
 from ci.impact import Impact, Timed
 from ci.lanes import ROOT, Lane, LaneError
+from ci.selection import Slow, slow_tests
 from ci.timings import costs
 
 SOURCE = '''"""A module."""
@@ -161,7 +162,7 @@ def test_a_test_costs_its_processors_seconds_and_its_part_of_the_fixtures() -> N
     assert costs(record) == {"a.py::x": 1.6, "a.py::y": 2.0, "b.py::z": 0.6}
 
 
-def test_a_test_is_slow_where_it_is_slow_on_one_lane_and_changes_sides_with_a_margin(
+def test_a_test_costs_what_it_does_on_its_slowest_lane_and_changes_sides_with_a_margin(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(timings, "groups", lambda: ())
@@ -171,11 +172,29 @@ def test_a_test_is_slow_where_it_is_slow_on_one_lane_and_changes_sides_with_a_ma
         tests = {name: {"outcome": "passed", "seconds": cost, "processor": cost} for name, cost in ran.items()}
         paths.append(tmp_path / f"{lane}.json")
         paths[-1].write_text(json.dumps({"lane": lane, "tests": tests}))
-    before = frozenset(f"devices/*/t.py::{name}" for name in ("c", "d", "idle"))
+    before = Slow(frozenset(f"devices/*/t.py::{name}" for name in ("c", "d", "idle")))
     found = timings.slow_of(paths, before)
-    assert found == {f"devices/*/t.py::{name}" for name in ("a", "c", "idle")}
+    assert found == Slow(frozenset(f"devices/*/t.py::{name}" for name in ("a", "c", "idle")), 1)
     (tmp_path / "ci").mkdir()
-    assert timings.write_slow(found, tmp_path) == (3, 0) and timings.write_slow({"x"}, tmp_path) == (1, 3)
+    assert timings.write_slow(found, tmp_path) == (3, 0)
+    assert timings.write_slow(Slow(frozenset({"x"}), 2), tmp_path) == (1, 3)
+    assert slow_tests(tmp_path) == Slow(frozenset({"x"}), 2)
+
+
+def test_the_cheapest_run_always_while_they_fit_and_the_turns_share_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(timings, "groups", lambda: ())
+    monkeypatch.setattr(timings, "ALWAYS", 1.0)
+    monkeypatch.setattr(timings, "TURN", 0.5)
+    costs = {f"t.py::test_{number}": 0.1 * number for number in range(1, 5)}
+    paths = []
+    for lane in ("one", "two"):  # each test costs as much on both: 0.2, 0.4, 0.6 and 0.8 seconds together
+        tests = {name: {"outcome": "passed", "seconds": cost, "processor": cost} for name, cost in costs.items()}
+        paths.append(tmp_path / f"{lane}.json")
+        paths[-1].write_text(json.dumps({"lane": lane, "tests": tests}))
+    found = timings.slow_of(paths, Slow())
+    assert found == Slow(frozenset({"t.py::test_3", "t.py::test_4"}), 3)
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""A run takes what is cheap always, a tenth of what is slow at each turn, what is near always, and groups by their digests."""
+"""A run takes what is cheap always, a part of what is slow at each turn, what is near always, and groups by their digests."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 
 from ci import selection as module
 from ci.groups import Group
-from ci.lanes import Lane
-from ci.selection import Selection, Wanted, shared_name
-from ci.sharing import ROUNDS
+from ci.lanes import Lane, LaneError
+from ci.selection import SLOW as FILE
+from ci.selection import Selection, Slow, Wanted, shared_name, slow_tests
 
 GROUP = Group(name="many", lane="a", tests=("t.py::*",), sources=(), share=20)
 LANE = Lane(name="a", device="x", capabilities=frozenset())
+ROUNDS = 12
 SLOW = tuple(f"s.py::test_{number}" for number in range(300))
 
 
@@ -32,7 +34,9 @@ def item(test: str) -> Any:
 
 
 def taken(tests: tuple[str, ...], **wanted: Any) -> list[str]:
-    left = Selection(LANE, Wanted(**wanted), slow=frozenset(SLOW)).left_out([item(test) for test in tests])
+    left = Selection(LANE, Wanted(**wanted), slow=Slow(frozenset(SLOW), ROUNDS)).left_out(
+        [item(test) for test in tests]
+    )
     return [test for test in tests if test not in left]
 
 
@@ -40,11 +44,31 @@ def test_a_cheap_test_is_taken_at_every_turn() -> None:
     assert all(taken(("c.py::test_x",), turn=turn) for turn in range(2 * ROUNDS))
 
 
-def test_each_slow_test_is_taken_once_in_ten_turns_and_each_turn_takes_about_a_tenth() -> None:
+def test_each_slow_test_is_taken_once_in_all_turns_and_each_turn_takes_about_the_same_part() -> None:
     turns = [taken(SLOW, turn=turn) for turn in range(ROUNDS)]
     assert sorted(test for tests in turns for test in tests) == sorted(SLOW)
     assert all(10 < len(tests) < 50 for tests in turns)
     assert taken(SLOW, turn=3) == taken(SLOW, turn=3 + ROUNDS)
+
+
+def test_several_parts_at_once_are_those_of_as_many_turns() -> None:
+    parts = [taken(SLOW, turn=turn) for turn in range(ROUNDS)]
+    for turn in range(ROUNDS // 3):
+        together = sorted(test for part in parts[3 * turn : 3 * turn + 3] for test in part)
+        assert sorted(taken(SLOW, turn=turn, turns=3)) == together
+    assert taken(SLOW, turn=7, turns=ROUNDS + 1) == list(SLOW)
+    assert taken(("t.py::test_1",), turn=2, turns=5) == ["t.py::test_1"], "five parts of a group are all of it"
+
+
+def test_the_stored_file_says_in_how_many_turns_and_one_that_does_not_is_refused(tmp_path: Path) -> None:
+    assert slow_tests(tmp_path) == Slow()
+    (tmp_path / FILE).parent.mkdir()
+    (tmp_path / FILE).write_text("# 40 turns\na.py::test_x\n")
+    assert slow_tests(tmp_path) == Slow(frozenset({"a.py::test_x"}), 40)
+    for wrong in ("", "a.py::test_x\n", "# 0 turns\n", "# many turns\n"):
+        (tmp_path / FILE).write_text(wrong)
+        with pytest.raises(LaneError, match="make test-all"):
+            slow_tests(tmp_path)
 
 
 def test_slow_tests_of_packages_are_known_by_the_name_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +76,7 @@ def test_slow_tests_of_packages_are_known_by_the_name_that_they_share(monkeypatc
     assert shared_name("tests/laws/test_x.py::test_y") == "tests/laws/test_x.py::test_y"
     names = frozenset({"devices/*/t.py::test_y"})
     left = [
-        Selection(LANE, Wanted(turn=turn), slow=names).left_out([item("devices/one/t.py::test_y")])
+        Selection(LANE, Wanted(turn=turn), slow=Slow(names, ROUNDS)).left_out([item("devices/one/t.py::test_y")])
         for turn in range(ROUNDS)
     ]
     assert [bool(each) for each in left].count(False) == 1
@@ -83,7 +107,7 @@ def test_a_group_is_whole_by_hand_and_where_it_is_stale(
     monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any], fresh: bool
 ) -> None:
     monkeypatch.setattr(Group, "is_fresh", lambda self: fresh)
-    chosen = Selection(LANE, Wanted(**wanted), slow=frozenset())
+    chosen = Selection(LANE, Wanted(**wanted), slow=Slow())
     assert chosen.left_out([item(f"t.py::test_{number}") for number in range(50)]) == {}
     assert chosen.whole == ("many",) and chosen.sampled == ()
     assert chosen.covered() == {"many": GROUP.digest()}

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ci.lanes import ROOT, LaneError, lanes
-from ci.sharing import ELSEWHERE, EXCEPTIONS, ROUNDS, Places, Sharing, SharingRow, exceptions
+from ci.sharing import ELSEWHERE, EXCEPTIONS, Places, Sharing, SharingRow, exceptions
 
+ROUNDS = 10
 NAMES = ("a-sim", "b-sim", "c-sim", "d-sim")
 ROWS = """
 [[exception]]
@@ -63,7 +64,7 @@ def item(test: str, *needs: str, **params: Any) -> Any:
 
 def taken(root: Path, lane: str, items: list[Any], turn: int = 1) -> list[str]:
     found = next(each for each in lanes(root) if each.name == lane)
-    left = Sharing(found, turn, root).left_out(items)
+    left = Sharing(found, turn, ROUNDS, root).left_out(items)
     assert set(left.values()) <= {ELSEWHERE, "another case is taken"}
     return [one.nodeid for one in items if one.nodeid not in left]
 
