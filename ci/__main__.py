@@ -138,7 +138,7 @@ def _remember(records: Sequence[Path]) -> None:
     slow = timings.slow_of(records, slow_tests())
     new, gone = timings.write_slow(slow)
     print(f"{SLOW}: {len(slow.names)} slow tests, {new} new, {gone} no longer, taken in {slow.turns} turns")
-    found = impact.gather(impact.RAW, timings.timed(records, slow.names), changes.head(), impact.load())
+    found = impact.gather(impact.RAW, timings.timed(records, slow), changes.head(), impact.load())
     impact.save(found)
     shutil.rmtree(impact.RAW, ignore_errors=True)
     count = sum(map(len, found.functions.values()))

@@ -13,7 +13,7 @@ from ci.lanes import HOST, ROOT, Lane, LaneError, needs_of
 
 LOOP = 40.0
 """Seconds of tests that `python -m ci near` takes; starting the lanes comes on top."""
-ADDED = 90.0
+ADDED = 60.0
 """Seconds of slow tests that `make test` adds for what has changed."""
 LANES = 2
 """On so many lanes a narrow loop runs, side by side."""

@@ -209,7 +209,7 @@ def configure(config: pytest.Config) -> None:
     fresh = None if told is None else frozenset(str(told).split(","))
     wanted = Wanted(
         turn=config.getoption("--turn"),
-        turns=config.getoption("--turns"),
+        turns=int(config.getoption("--turns") or 1),
         is_whole=bool(config.getoption("--whole")),
         only=str(config.getoption("--group")),
         fresh=fresh,

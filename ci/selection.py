@@ -29,9 +29,15 @@ class Slow:
     """The tests that are not run at every turn."""
 
     names: frozenset[str] = frozenset()
-    """Their shared names (`shared_name`)."""
+    """Their shared names (`shared_name`), and files whose tests all go together because they share what costs most."""
     turns: int = 10
     """In so many turns each of them is taken once."""
+
+    def name_of(self, test: str) -> str:
+        """The one of `names` by which a test goes; empty for a cheap test."""
+        name = shared_name(test)
+        file = name.partition("::")[0]
+        return file if file in self.names else name if name in self.names else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +73,8 @@ class Selection:
         """The groups of which a part is taken."""
         self.takes_all = self.turn is None or self._wanted.is_whole
         """No slow test is left to another turn."""
-        known_slow = slow_tests() if slow is None else slow
-        self._rounds = known_slow.turns
-        self._slow = frozenset[str]() if self.takes_all else known_slow.names
-        self._sharing = None if self.turn is None else Sharing(lane, self.turn, known_slow.turns)
+        self._slow = slow_tests() if slow is None else slow
+        self._sharing = None if self.turn is None else Sharing(lane, self.turn, self._slow.turns)
 
     def covered(self) -> dict[str, str]:
         """The digests of what the groups that are taken whole cover now; reads all their files."""
@@ -91,15 +95,16 @@ class Selection:
         if self._wanted.only and (group is None or group.name != self._wanted.only):
             return f"not of the group {self._wanted.only}"
         if group is not None:
-            is_part = group.share > 0 and self._is_turn(test, 100 // group.share)
+            is_part = group.share > 0 and self._is_turn(shared_name(test), 100 // group.share)
             is_taken = group.name in self.whole or is_part
             return "" if is_taken else f"another turn's of the group {group.name}"
-        return LATER if shared_name(test) in self._slow and not self._is_turn(test, self._rounds) else ""
+        name = "" if self.takes_all else self._slow.name_of(test)
+        return LATER if name and not self._is_turn(name, self._slow.turns) else ""
 
-    def _is_turn(self, test: str, rounds: int) -> bool:
-        """Of so many parts, whether a test is in one that is taken."""
+    def _is_turn(self, name: str, rounds: int) -> bool:
+        """Of so many parts, whether a name is in one that is taken."""
         first = (self.turn or 0) * self._wanted.turns
-        return (zlib.crc32(shared_name(test).encode()) - first) % rounds < self._wanted.turns
+        return (zlib.crc32(name.encode()) - first) % rounds < self._wanted.turns
 
 
 def shared_name(test: str) -> str:

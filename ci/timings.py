@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,58 +24,64 @@ TURN = 120.0
 """Seconds of the other tests that a turn takes."""
 LIMIT = 0.5
 """Seconds that a test may cost and be run always, wherever it stands."""
+PART = 0.75
+"""Of the seconds by the clock."""
+SHARED = 2.0
+"""Seconds of a file's fixtures on a lane beyond which its tests go together, so that they are paid for in one turn."""
 MARGIN = 0.2
 """A test changes sides only if it is so much, as a part of its cost, beyond the limit: costs vary from run to run."""
 
 
-def timed(records: Sequence[Path], slow: frozenset[str]) -> list[Timed]:
+def timed(records: Sequence[Path], slow: Slow) -> list[Timed]:
     """Every test that ran, by the records of the lanes."""
     found = []
     for path in records:
         record = json.loads(path.read_text())
         for test, seconds in costs(record).items():
-            found.append(Timed(record["lane"], test, seconds, shared_name(test) in slow))
+            found.append(Timed(record["lane"], test, seconds, bool(slow.name_of(test))))
     return found
 
 
 def costs(record: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of each test of a lane that ran: its processor's seconds, or half of those by the clock where that is more,
-    because others may use the machine; and its part of what the fixtures of its file took."""
+    """Seconds of each test of a lane that ran: its processor's seconds, or three quarters of those by the clock where that is
+    more, because others may use the machine; and its part of what the fixtures of its file took."""
     ran = {test: known for test, known in record["tests"].items() if known["outcome"] != "skipped"}
     counts = Counter(test.partition("::")[0] for test in ran)
     fixtures = record.get("fixtures", {})
     return {
-        test: round(_own(known) + fixtures.get(file, 0.0) / 2 / counts[file], 3)
+        test: round(_own(known) + PART * fixtures.get(file, 0.0) / counts[file], 3)
         for test, known in ran.items()
         for file in (test.partition("::")[0],)
     }
 
 
 def _own(known: Mapping[str, Any]) -> float:
-    return max(known.get("processor", 0.0), known["seconds"] / 2)
+    return max(known.get("processor", 0.0), PART * known["seconds"])
 
 
 def slow_of(records: Sequence[Path], before: Slow) -> Slow:
-    """The slow tests, by their shared names: all but the cheapest that fit into the time for cheap ones. What a test costs is
+    """The slow tests: all but the cheapest that fit into the time for cheap ones. What a test costs is
     the most that it does on a lane, and it takes the time of all lanes that ran it. Those of closed groups are not among them:
-    their group says when they run. What did not run keeps its place."""
+    their group says when they run. Tests of a file with costly fixtures go by the file's name. What did not run keeps its place."""
     worst: dict[str, float] = {}
-    together: Counter[str] = Counter()
-    grouped: set[str] = set()
+    together: dict[str, float] = defaultdict(float)
+    ran: set[str] = set()
     known = groups()
     for path in records:
         record = json.loads(path.read_text())
         own = [group for group in known if group.lane == record["lane"]]
+        shared = {shared_name(file) for file, seconds in record.get("fixtures", {}).items() if seconds > SHARED}
         for test, seconds in costs(record).items():
             name = shared_name(test)
-            worst[name] = max(worst.get(name, 0.0), seconds)
-            together[name] += seconds
-            if group_of(test, own):
-                grouped.add(name)
-    ranked = {name: worst[name] * _weight(name in before.names) for name in worst.keys() - grouped}
-    names = _beyond(ranked, together) | (before.names - worst.keys() - grouped)
-    slow = sum(together[name] for name in names)
-    return Slow(names, max(1, math.ceil(slow / TURN)))
+            file = name.partition("::")[0]
+            ran |= {name, file}
+            if not group_of(test, own):
+                name, alone = (file, math.inf) if file in shared else (name, seconds)
+                worst[name] = max(worst.get(name, 0.0), alone)
+                together[name] += seconds
+    ranked = {name: cost * _weight(name in before.names) for name, cost in worst.items()}
+    names = _beyond(ranked, together) | (before.names - ran)
+    return Slow(names, max(1, math.ceil(sum(together[name] for name in names) / TURN)))
 
 
 def _weight(is_slow: bool) -> float:

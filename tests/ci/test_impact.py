@@ -159,7 +159,7 @@ def test_a_test_costs_its_processors_seconds_and_its_part_of_the_fixtures() -> N
         "tests": {"a.py::x": ran, "a.py::y": waits, "b.py::z": ran, "b.py::s": skipped},
         "fixtures": {"a.py": 4.0},
     }
-    assert costs(record) == {"a.py::x": 1.6, "a.py::y": 2.0, "b.py::z": 0.6}
+    assert costs(record) == {"a.py::x": 2.1, "a.py::y": 3.0, "b.py::z": 0.6}
 
 
 def test_a_test_costs_what_it_does_on_its_slowest_lane_and_changes_sides_with_a_margin(
@@ -195,6 +195,25 @@ def test_the_cheapest_run_always_while_they_fit_and_the_turns_share_the_others(
         paths[-1].write_text(json.dumps({"lane": lane, "tests": tests}))
     found = timings.slow_of(paths, Slow())
     assert found == Slow(frozenset({"t.py::test_3", "t.py::test_4"}), 3)
+
+
+def test_tests_of_a_file_with_costly_fixtures_go_by_the_files_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(timings, "groups", lambda: ())
+    ran = {"outcome": "passed", "seconds": 0.1, "processor": 0.1}
+    record = {
+        "lane": "one",
+        "tests": {"devices/one/a.py::x": ran, "devices/one/a.py::y": ran, "b.py::z": ran},
+        "fixtures": {"devices/one/a.py": 3.0, "b.py": 0.2},
+    }
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(record))
+    before = Slow(frozenset({"devices/*/a.py::y", "devices/*/a.py::w"}))
+    found = timings.slow_of([path], before)
+    assert found.names == {"devices/*/a.py", "devices/*/a.py::w"}, "what did not run keeps its place"
+    assert found.name_of("devices/two/a.py::x") == "devices/*/a.py" and found.name_of("b.py::z") == ""
+    assert [each.is_slow for each in timings.timed([path], found)] == [True, True, False]
 
 
 @pytest.fixture

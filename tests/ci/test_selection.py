@@ -82,6 +82,13 @@ def test_slow_tests_of_packages_are_known_by_the_name_that_they_share(monkeypatc
     assert [bool(each) for each in left].count(False) == 1
 
 
+def test_tests_of_a_listed_file_go_together() -> None:
+    slow = Slow(frozenset({"s.py"}), ROUNDS)
+    tests = [item(test) for test in SLOW]
+    left = [Selection(LANE, Wanted(turn=turn), slow=slow).left_out(tests) for turn in range(ROUNDS)]
+    assert sorted(map(len, left)) == [0, *[len(SLOW)] * (ROUNDS - 1)]
+
+
 def test_what_is_near_is_taken_whatever_the_turn() -> None:
     assert taken(SLOW[:50], turn=1, near=SLOW[:50]) == list(SLOW[:50])
     assert taken(("t.py::test_1",), turn=1, near=("t.py::test_1",)) == ["t.py::test_1"]
