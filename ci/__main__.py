@@ -36,6 +36,9 @@ def _parser() -> argparse.ArgumentParser:
         "--whole", action="store_true", help="slow tests and groups whole, and record what they cost and run"
     )
     ran.add_argument(
+        "--unwatched", action="store_true", help="with --whole: record what tests cost, not which functions they run"
+    )
+    ran.add_argument(
         "--every-lane", action="store_true", help="lanes share nothing out: each takes all that it can run"
     )
     ran.add_argument("--turn", type=int, help="of the rotation; left out, the number of commits")
@@ -84,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
     for name in store({name: digest for path in records for name, digest in passed_whole(_read(path)).items()}):
         print(f"ci/digests/{name} is written: the group has passed whole; commit it")
     if options.whole and is_complete:
-        _remember(records)
+        _remember(records, is_watched=not options.unwatched)
     status = _table(records, is_complete)
     print(run.report(runs))
     return 1 if any(ran.failure for ran in runs) else status
@@ -105,7 +108,7 @@ def _taken(
         print(f"whole, because what they cover has changed: {', '.join(whole)}", flush=True)
     if options.whole:
         print(f"turn {turn}: every test, and parts of closed groups that cover what they did", flush=True)
-        return (*shares, "--whole", *(_watched(chosen) if is_complete else ()))
+        return (*shares, "--whole", *(_watched(chosen) if is_complete and not options.unwatched else ()))
     added = near.slow_near(chosen) if is_complete else []
     part = f"{options.turns} of {slow_tests().turns} parts of the slow ones"
     text = f"every cheap test, {part}, and {len(added)} slow ones near what has changed"
@@ -133,11 +136,13 @@ def _here(found: Sequence[Lane], words: Sequence[str], stale: Sequence[Group], w
     ]
 
 
-def _remember(records: Sequence[Path]) -> None:
+def _remember(records: Sequence[Path], is_watched: bool) -> None:
     """Write what a run of everything has found out: which tests are slow, and which test runs which function."""
     slow = timings.slow_of(records, slow_tests())
     new, gone = timings.write_slow(slow)
     print(f"{SLOW}: {len(slow.names)} slow tests, {new} new, {gone} no longer, taken in {slow.turns} turns")
+    if not is_watched:
+        return
     found = impact.gather(impact.RAW, timings.timed(records, slow), changes.head(), impact.load())
     impact.save(found)
     shutil.rmtree(impact.RAW, ignore_errors=True)

@@ -10,6 +10,7 @@ from ci import changes, impact, run
 from ci.functions import MODULE, bodies_of
 from ci.impact import Function, Impact, Timed
 from ci.lanes import HOST, ROOT, Lane, LaneError, needs_of
+from ci.selection import slow_tests
 
 LOOP = 40.0
 """Seconds of tests that `python -m ci near` takes; starting the lanes comes on top."""
@@ -20,14 +21,24 @@ LANES = 2
 
 
 def slow_near(lanes: Sequence[Lane]) -> list[Timed]:
-    """The slow tests that `make test` adds: those of changed files of tests, then those that run changed functions."""
+    """The slow tests that `make test` adds: for half of the time those of files of tests and for functions that no commit has
+    yet, then those that run what has changed since the record, then those of other files that have."""
     record = impact.load()
     if record is None:
         return []
-    changed = changes.since(record.commit)
-    names = {lane.name for lane in lanes}
-    own = [each for each in record.tests if each.test.partition("::")[0] in changed.tests]
-    return impact.choose(record, changed.functions, ADDED, lambda each: each.is_slow and each.lane in names, first=own)
+    now, changed = changes.since("HEAD"), changes.since(record.commit)
+    names, slow = {lane.name for lane in lanes}, slow_tests()
+    own, others = (
+        [each for each in record.tests if each.test.partition("::")[0] in found.tests] for found in (now, changed)
+    )
+
+    def accepts(each: Timed) -> bool:
+        """By the list of today: since the record a cheap test may have become slow."""
+        return each.lane in names and bool(slow.name_of(each.test))
+
+    first = impact.choose(record, now.functions, ADDED / 2, accepts, own)
+    nearest = impact.choose(record, changed.functions, ADDED * 3 / 4, accepts, first)
+    return impact.choose(record, (), ADDED, accepts, [*nearest, *others])
 
 
 def write(chosen: Sequence[Timed], lanes: Sequence[Lane]) -> str:

@@ -48,6 +48,8 @@ EVERY = 60.0
 """Seconds after which the record is written again while tests run."""
 PROCESSOR = "processor"
 """The property of a report in which the processor's seconds of a test are."""
+SESSION = "session"
+"""The one in which those of fixtures are that a whole session shares: the first file that asks for one does not cost that."""
 
 
 class LaneRun:
@@ -62,6 +64,7 @@ class LaneRun:
         self._left_out: dict[str, list[str]] = {}
         self._not_taken: dict[str, str] = {}
         self._modules = 0
+        self._item: pytest.Item | None = None
         self._fixtures: dict[str, float] = {}
         self._due = time.monotonic() + EVERY
 
@@ -85,9 +88,10 @@ class LaneRun:
             gc.enable()
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """What has been imported stays. No garbage is looked for in it, which would be most of what a capture of graphs costs
         in a process that holds thousands of tests and all of torch."""
+        self._item = item
         if len(sys.modules) != self._modules:
             self._modules = len(sys.modules)
             gc.collect()
@@ -118,11 +122,23 @@ class LaneRun:
         finally:
             item.user_properties.append((PROCESSOR, round(_processor() - before, 3)))
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        """Measure what is made once for all files."""
+        start = time.monotonic()
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope == SESSION and self._item is not None:
+                self._item.user_properties.append((SESSION, time.monotonic() - start))
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the outcome, and the reason of a skip."""
         if report.when != "call":
             file = report.nodeid.partition("::")[0]
-            self._fixtures[file] = round(self._fixtures.get(file, 0.0) + report.duration, 3)
+            shared = _of_session(report) if report.when == "setup" else 0.0
+            own = max(0.0, report.duration - shared)
+            self._fixtures[file] = round(self._fixtures.get(file, 0.0) + own, 3)
         if report.when == "call" or report.outcome != "passed":
             known = self._tests.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
             known["seconds"] = round(known["seconds"] + report.duration, 3)
@@ -182,6 +198,11 @@ class LaneRun:
         handed = getattr(node, "workeroutput", {})  # foreign: pytest-xdist's attribute of a node
         self._left_out.update(handed.get("left_out", {}))
         self._not_taken.update(handed.get("not_taken", {}))
+
+
+def _of_session(report: pytest.TestReport) -> float:
+    """Seconds of the fixtures that were made in a test's setup for the whole session."""
+    return sum(float(str(value)) for name, value in report.user_properties if name == SESSION)
 
 
 def _processor() -> float:

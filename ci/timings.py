@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ LIMIT = 0.5
 PART = 0.75
 """Of the seconds by the clock."""
 SHARED = 2.0
-"""Seconds of a file's fixtures on a lane beyond which its tests go together, so that they are paid for in one turn."""
+"""Seconds of a file's fixtures on a lane beyond which its tests go together, so that they are paid for in one turn, ..."""
+PER_TEST = 0.1
+"""... unless there are so many tests in it that the part of each is less than so many seconds."""
 MARGIN = 0.2
 """A test changes sides only if it is so much, as a part of its cost, beyond the limit: costs vary from run to run."""
 
@@ -70,8 +72,9 @@ def slow_of(records: Sequence[Path], before: Slow) -> Slow:
     for path in records:
         record = json.loads(path.read_text())
         own = [group for group in known if group.lane == record["lane"]]
-        shared = {shared_name(file) for file, seconds in record.get("fixtures", {}).items() if seconds > SHARED}
-        for test, seconds in costs(record).items():
+        found = costs(record)
+        shared = {shared_name(file) for file in _costly(record.get("fixtures", {}), found)}
+        for test, seconds in found.items():
             name = shared_name(test)
             file = name.partition("::")[0]
             ran |= {name, file}
@@ -82,6 +85,16 @@ def slow_of(records: Sequence[Path], before: Slow) -> Slow:
     ranked = {name: cost * _weight(name in before.names) for name, cost in worst.items()}
     names = _beyond(ranked, together) | (before.names - ran)
     return Slow(names, max(1, math.ceil(sum(together[name] for name in names) / TURN)))
+
+
+def _costly(fixtures: Mapping[str, float], tests: Iterable[str]) -> list[str]:
+    """The files whose fixtures make their tests slow."""
+    counts = Counter(test.partition("::")[0] for test in tests)
+    return [
+        file
+        for file, seconds in fixtures.items()
+        if seconds > SHARED and seconds > PER_TEST * counts[file] and counts[file]
+    ]
 
 
 def _weight(is_slow: bool) -> float:

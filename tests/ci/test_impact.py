@@ -323,3 +323,29 @@ def test_a_narrow_loop_runs_the_nearest_tests_on_the_lanes_that_run_them(
     asked.clear()
     assert near.loop(["tests/runtime/test_accelerator.py"], 40.0, lanes) == 0
     assert asked and "host" not in asked[0][0], "a file that the record does not know runs where its needs are met"
+
+
+def test_slow_tests_near_what_no_commit_has_yet_come_first_and_by_the_list_of_today(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lanes = (Lane(name="cpu", device="x", capabilities=frozenset()),)
+    tests = [
+        Timed("cpu", f"{file}.py::test_{place}", 10.0, False) for file in ("old", "new", "own") for place in range(9)
+    ]
+    places = {
+        file: tuple(place for place, each in enumerate(tests) if each.test.startswith(file)) for file in ("old", "new")
+    }
+    record = Impact("c", tuple(tests), {"s.py": {"f": places["old"], "g": places["new"]}})
+    monkeypatch.setattr(impact, "load", lambda: record)
+    monkeypatch.setattr(near, "slow_tests", lambda: Slow(frozenset({"old.py", "new.py", "own.py", "own.py::test_3"})))
+    found = {
+        "HEAD": changes.Changes((("s.py", "g"),), ()),
+        "c": changes.Changes((("s.py", "g"), ("s.py", "f")), ("own.py",)),
+    }
+    monkeypatch.setattr(changes, "since", found.__getitem__)
+    monkeypatch.setattr(near, "ADDED", 80.0)
+    chosen = [each.test.partition(".")[0] for each in near.slow_near(lanes)]
+    assert chosen[:4] == ["new"] * 4, "half of the time"
+    assert chosen.count("old") and chosen.count("own") == 2 and len(chosen) == 8
+    monkeypatch.setattr(near, "slow_tests", lambda: Slow())
+    assert near.slow_near(lanes) == [], "what is cheap runs anyway"

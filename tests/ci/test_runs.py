@@ -206,6 +206,25 @@ def test_what_a_worker_left_to_others_is_in_the_record(tmp_path: Path) -> None:
     assert {name: values[name] for name in handed} == handed
 
 
+def test_what_a_session_shares_is_no_files_cost(tmp_path: Path) -> None:
+    (ROOT / "build").mkdir(exist_ok=True)
+    folder, out = Path(tempfile.mkdtemp(prefix="planted_", dir=ROOT / "build")), tmp_path / "record.json"
+    (folder / "test_planted.py").write_text(
+        "import pytest, time\n"
+        "@pytest.fixture(scope='session')\ndef server(): time.sleep(0.8)\n"
+        "@pytest.fixture(scope='module')\ndef model(server): time.sleep(0.3)\n"
+        "def test_x(model): pass\n"
+        "def test_y(model): pass\n"
+    )
+    words = (sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", f"--lane-record={out}", str(folder))
+    try:
+        subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    finally:
+        shutil.rmtree(folder)
+    (seconds,) = json.loads(out.read_text())["fixtures"].values()
+    assert 0.3 <= seconds < 0.8
+
+
 def test_a_run_on_the_wrong_lane_says_which_lane_is_right() -> None:
     (ROOT / "build").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="planted_", dir=ROOT / "build"))
