@@ -17,7 +17,7 @@ from sglcore.checkpoint.gguf import is_gguf, read_header
 from sglcore.checkpoint.gguf_config import gguf_config
 from sglcore.checkpoint.pooling import Pooling, read_pooling
 from sglcore.checkpoint.renamed import WORDS, renamed
-from sglcore.checkpoint.values import check_values
+from sglcore.checkpoint.values import check_values, is_truth
 from sglcore.device.errors import ConfigError
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -174,9 +174,8 @@ def check_context(asked: int | None, config: ModelConfig) -> None:
 
 
 def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> ModelConfig:
-    given = {key: value for key, value in raw.items() if value is not None}
-    values = {**DEFAULTS.get(language_model(architecture), EMPTY), **common_words(architecture, raw), **given}
-    values |= renamed(architecture, values)
+    values = Words(folder / "config.json", _said(architecture, raw))
+    values.update(renamed(architecture, values))
     need = _Needed(values, folder / "config.json")
     heads, layers = need("num_attention_heads"), need("num_hidden_layers")
     max_positions = need("max_position_embeddings")
@@ -195,7 +194,7 @@ def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> M
         context_length=_context_length(rope, max_positions) - values.get("first_position", 0),
         rms_norm_eps=values.get("rms_norm_eps", 1e-6),
         rope=rope,
-        sliding_windows=_sliding_windows(raw, values, layers),
+        sliding_windows=_sliding_windows(values, layers),
         tie_word_embeddings=values.get("tie_word_embeddings", False),
         attention_bias=values.get("attention_bias", values.get("qkv_bias", False)),
         mlp_bias=values.get("mlp_bias", False),
@@ -211,6 +210,30 @@ def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> M
     )
     _check(config)
     return config
+
+
+class Words(dict[str, Any]):
+    """What a configuration says; to ask by `[]` for what it does not say raises `ConfigError` with the name."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._file = file
+
+    def __missing__(self, name: str) -> Any:
+        raise ConfigError(f"{self._file} has no {name!r}, or null", remedy="download the checkpoint again")
+
+
+def _said(architecture: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file says, and what the architecture takes for what it leaves out. A written null is not left out: it switches off
+    what the architecture has by default, and means false where a truth is wanted. Only rotary embeddings, which no model
+    of these is without, are the architecture's own then; the older words for them replace these whole."""
+    defaults = {**DEFAULTS.get(language_model(architecture), EMPTY), **common_words(architecture, raw)}
+    rope = None if raw.get("rope_scaling") else defaults.pop("rope_parameters", None)
+    values = {**defaults, **{name: False if value is None and is_truth(name) else value for name, value in raw.items()}}
+    if rope and raw.get("rope_theta"):
+        rope = {**rope, "rope_theta": raw["rope_theta"]}
+    values["rope_parameters"] = rope if raw.get("rope_parameters") is None else raw["rope_parameters"]
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +297,7 @@ def _context_length(rope: RopeConfig, max_positions: int) -> int:
     return max_positions
 
 
-def _sliding_windows(raw: Mapping[str, Any], values: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def _sliding_windows(values: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Windows must be switched on, by a written switch, the architecture, or the types of the layers.
 
     A written null means no window. Without types, all layers but each `sliding_window_pattern`-th have windows, or those from
@@ -285,8 +308,7 @@ def _sliding_windows(raw: Mapping[str, Any], values: Mapping[str, Any], layers: 
     if kinds is None and pattern:
         windowed = [(layer + 1) % pattern != 0 for layer in range(values.get("max_window_layers", layers))]
         kinds = ["sliding_attention" if has else "full_attention" for has in (*windowed, *[False] * layers)[:layers]]
-    is_null = "sliding_window" in raw and raw["sliding_window"] is None
-    if window is None or is_null or not values.get("use_sliding_window", kinds is not None):
+    if window is None or not values.get("use_sliding_window", kinds is not None):
         return (None,) * layers
     if kinds is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -365,5 +387,5 @@ def _check_experts(config: ModelConfig) -> None:
         raise ConfigError(
             f"{config.path / 'config.json'} gives {moe.experts_per_token} experts for each token, of {moe.top_groups} of "
             f"{moe.num_groups} groups of {moe.num_experts} experts",
-            wanted="no more than there are",
+            wanted="no more than there are: num_experts_per_tok, topk_group and n_group must fit, also where they are left out",
         )

@@ -95,6 +95,17 @@ _GLM_LATENT: Mapping[str, Any] = MappingProxyType(
     }
 )
 _INDEXER: Mapping[str, Any] = MappingProxyType({"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64})
+_GPT_OSS_ROPE: Mapping[str, Any] = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 150000.0,
+    }
+)
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "DeepseekV2ForCausalLM": MappingProxyType(
@@ -170,6 +181,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "swiglu_limit": 7.0,
                 "rms_norm_eps": 1e-5,
                 "rope_theta": 150000.0,
+                "rope_parameters": _GPT_OSS_ROPE,
             }
         ),
         "GlmForCausalLM": _GLM,

@@ -61,8 +61,7 @@ def latent_config(config: ModelConfig, wanted: Mapping[str, Any]) -> LatentConfi
     if any(config.sliding_windows):
         raise _unfit(config, "sliding_window", words["sliding_window"], "none beside latent attention")
     return LatentConfig(
-        # A written null means none.
-        q_rank=config.raw.get("q_lora_rank", words["q_lora_rank"]) or 0,
+        q_rank=words.get("q_lora_rank", 0),
         kv_rank=words["kv_lora_rank"],
         nope_dim=words["qk_nope_head_dim"],
         rope_dim=words["qk_rope_head_dim"],

@@ -52,6 +52,8 @@ def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
         found |= _deepseek_v4_layers(values)
     if architecture == "NemotronHForCausalLM":
         found["num_hidden_layers"] = len({**values, **found}["layer_types"])
+    if architecture == "DeepseekV2ForCausalLM" and values.get("topk_method", "greedy") == "greedy":
+        found |= {"n_group": 1, "topk_group": 1}
     if architecture in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
         kinds = values.get("layer_types", ())
         found["layer_types"] = ["full_attention" if kind == "indexed_attention" else kind for kind in kinds]

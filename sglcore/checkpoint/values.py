@@ -30,6 +30,7 @@ def _is_list_of(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(type(each) in kinds for each in value)
 
 
+_TRUTH = "true or false"
 _NAMES: Mapping[Kind, str] = MappingProxyType(
     {
         ("a whole number above zero", _whole(1)): """
@@ -52,7 +53,7 @@ _NAMES: Mapping[Kind, str] = MappingProxyType(
             rope_theta global_rope_theta local_rope_theta rope_local_base_freq factor attention_multiplier logits_scaling
             query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping compress_rope_theta hc_eps""",
         ("a list of two limits", lambda value: isinstance(value, list) and len(value) == 2): "time_step_limit",
-        ("true or false", lambda value: type(value) is bool): """
+        (_TRUTH, lambda value: type(value) is bool): """
             tie_word_embeddings attention_bias qkv_bias mlp_bias use_sliding_window norm_topk_prob use_qk_norm
             mamba_conv_bias mamba_proj_bias norm_bias classifier_bias truncate mrope_interleaved rope_interleave
             use_aux_hidden_state norm_before_fc norm_before_residual norm_output""",
@@ -69,6 +70,11 @@ _NAMES: Mapping[Kind, str] = MappingProxyType(
     }
 )
 KINDS: Mapping[str, Kind] = MappingProxyType({name: kind for kind, names in _NAMES.items() for name in names.split()})
+
+
+def is_truth(name: str) -> bool:
+    """Whether a name of a configuration has true or false."""
+    return name in KINDS and KINDS[name][0] == _TRUTH
 
 
 def check_values(file: Path, values: Mapping[str, Any], words: Mapping[str, str] = MappingProxyType({})) -> None:

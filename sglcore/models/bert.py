@@ -71,9 +71,9 @@ class BertModel(Architecture):
         """Raises `ConfigError` for another activation or other positions."""
         super().__init__(build)
         config = build.config
-        if config.hidden_act != "gelu" or config.raw.get("position_embedding_type", "absolute") != "absolute":
+        if config.hidden_act != "gelu" or config.words.get("position_embedding_type", "absolute") != "absolute":
             raise ConfigError("this BERT differs in its activation or positions", wanted="gelu and absolute positions")
-        eps, layers = config.raw.get("layer_norm_eps", 1e-12), range(config.num_hidden_layers)
+        eps, layers = config.words.get("layer_norm_eps", 1e-12), range(config.num_hidden_layers)
         self.embeddings = BertEmbeddings(build.at("embeddings"), eps)
         self.layers = tuple(BertLayer(build.at("encoder", "layer", index), index, eps) for index in layers)
         self.attention_layers = tuple(layer.attention.layer for layer in self.layers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -87,12 +86,11 @@ class DeepseekV2ForCausalLM(CausalLM):
         )
 
     def make_experts(self, build: Build) -> Layer:
-        """The experts that a token's gate chooses; `greedy` chooses in all groups."""
+        """The experts that a token's gate chooses."""
         method = build.config.words.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             raise ConfigError(
                 f"{build.config.path / 'config.json'} has topk_method = {method!r}",
                 wanted="'greedy' or 'group_limited_greedy'",
             )
-        ungrouped = replace(self.moe, num_groups=1, top_groups=1)
-        return build.group_limited_experts("mlp", ungrouped if method == "greedy" else self.moe)
+        return build.group_limited_experts("mlp", self.moe)

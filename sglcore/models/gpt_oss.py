@@ -15,9 +15,9 @@ class GptOssForCausalLM(CausalLM):
     norm_offset: ClassVar[float | None] = 0.0
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
-        options, bias = build.config.options, build.config.attention_bias
+        words, bias = build.config.words, build.config.attention_bias
         attention = SelfAttention(
             build.at("self_attn"), layer_id, self.rotary, qkv_bias=bias, output_bias=bias, sinks=True
         )
-        experts = build.clamped_experts("mlp", self.moe, options["swiglu_alpha"], options["swiglu_limit"])
+        experts = build.clamped_experts("mlp", self.moe, words["swiglu_alpha"], words["swiglu_limit"])
         return DecoderLayer(build, attention, experts, self.norm_offset)

@@ -30,7 +30,7 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
         return GraniteLayer(build, mixer, self.make_mlp(build))
 
     def make_mlp(self, build: Build) -> Layer:
-        shared = build.mlp("shared_mlp", build.config.raw.get("shared_intermediate_size", 1024), fused="input_linear")
+        shared = build.mlp("shared_mlp", build.config.words.get("shared_intermediate_size", 1024), fused="input_linear")
         if build.config.moe is None:
             return shared
         parts = ("input_linear", "output_linear")

@@ -156,7 +156,7 @@ def _latent(config: ModelConfig) -> dict[str, Any]:
     kv, rope, nope, value = (
         words[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     )
-    q_rank = config.raw.get("q_lora_rank", words.get("q_lora_rank")) or 0
+    q_rank = words.get("q_lora_rank", 0)
     queries = (q_rank or hidden) * heads * (nope + rope)
     return {
         "whole": hidden * (q_rank + kv + rope),
