@@ -92,6 +92,14 @@ def test_pages_of_both_kinds_change_nothing(checkpoint: tuple[Path, Oracle], gra
 
 
 @pytest.mark.needs("device")
+def test_a_window_of_one_token_keeps_what_the_first_block_of_the_next_page_is_made_of(tmp_path: Path) -> None:
+    oracle = deepseek_v4(sliding_window=1)
+    engine = CompressedEngine(save(oracle, tmp_path), graph="off")
+    check(engine.run(texts(6, (9, 20)), 40, score_prompts=True), oracle)
+    assert engine.freed.given > 0
+
+
+@pytest.mark.needs("device")
 def test_texts_go_on_from_every_page_of_one_that_goes_on_itself(checkpoint: tuple[Path, Oracle]) -> None:
     """Two at once; when it has ended; with nothing of their own behind it."""
     folder, oracle = checkpoint

@@ -10,7 +10,7 @@ import torch
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
-from sglcore.runtime.memory.rows import FP8, Place, page_multiple, row_bytes
+from sglcore.runtime.memory.rows import FP8, LayerRows, Place, page_multiple, row_bytes
 from sglcore.runtime.memory.states import KeepsState, state_bytes
 from sglcore.step.sizing import Geometry, size_text
 
@@ -48,10 +48,13 @@ def geometry(
     cell_bytes: CellBytes,
 ) -> Geometry:
     """Bytes by kind. Windows of `most` tokens and more are kept as all tokens are: dropping what they do not see frees
-    nothing in time."""
-    windows = [layer.sliding_window for layer in layers if has_window(layer) and layer.sliding_window is not None]
-    window = max((each for each in windows if each < most), default=0)
+    nothing in time. A page goes when neither the next query sees it, nor a block needs it that begins in it."""
     rows = [layer.rows for layer in layers]
+    least = max((1 + reach(each) for each in rows), default=1)
+    windows = [
+        max(least, layer.sliding_window) for layer in layers if has_window(layer) and layer.sliding_window is not None
+    ]
+    window = max((each for each in windows if each < most), default=0)
     of_rows = {place: row_bytes(rows, place, page_size) for place in Place}
     every = page_size * cell_bytes(layer_shapes(layers), dtype)
     of_windows = page_size * cell_bytes(
@@ -61,6 +64,11 @@ def geometry(
     if not window:
         page, window_page = page + window_page, 0
     return Geometry(page, window_page, window, state_bytes(states), of_rows[Place.SLOTS], of_rows[Place.HOST_PAGES])
+
+
+def reach(rows: LayerRows) -> int:
+    """Of how many tokens before a page's first the pages of windows still give rows to blocks that end behind it."""
+    return max((kept.span - kept.ratio for kept in rows.values() if kept.place is Place.WINDOW_PAGES), default=0)
 
 
 def fitting_page_size(layers: Sequence[Attention], asked: int | None, default: int) -> int:
