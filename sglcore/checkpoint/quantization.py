@@ -10,6 +10,8 @@ from typing import Any
 from sglcore.device.errors import CheckpointError
 
 SUPPORTED = "gptq, awq (gemm), fp8, mxfp4 (experts), and compressed-tensors that are pack-quantized, int-quantized or float-quantized"
+NONE = "none"
+"""Of EngineConfig's `quantize`: codes become plain weights, and products are as exact as the model's dtype."""
 _REMEDY = "use another quantisation of this model, or the plain one with --quantize int8 or int4"
 _UNPACKED = ("naive-quantized", "int-quantized", "float-quantized")
 

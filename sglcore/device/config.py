@@ -143,7 +143,9 @@ class EngineConfig:
     )
     eager_input_no_copy: bool = setting(False, "Run batches that are on the device already as they are.")
     quantize: str = setting(
-        "auto", "Round the weights of linear layers to int8 or int4; auto takes them as the checkpoint has them."
+        "auto",
+        "Round the weights of linear layers to int8 or int4; auto takes them as the checkpoint has them; none makes plain"
+        " weights of codes, whose products round no activations and take more memory.",
     )
     speculative: str | None = setting(
         None,

@@ -13,7 +13,7 @@ import torch
 from sglcore.checkpoint.config import EMPTY, ModelConfig
 from sglcore.checkpoint.files import HARMLESS, checkpoint_files
 from sglcore.checkpoint.gguf import is_gguf
-from sglcore.checkpoint.quantization import read_quantization
+from sglcore.checkpoint.quantization import NONE, read_quantization
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.layers.build import Build
@@ -75,6 +75,8 @@ def load_model(
     """
     model_type = model_class(config.architecture, architectures)
     weights = Weights(dtype, torch.device(device))
+    if quantize == NONE:
+        kernels = kernels.replace(mxfp4_moe=None)
     packer, refusals = Packer(weights, kernels, quantize), Refusals()
     positions = max_positions or config.context_length
     shared = config, kernels, weights, positions, index_dtype, refusals, kv_cache_dtype, drafts

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
+from sglcore.checkpoint.quantization import NONE
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.ledger import Row
 from sglcore.layers.scope import Packable, Weights
@@ -22,6 +23,7 @@ from sglcore.runtime.kernels.table import KernelTable
 
 BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4})
 """What may be asked for."""
+
 
 HEAD = "int8"
 """What the output layer is rounded to, whatever is asked for: it is read once a token, and decides which."""
@@ -36,9 +38,9 @@ _EXPERT = re.compile(r".*\.experts\.\d+\..*")
 
 def check_quantize(asked: str, kernels: KernelTable) -> None:
     """Raise `ConfigError` for a kind that is not known, or that these kernels can not make."""
-    if asked != "auto" and asked not in BITS:
-        raise ConfigError(f"quantize is {asked!r}", wanted=f"auto, {' or '.join(BITS)}")
-    if asked != "auto" and kernels.quantize_linear is None:
+    if asked not in ("auto", NONE) and asked not in BITS:
+        raise ConfigError(f"quantize is {asked!r}", wanted=f"auto, {NONE}, {' or '.join(BITS)}")
+    if asked in BITS and kernels.quantize_linear is None:
         raise ConfigError(
             f"this device's kernels do not quantise ({kernels.origin['linear'].partition(':')[0]} has no quantize_linear)",
             remedy="leave --quantize out, or use a checkpoint that is quantised",
@@ -107,6 +109,9 @@ class Packer:
         wider = self._wider()
         if not found and self.head in (None, PLAIN) and not any(self.notes.values()) and not wider:
             return None
+        rounded = (
+            self._kernels.activation_bits if self._kept or any(form in BITS for form in (*found, self.head)) else 0
+        )
         total = self.forms.total()
         told = [f"{count} of {total} linear layers {form}" for form, count in self.forms.most_common()]
         told += [f"output layer {self.head}"] if self.head is not None else []
@@ -115,15 +120,18 @@ class Packer:
             told.append(f"what is no linear layer takes {self._grown / (1 << 20):.1f} MiB more than in the files")
         if self._kept and self._quantize != "auto":
             told.append("the checkpoint's own codes are kept")
+        if rounded:
+            told.append(f"their products round activations to {rounded} bits, --quantize {NONE} does not")
         remedy = PACKING if any(NOT_READ in note for note in self.notes) else "--quantize"
         effective = ", ".join(found) or self.head or PLAIN
+        effective += f", activations in {rounded} bits" if rounded else ""
         if wider:
             told, remedy = [*told, *wider], EXPERTS if self._experts else PLAINER
         return Row("weights", self._quantize, effective, "; ".join(told), remedy, downgrade=bool(wider))
 
     def _wider(self) -> list[str]:
         """What is kept in more bits than was asked for. The output layer may be: it is `HEAD` whatever is asked for."""
-        if self._quantize == "auto":
+        if self._quantize not in BITS:
             return []
         kept = {bits: count for bits, count in self._kept.items() if bits > BITS[self._quantize]}
         told = [f"{count} linear layers stay in {bits} bits" for bits, count in kept.items()]
@@ -168,6 +176,9 @@ class Packer:
         """The integer codes of all parts as one weight, where the kernels read them; else a note says why not."""
         if not any(stored):
             return None
+        if self._quantize == NONE:
+            self._note(layer, "as was asked")
+            return None
         if self._kernels.pack_quantized is None or not self._may_change(layer):
             self._note(layer, NOT_READ)
             return None
@@ -200,7 +211,7 @@ class Packer:
 
     def _rounds(self, layer: Packable) -> bool:
         """Whether a layer is rounded once it is filled."""
-        return self._quantize != "auto" and layer.may_round and self._may_change(layer)
+        return self._quantize in BITS and layer.may_round and self._may_change(layer)
 
     def _place(self, layer: Packable, make: Callable[[], Tensor]) -> None:
         """Give a layer what is made of the files' values; raises `CheckpointError` for values that can not be packed."""

@@ -151,6 +151,29 @@ def test_experts_stay_plain_which_is_less_than_was_asked_for(tmp_path: Path) -> 
     assert plain.rows == ()
 
 
+@pytest.mark.parametrize("quantize", ["auto", "int8", "none"])
+def test_the_chosen_value_says_that_activations_are_rounded_and_none_makes_plain_weights(
+    quantize: str, tmp_path: Path
+) -> None:
+    make(CASES["gptq"], tmp_path)
+    packs, rounds, ledger = Packs(), Recorder(), DecisionLedger()
+    table = packs.table.replace(quantize_linear=rounds.table.quantize_linear).rounding(8)
+    load(tmp_path, kernels=table, quantize=quantize, ledger=ledger)
+    (row,) = [row for row in ledger.rows if row.topic == "weights"]
+    is_told = "activations in 8 bits" in row.effective and "--quantize none does not" in row.reason
+    assert is_told == (quantize != "none") and bool(packs.packed) == (quantize != "none")
+    assert quantize != "none" or (
+        row.effective == "dequantised to float32" and "dequantised, as was asked" in row.reason
+    )
+
+
+def test_kernels_that_round_no_activations_are_not_said_to(tmp_path: Path) -> None:
+    make(CASES["gptq"], tmp_path)
+    ledger = DecisionLedger()
+    load(tmp_path, kernels=Packs().table, ledger=ledger)
+    assert not any("activations" in row.effective + row.reason for row in ledger.rows)
+
+
 def test_codes_that_are_wider_than_asked_for_are_a_downgrade(tmp_path: Path) -> None:
     packs = Packs(quantize_linear=Recorder().table.quantize_linear)
     make(CASES["integers-rows"], tmp_path)
@@ -198,7 +221,7 @@ def test_a_device_that_does_not_quantise_is_an_error_before_anything_is_read(tmp
 
 
 def test_an_unknown_kind_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="quantize is 'int3'; wanted auto, int8 or int4"):
+    with pytest.raises(ConfigError, match="quantize is 'int3'; wanted auto, none, int8 or int4"):
         load(save(llama(), tmp_path), quantize="int3")
 
 

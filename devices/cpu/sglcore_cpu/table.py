@@ -134,12 +134,16 @@ class NativeExperts:
         return (self._grouped if is_large else self._native)(hidden, weights, ids, w13, *others)
 
 
+ACTIVATION_BITS = 8
+"""What products of integer codes multiply them with, a scale for each token and group: whole numbers are summed."""
+
+
 def native_table(engine: Engine) -> KernelTable:
     """Every entry that the engine serves; the others are torch's."""
     operations, proposals, trees = Operations(engine), Proposals(engine), Trees(engine)
     sparse, latent, experts = SparseAttention(engine), Latent(engine), Experts(engine)
     linear, draw, recurrent = NativeLinear(engine, operations, latent), NativeDraw(engine), Recurrent(engine)
-    return torch_kernels().replace(
+    table = torch_kernels().replace(
         linear=linear.linear,
         gated_linear=Limited(linear.gated_linear, takes),
         pack_linear=linear.pack,
@@ -194,6 +198,7 @@ def native_table(engine: Engine) -> KernelTable:
         greedy=draw.greedy,
         **_mixtures(experts, engine.instruction_set in TILED),
     )
+    return table.rounding(ACTIVATION_BITS)
 
 
 def _mixtures(experts: Experts, has_tiles: bool) -> Mapping[str, Limited]:

@@ -15,7 +15,7 @@ from typing import Any
 from sglcore.checkpoint.dtype import HALF
 from sglcore.checkpoint.gguf import GgufTensor, read_header
 from sglcore.checkpoint.gguf_config import EMBEDDING, HEAD
-from sglcore.checkpoint.quantization import Quantization, Scheme, read_quantization
+from sglcore.checkpoint.quantization import NONE, Quantization, Scheme, read_quantization
 from sglcore.checkpoint.safetensors_header import PLAIN_BYTES, Entry, read_entries
 from sglcore.device.config import EngineConfig
 from sglcore_cpu.choice import NAMES, NATIVE
@@ -46,7 +46,8 @@ class Kept:
         """Of a checkpoint whose own dtype is `stored`. Only the native kernels read integers."""
         plain = 2 if (stored if asked.dtype == "auto" else asked.dtype) in HALF else 4
         rounded = 2 * SHARE_OF_BF16[asked.quantize] if asked.quantize in SHARE_OF_BF16 else plain
-        return cls(plain, rounded, asked.kernels in ("auto", NATIVE, *NAMES) and asked.graph != "compiled")
+        reads = asked.kernels in ("auto", NATIVE, *NAMES) and asked.graph != "compiled"
+        return cls(plain, rounded, reads and asked.quantize != NONE)
 
     def values(self, count: float, may_round: bool) -> float:
         """Bytes of values that are not kept as integers."""

@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 
 from sglcore import LLM, SamplingParams
+from sglcore_cpu.choice import kernels
+from tests.checkpoints import oracle_logprobs
+from tests.models.quantized_checkpoints import CASES, make
+from tests.models.steps import Steps, load
+from tests.models.test_causal_models import prompt
 
 DOCUMENTS = Path(__file__).with_name("held_out_documents.json")
 """Eight of each kind that the model was taught, from seeds that it was not: `tools/demo_text`, split "test"."""
@@ -41,3 +46,15 @@ def test_cells_of_8_bits_move_the_perplexity_little(plain: float) -> None:
     found = perplexity(kv_cache_dtype="int8")
     print(f"cells of 8 bits: {found:.4f}, as stored {plain:.4f}, {100 * (found / plain - 1):+.2f} %")
     assert abs(found / plain - 1) < 0.005
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_codes_made_plain_give_the_numbers_of_the_dense_model_and_kept_ones_round_activations(
+    name: str, tmp_path: Path
+) -> None:
+    oracle, ids = make(CASES[name], tmp_path), prompt(23)
+    wanted = oracle_logprobs(oracle, ids)
+    kept, exact = (
+        Steps(load(tmp_path, kernels=kernels(), quantize=how)).logprobs({1: ids}) for how in ("auto", "none")
+    )
+    assert (exact - wanted).abs().max() < 1e-4 < (kept - wanted).abs().max()

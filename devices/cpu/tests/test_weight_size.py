@@ -82,6 +82,13 @@ def test_experts_are_counted_as_values(tmp_path: Path) -> None:
     assert weight_bytes(file) == pytest.approx(taken(file, "bfloat16", keeping()), rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_codes_that_are_made_plain_are_counted_as_values(name: str, tmp_path: Path) -> None:
+    make(CASES[name], tmp_path)
+    plain, asked = (EngineConfig(dtype="bfloat16", **said) for said in ({"kernels": "reference"}, {"quantize": "none"}))
+    assert weight_bytes(tmp_path, asked) == weight_bytes(tmp_path, plain) > weight_bytes(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["float8-blocks", "gptq"])
 def test_quantising_on_load_rounds_what_is_not_kept_as_codes(name: str, tmp_path: Path) -> None:
     make(CASES[name], tmp_path)

@@ -264,6 +264,8 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     """What was to serve some entry and is not there, each with its reason and its remedy; the ledger has them."""
     float8: str
     """The form of 8-bit floats that its functions are to read, one of `row_codec.FLOATS`: rows in eight bits are kept in it."""
+    activation_bits: int
+    """Bits to which `linear` rounds what it multiplies with codes of `pack_quantized` and `quantize_linear`; 0: it does not."""
 
     def __init__(self, **entries: Given) -> None:
         """The reference, but for these entries. Raises ConfigError for a name that is not an entry."""
@@ -279,7 +281,7 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         held = {name: found[0].function if found else None for name, found in candidates.items()}
         origin = {name: origin_of(function) for name, function in held.items() if function is not None}
         self.__dict__.update(held, origin=MappingProxyType(origin), candidates=MappingProxyType(candidates))
-        self.__dict__.update(refused=(), float8=E4M3FN)
+        self.__dict__.update(refused=(), float8=E4M3FN, activation_bits=0)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} of a kernel table can not be set: `replace` gives another table")
@@ -325,10 +327,15 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
             raise ConfigError(f"rows in eight bits are to be in {float8!r}", wanted=f"one of {', '.join(FLOATS)}")
         return self._like(self, float8=float8)
 
+    def rounding(self, activation_bits: int) -> Self:
+        """The same table, whose products with codes round activations to so many bits."""
+        return self._like(self, activation_bits=activation_bits)
+
     def _like(self, other: Self, **changes: object) -> Self:
         """The entries of another table, and beside them what this one has, but for changes."""
         new = type(self)(**other.candidates)
-        new.__dict__.update({"refused": self.refused, "float8": self.float8, **changes})
+        kept = {"refused": self.refused, "float8": self.float8, "activation_bits": self.activation_bits}
+        new.__dict__.update(kept | changes)
         return new
 
 
