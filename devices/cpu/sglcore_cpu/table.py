@@ -140,7 +140,7 @@ ACTIVATION_BITS = 8
 
 def native_table(engine: Engine) -> KernelTable:
     """Every entry that the engine serves; the others are torch's."""
-    operations, proposals, trees = Operations(engine), Proposals(engine), Trees(engine)
+    operations, proposals = Operations(engine), Proposals(engine)
     sparse, latent, experts = SparseAttention(engine), Latent(engine), Experts(engine)
     linear, draw, recurrent = NativeLinear(engine, operations, latent), NativeDraw(engine), Recurrent(engine)
     return (
@@ -169,10 +169,7 @@ def native_table(engine: Engine) -> KernelTable:
             cache_locations=operations.cache_locations,
             place_proposals=proposals.place_proposals,
             accept_proposals=proposals.accept_proposals,
-            tree_expand=trees.tree_expand,
-            tree_build=trees.tree_build,
-            tree_place=trees.tree_place,
-            tree_walk=trees.tree_walk,
+            **_trees(Trees(engine)),
             causal_conv=Limited(recurrent.causal_conv, takes),
             gated_delta_rule=Limited(recurrent.gated_delta_rule, takes),
             selective_scan=Limited(recurrent.selective_scan, takes),
@@ -202,6 +199,16 @@ def native_table(engine: Engine) -> KernelTable:
         )
         .rounding(ACTIVATION_BITS)
     )
+
+
+def _trees(trees: Trees) -> Mapping[str, Any]:
+    """The entries for trees of proposals."""
+    return {
+        "tree_expand": trees.tree_expand,
+        "tree_build": trees.tree_build,
+        "tree_place": trees.tree_place,
+        "tree_walk": trees.tree_walk,
+    }
 
 
 def _mixtures(experts: Experts, has_tiles: bool) -> Mapping[str, Limited]:
