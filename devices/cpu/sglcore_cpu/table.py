@@ -141,7 +141,7 @@ ACTIVATION_BITS = 8
 def native_table(engine: Engine) -> KernelTable:
     """Every entry that the engine serves; the others are torch's."""
     operations, proposals = Operations(engine), Proposals(engine)
-    sparse, latent, experts = SparseAttention(engine), Latent(engine), Experts(engine)
+    latent, experts = Latent(engine), Experts(engine)
     linear, draw, recurrent = NativeLinear(engine, operations, latent), NativeDraw(engine), Recurrent(engine)
     return (
         torch_kernels()
@@ -181,14 +181,7 @@ def native_table(engine: Engine) -> KernelTable:
             rope_tail=Limited(latent.rope_tail, takes_one),
             norm_rope_store=Limited(latent.norm_rope_store, takes_store),
             index_key_store=Limited(latent.index_key_store, takes_store),
-            window_rows=sparse.window_rows,
-            block_rows=sparse.block_rows,
-            compress_plan=sparse.compress_plan,
-            compress=Limited(sparse.compress, takes_state),
-            index_logits=Limited(sparse.index_logits, takes_keys),
-            index_top_k=sparse.index_top_k,
-            sparse_mqa=Limited(sparse.sparse_mqa, takes_rows),
-            paged_mqa=Limited(sparse.paged_mqa, takes_rows),
+            **_sparse(SparseAttention(engine)),
             grouped_linear=Limited(latent.grouped_linear, takes_one),
             hc_pre=Limited(latent.hc_pre, takes_one),
             hc_post=Limited(latent.hc_post, takes_one),
@@ -199,6 +192,20 @@ def native_table(engine: Engine) -> KernelTable:
         )
         .rounding(ACTIVATION_BITS)
     )
+
+
+def _sparse(sparse: SparseAttention) -> Mapping[str, Any]:
+    """The entries for attention over rows that a list names, and for the lists."""
+    return {
+        "window_rows": sparse.window_rows,
+        "block_rows": sparse.block_rows,
+        "compress_plan": sparse.compress_plan,
+        "compress": Limited(sparse.compress, takes_state),
+        "index_logits": Limited(sparse.index_logits, takes_keys),
+        "index_top_k": sparse.index_top_k,
+        "sparse_mqa": Limited(sparse.sparse_mqa, takes_rows),
+        "paged_mqa": Limited(sparse.paged_mqa, takes_rows),
+    }
 
 
 def _trees(trees: Trees) -> Mapping[str, Any]:
