@@ -1,4 +1,4 @@
-"""The start-up banner: what was chosen and why, on the error stream, so that the output stays the text."""
+"""What a start says of what was chosen and why, on the error stream, so that the output stays the text."""
 
 from __future__ import annotations
 
@@ -14,36 +14,50 @@ LEFT_OPEN = frozenset({"auto", "automatic", "none named", "not asked"})
 """What a decision's request says where nobody asked for anything."""
 
 
-def show_banner(started: Started) -> None:
-    """Print the version, the device with its evidence, and the ledger."""
+SHOWN = ("device", "model", "kv cache")
+"""The decisions that everybody sees; the others are counted."""
+
+
+def show_banner(started: Started, *, verbose: bool = False) -> None:
+    """Print the version, the device with its evidence, and of the ledger what `show_start` prints."""
     chosen = started.choice.chosen
     brought_by = f"{chosen.distribution} {chosen.version}"
-    show_start(str(chosen), brought_by, started.choice.report.hardware.evidence, started.ledger.rows, started.seconds)
+    evidence, rows = started.choice.report.hardware.evidence, started.ledger.rows
+    show_start(str(chosen), brought_by, evidence, rows, started.seconds, verbose=verbose)
 
 
-def show_start(device: str, brought_by: str, evidence: str, rows: Sequence[Row], seconds: Mapping[str, float]) -> None:
-    """The same from plain values; `seconds` of each step of the bring-up, "total" among them."""
+def show_start(
+    device: str,
+    brought_by: str,
+    evidence: str,
+    rows: Sequence[Row],
+    seconds: Mapping[str, float],
+    *,
+    verbose: bool = False,
+) -> None:
+    """The same from plain values; `seconds` of each step of the bring-up, "total" among them. The device, the model and the
+    memory are a line each, and so is every decision that gives less than was asked; `verbose` prints the whole ledger."""
     from rich.console import Console
     from rich.text import Text
 
     from sglcore import __version__
 
     console = Console(stderr=True, highlight=False)
-    head = Text.assemble(
-        ("sglcore ", "bold"),
-        f"{__version__} on ",
-        (device, "bold green"),
-        f" ({brought_by})",
-    )
-    console.print(head)
+    console.print(Text.assemble(("sglcore ", "bold"), f"{__version__} on ", (device, "bold green"), f" ({brought_by})"))
     console.print(Text(f"  {evidence}", style="dim"))
-    console.print()
-    console.print(ledger_table(rows))
-    console.print()
     slowest = max((name for name in seconds if name != "total"), key=lambda name: seconds[name])
-    console.print(
-        Text(f"  ready in {seconds['total']:.2f} s ({slowest} {seconds[slowest]:.2f} s)\n", style="dim"), soft_wrap=True
-    )
+    ready = f"ready in {seconds['total']:.2f} s ({slowest} {seconds[slowest]:.2f} s)"
+    if verbose:
+        console.print()
+        console.print(ledger_table(rows))
+        console.print(Text(f"\n  {ready}\n", style="dim"), soft_wrap=True)
+        return
+    for row in rows:
+        if row.topic in SHOWN or row.downgrade:
+            told = f"  {row.topic:<8} {row.effective}: {row.reason}"
+            told += f"; otherwise: {row.remedy}" if row.downgrade and row.remedy else ""
+            console.print(Text(told, style="yellow" if row.downgrade else ""), soft_wrap=True)
+    console.print(Text(f"  {ready}; --verbose prints all {len(rows)} decisions\n", style="dim"), soft_wrap=True)
 
 
 def ledger_table(rows: Sequence[Row], *, remedies: bool = False) -> object:

@@ -116,6 +116,7 @@ def offline(
     json_file: Json = None,
     plot: Plot = None,
     quiet: Quiet = False,
+    verbose: options.Verbose = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Measure the engine alone, in this process, on the load that `bench serve` would offer all at once."""
@@ -130,7 +131,7 @@ def offline(
     _check_outputs(json_file, plot)
     with LLM(model, show_progress=not quiet, **engine_settings(settings)) as llm:
         if not quiet:
-            show_banner(llm.started)
+            show_banner(llm.started, verbose=verbose)
         limits = llm.engine.worker.limits
         jobs = workload.make_jobs(load, limits.vocab_size, limits.max_model_len)
         records = _with_bar(lambda done: run_offline(llm, jobs, done, temperature=temperature), jobs, quiet=quiet)

@@ -46,6 +46,7 @@ def chat(
     top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes every answer repeatable.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the answers.")] = False,
+    verbose: options.Verbose = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Talk with a model. Each line is a message; /help lists what else there is."""
@@ -56,7 +57,7 @@ def chat(
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a mark instead
     with ExitStack() as stack:
         if url is None:
-            source = _local(stack, model, here, fields, quiet=quiet)
+            source = _local(stack, model, here, fields, quiet=quiet, verbose=verbose)
         else:
             _refuse_local(model, here)
             source = _server(url, api_key, model_name, fields, quiet=quiet)
@@ -64,7 +65,13 @@ def chat(
 
 
 def _local(
-    stack: ExitStack, model: str | None, settings: dict[str, Any], fields: dict[str, Any], *, quiet: bool
+    stack: ExitStack,
+    model: str | None,
+    settings: dict[str, Any],
+    fields: dict[str, Any],
+    *,
+    quiet: bool,
+    verbose: bool,
 ) -> Source:
     from sglcore.cli.banner import show_banner
     from sglcore.cli.chat_source import LocalSource
@@ -78,7 +85,7 @@ def _local(
         raise ConfigError(str(error)) from None
     llm = stack.enter_context(LLM(model, show_progress=not quiet, **{"max_requests": 1, **settings}))
     if not quiet:
-        show_banner(llm.started)
+        show_banner(llm.started, verbose=verbose)
     return LocalSource(llm, replace(llm.default_params, **given))
 
 

@@ -321,13 +321,14 @@ def _traceback(error: Exception | None) -> str:
 
 def _print(checks: Sequence[Check]) -> None:
     width = max(len(check.topic) for check in checks)
+    counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in ("ok", "note", "bad")}
+    said = "something will not run" if counts["bad"] else "nothing stands in the way"
+    print(f"{said}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}\n")
     for check in checks:
         found = check.found.replace("\n", "\n    ")
         print(f"{check.verdict:<5} {check.topic:<{width}}  {found}")
         if check.remedy:
             print(f"{'':<5} {'':<{width}}  -> {check.remedy}")
-    counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in ("ok", "note", "bad")}
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
 
 
 if __name__ == "__main__":

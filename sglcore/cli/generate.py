@@ -37,6 +37,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the text.")] = False,
+    verbose: options.Verbose = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Complete a prompt and print the text as it comes; the banner and the figures go to the error stream."""
@@ -58,7 +59,7 @@ def generate(
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a mark instead
     with LLM(model, show_progress=not quiet, **{"max_requests": 1, **engine_settings(settings)}) as llm:
         if not quiet:
-            show_banner(llm.started)
+            show_banner(llm.started, verbose=verbose)
         _complete(llm, text, params, chat=chat, quiet=quiet)
 
 

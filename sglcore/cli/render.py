@@ -22,7 +22,7 @@ def json_text(values: Mapping[str, object]) -> str:
 
 
 def show_survey(seen: Survey) -> None:
-    """Print a table of the devices with their four facts, then the choice and whatever stands in its way."""
+    """Print the choice and whatever stands in its way, then a table of the devices with their four facts."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -34,10 +34,11 @@ def show_survey(seen: Survey) -> None:
             table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
         table.add_section()
     console = Console(highlight=False)
-    if seen.devices:
-        console.print(table)
     for line in _survey_lines(seen):
-        console.print(Text(line))
+        console.print(Text(line), soft_wrap=True)
+    if seen.devices:
+        console.print()
+        console.print(table)
     _print_tracebacks(seen)
 
 

@@ -36,6 +36,7 @@ def serve(
         str | None, typer.Option(*flag_names("model"), help="The same, as a flag. [SGLCORE_MODEL]")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the address and nothing else.")] = False,
+    verbose: options.Verbose = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Serve a model over HTTP by the protocols of OpenAI and Anthropic, with a page at /.
@@ -51,7 +52,7 @@ def serve(
     placement, config, server = _placed(config, server)
     if placement.node:
         raise typer.Exit(_follow(placement, config, server, quiet=quiet))
-    raise typer.Exit(_run(_fetched(config, quiet=quiet), server, quiet=quiet))
+    raise typer.Exit(_run(_fetched(config, quiet=quiet), server, quiet=quiet, verbose=verbose))
 
 
 def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, EngineConfig, ServerConfig]:
@@ -109,7 +110,7 @@ def _fetched(config: EngineConfig, *, quiet: bool) -> EngineConfig:
     return replace(config, speculative="auto") if is_open and has_draft(folder) else config
 
 
-def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
+def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool, verbose: bool) -> int:
     import uvloop
 
     from sglcore.serving.http.server import serve as serve_model
@@ -118,7 +119,7 @@ def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
     watches: set[asyncio.Task[None]] = set()
 
     def on_listening(frontend: ChatFrontend, url: str) -> None:
-        watches.add(asyncio.ensure_future(_show(frontend, url, quiet=quiet)))
+        watches.add(asyncio.ensure_future(_show(frontend, url, quiet=quiet, verbose=verbose)))
 
     return uvloop.run(serve_model(config, server, chosen=chosen, on_listening=on_listening))
 
@@ -132,8 +133,8 @@ def _choose(config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
     return devices_of(choose(config, DecisionLedger()), config, server)
 
 
-async def _show(frontend: ChatFrontend, url: str, *, quiet: bool) -> None:
-    """Bars while the model loads, then what was decided, and where the server is."""
+async def _show(frontend: ChatFrontend, url: str, *, quiet: bool, verbose: bool = False) -> None:
+    """Bars while the model loads, then where the server is, and what was decided."""
     from sglcore.engine.progress import Progress
 
     progress = Progress(enabled=not quiet and sys.stderr.isatty())
@@ -146,11 +147,10 @@ async def _show(frontend: ChatFrontend, url: str, *, quiet: bool) -> None:
     if not frontend.health.ready:
         print(f"error: {frontend.health.reason}", file=sys.stderr)
         return
-    if not quiet:
-        _banner(frontend)
     print(f"serving {', '.join(frontend.names)} at {url}", flush=True)
     if not quiet:
         print(f"  the page: {url}/\n  endpoints: {_endpoints(frontend)}\n  Ctrl-C drains, then stops", flush=True)
+        _banner(frontend, verbose=verbose)
 
 
 def _endpoints(frontend: ChatFrontend) -> str:
@@ -160,11 +160,12 @@ def _endpoints(frontend: ChatFrontend) -> str:
     return LABEL_ENDPOINTS if frontend.info.limits["num_labels"] else VECTOR_ENDPOINTS
 
 
-def _banner(frontend: ChatFrontend) -> None:
+def _banner(frontend: ChatFrontend, *, verbose: bool) -> None:
     from sglcore.cli.banner import show_start
     from sglcore.device.ledger import Row
 
     info = frontend.info
     assert info is not None
     rows = [*(Row(**row) for row in info.ledger), *frontend.format.rows]
-    show_start(info.device, f"{info.distribution} {info.version}", info.device_evidence, rows, info.seconds)
+    brought_by = f"{info.distribution} {info.version}"
+    show_start(info.device, brought_by, info.device_evidence, rows, info.seconds, verbose=verbose)

@@ -61,8 +61,9 @@ def test_text_goes_to_the_output_and_decisions_to_the_error_stream() -> None:
     command = [sys.executable, "-m", "sglcore.cli", *words]
     found = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True)
     assert found.stdout.startswith("Once upon a time") and len(found.stdout) > len("Once upon a time") + 10
-    for word in ("sglcore", "cpu", "attention", "paged", "kv cache", "12 tokens", "tokens/s", "seed"):
+    for word in ("sglcore", "cpu", "device", "model", "kv cache", "--verbose", "12 tokens", "tokens/s", "seed"):
         assert word in found.stderr
+    assert "attention" not in found.stderr and len(found.stderr.splitlines()) < 12
 
 
 def test_quiet_prints_the_text_alone_and_a_seed_repeats_it() -> None:
