@@ -84,7 +84,7 @@ def _params(**values: object) -> SamplingParams:
 
 
 def _complete(llm: LLM, text: str, params: SamplingParams, *, chat: bool, quiet: bool) -> None:
-    ids = llm.chat_prompt([{"role": "user", "content": text}]) if chat else llm.engine.codec.encode(text)
+    ids = llm.chat_prompt([{"role": "user", "content": text}]) if chat else llm.prompt(text)
     begin = time.perf_counter()
     first = begin
     if not chat and not quiet:

@@ -27,6 +27,7 @@ from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
+from sglcore.schedule.results import longest_prompt
 
 Prompt = str | Sequence[int] | PromptEmbeds
 Text = TypeVar("Text")
@@ -76,8 +77,8 @@ class Engine:
         name = request_id if request_id is not None else self._free_name()
         if name in self._texts:
             raise TextError(f"request id {name!r} is in use", remedy="give each request its own id")
-        ids = read_prompt(self.codec, prompt)
         check_ids(params, self.vocab_size)
+        ids = read_prompt(self.codec, prompt, most=longest_prompt(self.worker.limits))
         for name in left_out_of(params.grammar):
             warnings.warn(f"the output is not held to {name} of its schema: check it for that", stacklevel=3)
         seed = params.seed if params.seed is not None else fresh_seed()
@@ -113,8 +114,10 @@ class Engine:
                 wanted="an encoder, such as BERT, or another with --task embed",
                 remedy="use generate" if limits.generates else "use score",
             )
+        most = longest_prompt(limits, embeds=True)
         return self._answers(
-            prompts, lambda prompt: (read_prompt(self.codec, prompted(self.codec, prompt, prompt_name)), None)
+            prompts,
+            lambda prompt: (read_prompt(self.codec, prompted(self.codec, prompt, prompt_name), most=most), None),
         )
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
@@ -126,7 +129,8 @@ class Engine:
                 wanted="an architecture ...ForSequenceClassification",
                 remedy="of a language model that answers yes or no, ask generate for those tokens' log-probabilities",
             )
-        return self._answers(pairs, lambda pair: self.codec.encode_texts(*pair))
+        limit = longest_prompt(self.worker.limits, embeds=True)
+        return self._answers(pairs, lambda pair: self.codec.encode_texts(*pair, limit=limit))
 
     def _answers(self, texts: Sequence[Text], read: Callable[[Text], EncodedPair]) -> list[np.ndarray]:
         """What the worker answers to each text; `read` gives its token ids and their segments."""
@@ -179,10 +183,11 @@ class Engine:
         return delta
 
 
-def read_prompt(codec: TextCodec, prompt: Prompt, *, special: bool = True) -> list[int]:
-    """The token ids of a prompt; raises TextError if it is neither text nor ids."""
+def read_prompt(codec: TextCodec, prompt: Prompt, *, special: bool = True, most: int | None = None) -> list[int]:
+    """The token ids of a prompt; raises TextError if it is neither text nor ids, and ContextError for a long text, before it is
+    read to its end, that surely has more than `most` tokens."""
     if isinstance(prompt, str):
-        return codec.encode(prompt, special=special)
+        return codec.encode(prompt, special=special, most=most)
     if isinstance(prompt, PromptEmbeds):
         return list(prompt.ids)
     try:

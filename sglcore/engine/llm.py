@@ -19,6 +19,7 @@ from sglcore.engine.start import choose_sampling, start
 from sglcore.engine.text import TextError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.prompt_embeds import PromptEmbeds
+from sglcore.schedule.results import longest_prompt
 
 
 class LLM:
@@ -103,8 +104,14 @@ class LLM:
         return self.generate([self.chat_prompt(messages)], params)[0]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, ready for `generate` or `stream`."""
-        return self.engine.codec.encode(self.engine.codec.render_chat(messages), special=False)
+        """The token ids of a conversation, ready for `generate` or `stream`. Raises ContextError for one that surely has more
+        than the context holds."""
+        return self.prompt(self.engine.codec.render_chat(messages), special=False)
+
+    def prompt(self, text: str, *, special: bool = True) -> list[int]:
+        """The token ids of a text, ready for `generate` or `stream`; `special` adds what the checkpoint puts around a prompt.
+        Raises ContextError for one that surely has more than the context holds."""
+        return self.engine.codec.encode(text, special=special, most=longest_prompt(self.engine.worker.limits))
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, prompt_name: str | None = None) -> np.ndarray:
         """float32 [prompts, size], a row for each, by the checkpoint's pooling; waits. For checkpoints that embed, and others

@@ -15,12 +15,16 @@ from sglcore.checkpoint.pooling import read_prompts
 from sglcore.device.errors import ConfigError
 from sglcore.engine.chat_template import ChatTemplate, Message, TextError
 from sglcore.engine.gguf_tokenizer import read_gguf_tokenizer
+from sglcore.engine.text_length import beginning_over, refuse_longer
 from sglcore.sampling.stop_pattern import PatternScan, stop_pattern
 
 __all__ = ["IncrementalDetokenizer", "TextCodec", "TextError", "eos_token_ids"]
 
 LONG_TEXT = 4096
 """Characters from which a text is read by the call that lets other threads run meanwhile; it costs short texts more."""
+
+MARGIN = 256
+"""Tokens read beyond those that are kept of a text: they would be the same if all of it were read."""
 
 CONTEXT = 8
 """Tokens of the prompt that are decoded with the first new ones."""
@@ -52,29 +56,42 @@ class TextCodec:
         own = ChatTemplate.load(folder, self.settings)
         self.template = own if chat_template is None else own.replaced(chat_template)
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text; `special` adds what the checkpoint puts around a prompt (such as BOS)."""
+    def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
+        """Token ids of a text; `special` adds what the checkpoint puts around a prompt (such as BOS). A long text that surely has
+        more than `most` tokens is not read to its end: raises ContextError."""
         try:
+            if most is not None:
+                refuse_longer(self.tokenizer, text, most)
             return self._encoded(text, special=special).ids
         except TypeError:
             raise TextError(f"{text!r:.60} holds lone surrogates", wanted="text that UTF-8 can encode") from None
 
-    def encode_texts(self, first: str, second: str | None = None, *, most: int | None = None) -> EncodedPair:
+    def encode_texts(
+        self, first: str, second: str | None = None, *, most: int | None = None, limit: int | None = None
+    ) -> EncodedPair:
         """Token ids of one text or two as the checkpoint joins them, and the segment of each token; None if all are of the first.
 
         `most` tokens are kept: the longer text loses its end first, and then both lose theirs, as transformers cuts them.
+        Without `most`, a long text that surely has more than `limit` tokens raises ContextError, as `encode` does.
         """
+        texts = [first] if second is None else [first, second]
         try:
-            found = self._encoded(first, second)
+            if most is not None:
+                texts = [text[: beginning_over(self.tokenizer, text, most + MARGIN)] for text in texts]
+            elif limit is not None:
+                for text in texts:
+                    refuse_longer(self.tokenizer, text, limit)
+            found = self._encoded(*texts)
             if most is not None and len(found.ids) > most:
-                found = self._cut([first] if second is None else [first, second], most)
+                found = self._cut(texts, most)
         except TypeError:
             raise TextError("this is no text", wanted="text that UTF-8 can encode") from None
         return found.ids, found.type_ids if any(found.type_ids) else None
 
     def first_tokens(self, text: str, count: int) -> str:
         """A text up to the end of so many tokens."""
-        offsets = self.tokenizer.encode_batch([text], add_special_tokens=False)[0].offsets
+        beginning = text[: beginning_over(self.tokenizer, text, count + MARGIN)]
+        offsets = self.tokenizer.encode_batch([beginning], add_special_tokens=False)[0].offsets
         return text if len(offsets) <= count else text[: offsets[count - 1][1]]
 
     def _encoded(self, first: str, second: str | None = None, *, special: bool = True) -> Encoding:

@@ -34,6 +34,11 @@ def check_limits(limits: Limits) -> None:
         )
 
 
+def longest_prompt(limits: Limits, *, embeds: bool = False) -> int:
+    """Tokens of a prompt at most: room for one token of output is left, and what is embedded runs in one step."""
+    return min(limits.max_model_len, limits.max_batch_tokens) if embeds else limits.max_model_len - 1
+
+
 def check_request(request: Request, limits: Limits) -> None:
     """Raise RequestError if the request can never run on a worker with these limits."""
     length = len(request.prompt_ids)
@@ -43,7 +48,7 @@ def check_request(request: Request, limits: Limits) -> None:
         _check_embedding(request, limits)
     elif not limits.generates:
         raise RequestError("this request wants to generate, but this model only embeds; ask for an embedding")
-    elif length >= limits.max_model_len:
+    elif length > longest_prompt(limits):
         raise ContextError(
             f"the prompt of this request has {length} tokens and the context holds {limits.max_model_len}, one of"
             f" them for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise max_model_len, where the checkpoint allows it"
@@ -70,7 +75,7 @@ def check_request(request: Request, limits: Limits) -> None:
 
 
 def _check_embedding(request: Request, limits: Limits) -> None:
-    most = min(limits.max_model_len, limits.max_batch_tokens)
+    most = longest_prompt(limits, embeds=True)
     length = len(request.prompt_ids)
     if length > most:
         name = "max_model_len" if most == limits.max_model_len else "max_batch_tokens"

@@ -122,9 +122,7 @@ def test_an_error_is_the_first_thing_on_the_screen() -> None:
 
 def test_an_answer_that_fails_is_an_error_even_where_nothing_else_is_said() -> None:
     output = SimpleNamespace(finished=True, outputs=[SimpleNamespace(error="the device is gone")])
-    llm: Any = SimpleNamespace(
-        engine=SimpleNamespace(codec=SimpleNamespace(encode=lambda text: [1]), add=lambda ids, params: output)
-    )
+    llm: Any = SimpleNamespace(prompt=lambda text: [1], engine=SimpleNamespace(add=lambda ids, params: output))
     with pytest.raises(SglcoreError, match="the device is gone"):
         _complete(llm, "", SamplingParams(), chat=False, quiet=True)
 

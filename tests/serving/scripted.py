@@ -189,7 +189,7 @@ class ScriptedFrontend:
             self._script.says = self._script.turns.pop(0)
         return ScriptedGeneration(self._script, params)
 
-    async def tokenize(self, prompt: Any, *, special: bool = True) -> list[int]:
+    async def tokenize(self, prompt: Any, *, special: bool = True, most: int | None = None) -> list[int]:
         """Every prompt has these."""
         return list(PROMPT)
 

@@ -68,7 +68,7 @@ def make_frontend(generate: Generate | None = None, *, health: Health | None = N
         health.become_ready()
     info = SimpleNamespace(max_model_len=64, generates=True, fingerprint="fp_0123456789ab", limits={"vocab_size": 2147})
 
-    async def tokenize(prompt: Any, *, special: bool = True) -> list[int]:
+    async def tokenize(prompt: Any, *, special: bool = True, most: int | None = None) -> list[int]:
         return codec.encode(prompt, special=special)
 
     frontend = SimpleNamespace(

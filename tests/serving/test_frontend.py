@@ -11,8 +11,8 @@ import pytest
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
-from sglcore.engine.text import TextError
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.request import ContextError
 from sglcore.serving.replicas.errors import InvalidRequest, NotReady, Overloaded
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.generation import Generation
@@ -65,7 +65,7 @@ def test_a_prompt_has_as_many_tokens_as_the_server_allows_and_no_more() -> None:
         async with staged_frontend(max_prompt_tokens=3) as (frontend, stage):
             await stage.ready_engine()
             (await begin(frontend)).abort()
-            with pytest.raises(TextError, match="4 tokens.*at most 3"):
+            with pytest.raises(ContextError, match="4 tokens.*at most 3"):
                 await frontend.generate([5, 6, 7, 8], PARAMS)
 
     asyncio.run(play())

@@ -21,10 +21,10 @@ from sglcore.engine.core import Prompt, check_ids, cut_tokens, read_prompt
 from sglcore.engine.hub import is_hub_name
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.start import choose_sampling, model_folder
-from sglcore.engine.text import EncodedPair, TextCodec, TextError
+from sglcore.engine.text import EncodedPair, TextCodec
 from sglcore.sampling.params import SamplingParams, fresh_seed
-from sglcore.schedule.request import Request
-from sglcore.schedule.results import check_request
+from sglcore.schedule.request import ContextError, Request
+from sglcore.schedule.results import check_request, longest_prompt
 from sglcore.serving.replicas.errors import InvalidRequest, NotAnswering, NotReady, Overloaded
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
@@ -160,8 +160,8 @@ class Frontend:
         clock = self.metrics.clock()
         info = self._known_info()
         self._refuse_overload(info, params.n)
-        ids = await self.tokenize(prompt, special=special)
         check_ids(params, info.limits["vocab_size"])
+        ids = await self.tokenize(prompt, special=special, most=self.longest_prompt(info))
         self._check(ids, params, info)
         seed = params.seed if params.seed is not None else fresh_seed()
         name = request_id or f"req-{secrets.token_hex(12)}"
@@ -196,11 +196,17 @@ class Frontend:
             Pooled(np.frombuffer(vector, dtype="<f4"), len(text[0])) for vector, text in zip(found, texts, strict=True)
         ]
 
-    async def tokenize(self, prompt: Prompt, *, special: bool = True) -> list[int]:
-        """Token ids of a prompt; long text does not hold up the event loop. Raises TextError."""
+    async def tokenize(self, prompt: Prompt, *, special: bool = True, most: int | None = None) -> list[int]:
+        """Token ids of a prompt; long text does not hold up the event loop. Raises TextError, and ContextError for a long text
+        that surely has more than `most` tokens."""
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
-            return await asyncio.to_thread(read_prompt, self.codec, prompt, special=special)
+            return await asyncio.to_thread(read_prompt, self.codec, prompt, special=special, most=most)
         return read_prompt(self.codec, prompt, special=special)
+
+    def longest_prompt(self, info: ModelInfo, *, embeds: bool = False) -> int:
+        """Tokens of a prompt at most: what the model holds, or what the server was told to allow."""
+        longest = longest_prompt(Limits(**info.limits), embeds=embeds)
+        return min(longest, self.config.max_prompt_tokens or longest)
 
     def stats(self) -> EngineStats:
         """The newest counters of all engines together; does not wait."""
@@ -248,7 +254,9 @@ class Frontend:
         """As the engine will, so that the caller hears of it at once."""
         most = self.config.max_prompt_tokens
         if most is not None and len(ids) > most:
-            raise TextError(f"the prompt has {len(ids)} tokens", wanted=f"at most {most}", remedy="shorten the prompt")
+            raise ContextError(
+                f"the prompt has {len(ids)} tokens", wanted=f"at most {most}", remedy="shorten the prompt"
+            )
         request = Request("unsent", np.array(ids), params, task=task)  # pyright: ignore[reportArgumentType]
         check_request(request, Limits(**info.limits))
 

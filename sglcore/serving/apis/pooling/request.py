@@ -103,11 +103,10 @@ async def _pooled(frontend: Frontend, texts: Sequence[Text], most: int | None) -
     """What the model answers to each text, cut to `most` tokens (-1: to what it holds); long ones are tokenised beside the event
     loop."""
     assert frontend.info is not None
-    limits = frontend.info.limits
-    longest = min(limits["max_model_len"], limits["max_batch_tokens"])
+    longest = frontend.longest_prompt(frontend.info, embeds=True)
     room = None if most is None else longest if most < 0 else min(most, longest)
     is_long = sum(map(_characters, texts)) > LONG_TEXT
-    given = (frontend, texts, room)
+    given = (frontend, texts, room, longest)
     return await frontend.pooled(await asyncio.to_thread(_encoded, *given) if is_long else _encoded(*given))
 
 
@@ -115,14 +114,14 @@ def _characters(text: Text) -> int:
     return len(text) if isinstance(text, str) else sum(len(part) for part in text if isinstance(part, str))
 
 
-def _encoded(frontend: Frontend, texts: Sequence[Text], most: int | None) -> list[EncodedPair]:
-    return [_encode(frontend.codec, text, most) for text in texts]
+def _encoded(frontend: Frontend, texts: Sequence[Text], most: int | None, limit: int) -> list[EncodedPair]:
+    return [_encode(frontend.codec, text, most, limit) for text in texts]
 
 
-def _encode(codec: TextCodec, text: Text, most: int | None) -> EncodedPair:
+def _encode(codec: TextCodec, text: Text, most: int | None, limit: int) -> EncodedPair:
     if isinstance(text, list):
         return read_prompt(codec, text)[:most], None
-    return codec.encode_texts(*((text,) if isinstance(text, str) else text), most=most)
+    return codec.encode_texts(*((text,) if isinstance(text, str) else text), most=most, limit=limit)
 
 
 def _check(frontend: Frontend, body: PoolingFields, param: str, texts: int) -> None:

@@ -1,0 +1,134 @@
+"""Prompts that no context holds, to every endpoint that takes one: refused from their beginning."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from msgspec.structs import replace
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.server_config import ServerConfig
+from sglcore.engine.text_length import LEAST_PIECE, USUAL
+from sglcore.serving.chat.frontend import ChatFrontend
+from sglcore.serving.http.app import make_app
+from tests.serving.staged_replicas import Stage, info
+
+LONG = "word " * 200_000
+TALK = [{"role": "user", "content": LONG}]
+TEXT: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": LONG},
+    "/v1/chat/completions": {"messages": TALK},
+    "/v1/responses": {"input": LONG},
+    "/v1/messages": {"messages": TALK, "max_tokens": 4},
+    "/completion": {"prompt": LONG},
+    "/infill": {"input_prefix": LONG, "input_suffix": "b"},
+    "/generate": {"text": LONG},
+}
+VECTORS: dict[str, dict[str, Any]] = {"/v1/embeddings": {"input": LONG}}
+SCORES: dict[str, dict[str, Any]] = {
+    "/v1/score": {"text_1": "a", "text_2": LONG},
+    "/v1/rerank": {"query": "a", "documents": [LONG]},
+}
+LABELS: dict[str, dict[str, Any]] = {"/v1/classify": {"input": LONG}}
+RUNS_NO_PROMPT = {
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+    "/v1/messages/count_tokens",
+    "/v1/responses/input_tokens",
+    "/v1/responses/{response_id}/cancel",
+    "/v1/files",
+    "/v1/batches",
+    "/v1/batches/{batch_id}/cancel",
+    "/flush_cache",
+    "/reset_prefix_cache",
+    "/abort_request",
+    "/abort_requests",
+    "/pause",
+    "/resume",
+    "/pause_generation",
+    "/continue_generation",
+}
+
+
+class Counted:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.read = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._tokenizer, name)
+        if not name.startswith("encode"):
+            return found
+
+        def encode(given: Any, *others: Any, **named: Any) -> Any:
+            texts = (
+                [given]
+                if isinstance(given, str)
+                else [part for each in given for part in ([each] if isinstance(each, str) else each)]
+            )
+            self.read += sum(map(len, texts))
+            return found(given, *others, **named)
+
+        return encode
+
+
+async def refusals(
+    bodies: dict[str, dict[str, Any]], labels: int | None = None
+) -> dict[str, tuple[int, Any, int, str]]:
+    """Status, code and characters read of each answer, by a model that generates, or one that has so many labels (0: embeds)."""
+    stage = Stage(is_remote=False)
+    frontend = ChatFrontend(EngineConfig(), ServerConfig(), launcher=stage)
+    stage.supervisor = frontend.supervisor
+    await frontend.start()
+    try:
+        engine = await stage.launched()
+        known = info(generates=labels is None)
+        engine.become_ready(generates=labels is None)
+        while not frontend.health.ready:
+            await asyncio.sleep(0.001)
+        frontend.supervisor.info = replace(known, limits={**known.limits, "num_labels": labels or 0})
+        frontend.codec.tokenizer.add_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
+        counted = Counted(frontend.codec.tokenizer)
+        frontend.codec.tokenizer = counted  # pyright: ignore[reportAttributeAccessIssue]
+        transport = httpx.ASGITransport(make_app(frontend))
+        found: dict[str, tuple[int, Any, int, str]] = {}
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for path, body in bodies.items():
+                counted.read = 0
+                answer = await client.post(path, json=body)
+                error = answer.json().get("error", {})
+                found[path] = (answer.status_code, error.get("code"), counted.read, error.get("message", ""))
+        return found
+    finally:
+        await frontend.stop()
+
+
+@pytest.mark.parametrize(("bodies", "labels"), [(TEXT, None), (VECTORS, 0), (SCORES, 1), (LABELS, 2)])
+def test_no_endpoint_reads_the_end_of_a_prompt_whose_beginning_is_too_long(
+    bodies: dict[str, dict[str, Any]], labels: int | None
+) -> None:
+    most = 2 * (USUAL * info().limits["max_model_len"] + LEAST_PIECE)
+    for path, (status, code, read, message) in asyncio.run(refusals(bodies, labels)).items():
+        assert status == 400 and read <= most < len(LONG) / 10, (path, status, read, message)
+        assert path == "/v1/messages" or code == "context_length_exceeded", (path, code)
+        assert f"{len(LONG) // 1000}" in message and "shorten the prompt" in message, (path, message)
+
+
+def test_every_endpoint_that_takes_a_prompt_is_among_them() -> None:
+    async def paths() -> set[str]:
+        frontend = ChatFrontend(EngineConfig(), ServerConfig(), launcher=Stage(is_remote=False))
+        try:
+            routes = [each for each in make_app(frontend).routes if isinstance(each, APIRoute)]
+            return {each.path for each in routes if "POST" in (each.methods or ())}
+        finally:
+            await frontend.stop()
+
+    asked = {*TEXT, *VECTORS, *SCORES, *LABELS}
+    aliases = {path for path in asyncio.run(paths()) - asked - RUNS_NO_PROMPT if f"/v1{path}" not in asked}
+    assert aliases <= {"/v2/rerank"}
