@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from sglcore.cli.__main__ import main
+from sglcore.cli.__main__ import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

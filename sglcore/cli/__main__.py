@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
+from sglcore.device.ending import leave
 from sglcore.device.errors import SglcoreError
 
 
@@ -71,5 +73,10 @@ def _run(words: Sequence[str]) -> int:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
 
 
+def command() -> NoReturn:
+    """The command as a process of its own."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -23,6 +23,7 @@ from types import MappingProxyType
 from sglcore.device.candidate import Candidate, claims_of, try_package
 from sglcore.device.choice import requested_device
 from sglcore.device.discovery import Installed, discover
+from sglcore.device.ending import leave
 from sglcore.device.errors import SglcoreError
 from sglcore.device.pci import unclaimed_devices
 from sglcore.device.selection import decide
@@ -332,4 +333,4 @@ def _print(checks: Sequence[Check]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

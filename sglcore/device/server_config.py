@@ -68,6 +68,9 @@ class ServerConfig:
     )
     keep_alive: float = setting(75.0, "Seconds that an idle connection stays open.")
     drain_timeout: float = setting(30.0, "Seconds that requests in flight have when the server is told to stop.")
+    shutdown_timeout: float = setting(
+        10.0, "Seconds that an engine process has to free its device when the server ends; then it is killed."
+    )
     restart: bool = setting(False, "Start an engine process again that died.")
     heartbeat_timeout: float = setting(20.0, "Seconds without a sign of life after which an engine process is killed.")
     step_timeout: float = setting(600.0, "Seconds after which an engine process is killed that is in one step still.")

@@ -10,7 +10,6 @@ import os
 import resource
 import selectors
 import signal
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from threading import Thread, stack_size
 import msgspec
 from tokenizers import Tokenizer
 
+from sglcore.device.ending import leave
 from sglcore.engine.grammar import STACK_BYTES, GrammarBackend, open_backend
 from sglcore.engine.grammar_check import CheckJob, CheckLimits, CheckSpec, Verdict
 from sglcore.engine.vocabulary import Vocabulary, first_steps
@@ -247,4 +247,4 @@ def _tell(verdict: Verdict) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -58,6 +58,8 @@ class PlayedEngine:
     def __init__(self, spec: EngineSpec, variables: Mapping[str, str], context: zmq.asyncio.Context) -> None:
         self.spec, self.variables = spec, variables
         self.name = f"played {spec.replica}"
+        self.is_deaf = False
+        """It does not end when it is told to."""
         self.requests: asyncio.Queue[EngineRequest] = asyncio.Queue()
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._socket = context.socket(zmq.PAIR)
@@ -122,7 +124,7 @@ class PlayedEngine:
         while True:
             request = decoder.decode(await self._socket.recv())
             self.requests.put_nowait(request)
-            if isinstance(request, Shutdown):
+            if isinstance(request, Shutdown) and not self.is_deaf:
                 return self.kill(0)
 
 

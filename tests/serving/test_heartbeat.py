@@ -350,6 +350,20 @@ def test_a_stop_waits_for_no_pause_that_an_engine_does_not_follow() -> None:
     idle_clock.run(play(), PATIENCE)
 
 
+@pytest.mark.parametrize("seconds", [0.25, 1.0])
+def test_an_engine_that_does_not_end_is_killed_when_the_time_is_over_that_the_server_was_told(seconds: float) -> None:
+    async def play() -> None:
+        async with staged(shutdown_timeout=seconds) as stage:
+            engine = await stage.ready_engine()
+            engine.is_deaf = True
+            begin = asyncio.get_running_loop().time()
+            await stage.supervisor.stop()
+            assert engine.has_ended
+            assert seconds <= asyncio.get_running_loop().time() - begin < seconds + 2.0
+
+    idle_clock.run(play(), 600.0)
+
+
 def test_time_that_the_frontend_slept_through_is_one_look() -> None:
     pulse = Pulse()
     pulse.tick()

@@ -9,7 +9,6 @@ import logging
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import msgspec
 
 from sglcore.device.choice import ChosenDevice
 from sglcore.device.config import EngineConfig, config_of_plain, plain_config
+from sglcore.device.ending import leave
 from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.server_config import is_loopback
@@ -311,4 +311,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -22,6 +22,7 @@ import msgspec
 
 from sglcore.device.choice import ChosenDevice, check_same
 from sglcore.device.config import EngineConfig, config_of_plain
+from sglcore.device.ending import leave
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.links import Link, fitted
@@ -176,4 +177,4 @@ def _quiet(phase: str, done: int, total: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -24,6 +24,7 @@ import msgspec
 from sglcore.device.batch import HostSampling, ScheduleBatch
 from sglcore.device.choice import ChosenDevice, check_same
 from sglcore.device.config import EngineConfig, config_of_plain
+from sglcore.device.ending import leave
 from sglcore.device.errors import SglcoreError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.topology import Place
@@ -195,4 +196,4 @@ def start_rank(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import msgspec
 from sglcore.device.choice import ChosenDevice, adopt
 from sglcore.device.config import EngineConfig, config_of_plain
 from sglcore.device.discovery import discover
+from sglcore.device.ending import leave
 from sglcore.device.errors import SglcoreError, WorkerLost
 from sglcore.engine.grammar import Grammars, open_grammars
 from sglcore.engine.meter import Meter
@@ -165,4 +165,4 @@ def fingerprint(folder: Path, device: str, ledger: list[dict[str, object]]) -> s
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -40,9 +40,6 @@ State = Literal["starting", "ready", "silent", "unable", "draining", "dead"]
 STARTED = ("ready", "silent", "unable")
 """It has requests and a cache."""
 Answer = Embedded | Done
-SHUTDOWN_SECONDS = 10.0
-"""How long a process may take to free its device before it is killed."""
-
 LONGEST_READ = 120.0
 """Seconds that a start may be silent in any case: Python's threads stand still while one of them reads a mapped file."""
 ORDER_SECONDS = 20.0
@@ -179,13 +176,15 @@ class Replica:
         assert isinstance(done, Done)
         return done
 
-    async def shut_down(self) -> None:
-        """Tell the process to end, wait until it has, and kill it if it does not. One that still starts is killed."""
+    async def shut_down(self, seconds: float) -> None:
+        """Tell the process to end, wait until it has, and kill it if it has not after so long. One that still starts is killed."""
         if self.state in ("ready", "unable"):
             self.state = "draining"
             self._channel.send(Shutdown())
-            if not await self._has_ended():
-                log.warning("engine %d did not shut down in %.0f s and is killed", self.number, SHUTDOWN_SECONDS)
+            if not await self._has_ended(seconds):
+                log.warning(
+                    "engine %d has not freed its device in %g s (shutdown_timeout) and is killed", self.number, seconds
+                )
         await self.close()
 
     async def close(self) -> None:
@@ -193,7 +192,7 @@ class Replica:
         if self.state != "dead":
             self.state = "draining"
             self.process.kill()
-            if not await self._has_ended():
+            if not await self._has_ended(UNKILLABLE_SECONDS):
                 log.error("the engine %s was killed and has not ended", self.process.name)
         for task in self._tasks:
             task.cancel()
@@ -211,8 +210,8 @@ class Replica:
         self._overdue.set()
         self.process.kill()
 
-    async def _has_ended(self) -> bool:
-        ended, _ = await asyncio.wait([self._watcher], timeout=SHUTDOWN_SECONDS)
+    async def _has_ended(self, seconds: float) -> bool:
+        ended, _ = await asyncio.wait([self._watcher], timeout=seconds)
         return bool(ended)
 
     async def _answer(self, request: Embed | Audit | Pause | Flush) -> Answer:

@@ -174,9 +174,9 @@ class Supervisor:
         self._tell_change()
         await self._settle()
         self.give_up(EngineDied("the server has ended"))
-        _log_failures(
-            await asyncio.gather(*(replica.shut_down() for replica in self.replicas.values()), return_exceptions=True)
-        )
+        seconds = self._server.shutdown_timeout
+        ends = [replica.shut_down(seconds) for replica in self.replicas.values()]
+        _log_failures(await asyncio.gather(*ends, return_exceptions=True))
         self.replicas.clear()
         await self._settle()
         await self._launcher.close()
