@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -190,10 +190,16 @@ def read_prompt(codec: TextCodec, prompt: Prompt, *, special: bool = True, most:
         return codec.encode(prompt, special=special, most=most)
     if isinstance(prompt, PromptEmbeds):
         return list(prompt.ids)
+    wanted = "text, or a list of token ids"
+    if isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set)):
+        raise TextError(f"a prompt is {type(prompt).__name__}", wanted=wanted)
     try:
-        return [operator.index(token_id) for token_id in prompt]
+        ids = list(prompt)
+        if any(isinstance(token_id, (bool, np.bool_)) for token_id in ids):
+            raise TypeError("true and false are no token ids")
+        return [operator.index(token_id) for token_id in ids]
     except TypeError as error:
-        raise TextError(f"this prompt can not be read: {error}", wanted="text, or a list of token ids") from None
+        raise TextError(f"this prompt can not be read: {error}", wanted=wanted) from None
 
 
 def prompted(codec: TextCodec, prompt: Prompt, name: str | None) -> Prompt:

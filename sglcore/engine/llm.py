@@ -181,8 +181,8 @@ def _refused(prompt: Prompt, params: SamplingParams, reason: str) -> RequestOutp
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, PromptEmbeds)):
-        return [prompts]
+    if isinstance(prompts, (str, bytes, bytearray, memoryview, Mapping, PromptEmbeds)):
+        return [prompts]  # pyright: ignore[reportReturnType]
     items = list(prompts)
     if items and all(isinstance(item, (int, np.integer)) for item in items):
         return [items]  # pyright: ignore[reportReturnType]

@@ -177,6 +177,8 @@ def test_a_prompt_that_can_not_run_does_not_touch_the_others(llm: LLM) -> None:
     assert too_long.outputs[0].finish_reason == "error" and "5000" in too_long.outputs[0].error
     assert empty.outputs[0].finish_reason == "error" and "empty" in empty.outputs[0].error
     assert foreign.outputs[0].finish_reason == "error" and "1000000" in foreign.outputs[0].error
+    (raw,) = llm.generate(b"text", GREEDY)  # pyright: ignore[reportArgumentType]
+    assert raw.outputs[0].finish_reason == "error" and "a prompt is bytes" in raw.outputs[0].error
 
 
 def test_embeddings_in_place_of_tokens_give_what_the_tokens_give(llm: LLM, oracle: Any) -> None:
