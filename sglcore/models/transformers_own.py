@@ -28,6 +28,7 @@ from sglcore.models.transformers_walk import (
     AttentionCall,
     Ones,
     Seen,
+    lengths_of,
     make_mask,
     refusal,
     seen_by,
@@ -256,7 +257,7 @@ def find_biases(model: PreTrainedModel, owns: Sequence[Own]) -> bool:
     if not any(own.has_bias for own in owns):
         return False
     with OnHost():
-        walk(model, lengths=LENGTHS[-1:], is_padded=False)
+        walk(model, lengths=lengths_of(model)[1:], is_padded=False)
     return True
 
 

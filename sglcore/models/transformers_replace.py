@@ -47,7 +47,7 @@ from sglcore.models.transformers_twins import (
     may_be_norm,
     rms_norm_of,
 )
-from sglcore.models.transformers_walk import LENGTHS, AttentionCall, DoesNotRun, Windows, walk
+from sglcore.models.transformers_walk import LENGTHS, AttentionCall, DoesNotRun, Windows, lengths_of, walk
 
 _CHOOSING = frozenset({"gate", "router", "wg"})
 """Layers that choose experts stay as they are: a rounding would choose others, and their classes read their weights."""
@@ -163,11 +163,12 @@ def _check(
     model: PreTrainedModel, found: Replaced, linears: Sequence[PackedLinear], windows: Windows, has_states: bool
 ) -> None:
     """Raise `ConfigError` for a model that, with more tokens, does something else than what `found` tells."""
-    again = walk(model, lengths=LENGTHS[1:], windows=windows, has_states=has_states)
+    few, many = lengths_of(model)
+    again = walk(model, lengths=(many,), windows=windows, has_states=has_states)
     if again != found.calls or found.ends.is_read or any(each.is_read for each in linears):
         raise DoesNotRun(
             f"{type(model).__name__} can not be served by transformers' classes: it calls attention otherwise with "
-            f"{LENGTHS[1]} tokens than with {LENGTHS[0]}",
+            f"{many} tokens than with {few}",
             remedy="use another model",
         )
 

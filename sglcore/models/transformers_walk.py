@@ -25,6 +25,9 @@ WALK = "sglcore_walk"
 LENGTHS = (3, 260)
 """Tokens of the two walks, which must agree: what begins at some length shows in the second."""
 
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""What configurations call the tokens that a model's positions are defined for."""
+
 FAR = 1 << 18
 """A place far behind every window."""
 
@@ -119,17 +122,18 @@ class Ones(Tensor):
 def walk(
     model: PreTrainedModel,
     attended: dict[nn.Module, list[tuple[Tensor, ...]]] | None = None,
-    lengths: Sequence[int] = LENGTHS,
+    lengths: Sequence[int] | None = None,
     *,
     windows: Windows | None = None,
     has_states: bool = False,
     is_padded: bool = True,
 ) -> tuple[AttentionCall, ...]:
-    """Every call of attention of a model on the meta device, in order. `attended` gets the queries, keys and values of each
+    """Every call of attention of a model on the meta device, in order, with texts of `lengths` (none: `lengths_of`). `attended` gets the queries, keys and values of each
     module's, `windows` those of masks that it has not; without `is_padded` the model gets no mask. Raises `ConfigError` for a model that attends in a way of its own, or nowhere unless it has states beside."""
     AttentionInterface.register(WALK, write_down)
     AttentionMaskInterface.register(WALK, make_mask)
     use_attention(model, WALK)
+    lengths = lengths_of(model) if lengths is None else lengths
     attended, windows = {} if attended is None else attended, {} if windows is None else windows
     first, *others = (_calls(_Walk(model, attended, windows), length, is_padded) for length in lengths)
     if not first and not has_states:
@@ -139,6 +143,14 @@ def walk(
             what = f"it calls attention otherwise with {length} tokens than with {lengths[0]}"
             raise refusal(model, what, DoesNotRun)
     return first
+
+
+def lengths_of(model: PreTrainedModel) -> tuple[int, int]:
+    """`LENGTHS`, the second no longer than the model's positions."""
+    config = model.config.get_text_config()
+    known = [getattr(config, name, None) for name in _POSITIONS]  # foreign: no configuration has them all
+    longest = min((each for each in known if type(each) is int and each > LENGTHS[0]), default=LENGTHS[1])
+    return LENGTHS[0], min(LENGTHS[1], longest)
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
