@@ -22,7 +22,7 @@ def test_whole_numbers_of_any_sequence_are_token_ids(prompt: Any) -> None:
 @pytest.mark.parametrize(
     "prompt",
     [[True, 3], [3, np.bool_(True)], b"text", bytearray(b"text"), memoryview(b"text"), {3: 4}, {3, 4}, [3.0], ["a"], 7],
-    ids=str,
+    ids=["truth", "numpy-truth", "bytes", "bytearray", "memoryview", "dict", "set", "fraction", "letters", "number"],
 )
 def test_what_is_neither_text_nor_token_ids_is_refused(prompt: Any) -> None:
     with pytest.raises(TextError, match="wanted text, or a list of token ids"):
