@@ -108,7 +108,7 @@ def _taken(
         print(f"whole, because what they cover has changed: {', '.join(whole)}", flush=True)
     if options.whole:
         print(f"turn {turn}: every test, and parts of closed groups that cover what they did", flush=True)
-        return (*shares, "--whole", *(_watched(chosen) if is_complete and not options.unwatched else ()))
+        return (*shares, "--whole", *(_watched() if is_complete and not options.unwatched else ()))
     added = near.slow_near(chosen) if is_complete else []
     part = f"{options.turns} of {slow_tests().turns} parts of the slow ones"
     text = f"every cheap test, {part}, and {len(added)} slow ones near what has changed"
@@ -116,12 +116,9 @@ def _taken(
     return (*shares, near.write(added, chosen))
 
 
-def _watched(lanes: Sequence[Lane]) -> tuple[str, ...]:
+def _watched() -> tuple[str, ...]:
     """The options by which lanes record which test runs which function."""
-    record = impact.load()
-    changed = () if record is None else changes.since(record.commit).tests
-    known = impact.write_known(record, changed, [lane.name for lane in lanes])
-    return (f"--impact={impact.RAW / run.LANE}", known)
+    return (f"--impact={impact.RAW / run.LANE}", f"--impact-part={impact.next_part(impact.load())}")
 
 
 def _here(found: Sequence[Lane], words: Sequence[str], stale: Sequence[Group], whole: bool) -> list[Lane]:

@@ -1,8 +1,8 @@
 """Which tests run which function: a record that a run of everything writes, and what later runs choose by it.
 
 The record names for each function some tests of each kind, the most specific first: those that run the fewest functions. To
-watch a test costs as much again as to run it, so a run watches those of files that the record does not know or that have
-changed, and a tenth of the others by turns; what the record says of the rest stays.
+watch a test costs as much again as to run it, so a run watches one part of them, the next run the next part; what the record
+says of the rest stays.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ RAW = ROOT / "build" / "impact"
 STORED = Path("ci") / "data" / "impact.json.xz"
 SOURCES = ("sglcore", "devices", "simulator")
 """The folders whose functions are recorded."""
-KNOWN = Path("build") / "known"
-"""Where each lane finds which files of tests the record knows."""
-TURNS = 10
-"""Of the tests that the record knows, one in so many is watched again."""
+PARTS = 8
+"""A run of everything watches one of so many parts of the tests."""
 KEPT = 16
 """How many cheap tests the record names for a function, and how many slow ones."""
 
@@ -63,8 +61,8 @@ class Impact:
     """The tests that `functions` names by their places here."""
     functions: Mapping[str, Mapping[str, tuple[int, ...]]]
     """By file and function: tests that run it, the most specific first."""
-    files: frozenset[tuple[str, str]] = frozenset()
-    """Lanes and files of tests whose tests have all been watched."""
+    part: int = 0
+    """Which part of the tests was watched last."""
 
     def of(self, function: Function) -> list[Timed]:
         """Tests that run a function; for one that is not known, and for lines outside of functions, some of the file's."""
@@ -94,20 +92,14 @@ def choose(
     return list(chosen.values())
 
 
-def write_known(record: Impact | None, changed: Collection[str], lanes: Iterable[str]) -> str:
-    """Write the files of tests that need not be watched whole, a file for each lane: those of the record that have not
-    `changed` since. Returns the option by which a lane is told of its own."""
-    (ROOT / KNOWN).mkdir(parents=True, exist_ok=True)
-    files = frozenset[tuple[str, str]]() if record is None else record.files
-    for lane in lanes:
-        own = sorted(file for name, file in files if name == lane and file not in changed)
-        (ROOT / KNOWN / f"{lane}.txt").write_text("".join(f"{file}\n" for file in own))
-    return f"--known={ROOT / KNOWN}/{{lane}}.txt"
+def next_part(record: Impact | None) -> int:
+    """Which part of the tests to watch after those of a record."""
+    return 0 if record is None else (record.part + 1) % PARTS
 
 
-def is_due(test: str, known: Collection[str], turn: int) -> bool:
-    """Whether a test is to be watched, where the record knows those files."""
-    return test.partition("::")[0] not in known or zlib.crc32(test.encode()) % TURNS == turn % TURNS
+def is_due(test: str, part: int) -> bool:
+    """Whether a test is one of a part."""
+    return zlib.crc32(test.encode()) % PARTS == part
 
 
 def gather(
@@ -134,8 +126,7 @@ def gather(
         for function in functions:
             if function[1] in bodies_of(root / function[0]):
                 own[function].add(place)
-    found = _reduced(commit, timed, own, theirs, counts)
-    return replace(found, files=frozenset(files) | (frozenset() if before is None else before.files))
+    return replace(_reduced(commit, timed, own, theirs, counts), part=next_part(before))
 
 
 def _kept(
@@ -158,7 +149,7 @@ def save(impact: Impact, root: Path = ROOT) -> None:
         "commit": impact.commit,
         "tests": [[each.lane, each.test, each.seconds, each.is_slow, each.functions] for each in impact.tests],
         "functions": impact.functions,
-        "files": sorted(impact.files),
+        "part": impact.part,
     }
     (root / STORED).parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
@@ -175,8 +166,7 @@ def load(root: Path = ROOT) -> Impact | None:
         name: {function: tuple(tests) for function, tests in known.items()}
         for name, known in values["functions"].items()
     }
-    files = frozenset((lane, file) for lane, file in values.get("files", ()))
-    return Impact(values["commit"], tuple(Timed(*row) for row in values["tests"]), functions, files)
+    return Impact(values["commit"], tuple(Timed(*row) for row in values["tests"]), functions, values.get("part", 0))
 
 
 def _runs(folder: Path, root: Path) -> Iterable[tuple[str, Function]]:

@@ -41,7 +41,7 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption("--group", default="", help="run only the tests of this group, all of them")
     group.addoption("--impact", default="", help="a folder: record there which test runs which lines")
-    group.addoption("--known", default="", help="a file: files of tests of which a tenth is recorded by turns")
+    group.addoption("--impact-part", default="", help="record only those of this part of the tests")
 
 
 EVERY = 60.0
@@ -244,8 +244,8 @@ def configure(config: pytest.Config) -> None:
     if watched and not _only_controls(config):
         from ci.watch import Watcher
 
-        known = frozenset(_lines(config, "--known"))
-        due = partial(is_due, known=known, turn=selection.turn or 0)
+        part = str(config.getoption("--impact-part"))
+        due = partial(is_due, part=int(part)) if part else lambda test: True
         config.pluginmanager.register(Watcher(Path(watched), due), "impact")
 
 

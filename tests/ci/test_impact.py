@@ -248,22 +248,21 @@ def test_a_watched_run_records_what_a_test_and_the_processes_that_it_starts_run(
     assert {each.test for each in record.of((refs, "modules"))} == {f"{file}::test_own", f"{file}::test_child"}
 
 
-def turn_of(test: str) -> int:
-    return zlib.crc32(test.encode()) % impact.TURNS
+def part_of(test: str) -> int:
+    return zlib.crc32(test.encode()) % impact.PARTS
 
 
 def test_what_a_record_says_of_tests_that_were_not_watched_stays(planted: Path, tmp_path: Path) -> None:
     file = planted.relative_to(ROOT).as_posix() + "/test_planted.py"
     own = f"{file}::test_own"
-    idle = next(name for name in (f"{file}::test_{number}" for number in range(99)) if turn_of(name) != turn_of(own))
+    idle = next(name for name in (f"{file}::test_{number}" for number in range(99)) if part_of(name) != part_of(own))
     with (planted / "test_planted.py").open("a") as tests:
         tests.write(f"def {idle.partition('::')[2]}():\n    test_own()\n")
     refs = "sglcore/device/refs.py"
     known = tuple(Timed("cpu", name, 9.0, True, functions=5) for name in (own, idle, f"{file}::test_gone"))
     functions = {"resolve": (0, 1, 2), "modules": (0, 1, 2), "no_longer_here": (1,)}
-    before = Impact("b", known, {refs: functions}, frozenset({("cpu", "tests/t.py")}))
-    (planted / "known.txt").write_text(f"{file}\n")
-    options = (f"--impact={tmp_path / 'raw' / 'cpu'}", f"--known={planted / 'known.txt'}", f"--turn={turn_of(own)}")
+    before = Impact("b", known, {refs: functions}, part=2)
+    options = (f"--impact={tmp_path / 'raw' / 'cpu'}", f"--impact-part={part_of(own)}")
     tests = f"{planted}/test_planted.py"
     words = ("-m", "pytest", "-n0", "-p", "no:cacheprovider", *options, tests, "-k", "not child")
     ran = subprocess.run((sys.executable, *words), cwd=ROOT, capture_output=True, text=True, check=False)
@@ -274,21 +273,18 @@ def test_what_a_record_says_of_tests_that_were_not_watched_stays(planted: Path, 
     assert {each.test for each in record.of((refs, "resolve"))} == {own, idle}
     counts = {each.test: each.functions for each in record.tests}
     assert counts[idle] == 5 and counts[own] not in (0, 5)
-    assert record.files == {("cpu", "tests/t.py"), ("cpu", file)} and record.commit == "c"
+    assert record.part == 3 and record.commit == "c"
 
 
-def test_tests_of_files_that_a_record_does_not_know_are_watched_and_others_by_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(impact, "ROOT", tmp_path)
-    record = Impact("c", (), {}, frozenset({("cpu", "t.py"), ("cpu", "changed.py"), ("other", "o.py")}))
-    option = impact.write_known(record, ["changed.py"], ["cpu"])
-    (path,) = (tmp_path / impact.KNOWN).iterdir()
-    assert option == f"--known={path}".replace("cpu.txt", "{lane}.txt") and path.read_text() == "t.py\n"
+def test_every_test_is_watched_in_one_part_and_the_parts_follow_each_other() -> None:
     tests = [f"t.py::test_{number}" for number in range(200)]
-    turns = [{test for test in tests if impact.is_due(test, {"t.py"}, turn)} for turn in range(impact.TURNS)]
-    assert set().union(*turns) == set(tests) and sum(map(len, turns)) == len(tests)
-    assert impact.is_due("changed.py::test_x", {"t.py"}, 3)
+    parts = [{test for test in tests if impact.is_due(test, part)} for part in range(impact.PARTS)]
+    assert set().union(*parts) == set(tests) and sum(map(len, parts)) == len(tests)
+    assert min(map(len, parts)) > 10, "none is much smaller"
+    turns = [impact.next_part(None)]
+    for _ in range(impact.PARTS):
+        turns.append(impact.next_part(Impact("c", (), {}, part=turns[-1])))
+    assert turns == [*range(impact.PARTS), 0]
 
 
 def test_a_narrow_loop_without_a_record_or_of_no_file_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_wheels_away_from_the_checkout_generate_serve_prove_a_device_and_begin_o
     told = place.sglcore("torch's kernels", "generate", "--prompt", trial.PROMPT, "--max-tokens", "2")
     said = " ".join(told.split())
     assert (
-        "kernels torch the native kernels are not compiled: there is no C++ compiler 'no-compiler-here' here;" in said
+        "kernels torch: the native kernels are not compiled: there is no C++ compiler 'no-compiler-here' here;" in said
     )
     assert trial.PROMPT in told and "Traceback" not in told
 

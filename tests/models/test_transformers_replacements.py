@@ -394,7 +394,7 @@ def scales_otherwise(model: Any, least: int) -> None:
 @pytest.mark.parametrize("plant", [reads_a_weight, scales_otherwise])
 def test_what_is_otherwise_with_more_tokens_is_refused(plant: Callable[[Any, int], None]) -> None:
     replaced("llama", lambda model: plant(model, 1000))
-    with pytest.raises(ConfigError, match="otherwise with 260 tokens than with 3"):
+    with pytest.raises(ConfigError, match="otherwise with 256 tokens than with 3"):
         replaced("llama", lambda model: plant(model, 100))
 
 

@@ -119,7 +119,8 @@ def use(place: Place) -> str:
 
 def generate(place: Place) -> str:
     """The embedded model completes a prompt, by kernels that came compiled."""
-    said = place.sglcore("generate", "generate", "--prompt", PROMPT, "--max-tokens", "12", "--seed", "1")
+    asked = ("--prompt", PROMPT, "--max-tokens", "12", "--seed", "1", "--verbose")
+    said = place.sglcore("generate", "generate", *asked)
     text = next((line.strip() for line in said.splitlines() if line.strip().startswith(PROMPT)), "")
     if len(text) <= len(PROMPT):
         raise ReleaseError(f"generate: found no text that begins with {PROMPT!r} in:\n{said}")

@@ -49,7 +49,7 @@ def choose_kernels(
     except NativeUnavailable as error:
         if asked != "auto":
             raise ConfigError(f"kernels {asked!r} can not serve: {error}", wanted="the native library") from None
-        return torch_kernels(), Row("kernels", "auto", TORCH, str(error), "the remedy in the reason", downgrade=True)
+        return torch_kernels(), Row("kernels", "auto", TORCH, str(error), downgrade=True)
     lacks = "" if asked in NAMES else _lacks(chosen, library)
     reason = lacks or ("asked for" if asked in NAMES else "the highest that this processor announces")
     table, others = native_table(engine), torch_kernels().origin
