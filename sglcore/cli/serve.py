@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglcore.engine.ranks.launch import Placement
     from sglcore.serving.chat.frontend import ChatFrontend
 
-TEXT_ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /metrics"
+TEXT_ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /api/chat /metrics"
 VECTOR_ENDPOINTS = "/v1/embeddings /v1/score /v1/rerank /tokenize /metrics"
 LABEL_ENDPOINTS = "/classify /v1/score /v1/rerank /tokenize /metrics"
 """Those of a model that generates text, of one that embeds, and of one with a head for labels."""

@@ -23,8 +23,13 @@ def sample_of(file: Path) -> str:
 
 def identity_of(folder: Path) -> str:
     """12 hexadecimal digits of a checkpoint's configuration and weights, wherever they lie and whatever else is there."""
+    return digest_of(folder)[:12]
+
+
+def digest_of(folder: Path) -> str:
+    """All 64 of them."""
     files = sorted(each for each in folder.iterdir() if each.is_file()) if folder.is_dir() else [folder]
     weights = [each for each in files if each.suffix in (".safetensors", ".bin", ".gguf")]
     config = [each for each in files if each.name == "config.json"]
     text = " ".join(sample_of(each) for each in (*config, *weights))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -92,6 +92,8 @@ class ScriptedGeneration:
         self._done = Completion(0, seed=77)
         self.output = RequestOutput("r", None, list(PROMPT), [self._done], cached_tokens=CACHED)
 
+    first_token_at: float | None = None
+
     def abort(self) -> None:
         """Nothing holds anything."""
 

@@ -50,6 +50,8 @@ class StubGeneration:
             pass
         return self.output
 
+    first_token_at: float | None = None
+
     def abort(self) -> None:
         self.aborted = True
 

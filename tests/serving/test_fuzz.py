@@ -28,6 +28,8 @@ GOOD: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "/v1/chat/completions": {"messages": CHAT, "max_tokens": 2},
         "/v1/responses": {"input": "Tell me of a cat.", "max_output_tokens": 16},
         "/v1/messages": {"messages": CHAT, "max_tokens": 2, "model": ""},
+        "/api/chat": {"messages": CHAT, "options": {"num_predict": 2}},
+        "/api/generate": {"prompt": "Once upon", "options": {"num_predict": 2}, "stream": False},
         "/tokenize": {"prompt": "Once"},
         "/detokenize": {"tokens": [5, 6]},
     }
@@ -82,22 +84,26 @@ def tried(strategy: Any, examples: int, check: Callable[[Any], None]) -> None:
     quiet(given(strategy)(check))()
 
 
-def shortened(body: Any) -> Any:
+def shortened(body: Any, path: str) -> Any:
     """The body, with what would make a long answer made short."""
     if not isinstance(body, dict):
         return body
     long = (name for name in LENGTHS if isinstance(body.get(name), int) and body[name] > 16)
-    return {**body, **dict.fromkeys(long, 16)}
+    found = {**body, **dict.fromkeys(long, 16)}
+    if isinstance(options := body.get("options", {}), dict) and path.startswith("/api/"):
+        most = options.get("num_predict")
+        found |= {"options": {**options, "num_predict": 16}} if most is None or isinstance(most, int) else {}
+    return found
 
 
 def check_answer(server: Server, case: Case, statuses: list[int] | None = None) -> None:
     """Send it and note the status; the answer is one that the document has, and an error has the schema of the endpoint's clients."""
-    case.body = shortened(case.body)
+    case.body = shortened(case.body, case.path)
     answer = case.call(base_url=server.url, timeout=60)
-    is_stream = answer.headers["content-type"][0].startswith("text/event-stream")
-    case.validate_response(answer, checks=CHECKS[:-1] if is_stream else CHECKS)
-    if is_stream:
-        check_events(answer.content.decode())
+    kind = answer.headers["content-type"][0].partition(";")[0]
+    case.validate_response(answer, checks=CHECKS[:-1] if kind in STREAMS else CHECKS)
+    if kind in STREAMS:
+        STREAMS[kind](answer.content.decode())
     if answer.status_code >= 400:
         check_error(case.path, answer.content)
     if statuses is not None:
@@ -111,10 +117,23 @@ def check_events(text: str) -> None:
     assert data and all(each == "[DONE]" or isinstance(json.loads(each), dict) for each in data)
 
 
+def check_lines(text: str) -> None:
+    """Objects, of which the last one is the end or an error."""
+    found = [json.loads(each) for each in text.splitlines()]
+    assert text.endswith("\n") and (found[-1].get("done") or "error" in found[-1])
+    assert not any(each["done"] for each in found[:-1])
+
+
+STREAMS = MappingProxyType({"text/event-stream": check_events, "application/x-ndjson": check_lines})
+
+
 def check_error(path: str, content: bytes) -> None:
     body = json.loads(content)
     if path.startswith("/v1/messages"):
         assert body["type"] == "error" and set(body["error"]) - {"details"} == {"type", "message"}, body
+    elif path.startswith("/api/"):
+        assert set(body) == {"error"} and isinstance(body["error"], str) and body["error"], body
+        return
     else:
         assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}, body
     assert body["error"]["message"]
@@ -154,7 +173,9 @@ def test_a_good_request_with_any_other_value_in_a_field_or_two(server: Server, d
 def test_a_body_that_is_no_request_is_refused_in_the_errors_schema(server: Server, path: str) -> None:
     for body in NASTY:
         answer = server.client.post(path, content=body, headers={"content-type": "application/json"})
-        assert answer.status_code == 400 or (answer.status_code == 200 and b'"prompt": "a' in body), (body[:80], answer)
+        asks_for_nothing = path.startswith("/api/") and b'"done_reason":"load"' in answer.content
+        is_good = b'"prompt": "a' in body or asks_for_nothing
+        assert answer.status_code == 400 or (answer.status_code == 200 and is_good), (body[:80], answer)
         if answer.status_code == 400:
             check_error(path, answer.content)
 

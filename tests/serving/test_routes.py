@@ -13,10 +13,9 @@ from pydantic import BaseModel
 from starlette.types import Message
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.apis.answer import Stream, as_json, event
+from sglcore.serving.apis.answer import EVENTS, Stream, as_json, event
 from sglcore.serving.http.connection import ANSWERING
 from sglcore.serving.http.routes import Routes
-from sglcore.serving.http.sse import KEEP_ALIVE
 from tests.serving.wrapped import wrapped
 
 
@@ -82,7 +81,7 @@ def test_a_stream_that_has_nothing_to_say_says_that_it_lives(fault: Exception | 
 
     async def events() -> AsyncGenerator[bytes, None]:
         for number in range(2):
-            while heard.count(KEEP_ALIVE) <= number:
+            while heard.count(EVENTS.keep_alive) <= number:
                 await asyncio.sleep(0.001)
             yield event(number)
         if fault is not None:
@@ -101,8 +100,8 @@ def test_a_stream_that_has_nothing_to_say_says_that_it_lives(fault: Exception | 
 
     scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": []}
     asyncio.run(asyncio.wait_for(served(routes)(scope, receive, send), 20))
-    assert heard[:2] == [b"begin", KEEP_ALIVE]
-    said = [each for each in heard[1:-1] if each != KEEP_ALIVE]
+    assert heard[:2] == [b"begin", EVENTS.keep_alive]
+    said = [each for each in heard[1:-1] if each != EVENTS.keep_alive]
     assert said == [event(0), event(1), *([] if fault is None else [event("it broke")])]
 
 

@@ -73,6 +73,22 @@ class ErrorAnswer(Answer):
 
 
 @dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How the parts of a stream are written."""
+
+    media_type: str
+    """Its header content-type."""
+    keep_alive: bytes
+    """What readers skip: it is sent where there was nothing to say for a while, for those who give up on silent streams."""
+
+
+EVENTS = StreamForm("text/event-stream; charset=utf-8", b": keep-alive\n\n")
+"""Server-sent events, whose comments are skipped."""
+LINES = "application/x-ndjson"
+"""The content-type of streams that have a JSON value in each line."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
     """An answer made of events as they come. `held` is left when it has ended, however it ends.
 
@@ -85,6 +101,7 @@ class Stream:
     on_error: Callable[[Exception], bytes]
     warnings: Iterable[str] = ()
     outputs: Sequence[RequestOutput] = ()
+    form: StreamForm = EVENTS
 
 
 def as_json(
@@ -143,17 +160,20 @@ def documented(
     *,
     said: str = "",
     events: str | None = None,
+    lines: bool = False,
     form: Any = "object",
     statuses: Iterable[int] = WITH_BODY,
     error: type[Answer] = ErrorAnswer,
 ) -> dict[int | str, Any]:
     """The `responses` of an endpoint: its answer (no model: JSON of this form), its stream if it has one, its errors.
 
-    `events` names the schema of an event's data; empty: the events have several.
+    `events` names the schema of an event's data; empty: the events have several. `lines`: the stream has an object in each line.
     """
     content = {} if model is not None else {"application/json": {"schema": {"type": form}}}
     if events is not None:
         content["text/event-stream"] = events_of(events)
+    if lines:
+        content[LINES] = {"itemSchema": {"type": "object"}}
     given = {"model": model, "description": said, "content": content}
     success = {name: value for name, value in given.items() if value}
     return {200: success, **documented_errors(statuses, error)}

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic_core import from_json
 
 from sglcore.schedule.output import TokenLogprob
+from sglcore.serving.chat.conversation import UNREADABLE
 from sglcore.serving.chat.parsers.delta import Delta
 
 BlockKind = Literal["reasoning", "text", "tool"]
@@ -33,6 +36,15 @@ class Block:
     def text(self) -> str:
         """All text so far."""
         return "".join(self.pieces)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of a call as an object: of an answer that was cut, what is whole. Text that is none is kept as it is."""
+        try:
+            found = from_json(self.text or "{}", allow_partial="trailing-strings")
+        except ValueError:
+            found = None
+        return found if isinstance(found, dict) else {UNREADABLE: self.text}
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ MOST_IDS = 4096
 STRUCTURED = "structured_outputs."
 SWITCH = "x-guidance"
 """What changes how a schema inside a Lark grammar is enforced."""
+SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""What templates call their switch of thinking."""
 
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 BadWord = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
@@ -176,6 +178,17 @@ def sampling_params(body: SamplingFields, *, max_tokens: int | None, **others: A
     if given.get("seed") == -1:
         del given["seed"]
     return SamplingParams(max_tokens=max_tokens, **given, **values)
+
+
+def alternatives(logprobs: bool | None, top_logprobs: int | None, config: ServerConfig) -> int | None:
+    """How many of the most likely tokens are shown at each place besides the chosen one; None: no log-probabilities are wanted.
+    Raises InvalidRequest."""
+    check_limit("top_logprobs", top_logprobs, config.max_logprobs)
+    if logprobs:
+        return top_logprobs or 0
+    if top_logprobs:
+        raise InvalidRequest("top_logprobs without logprobs", wanted="logprobs true", param="top_logprobs")
+    return None
 
 
 def unenforced(form: str, params: SamplingParams) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from fastapi import Response
 
-from sglcore.serving.apis.answer import Stream, as_json, error_body, event
+from sglcore.serving.apis.answer import EVENTS, Stream, StreamForm, as_json, error_body, event
 from sglcore.serving.apis.checks import check_generates, check_model, fingerprint
 from sglcore.serving.replicas.errors import told
 from sglcore.serving.replicas.frontend import Frontend
@@ -38,9 +38,14 @@ class Writer(ABC, Generic[Run]):
         """The event that tells of an error after the first."""
         return event(error_body(told(error)))
 
+    @property
+    def form(self) -> StreamForm:
+        """How the parts of a stream are written."""
+        return EVENTS
+
     async def respond(self, run: Run, streams: bool | None, warnings: Iterable[str]) -> Response | Stream:
         """The answer as it is sent; waits for all of it unless it streams. `warnings`: fields of the request without effect."""
         if streams:
-            return Stream(self.events(run), run, self.on_error, warnings, run.outputs)
+            return Stream(self.events(run), run, self.on_error, warnings, run.outputs, self.form)
         async with run:
             return as_json(await self.answer(run), warnings, run.outputs)

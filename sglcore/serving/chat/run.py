@@ -120,6 +120,11 @@ class ChatRun(Runs):
         """What the engine gave of it so far."""
         return self.outputs[0]
 
+    @property
+    def first_token_at(self) -> float | None:
+        """When its first token came, as `time.perf_counter()` counts; None as long as there is none."""
+        return self.generations[0].first_token_at
+
     async def __aiter__(self) -> AsyncIterator[ChatEvent]:
         async for _, item in self.read():
             if isinstance(item, PromptProgress):
@@ -211,6 +216,11 @@ async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
     has_no_use = request.thinking_token_budget is not None and params.thinking is None
     ignored = (*rendered.ignored, "thinking_token_budget") if has_no_use else rendered.ignored
     return ChatRun(runs, request, parsers, ignored, tuple(_unenforced(request, must_call=must_call)))
+
+
+def plain_run(runs: Runs, params: SamplingParams) -> ChatRun:
+    """The run of a text that is no conversation: all that comes is content."""
+    return ChatRun(runs, ChatRequest(messages=(), params=params), [_Content() for _ in range(params.n)])
 
 
 def _unenforced(request: ChatRequest, *, must_call: bool) -> Iterator[str]:

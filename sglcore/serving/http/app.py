@@ -19,6 +19,7 @@ from sglcore.serving.apis.anthropic import route as anthropic
 from sglcore.serving.apis.batches import route as batches
 from sglcore.serving.apis.batches.runner import BatchRunner
 from sglcore.serving.apis.batches.store import BatchStore
+from sglcore.serving.apis.ollama import route as ollama
 from sglcore.serving.apis.openai import route as openai
 from sglcore.serving.apis.others import llama, sglang
 from sglcore.serving.apis.pooling import route as pooling
@@ -33,7 +34,7 @@ from sglcore.serving.http.page import route as page
 from sglcore.serving.http.routes import JsonRequest, Routes
 
 log = logging.getLogger("sglcore.serving")
-_ENDPOINTS = (openai, anthropic, responses, pooling, llama, sglang, tokens, probes, info, control, page)
+_ENDPOINTS = (openai, anthropic, responses, ollama, pooling, llama, sglang, tokens, probes, info, control, page)
 """Those that are asked most come first: a request tries the routes in their order."""
 
 

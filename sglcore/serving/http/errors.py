@@ -16,11 +16,14 @@ from starlette.types import Scope
 from sglcore.serving.apis.answer import encode, error_body
 from sglcore.serving.apis.anthropic import events as anthropic
 from sglcore.serving.apis.anthropic.models import VERSION
+from sglcore.serving.apis.ollama import events as ollama
 from sglcore.serving.http.openapi import Application
 from sglcore.serving.replicas.errors import INVALID, Failure, InvalidRequest, told
 
 LONGEST_SHOWN = 60
 """Characters of a refused value that its error repeats."""
+OLLAMA = "/api/"
+"""What the paths of Ollama's protocol begin with."""
 _WANTED = MappingProxyType(
     {
         "missing": "a value",
@@ -54,6 +57,8 @@ _WANTED = MappingProxyType(
 def body_of(failure: Failure, scope: Scope) -> dict[str, Any]:
     """The body of a failure on a path; models are asked for by clients of two protocols."""
     path = scope["path"]
+    if path.startswith(OLLAMA):
+        return ollama.error_body(failure)
     is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
     if path.startswith("/v1/models"):
         is_anthropic = VERSION in Headers(scope=scope)

@@ -20,7 +20,7 @@ from sglcore.serving.apis.answer import Stream, add_unknown
 from sglcore.serving.apis.body import Body
 from sglcore.serving.apis.params import SamplingFields
 from sglcore.serving.apis.unknown import UnknownFields, refuse_foreign
-from sglcore.serving.http.errors import LONGEST_SHOWN
+from sglcore.serving.http.errors import LONGEST_SHOWN, OLLAMA
 from sglcore.serving.http.sse import EventStream
 from sglcore.serving.replicas.errors import InvalidRequest
 
@@ -28,6 +28,8 @@ LARGE = 256 << 10
 """Bytes of a body from which it is read beside the event loop."""
 MOST_DEPTH = 256
 """Levels of a body. Whatever goes through it level by level, as encoders do, has to have the stack for it."""
+JSON, FORM = b"application/json", b"application/x-www-form-urlencoded"
+"""The second one is what curl calls any body, as in the examples of Ollama's documentation."""
 _TOO_DEEP = object()
 
 Work = Coroutine[Any, Any, Response | Stream]
@@ -83,7 +85,8 @@ class JsonRoute(APIRoute):
         model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
 
         async def read(given: Request) -> Response:
-            request = JsonRequest(given.scope, given.receive)
+            takes_forms = self.path.startswith(OLLAMA) and model is not None
+            request = JsonRequest(_as_json(given.scope) if takes_forms else given.scope, given.receive)
             if model is not None:
                 _check_type(request.headers.get("content-type", ""))
                 await request.read(model)
@@ -157,6 +160,12 @@ def _is_deep(value: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def _as_json(scope: Scope) -> Scope:
+    """A request, with what curl calls a form declared as the JSON that it is."""
+    headers = [(name, JSON if (name, value) == (b"content-type", FORM) else value) for name, value in scope["headers"]]
+    return {**scope, "headers": headers}
 
 
 def _check_type(declared: str) -> None:

@@ -11,25 +11,20 @@ from starlette.types import Receive, Scope, Send
 
 from sglcore.serving.apis.answer import Stream, warned
 
-_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which readers of events skip."""
-
 
 class EventStream(Response):
     """A `Stream` as it is sent."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, stream: Stream, keep_alive: float) -> None:
-        """`keep_alive`: seconds without an event after which a comment is sent, for those who give up on silent streams."""
+        """`keep_alive`: seconds without an event after which the form's `keep_alive` is sent."""
         self.stream = stream
+        self.media_type = stream.form.media_type
         self.status_code = 200
         self.background = None
         self.body = b""
-        told = warned(stream.warnings, stream.outputs)
-        extra = ((name.encode("latin-1"), value.encode("latin-1")) for name, value in told.items())
-        self.raw_headers = [*_HEADERS, *extra]
+        told = {"content-type": stream.form.media_type, "cache-control": "no-cache"}
+        told |= warned(stream.warnings, stream.outputs)
+        self.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in told.items()]
         self._keep_alive = keep_alive
         self._has_begun = self._is_sending = False
         self._sent_at = time.monotonic()
@@ -67,11 +62,11 @@ class EventStream(Response):
         self._sent_at, self._is_sending = time.monotonic(), False
 
     def _watch(self, send: Send, seconds: float) -> None:
-        """A comment whenever nothing was sent for a while; it begins the answer, if nothing has. Looks after `seconds`."""
+        """A sign of life whenever nothing was sent for a while; it begins the answer, if nothing has. Looks after `seconds`."""
         self._timer = asyncio.get_running_loop().call_later(seconds, self._look, send)
 
     def _look(self, send: Send) -> None:
         rest = self._sent_at + self._keep_alive - time.monotonic()
         if rest <= 0 and not self._is_sending:
-            self._ping = asyncio.ensure_future(self._send(send, KEEP_ALIVE))
+            self._ping = asyncio.ensure_future(self._send(send, self.stream.form.keep_alive))
         self._watch(send, max(rest, self._keep_alive / 4))

@@ -59,6 +59,11 @@ class Generation:
         self._told.append(told)
 
     @property
+    def first_token_at(self) -> float | None:
+        """When its first token came, as `time.perf_counter()` counts; None as long as there is none."""
+        return self._clock.first_token_at
+
+    @property
     def is_over(self) -> bool:
         """No output of it can come any more."""
         return self._failure is not None or self.output.finished

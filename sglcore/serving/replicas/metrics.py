@@ -78,6 +78,11 @@ class RequestClock:
         self.first_token_seconds: float | None = None
         self.prompt_tokens = self.cached_tokens = self.tokens = 0
 
+    @property
+    def first_token_at(self) -> float | None:
+        """When the first token came, as `time.perf_counter()` counts; None as long as there is none."""
+        return None if self.first_token_seconds is None else self._started + self.first_token_seconds
+
     def on_prompt(self, tokens: int, cached: int) -> None:
         """The prompt has `tokens`, of which the prefix cache had `cached`."""
         self.prompt_tokens, self.cached_tokens = tokens, cached

@@ -8,8 +8,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from pydantic_core import from_json
-
 from sglcore.engine.outputs import RequestOutput
 from sglcore.serving.apis.answer import named_events
 from sglcore.serving.apis.anthropic.body import UNTHREADED
@@ -127,19 +125,10 @@ def _delta(block: Block, text: str) -> dict[str, Any]:
 
 def _whole(block: Block) -> dict[str, Any]:
     if block.kind == "tool":
-        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block)}
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": block.arguments}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     return {"type": "text", "text": block.text}
-
-
-def _input(block: Block) -> dict[str, Any]:
-    """The arguments of a call as an object: of an answer that was cut, what is whole. Text that is none is kept as it is."""
-    try:
-        found = from_json(block.text or "{}", allow_partial="trailing-strings")
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"arguments": block.text}
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:

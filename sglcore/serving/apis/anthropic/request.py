@@ -23,7 +23,7 @@ from sglcore.serving.apis.anthropic.body import (
     ToolUseBlock,
 )
 from sglcore.serving.apis.checks import own_names, refuse_fields, refuse_kind
-from sglcore.serving.apis.params import format_grammar, sampling_params
+from sglcore.serving.apis.params import SWITCHES, format_grammar, sampling_params
 from sglcore.serving.chat.run import ChatRequest
 from sglcore.serving.replicas.errors import InvalidRequest
 
@@ -31,8 +31,6 @@ _ABSENT = MappingProxyType(
     {"mcp_servers": "this server calls no other servers", "container": "this server has no containers"}
 )
 _CHOICES = MappingProxyType({"auto": "auto", "any": "required", "none": "none"})
-_SWITCHES = frozenset({"enable_thinking", "thinking"})
-"""What templates call their switch of thinking."""
 _OWN_NAMES = MappingProxyType({"stop": "stop_sequences"})
 
 
@@ -81,7 +79,7 @@ def unread(body: CountRequest, ignored: Sequence[str]) -> list[str]:
     """The fields behind variables that the chat template does not read. One of the switches of thinking is enough."""
     own = body.chat_template_kwargs or {}
     names = [f"chat_template_kwargs.{name}" for name in ignored if name in own]
-    if body.thinking is not None and set(ignored) >= _SWITCHES - own.keys():
+    if body.thinking is not None and set(ignored) >= SWITCHES - own.keys():
         names.append("thinking")
     elif body.thinking is not None and "thinking_token_budget" in ignored:
         names.append("thinking.budget_tokens")
@@ -206,7 +204,7 @@ def _template_kwargs(body: CountRequest) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if body.thinking is not None and body.thinking.type != "adaptive":
         thinks = body.thinking.type == "enabled"
-        found |= dict.fromkeys(sorted(_SWITCHES), thinks)
+        found |= dict.fromkeys(sorted(SWITCHES), thinks)
     if body.output_config is not None and body.output_config.effort is not None:
         found["reasoning_effort"] = body.output_config.effort
     return {**found, **(body.chat_template_kwargs or {})}

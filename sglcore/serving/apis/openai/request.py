@@ -10,7 +10,7 @@ from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.checks import check_limit
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody, Message, TemplateFields, as_prompts
-from sglcore.serving.apis.params import check_streamed, generation_params
+from sglcore.serving.apis.params import alternatives, check_streamed, generation_params
 from sglcore.serving.chat.run import ChatRequest
 from sglcore.serving.replicas.errors import InvalidRequest
 
@@ -47,7 +47,8 @@ def completion_request(body: CompletionBody, config: ServerConfig) -> Completion
 def chat_request(body: ChatBody, config: ServerConfig, request_id: str) -> ChatRequest:
     """The chat that a body describes; raises InvalidRequest and SamplingError."""
     check_streamed(body)
-    params, form = generation_params(body, config, max_tokens=_max_tokens(body), logprobs=_alternatives(body, config))
+    shown = alternatives(body.logprobs, body.top_logprobs, config)
+    params, form = generation_params(body, config, max_tokens=_max_tokens(body), logprobs=shown)
     return replace(
         template_request(body, body.messages),
         params=params,
@@ -81,15 +82,6 @@ def _max_tokens(body: ChatBody) -> int | None:
             "max_tokens and max_completion_tokens differ", wanted="one of them", param="max_completion_tokens"
         )
     return next(iter(given.values()), None)
-
-
-def _alternatives(body: ChatBody, config: ServerConfig) -> int | None:
-    check_limit("top_logprobs", body.top_logprobs, config.max_logprobs)
-    if body.logprobs:
-        return body.top_logprobs or 0
-    if body.top_logprobs:
-        raise InvalidRequest("top_logprobs without logprobs", wanted="logprobs true", param="top_logprobs")
-    return None
 
 
 def _choice_of(body: ChatBody) -> Any:

@@ -13,6 +13,7 @@ from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, Te
 from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.apis.answer import Answer, Stream, as_json, documented, event
 from sglcore.serving.apis.checks import check_generates, check_limit
+from sglcore.serving.apis.fill import filled
 from sglcore.serving.apis.logprobs import chat_logprobs
 from sglcore.serving.apis.openai.body import as_prompts
 from sglcore.serving.apis.openai.request import template_request
@@ -28,19 +29,12 @@ from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.run import render
-from sglcore.serving.replicas.errors import InvalidRequest, blame
+from sglcore.serving.replicas.errors import blame
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.ipc import unpack_params
 from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
 
 _ONE_OR_MORE = ("object", "array")
-FILL = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
-    ("<PRE>", "<SUF>", "<MID>"),
-)
-"""Tokens before the text, after it and in its place, by which models are trained to fill in (Bavarian et al. 2022)."""
 
 
 class PromptAnswer(Answer):
@@ -70,7 +64,10 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     @router.post("/infill", tags=["llama-server"], responses=said)
     async def infill(body: InfillBody) -> Response | Stream:
         """Fill in between two texts."""
-        return await run(body, [_filled(frontend, body)])
+        files = "".join(f"{each.filename or ''}\n{each.text}\n" for each in body.input_extra or ())
+        given = (body.input_prefix, body.input_suffix)
+        prompt = filled(frontend, *given, param="input_suffix", instead="use /completion")
+        return await run(body, [f"{files}{prompt}{body.prompt or ''}"])
 
     @router.post("/apply-template", tags=["llama-server"], responses=documented(PromptAnswer))
     async def apply_template(body: ApplyTemplateBody) -> Response:
@@ -229,19 +226,3 @@ def _stop(sample: Completion) -> dict[str, Any]:
     word = sample.stop_cause if isinstance(sample.stop_cause, str) else ""
     kind = "word" if word else {"stop": "eos", "length": "limit"}.get(sample.finish_reason or "", "none")
     return {"stop_type": kind, "stopping_word": word}
-
-
-def _filled(frontend: ChatFrontend, body: InfillBody) -> str:
-    """The prompt of a model that was trained to fill in; raises InvalidRequest for any other."""
-    tokenizer = frontend.codec.tokenizer
-    marks = next((each for each in FILL if all(tokenizer.token_to_id(mark) is not None for mark in each)), None)
-    if marks is None:
-        raise InvalidRequest(
-            "this model's tokenizer has no tokens to fill in between two texts",
-            wanted=f"such as {', '.join(FILL[0])}",
-            remedy="use /completion, or serve a model that was trained for it",
-            param="input_suffix",
-        )
-    before, after, middle = marks
-    extra = "".join(f"{each.filename or ''}\n{each.text}\n" for each in body.input_extra or ())
-    return f"{extra}{before}{body.input_prefix}{after}{body.input_suffix}{middle}{body.prompt or ''}"

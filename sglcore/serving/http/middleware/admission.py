@@ -10,6 +10,9 @@ from sglcore.serving.apis.server.control import PATHS
 from sglcore.serving.http.middleware.refusal import TurnedAway
 from sglcore.serving.replicas.metrics import Metrics
 
+MODEL = ("/v1/", "/api/")
+"""What the paths of endpoints begin with that ask the model."""
+
 
 class Admission:
     """Bounds the POST requests in flight, but for those of operators, and refuses those for the model while its queue is
@@ -35,10 +38,11 @@ class Admission:
             self._in_flight -= 1
 
     def _check(self, path: str) -> None:
-        waiting = self._waiting() if path.startswith("/v1/") else 0
+        is_asked = path.startswith(MODEL)
+        waiting = self._waiting() if is_asked else 0
         if self._in_flight >= self._max_concurrent:
             found = f"{self._in_flight} requests are in flight, where max_concurrent_requests is {self._max_concurrent}"
-        elif path.startswith("/v1/") and waiting > self._max_queued:
+        elif is_asked and waiting > self._max_queued:
             found = f"{waiting} prompts wait, where max_queued_requests is {self._max_queued}"
         else:
             return

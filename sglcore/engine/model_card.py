@@ -1,0 +1,101 @@
+"""What a checkpoint's files say of their model, for those who list models. Nothing is decided by it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.checkpoint.files import checkpoint_files, read_json
+from sglcore.checkpoint.gguf import is_gguf, read_header
+from sglcore.checkpoint.gguf_config import gguf_config
+from sglcore.checkpoint.safetensors_header import PLAIN_BYTES, read_entries
+from sglcore.engine.sampled import digest_of
+
+_SIZES = MappingProxyType(
+    {
+        "num_hidden_layers": "block_count",
+        "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length",
+        "num_attention_heads": "attention.head_count",
+        "num_key_value_heads": "attention.head_count_kv",
+        "vocab_size": "vocab_size",
+    }
+)
+"""Sizes of a configuration, and how GGUF calls them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A model's files, read without loading them."""
+
+    format: str
+    """safetensors or gguf."""
+    family: str
+    """`model_type` of the configuration, or `general.architecture` of a GGUF file."""
+    precision: str
+    """The method of quantisation, or the type in which most bytes of the weights are, as the files call it: BF16, Q4_K."""
+    num_bytes: int
+    """Of the weight files."""
+    parameters: int | None
+    """Elements of all weights; None where several stand in one element of a file."""
+    modified: float
+    """When a weight file was changed last, in seconds since 1970."""
+    digest: str
+    """64 hexadecimal digits of the configuration and the weights."""
+    sizes: Mapping[str, int]
+    """By GGUF's names: `block_count`, `embedding_length` and others."""
+
+
+def read_card(path: Path) -> ModelCard:
+    """Of a checkpoint folder, or a GGUF file; reads headers and samples of the files. Raises ConfigError and CheckpointError."""
+    return _of_file(path) if is_gguf(path) else _of_folder(path)
+
+
+def _of_file(path: Path) -> ModelCard:
+    header = read_header(path)
+    tensors = header.tensors.values()
+    return ModelCard(
+        "gguf",
+        header.need("general.architecture", str),
+        _most((tensor.type, tensor.end - tensor.start) for tensor in tensors),
+        path.stat().st_size,
+        sum(math.prod(tensor.shape) for tensor in tensors),
+        path.stat().st_mtime,
+        digest_of(path),
+        _sizes(gguf_config(header)),
+    )
+
+
+def _of_folder(folder: Path) -> ModelCard:
+    raw, files = read_json(folder / "config.json"), checkpoint_files(folder)
+    entries = [entry for file in files for entry in read_entries(file)]
+    is_plain = all(entry.dtype in PLAIN_BYTES for entry in entries)
+    method = (raw.get("quantization_config") or {}).get("quant_method")
+    stored = [file.stat() for file in files]
+    return ModelCard(
+        "safetensors",
+        str(raw.get("model_type") or ""),
+        method if isinstance(method, str) else _most((entry.dtype, entry.num_bytes) for entry in entries),
+        sum(each.st_size for each in stored),
+        sum(math.prod(entry.shape) for entry in entries) if is_plain else None,
+        max(each.st_mtime for each in stored),
+        digest_of(folder),
+        _sizes({**raw, **(raw.get("text_config") or {})}),
+    )
+
+
+def _most(found: Any) -> str:
+    """The type that has most bytes, of pairs of both."""
+    counts = Counter[str]()
+    for kind, size in found:
+        counts[kind] += size
+    return max(counts, key=lambda kind: counts[kind], default="")
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    return {ours: config[name] for name, ours in _SIZES.items() if isinstance(config.get(name), int)}

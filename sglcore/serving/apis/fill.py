@@ -1,0 +1,35 @@
+"""Prompts of models that were trained to fill in what stands between two texts."""
+
+from __future__ import annotations
+
+from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.frontend import Frontend
+
+FILL = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+)
+"""Tokens before the text, after it and in its place, by which models are trained to fill in (Bavarian et al. 2022)."""
+
+
+def fill_marks(frontend: Frontend) -> tuple[str, str, str] | None:
+    """Those of this model's tokenizer; None if it has none."""
+    tokenizer = frontend.codec.tokenizer
+    return next((each for each in FILL if all(tokenizer.token_to_id(mark) is not None for mark in each)), None)
+
+
+def filled(frontend: Frontend, before: str, after: str, *, param: str, instead: str) -> str:
+    """The prompt for what stands between two texts. Raises InvalidRequest if the model has no tokens for it: `param` is the field to
+    blame, and `instead` what to do."""
+    marks = fill_marks(frontend)
+    if marks is None:
+        raise InvalidRequest(
+            "this model's tokenizer has no tokens to fill in between two texts",
+            wanted=f"such as {', '.join(FILL[0])}",
+            remedy=f"{instead}, or serve a model that was trained for it",
+            param=param,
+        )
+    begin, end, middle = marks
+    return f"{begin}{before}{end}{after}{middle}"

@@ -1,0 +1,170 @@
+"""Bodies of the endpoints below /api: what a client of Ollama may send. Knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from sglcore.serving.apis.body import Body, Count, Ignored, Int, Items, Positive
+from sglcore.serving.apis.openai.body import Function
+from sglcore.serving.apis.params import LastN, SamplingFields, Stop, Stops
+
+Word = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class OllamaOptions(SamplingFields):
+    """How an answer is drawn, by Ollama's names.
+
+    `num_predict` below 0 is as many tokens as the context holds. Penalties count over the prompt and the output, which is -1
+    as `repeat_last_n`. What tells how a model is loaded has no effect: it has been loaded.
+    """
+
+    num_predict: Annotated[Int, Field(ge=-2)] | None = None
+    repeat_penalty: float | None = Field(None, gt=0)
+    repeat_last_n: LastN | None = None
+    stop: Stop | Stops | None = None
+    num_ctx: Ignored[Int] = None
+    num_keep: Ignored[Int] = None
+    num_batch: Ignored[Int] = None
+    num_gpu: Ignored[Int] = None
+    main_gpu: Ignored[Int] = None
+    num_thread: Ignored[Int] = None
+    numa: Ignored[bool] = None
+    low_vram: Ignored[bool] = None
+    f16_kv: Ignored[bool] = None
+    logits_all: Ignored[bool] = None
+    vocab_only: Ignored[bool] = None
+    embedding_only: Ignored[bool] = None
+    use_mmap: Ignored[bool] = None
+    use_mlock: Ignored[bool] = None
+    penalize_newline: Ignored[bool] = None
+    mirostat_tau: Ignored[float] = None
+    mirostat_eta: Ignored[float] = None
+
+    def warnings(self) -> tuple[str, ...]:
+        """The ignored fields, and a window of penalties."""
+        window = () if self.repeat_last_n in (None, -1) else ("repeat_last_n",)
+        return tuple(sorted((*super().warnings(), *window)))
+
+
+class OllamaFunction(Body):
+    """What an assistant called; `arguments` is an object."""
+
+    name: str
+    arguments: dict[str, Any]
+    index: Int | None = None
+    description: str | None = None
+
+
+class OllamaCall(Body):
+    """A call of an earlier answer."""
+
+    id: Word | None = None
+    type: Literal["function"] | None = None
+    function: OllamaFunction
+
+
+class OllamaMessage(Body):
+    """One message of a conversation. A message of role tool answers the call of its `tool_call_id` or, without one, the first of
+    that `tool_name` that has no answer."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: Items[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> OllamaMessage:
+        """Only an assistant may have said nothing: a template would write the word None for it."""
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("no_content", "content, which a message of role {role} has", {"role": self.role})
+        return self
+
+
+class OllamaTool(Body):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"] | None = None
+    function: Function
+
+
+class AnswerFields(Body):
+    """What chats and continued texts share. `stream` is true unless said otherwise. `format` is "json" or a JSON schema; `think`
+    turns reasoning on or off, or says how much of it."""
+
+    sampled: ClassVar[Mapping[str, type[Body]]] = MappingProxyType({"options": OllamaOptions})
+
+    model: str | None = None
+    options: OllamaOptions | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    stream: bool | None = None
+    think: bool | Word | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    keep_alive: Ignored[float | str] = None
+    truncate: Ignored[bool] = None
+    shift: Ignored[bool] = None
+
+    def warnings(self) -> tuple[str, ...]:
+        """The ignored fields, those of `options` too."""
+        own = () if self.options is None else self.options.warnings()
+        return (*super().warnings(), *(f"options.{name}" for name in own))
+
+
+class OllamaChatBody(AnswerFields):
+    """A request for the next message of a conversation."""
+
+    messages: Items[OllamaMessage] | None = None
+    tools: Items[OllamaTool] | None = None
+
+
+class OllamaGenerateBody(AnswerFields):
+    """A request for the answer to a text or, with `raw`, for what comes behind it, or with `suffix` between both."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    images: list[Any] | None = None
+    template: str | None = None
+    context: list[Any] | None = None
+
+
+class VectorFields(Body):
+    """What both endpoints for vectors share."""
+
+    model: str | None = None
+    options: Ignored[dict[str, Any]] = None
+    keep_alive: Ignored[float | str] = None
+
+
+class OllamaEmbedBody(VectorFields):
+    """A request for the vectors of one text or several. What is too long is cut, unless `truncate` is false."""
+
+    input: str | Items[str]
+    truncate: bool | None = None
+    dimensions: Positive | None = None
+
+
+class OllamaEmbeddingsBody(VectorFields):
+    """A request for the vector of a text, as it was before /api/embed."""
+
+    prompt: str
+
+
+class OllamaShowBody(Body):
+    """A request for what is known of a model; `name` is the older word."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: Ignored[bool] = None
+    system: Ignored[str] = None
+    template: Ignored[str] = None
+    options: Ignored[dict[str, Any]] = None

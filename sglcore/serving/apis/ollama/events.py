@@ -1,0 +1,185 @@
+"""An answer as Ollama writes it: the lines of its stream, and the object that they come to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from sglcore.engine.outputs import RequestOutput
+from sglcore.serving.apis.answer import LINES, StreamForm, encode
+from sglcore.serving.apis.blocks import Block, BlockChange, Blocks
+from sglcore.serving.apis.logprobs import chat_logprobs
+from sglcore.serving.apis.ollama.body import AnswerFields
+from sglcore.serving.apis.ollama.names import served_name
+from sglcore.serving.apis.token_text import TokenTexts
+from sglcore.serving.apis.writer import Writer
+from sglcore.serving.chat.run import ChatEvent, ChatRun
+from sglcore.serving.replicas.errors import Failure, told
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.runs import check_answered
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a line, or the whole answer, says: text, reasoning, calls as they are told."""
+
+    content: str = ""
+    thinking: str = ""
+    calls: Sequence[Mapping[str, Any]] = field(default=())
+
+
+Shape = Callable[[Said], dict[str, Any]]
+"""Where an endpoint's answer has it."""
+
+
+def as_message(said: Said) -> dict[str, Any]:
+    """In /api/chat: a message."""
+    message: dict[str, Any] = {"role": "assistant", "content": said.content}
+    if said.thinking:
+        message["thinking"] = said.thinking
+    if said.calls:
+        message["tool_calls"] = said.calls
+    return {"message": message}
+
+
+def as_text(said: Said) -> dict[str, Any]:
+    """In /api/generate: a text."""
+    return {"response": said.content, **({"thinking": said.thinking} if said.thinking else {})}
+
+
+def line(value: Any) -> bytes:
+    """A value as a line of a stream."""
+    return encode(value) + b"\n"
+
+
+def error_body(failure: Failure) -> dict[str, Any]:
+    """A failure as Ollama writes it."""
+    return {"error": failure.message}
+
+
+def now() -> str:
+    """The time as answers have it."""
+    return written(time.time())
+
+
+def written(seconds: float) -> str:
+    """Seconds since 1970 as answers have a time."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+class LinesWriter(Writer[ChatRun]):
+    """The answer to one request. It is told under the name by which it was asked for."""
+
+    def __init__(self, frontend: Frontend, texts: TokenTexts, body: AnswerFields, shape: Shape) -> None:
+        super().__init__(frontend, served_name(frontend, body.model))
+        self.model = body.model or self.model
+        self._texts, self._shown, self._shape = texts, body.top_logprobs or 0, shape
+        self._began = time.perf_counter()
+        self._blocks = Blocks()
+        self._calls: list[dict[str, Any]] = []
+        self._reason = "stop"
+
+    @property
+    def form(self) -> StreamForm:
+        """Lines; one that says nothing is a sign of life, as readers take every line for a part."""
+        return StreamForm(LINES, line(self._part(Said())))
+
+    def loaded(self) -> dict[str, Any]:
+        """The answer to a request that asks for nothing: the model is there."""
+        return {**self._part(Said()), "done": True, "done_reason": "load"}
+
+    async def answer(self, run: ChatRun) -> dict[str, Any]:
+        """The whole answer; waits for its end. Raises Unanswered if it failed."""
+        await run.ended()
+        logprobs: list[Any] = []
+        async for event in run:
+            logprobs += event.logprobs or ()
+            self._take(event)
+        self._close()
+        said = Said(self._text("text"), self._text("reasoning"), self._calls)
+        return {**self._part(said), **self._ending(run), **self._logprobs(logprobs)}
+
+    async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
+        """The lines. What comes before the first word is raised before anything is given."""
+        first, others = await run.begin()
+        for part in self._lines(first):
+            yield part
+        async for event in others:
+            for part in self._lines(event):
+                yield part
+        for said in self._close():
+            yield line(self._part(said))
+        yield line({**self._part(Said()), **self._ending(run)})
+
+    def on_error(self, error: Exception) -> bytes:
+        """The line that tells of an error after the first."""
+        return line(error_body(told(error)))
+
+    def _part(self, said: Said) -> dict[str, Any]:
+        return {"model": self.model, "created_at": now(), **self._shape(said), "done": False}
+
+    def _lines(self, event: ChatEvent) -> list[bytes]:
+        """Those of an event; its log-probabilities stand in the first, which is there for them if for nothing else."""
+        found = self._take(event)
+        if event.logprobs and not found:
+            found = [Said()]
+        extra = self._logprobs(event.logprobs)
+        return [line({**self._part(said), **(extra if not place else {})}) for place, said in enumerate(found)]
+
+    def _take(self, event: ChatEvent) -> list[Said]:
+        if event.finish_reason is not None:
+            self._reason = "length" if event.finish_reason == "length" else "stop"
+        return self._said(self._blocks.take(event.delta))
+
+    def _close(self) -> list[Said]:
+        return self._said(self._blocks.finish())
+
+    def _said(self, changes: Sequence[BlockChange]) -> list[Said]:
+        """What changes of blocks tell: text as it grows, a call when it is whole."""
+        found: list[Said] = []
+        for change in changes:
+            if change.kind == "grew" and change.text and change.block.kind == "text":
+                found.append(Said(content=change.text))
+            elif change.kind == "grew" and change.text and change.block.kind == "reasoning":
+                found.append(Said(thinking=change.text))
+            elif change.kind == "closed" and change.block.kind == "tool":
+                found.append(Said(calls=[self._call(change.block)]))
+        return found
+
+    def _call(self, block: Block) -> dict[str, Any]:
+        function = {"index": len(self._calls), "name": block.name, "arguments": block.arguments}
+        self._calls.append({"id": block.call_id, "function": function})
+        return self._calls[-1]
+
+    def _text(self, kind: str) -> str:
+        return "".join(block.text for block in self._blocks.all if block.kind == kind)
+
+    def _logprobs(self, found: Sequence[Any] | None) -> dict[str, Any]:
+        return {"logprobs": chat_logprobs(self._texts, found, self._shown)["content"]} if found else {}
+
+    def _ending(self, run: ChatRun) -> dict[str, Any]:
+        """What an answer says at its end. Raises Unanswered if it failed."""
+        check_answered(run.outputs)
+        output: RequestOutput = run.output
+        end = time.perf_counter()
+        first = run.first_token_at or end
+        return {
+            "done": True,
+            "done_reason": self._reason,
+            "total_duration": _nanoseconds(end - self._began),
+            "load_duration": 0,
+            "prompt_eval_count": len(output.prompt_token_ids),
+            "prompt_eval_duration": _nanoseconds(first - self._began),
+            "eval_count": len(output.outputs[0].token_ids),
+            "eval_duration": _nanoseconds(end - first),
+            "seed_used": output.outputs[0].seed,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+def _nanoseconds(seconds: float) -> int:
+    """At least one: clients divide by it."""
+    return max(int(seconds * 1e9), 1)

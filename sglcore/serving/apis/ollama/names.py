@@ -1,0 +1,30 @@
+"""Names of models as Ollama writes them: with a tag, which is `latest` where none is said."""
+
+from __future__ import annotations
+
+from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.frontend import Frontend
+
+LATEST = ":latest"
+
+
+def tagged(name: str) -> str:
+    """A served name with its tag."""
+    return name if ":" in name else name + LATEST
+
+
+def served_name(frontend: Frontend, name: str | None) -> str:
+    """Which of the served names is meant, with the tag or without; no name means the main one. Raises InvalidRequest (404)."""
+    if not name:
+        return frontend.names[0]
+    found = next((each for each in frontend.names if tagged(each) == tagged(name)), None)
+    if found is None:
+        raise InvalidRequest(
+            f"model {name[:120]!r} not found",
+            wanted=f"one of {', '.join(map(tagged, frontend.names))}",
+            remedy="this server has the model that it was started with, and pulls no other",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+    return found
