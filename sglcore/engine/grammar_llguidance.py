@@ -25,6 +25,21 @@ MAX_EBNF = 1 << 14
 """Characters: translating takes time with the square of them, and other threads wait meanwhile."""
 _LISTING = re.compile(r"\n +\d+ \| ")
 _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
+_PLAIN = (
+    (r"NoExtension(?:Bias)?\b", "no text ends it, because a rule or a $ref leads to itself alone"),
+    (
+        r"(?:parser error: )?Too many items \(limit (\d+).*",
+        r"there are more than \1 ways to read the text at one place",
+    ),
+    (r"Unsatisfiable schema: ", "no value fulfils the schema: "),
+    (r"Unimplemented keys: ", "keywords that are not enforced: "),
+    (r"Resource '([^']*)' is not present in a registry.*", r"$ref to another document, '\1', which is not fetched"),
+    (r"Pointer '([^']*)' does not exist", r"$ref to '#\1', which is not in the schema"),
+    (r" \(in regex\): regex parse error: .* error: ", ": "),
+    (r" \(in regex\): lookarounds not supported yet; .*", r": look-around, such as \\b, is not supported"),
+    (r"regex parse error: (.*?) \^+ error: ", r"invalid regex '\1': "),
+)
+"""What the library says in words of its own parser, and what it means."""
 
 
 MOST_ITEMS = 6000
@@ -207,4 +222,8 @@ def _refusal(grammar: Grammar, text: str) -> GrammarError:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.partition("\n<state>")[0].split())
+    """What the library says of a grammar, in the words of those who write one."""
+    line = " ".join(text.partition("\n<state>")[0].split())
+    for theirs, ours in _PLAIN:
+        line = re.sub(theirs, ours, line)
+    return line

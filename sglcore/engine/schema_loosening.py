@@ -80,10 +80,14 @@ def _loosen(schema: Any, place: str, left_out: list[str]) -> Any:
         value = node.pop(name)
         if name not in SILENT and (name, value) != ("uniqueItems", False) and not _is_any_name(name, value):
             left_out.append(f"{place}/{name}")
-    if "oneOf" in node and "anyOf" not in node:
+    if "oneOf" in node:
         if not _are_apart(node, schema):
             left_out.append(f"{place}/oneOf")
-        node["anyOf"] = node.pop("oneOf")
+        choice = node.pop("oneOf")
+        if "anyOf" in node:
+            node["allOf"] = [*node.get("allOf", ()), {"anyOf": choice}]
+        else:
+            node["anyOf"] = choice
     _loosen_text(node, place, left_out)
     _loosen_keys(node, place, left_out)
     _loosen_counts(node, place, left_out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Event
@@ -15,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from sglcore.device.errors import ConfigError
 from sglcore.engine.grammar import GrammarBackend, Grammars, open_grammars
+from sglcore.engine.grammar_llguidance import Llguidance
 from sglcore.engine.guidance_schema import left_out_of
 from sglcore.engine.start import embedded_model
 from sglcore.engine.tokens import TokenEngine
@@ -143,6 +145,44 @@ CHAINS = (
         ),
     ),
 )
+
+
+SELF = '{"$ref": "#"}'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("ebnf", 'root ::= root "a"', "no text ends it, because a rule or a $ref leads to itself alone"),
+        ("json_schema", SELF, "no text ends it, because a rule or a $ref leads to itself alone"),
+        ("ebnf", 'root ::= "a" root', "there are more than 50000 ways to read the text at one place"),
+        (
+            "json_schema",
+            '{"$ref": "http://x.org/y"}',
+            "$ref to another document, 'http://x.org/y', which is not fetched",
+        ),
+        ("json_schema", '{"$ref": "#/x"}', "$ref to '#/x', which is not in the schema"),
+        (
+            "json_schema",
+            '{"minimum": 5, "maximum": 2, "type": "integer"}',
+            "no value fulfils the schema: minimum (5) is",
+        ),
+        (
+            "json_schema",
+            '{"type": "string", "pattern": "\\\\p{Foo}"}',
+            "invalid regex '\\p{Foo}': Unicode property not found",
+        ),
+        ("regex", "(?=a)b", 'invalid regex "(?=a)b": look-around, including look-ahead'),
+        ("regex", "\\ba", "look-around, such as \\b, is not supported"),
+    ],
+)
+def test_a_refusal_speaks_of_the_grammar_and_not_of_the_librarys_parser(
+    kind: GrammarKind, text: str, said: str, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(GrammarError) as refused:
+        Llguidance(Vocabulary(tokenizer, SIZE, EOS)).compile(Grammar(kind, text))
+    assert said in str(refused.value)
+    assert not re.search("Extension|Unsatisfiable|registry|parse error|Too many|coerce", str(refused.value))
 
 
 @pytest.mark.parametrize("grammar", CHAINS, ids=("rules", "terminals", "references"))
@@ -421,7 +461,7 @@ def test_a_compiler_that_gives_up_after_a_token_that_it_allowed_says_why(tokeniz
     matcher = compiled.start()
     y, z = (tokenizer.encode(text, add_special_tokens=False).ids[-1] for text in "yz")
     assert y in allowed(matcher) and matcher.accept(y) and z in allowed(matcher)
-    assert not matcher.accept(z) and "Too many items" in matcher.error
+    assert not matcher.accept(z) and "ways to read the text at one place" in matcher.error
     matcher.rollback(0)
     assert not matcher.error and z in allowed(matcher)
     other = compiled.start()

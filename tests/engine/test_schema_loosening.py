@@ -120,6 +120,8 @@ ZOD: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({"type": "integer", "format": "int32"}, ()),
     ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, ()),
     ({"oneOf": [{"minimum": 3}, {"type": "integer"}]}, ("#/oneOf",)),
+    ({"oneOf": [{"type": "string"}, {"type": "integer"}], "anyOf": [{"type": "string"}, {"type": "null"}]}, ()),
+    ({"properties": {"x": {"oneOf": [{}, {"const": 1}], "anyOf": [{}], "allOf": [{}]}}}, ("#/properties/x/oneOf",)),
     ({"properties": {"uniqueItems": {"const": {"not": 1}}, "format": {"enum": [{"format": "x"}]}}}, ()),
 )
 

@@ -349,8 +349,8 @@ def test_a_form_binds_the_text(server: Server, form: dict[str, Any], pattern: st
     ("form", "reason"),
     [
         ({"regex": "((x{100}){100}){100}"}, "this regex demands 1000000 characters"),
-        ({"grammar": 'root ::= "a" root'}, "Too many items"),
-        ({"grammar": 'root ::= ("x" | "y") c\nc ::= "zq" c'}, "does not follow the grammar: .*Too many items"),
+        ({"grammar": 'root ::= "a" root'}, "more than .* ways to read"),
+        ({"grammar": 'root ::= ("x" | "y") c\nc ::= "zq" c'}, "does not follow the grammar: .*ways to read"),
     ],
 )
 def test_a_form_that_can_not_be_kept_to_is_refused_with_the_compilers_reason(
