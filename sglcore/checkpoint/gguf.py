@@ -39,10 +39,11 @@ TYPES: Mapping[int, tuple[str, int, int]] = MappingProxyType(
 )
 """The element types that can be loaded: number -> name, elements of a block, bytes of a block."""
 
-_OTHERS: Mapping[int, str] = MappingProxyType(
+OTHERS: Mapping[int, str] = MappingProxyType(
     {10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL"}
     | {21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
 )
+"""The names of those that can not."""
 _SCALARS = "BbHhIif?"
 """`struct` formats of the value types 0 to 7; 8 is text, 9 an array, 10 to 12 are QqD in the format's own numbers."""
 
@@ -188,7 +189,7 @@ class _Reader:
         number, start = self._number("I"), self._number("Q")
         if number not in TYPES:
             raise CheckpointError(
-                f"{name!r} in {self._path} has the type {_OTHERS.get(number, number)}",
+                f"{name!r} in {self._path} has the type {OTHERS.get(number, number)}",
                 wanted=f"one of {', '.join(known for known, _, _ in TYPES.values())}",
                 remedy="use another quantisation of this model, such as Q4_K_M or Q8_0",
             )

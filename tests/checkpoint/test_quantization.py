@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglcore.checkpoint import gguf
 from sglcore.checkpoint.quantization import Quantization, Scheme, read_quantization
 from sglcore.device.errors import CheckpointError
 
@@ -140,3 +143,76 @@ def test_what_we_lack_is_an_error_of_one_line_with_a_remedy(given: Any, text: st
 def test_a_quantisation_of_another_library_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="config.json has 'quantization'"):
         read_quantization({"quantization": {"group_size": 64, "bits": 4}})
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+READ: dict[str, list[Any]] = {
+    "gptq": [
+        {"quant_method": "gptq", "bits": bits, "group_size": group, "checkpoint_format": form, "desc_act": True}
+        for bits in (2, 4, 8)
+        for group in (-1, 32)
+        for form in ("gptq", "gptq_v2")
+    ],
+    "awq": [{"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}],
+    "fp8": [{"quant_method": "fp8", "fmt": "e4m3", **block} for block in ({}, {"weight_block_size": [128, 128]})],
+    "mxfp4": [{"quant_method": "mxfp4"}],
+    "compressed-tensors": [
+        *(compressed(num_bits=bits) for bits in (2, 4, 8)),
+        compressed("int-quantized", num_bits=8, strategy="tensor"),
+        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 64]),
+    ],
+}
+"""Configurations of what the page says is read."""
+NOT_YET: dict[str, dict[str, Any]] = {
+    "gptq": {
+        "3 bits": {"quant_method": "gptq", "bits": 3, "group_size": 32},
+        "dynamic": {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"-:.*": {}}},
+        "marlin": {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "marlin"},
+    },
+    "awq": {form: {"quant_method": "awq", "bits": 4, "group_size": 64, "version": form} for form in ("gemv", "marlin")},
+    "fp8": {"e5m2": {"quant_method": "fp8", "fmt": "e5m2"}},
+    "mxfp4": {},
+    "compressed-tensors": {
+        "nvfp4-pack-quantized": compressed("nvfp4-pack-quantized", type="float", group_size=16),
+        "mxfp4-pack-quantized": compressed("mxfp4-pack-quantized", type="float", group_size=32),
+        "marlin-24": compressed("marlin-24"),
+        "sparsity": {**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}},
+        "transforms": {**compressed(), "transform_config": {"config_groups": {"R1": {}}}},
+    },
+}
+"""Those of what it says is not, by the page's word."""
+
+
+def page() -> dict[str, list[str]]:
+    """The rows of the page's table, by what it calls a checkpoint: what is read, and what is not yet."""
+    part = PAGE.read_text().partition("## Quantised checkpoints")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("|")]
+    return {name.replace("`", ""): cells for name, *cells in rows[2:]}
+
+
+@pytest.mark.parametrize("method", READ)
+def test_what_the_page_says_of_a_method_is_so(method: str) -> None:
+    _, lacks = page()[method]
+    for given in READ[method]:
+        assert read_quantization({"quantization_config": given}), given
+    words = set(re.split("[;,] ", lacks.replace("`", ""))) - {"-"}
+    assert words == NOT_YET[method].keys()
+    for given in NOT_YET[method].values():
+        with pytest.raises(CheckpointError, match="quantised with"):
+            read_quantization({"quantization_config": given})
+
+
+def test_methods_that_the_page_calls_unread_are_refused_by_their_names() -> None:
+    (row,) = (name for name in page() if "bitsandbytes" in name)
+    for name in row.split(", "):
+        with pytest.raises(CheckpointError, match=f"quantised by '{name}'; wanted gptq, awq"):
+            read_quantization({"quantization_config": {"quant_method": name}})
+
+
+def test_the_page_lists_every_type_of_gguf_that_has_a_name() -> None:
+    read, lacks = page()["GGUF"]
+    assert read.split(", ") == sorted((name for name, _, _ in gguf.TYPES.values()), key=read.split(", ").index)
+    assert set(lacks.split(", ")) == set(gguf.OTHERS.values())
+    with pytest.raises(CheckpointError, match="'quantization'"):
+        read_quantization({"quantization": {"bits": 4, "group_size": 64}})
