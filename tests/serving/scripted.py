@@ -34,7 +34,7 @@ class Script:
     it ends; `rendered`, `prompts` and `params` are what it was asked.
 
     `fault` is raised after the last delta instead of an end; `ignored` are the variables that the template does not read.
-    `turns`: what the requests that follow say one after the other, until the last.
+    `turns`: what the requests that follow say one after the other, until the last. `fingerprint` of the engine that says it.
     """
 
     says: Sequence[Sequence[Delta] | str] = ()
@@ -45,6 +45,7 @@ class Script:
     tokens: int | None = None
     ignored: tuple[str, ...] = ()
     turns: list[Sequence[Sequence[Delta] | str]] = field(default_factory=list)
+    fingerprint: str = ""
     rendered: list[dict[str, Any]] = field(default_factory=list)
     prompts: list[Any] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
@@ -93,12 +94,21 @@ class ScriptedGeneration:
         self.output = RequestOutput("r", None, list(PROMPT), [self._done], cached_tokens=CACHED)
 
     first_token_at: float | None = None
+    fingerprint = ""
+    """An engine is found for it when it is read."""
 
     def abort(self) -> None:
         """Nothing holds anything."""
 
     async def ended(self) -> None:
         """It has all been written down."""
+        self.fingerprint = self._script.fingerprint
+
+    async def wait(self) -> RequestOutput:
+        """The whole output."""
+        async for _ in self:
+            pass
+        return self.output
 
     async def __aenter__(self) -> ScriptedGeneration:
         return self
@@ -107,6 +117,7 @@ class ScriptedGeneration:
         self.abort()
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        self.fingerprint = self._script.fingerprint
         for place, said in enumerate(self._script.says):
             self._done.token_ids.append(place + 10)
             found = (TokenLogprob(place + 10, -0.5, 1, ((place + 10, -0.5), (3, -1.5))),) if self._shown else None

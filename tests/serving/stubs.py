@@ -55,6 +55,8 @@ class StubGeneration:
     def abort(self) -> None:
         self.aborted = True
 
+    fingerprint = ""
+
     async def __aenter__(self) -> StubGeneration:
         return self
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
+from sglcore.device.server_config import ServerConfig
 from sglcore.serving.replicas.engine_process import fingerprint
+from tests.serving.scripted import Stage, content, staged
 
 ROW: dict[str, object] = {"topic": "graphs", "effective": "full"}
 MEMORY: dict[str, object] = {"topic": "kv cache", "effective": "100 pages"}
@@ -43,3 +49,28 @@ def test_another_device_or_decision_differs(folder: Path) -> None:
     others = {fingerprint(folder, "cpu", [ROW]), fingerprint(folder, "other", [ROW])}
     others |= {fingerprint(folder, "cpu", []), fingerprint(folder, "cpu", [{**ROW, "effective": "off"}])}
     assert len(others) == 4
+
+
+USER = {"role": "user", "content": "How is it?"}
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/completions": {"prompt": "How is it?"},
+    "/v1/responses": {"input": "How is it?", "store": False},
+    "/v1/messages": {"messages": [USER], "max_tokens": 9},
+    "/api/chat": {"messages": [USER]},
+}
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with staged(ServerConfig()) as stage:
+        yield stage
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_an_answer_has_the_fingerprint_of_the_replica_that_gave_it(path: str, streams: bool, stage: Stage) -> None:
+    stage.speak(content("A"), content("B"), fingerprint="fp_other")
+    answer = httpx.post(f"{stage.url}{path}", json={"stream": streams, **ENDPOINTS[path]}, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    assert set(re.findall(r'"system_fingerprint": ?"([^"]*)"', answer.text)) == {"fp_other"}

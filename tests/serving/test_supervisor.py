@@ -494,6 +494,19 @@ def test_replicas_that_differ_are_named(caplog: pytest.LogCaptureFixture) -> Non
     assert "fp_1" in caplog.text and "fp_2" in caplog.text
 
 
+def test_a_request_knows_which_replica_answers_it_also_after_another_began_it() -> None:
+    async def play() -> None:
+        async with staged(replicas=2) as stage:
+            dying = await stage.ready_engine(fingerprint="fp_1")
+            await stage.ready_engine(fingerprint="fp_2")
+            requests = [stage.submit(f"r{index}", index) for index in range(4)]
+            assert sorted(request.fingerprint for request in requests) == ["fp_1", "fp_1", "fp_2", "fp_2"]
+            dying.die()
+            await until(lambda: all(request.fingerprint == "fp_2" for request in requests))
+
+    run(play())
+
+
 def test_each_replica_gets_its_own_variables() -> None:
     async def play() -> None:
         async with staged(replicas=2, replica_env=("VISIBLE={index}", "MODE=a=b")) as stage:

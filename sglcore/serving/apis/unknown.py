@@ -61,7 +61,10 @@ def refuse_foreign(body: Any, known: Collection[str], *, generates: bool) -> Non
         ours = next((other for group in SAME if name in group for other in group if other in known), None)
         if ours is not None:
             raise InvalidRequest(
-                f"{name}: this endpoint has it by the name {ours}", remedy=f"use {ours}", param=name, code="unknown_field"
+                f"{name}: this endpoint has it by the name {ours}",
+                remedy=f"use {ours}",
+                param=name,
+                code="unknown_field",
             )
         if generates and name in CHANGING:
             reason = REASONS.get(name, "this endpoint does not have it, and it would change the text")

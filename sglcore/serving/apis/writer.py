@@ -24,7 +24,13 @@ class Writer(ABC, Generic[Run]):
         """`name` of the model that is asked. Raises InvalidRequest if it is another or generates no text, and NotReady."""
         self.model = check_model(frontend, name)
         check_generates(frontend)
-        self.fingerprint = fingerprint(frontend)
+        self._fingerprint = fingerprint(frontend)
+        self._run: Runs | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """That of who answers; as long as nobody does, that of who may."""
+        return (self._run.fingerprint if self._run is not None else "") or self._fingerprint
 
     @abstractmethod
     async def answer(self, run: Run) -> Any:
@@ -45,6 +51,7 @@ class Writer(ABC, Generic[Run]):
 
     async def respond(self, run: Run, streams: bool | None, warnings: Iterable[str]) -> Response | Stream:
         """The answer as it is sent; waits for all of it unless it streams. `warnings`: fields of the request without effect."""
+        self._run = run
         if streams:
             return Stream(self.events(run), run, self.on_error, warnings, run.outputs, self.form)
         async with run:

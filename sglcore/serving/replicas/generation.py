@@ -37,6 +37,8 @@ class Generation:
         """Somebody has taken a part of it, so it can not be begun again without repeating that."""
         self.tries = 0
         """Engines that were given it."""
+        self.fingerprint = ""
+        """That of the engine that runs it; empty while none does."""
         self._processor = processor
         self._clock = clock
         self._pending: dict[int, list[TextDelta]] = {}
@@ -50,9 +52,11 @@ class Generation:
         self._on_close: Callable[[Generation], None] = _nobody_waits
         self._told: list[Callable[[], None]] = []
 
-    def bind(self, send: Callable[[EngineRequest], None], on_close: Callable[[Generation], None]) -> None:
-        """The engine that runs it: where its requests go, and who wants to know when it needs nothing more."""
-        self._send, self._on_close = send, on_close
+    def bind(
+        self, send: Callable[[EngineRequest], None], on_close: Callable[[Generation], None], fingerprint: str = ""
+    ) -> None:
+        """The engine that runs it: where its requests go, who wants to know when it needs nothing more, and what it is."""
+        self._send, self._on_close, self.fingerprint = send, on_close, fingerprint
 
     def when_closed(self, told: Callable[[], None]) -> None:
         """Who counts the requests that are on their way."""

@@ -151,7 +151,7 @@ class Replica:
         self.generations[generation.request_id] = generation
         self._samples += len(generation.output.outputs)
         generation.tries += 1
-        generation.bind(self._channel.send, self._forget)
+        generation.bind(self._channel.send, self._forget, self.info.fingerprint if self.info is not None else "")
         self._channel.send(generation.request)
 
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:

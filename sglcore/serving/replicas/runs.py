@@ -27,6 +27,11 @@ class Runs:
         """What there is of each prompt, as it grows."""
         self.held, self.form = held, form
 
+    @property
+    def fingerprint(self) -> str:
+        """Those of the engines that run them, joined by commas where replicas differ; empty while none does."""
+        return ",".join(sorted({each.fingerprint for each in self.generations if each.fingerprint}))
+
     async def ended(self) -> None:
         """Wait until every sample has ended, and take nothing: for an answer that is given as a whole."""
         for generation in self.generations:

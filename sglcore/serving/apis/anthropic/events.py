@@ -43,8 +43,8 @@ class MessageWriter(Writer[ChatRun]):
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
         """The message's events as they happen. What comes before the first word is raised before anything is given."""
-        message = self._begun(run.output)
         begin, events = await run.begin()
+        message = self._begun(run.output)
         first = self._take(begin)
         yield named_events([{"type": "message_start", "message": message}, {"type": "ping"}, *first])
         async for event in events:

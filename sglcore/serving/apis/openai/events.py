@@ -29,23 +29,30 @@ class _Writer(Writer[Run]):
         super().__init__(frontend, body.model)
         self.id = f"{prefix}-{secrets.token_hex(12)}"
         self._texts, self._chunk = texts, chunk
-        self._about = {"created": int(time.time()), "model": self.model, "system_fingerprint": self.fingerprint}
+        self._about = {"created": int(time.time()), "model": self.model}
         wanted = body.stream_options
         self._counts_along = wanted is not None and bool(wanted.continuous_usage_stats)
         self._tells_usage = self._counts_along or (wanted is not None and bool(wanted.include_usage))
 
     def _frame(self, kind: str) -> dict[str, Any]:
         """What the answer, and every part of a stream, begins with."""
-        return {"id": self.id, "object": kind, **self._about}
+        return {"id": self.id, "object": kind, **self._about, "system_fingerprint": self.fingerprint}
 
     def _chunks(self, runs: Runs) -> Callable[[dict[str, Any]], bytes]:
-        """What makes an event of a chunk: the constant part is encoded once."""
+        """What makes an event of a chunk. The constant part is encoded once, with the first: then it is known who answers."""
         is_empty = self._tells_usage and not self._counts_along
-        constant = event({**self._frame(self._chunk), **({"usage": None} if is_empty else {})})
-        begin = constant[:-3] + b","  # without the end of the object and of the event
-        if self._counts_along:
-            return lambda rest: begin + encode({**rest, "usage": self._usage(runs.outputs)})[1:] + b"\n\n"
-        return lambda rest: begin + encode(rest)[1:] + b"\n\n"
+        begin = b""
+
+        def chunk(rest: dict[str, Any]) -> bytes:
+            nonlocal begin
+            if not begin:
+                constant = event({**self._frame(self._chunk), **({"usage": None} if is_empty else {})})
+                begin = constant[:-3] + b","  # without the end of the object and of the event
+            if self._counts_along:
+                rest = {**rest, "usage": self._usage(runs.outputs)}
+            return begin + encode(rest)[1:] + b"\n\n"
+
+        return chunk
 
     def _last(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The usage, if it is wanted, and the end. Raises Unanswered if every sample failed."""

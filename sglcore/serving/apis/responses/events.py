@@ -90,6 +90,7 @@ class ResponseWriter(Writer[ChatRun]):
         """The whole response; waits for its end. Raises Unanswered if it failed."""
         self._begin(run)
         await run.ended()
+        self._response["system_fingerprint"] = self.fingerprint
         async for event in run:
             self._take(event)
         self._end(run, failure_of(run.output.outputs[0]))
@@ -101,6 +102,7 @@ class ResponseWriter(Writer[ChatRun]):
         the first word is raised, so that it has a status of its own."""
         self._begin(run)
         first, events = await run.begin()
+        self._response["system_fingerprint"] = self.fingerprint
         begin = [{"type": f"response.{word}", "response": self._response} for word in ("created", "in_progress")]
         yield named_events([*self._number(begin), *self._take(first)])
         try:
