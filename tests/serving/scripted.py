@@ -187,7 +187,7 @@ class ScriptedFrontend:
         self.config, self.sampling = config, sampling
         self.codec = TextCodec(DEMO)
         self.format = form or ScriptedFormat(script)
-        self.names = (MODEL,)
+        self.names, self.created, self.model_path = (MODEL,), 1, DEMO
         self.metrics = Metrics(MODEL, "1", lambda: ())
         self.health = SimpleNamespace(ready=True, takes_requests=True, phase="ready")
         self.info = SimpleNamespace(

@@ -1,0 +1,141 @@
+"""JavaScript's clients, from npm, work with this server as they are: each runs a script that tells what it got."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.device.server_config import ServerConfig
+from tests.serving.scripted import MODEL, PROMPT, Stage, call, content, reasoning, staged
+from tools.install_linters import program
+
+pytestmark = pytest.mark.needs("clients")
+
+SCRIPTS = Path(__file__).parent / "javascript"
+BUILT = Path(__file__).parents[2] / "build" / "javascript"
+PATIENCE = 300.0
+"""Seconds after which something that must happen has not."""
+
+TEXT = [content("A"), content("B")]
+CALL = call("weather", '{"at"', ': "Rome"}')
+CALLED = [["weather", {"at": "Rome"}]]
+OBJECT = ['{"sky": ', '"clear"}']
+
+
+def run(*command: str, folder: Path) -> str:
+    """What a program prints; fails with what it says of an error."""
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert ran.returncode == 0, f"{' '.join(command)}: {ran.stderr[-2000:]}\n{ran.stdout[-500:]}"
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """The scripts beside the packages that package-lock.json names, which are installed once."""
+    lock = (SCRIPTS / "package-lock.json").read_bytes() + (SCRIPTS / "package.json").read_bytes()
+    made = BUILT / hashlib.sha256(lock).hexdigest()[:16]
+    if not (made / "whole").is_file():
+        shutil.rmtree(BUILT, ignore_errors=True)
+        shutil.copytree(SCRIPTS, made)
+        options = ("--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries", "1", "--fetch-timeout", "60000")
+        run(program("npm"), "ci", *options, folder=made)
+        (made / "whole").touch()
+    for script in SCRIPTS.glob("*.mjs"):
+        shutil.copy(script, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with staged(ServerConfig()) as stage:
+        yield stage
+
+
+def told(stage: Stage, folder: Path, script: str, *words: str) -> Any:
+    """What a script got from the server, and that every turn of the conversation was asked for."""
+    found = json.loads(run(program("node"), f"{script}.mjs", stage.url, MODEL, *words, folder=folder))
+    assert not stage.script.turns
+    return found
+
+
+def test_openais_client_chats_streams_calls_tools_and_parses(stage: Stage, folder: Path) -> None:
+    stage.converse(TEXT, TEXT, CALL, OBJECT, TEXT, TEXT)
+    found = told(stage, folder, "openai")
+    status, message = found.pop("refused")
+    assert status == 400 and "top_p" in message
+    assert found == {
+        "text": "AB",
+        "seedIsExact": True,
+        "streamed": "AB",
+        "called": CALLED,
+        "parsed": {"sky": "clear"},
+        "response": "AB",
+        "ends": ["response.created", "response.completed"],
+        "models": [MODEL],
+    }
+    schema = stage.script.params[3].grammar
+    assert schema is not None and "cloudy" in schema.text
+
+
+def test_anthropics_client_reads_thinking_streams_and_calls(stage: Stage, folder: Path) -> None:
+    stage.converse([reasoning("Hm."), *TEXT], [reasoning("Hm."), *TEXT], CALL)
+    found = told(stage, folder, "anthropic")
+    status, message = found.pop("refused")
+    assert status == 400 and "top_p" in message
+    assert found == {
+        "content": [["thinking", "Hm."], ["text", "AB"]],
+        "streamed": "AB",
+        "same": True,
+        "called": CALLED,
+        "reason": "tool_use",
+        "counted": len(PROMPT),
+        "models": [MODEL],
+    }
+
+
+@pytest.mark.parametrize("provider", ["chat", "responses", "compatible", "anthropic"])
+def test_the_ai_sdk_generates_streams_runs_tools_and_makes_objects(stage: Stage, folder: Path, provider: str) -> None:
+    form = call("json", '{"sky": "clear"}') if provider == "anthropic" else OBJECT
+    stage.converse(TEXT, TEXT, CALL, TEXT, form)
+    found = told(stage, folder, "ai_sdk", provider)
+    assert found == {
+        "text": "AB",
+        "reason": "stop",
+        "streamed": "AB",
+        "called": CALLED,
+        "answered": "AB",
+        "object": {"sky": "clear"},
+    }
+    answered = stage.script.rendered[3]["messages"][-1]
+    assert answered["role"] == "tool" and json.loads(answered["content"]) == {"at": "Rome", "sky": "clear"}
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic", "ollama"])
+def test_langchain_invokes_streams_binds_tools_and_makes_objects(stage: Stage, folder: Path, provider: str) -> None:
+    form = call("sky", '{"sky": "clear"}') if provider == "anthropic" else OBJECT
+    stage.converse(TEXT, TEXT, CALL, form)
+    found = told(stage, folder, "langchain", provider)
+    assert found == {"text": "AB", "tokens": 2, "streamed": "AB", "called": CALLED, "object": {"sky": "clear"}}
+
+
+def test_ollamas_client_chats_streams_calls_tools_and_lists_models(stage: Stage, folder: Path) -> None:
+    stage.converse(TEXT, TEXT, CALL, OBJECT, TEXT)
+    found = told(stage, folder, "ollama")
+    kind, message = found.pop("refused")
+    assert kind == "ResponseError" and "top_p" in message and "[object" not in message
+    assert found.pop("version")
+    assert found == {
+        "text": "AB",
+        "streamed": "AB",
+        "called": CALLED,
+        "parsed": {"sky": "clear"},
+        "generated": "AB",
+        "models": [f"{MODEL}:latest"],
+    }
