@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import RawIOBase
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -91,7 +92,11 @@ def _entries(path: Path, file: RawIOBase) -> tuple[Entry, ...]:
     for entry in entries:
         if entry.end > whole:
             raise damaged(path, f"it has {whole} bytes, and {entry.name!r} ends at {entry.end}")
-    return tuple(sorted(entries, key=lambda entry: entry.start))
+    entries.sort(key=lambda entry: (entry.start, entry.end))
+    for before, entry in pairwise(entries):
+        if entry.start < before.end:
+            raise damaged(path, f"{before.name!r} and {entry.name!r} have bytes in common")
+    return tuple(entries)
 
 
 def _entry(path: Path, name: str, item: dict[str, Any], base: int) -> Entry:

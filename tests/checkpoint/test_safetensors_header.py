@@ -39,6 +39,13 @@ def test_tensors_come_in_the_order_of_their_bytes_and_reach_the_files_end(tmp_pa
     assert entries[1].end == file.stat().st_size
 
 
+def test_tensors_that_share_bytes_are_damage_and_empty_ones_are_not(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is damaged: 'a' and 'b' have bytes in common"):
+        read_entries(written(tmp_path, 8, b=("F32", [1], 3, 7), a=("F32", [1], 0, 4)))
+    file = written(tmp_path, 8, a=("F32", [1], 0, 4), none=("F32", [0], 4, 4), b=("F32", [1], 4, 8))
+    assert [each.name for each in read_entries(file)] == ["a", "none", "b"]
+
+
 @pytest.mark.parametrize(
     ("data", "tensor", "found"),
     [

@@ -22,7 +22,7 @@ from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
 from sglcore.engine.ranks.agreement import differences
 from sglcore.engine.ranks.launch import Placement
 from sglcore.engine.ranks.spec import HOST_GONE, RankSpec
-from sglcore.engine.ranks.wire import Channel, Frame, Gone, Kind
+from sglcore.engine.ranks.wire import LONGEST_HELLO, Channel, Frame, Gone, Kind
 
 HELLO_SECONDS = 5.0
 """How long a frame may take that has begun to come."""
@@ -250,7 +250,7 @@ class Gathering:
         self._selector.unregister(channel)
         self._waiting.remove(channel)
         try:
-            frame = channel.receive()
+            frame = channel.receive(LONGEST_HELLO)
             if frame.kind is Kind.FAILED:
                 channel.close()
                 raise ConfigError(f"host {address}: {frame.body.decode(errors='replace')}")

@@ -30,7 +30,7 @@ from sglcore.engine.ranks.launch import ALONE, Placement, find_placement
 from sglcore.engine.ranks.spec import RankProcess, Spawn, limits_text, spawn_local
 from sglcore.engine.ranks.team import SILENCES, Maker
 from sglcore.engine.ranks.watch import Member, Patience, Watch, ended
-from sglcore.engine.ranks.wire import Channel, Gone
+from sglcore.engine.ranks.wire import LONGEST_HELLO, Channel, Gone
 
 Progress = Callable[[str, int, int], None]
 REASON: Ref = "sglcore.runtime.speculative.combinations:reason_in_shards"
@@ -215,7 +215,7 @@ def _greet(listener: socket.socket, epoch: int, secret: str, found: dict[tuple[i
     channel = Channel(stream, epoch)
     channel.wait_at_most(HELLO_SECONDS)
     try:
-        known, rank, use, _ = msgspec.msgpack.decode(channel.receive().body)
+        known, rank, use, _ = msgspec.msgpack.decode(channel.receive(LONGEST_HELLO).body)
     except (Gone, TimeoutError, ValueError, TypeError, msgspec.DecodeError):
         channel.close()
         return

@@ -5,8 +5,10 @@ A frame has the epoch of the ranks that it belongs to; one of another epoch is c
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,6 +20,8 @@ MAGIC = 0x5347
 _HEAD = struct.Struct("<HHIQ")
 LONGEST = 1 << 32
 """Bytes of a frame at most: more is a damaged stream."""
+LONGEST_HELLO = 1 << 20
+"""Of the first one, whose sender nobody knows yet."""
 
 
 class Kind(IntEnum):
@@ -60,6 +64,7 @@ class Channel:
         """`epoch` of the ranks, below 2**32. The stream belongs to the channel."""
         self.dropped = 0
         self._stream, self._epoch = stream, epoch
+        self._limit: float | None = None
         if stream.family in (socket.AF_INET, socket.AF_INET6):
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -87,19 +92,22 @@ class Channel:
         except OSError as error:
             raise Gone(f"the other end of a channel is gone: {error}") from None
 
-    def receive(self) -> Frame:
-        """The next frame of this epoch; waits for it. Raises Gone at the end of the stream, and for one that is damaged."""
+    def receive(self, most: int = LONGEST) -> Frame:
+        """The next frame of this epoch, of `most` bytes; waits for it. Raises Gone at the end of the stream, and for one that is
+        damaged or longer."""
+        until = None if self._limit is None else time.monotonic() + self._limit
         while True:
-            magic, kind, epoch, size = _HEAD.unpack(self._exactly(_HEAD.size))
-            if magic != MAGIC or size > LONGEST:
+            magic, kind, epoch, size = _HEAD.unpack(self._exactly(_HEAD.size, until))
+            if magic != MAGIC or size > most:
                 raise Gone("what came on a channel is no frame")
-            body = self._exactly(size)
+            body = self._exactly(size, until)
             if epoch == self._epoch:
                 return Frame(Kind(kind), body)
             self.dropped += 1
 
     def wait_at_most(self, seconds: float | None) -> None:
-        """How long a `receive` waits before it raises TimeoutError; None: for ever."""
+        """How long a `receive` waits for all of its frame before it raises TimeoutError; None: for ever."""
+        self._limit = seconds
         self._stream.settimeout(seconds)
 
     def hang_up(self) -> None:
@@ -112,10 +120,18 @@ class Channel:
         self.hang_up()
         self._stream.close()
 
-    def _exactly(self, size: int) -> bytearray:
+    def _comes(self, until: float) -> bool:
+        """Whether there is something to read before `until`, of time.monotonic; waits. The stream's own limit is also the sender's."""
+        poll = select.poll()
+        poll.register(self._stream, select.POLLIN)
+        return bool(poll.poll(max(0.0, until - time.monotonic()) * 1000))
+
+    def _exactly(self, size: int, until: float | None) -> bytearray:
         body = bytearray(size)
         rest = memoryview(body)
         while rest:
+            if until is not None and not self._comes(until):
+                raise TimeoutError
             try:
                 got = self._stream.recv_into(rest)
             except TimeoutError:
