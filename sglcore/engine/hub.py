@@ -4,15 +4,18 @@ when a name is one, and only files that the engine reads are asked for."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglcore.checkpoint.files import DRAFT_FOLDER, INDEX, SINGLE, weight_names
 from sglcore.checkpoint.gguf import SUFFIX
 from sglcore.device.errors import ConfigError
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?")
 FILES = (
@@ -82,20 +85,27 @@ class Hub:
         return Path(found)
 
     def _fetch_gguf(self, repository: str, quant: str, folder: Path) -> Path:
-        file = choose_gguf(repository, quant, self._gguf_names(repository, folder))
-        return self._get(repository, folder.name, (file,)) / file
-
-    def _gguf_names(self, repository: str, folder: Path) -> list[str]:
-        """Those of the repository; without a network, those in the cache."""
+        """That of the repository's; where the hub does not list them, that in the cache. Raises what the hub said where the cache
+        lacks it."""
         from httpx import HTTPError
         from huggingface_hub import HfApi
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         try:
             names = HfApi(token=self.token).list_repo_files(repository, revision=folder.name)
-        except (HTTPError, OfflineModeIsEnabled):
-            names = [file.relative_to(folder).as_posix() for file in folder.rglob(f"*{SUFFIX}")]
-        return sorted(name for name in names if name.endswith(SUFFIX) and "mmproj" not in name)
+        except (HTTPError, OfflineModeIsEnabled) as error:
+            cached = [file.relative_to(folder).as_posix() for file in folder.rglob(f"*{SUFFIX}")]
+            try:
+                return folder / choose_gguf(repository, quant, _models(cached))
+            except ConfigError:
+                raise error from None
+        file = choose_gguf(repository, quant, _models(names))
+        return self._get(repository, folder.name, (file,)) / file
+
+
+def _models(names: Iterable[str]) -> list[str]:
+    """The GGUF files that are models."""
+    return sorted(name for name in names if name.endswith(SUFFIX) and "mmproj" not in name)
 
 
 def choose_gguf(repository: str, quant: str, names: Sequence[str]) -> str:
@@ -155,11 +165,31 @@ def _in_one_line(name: str, revision: str | None) -> Iterator[None]:
         raise ConfigError(found, remedy=f"check the name; for a private one, {login}") from None
     except errors.RevisionNotFoundError:
         raise ConfigError(f"{at} has no revision {revision!r}", remedy="correct --revision") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        if isinstance(error.__cause__, errors.HfHubHTTPError):
+            raise _answered(at, repository, error.__cause__) from None
         raise _absent(name, repository, offline=constants.HF_HUB_OFFLINE) from None
+    except errors.HfHubHTTPError as error:
+        raise _answered(at, repository, error) from None
     except (HTTPError, OSError, ValueError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(f"{at} could not be fetched: {text}", remedy="try again, or name a folder") from None
+
+
+def _answered(at: str, repository: str, error: HfHubHTTPError) -> ConfigError:
+    """What a hub that can be reached, and gave nothing, has said instead."""
+    status, wait = error.response.status_code, error.response.headers.get("retry-after", "")
+    if status == 429:
+        remedy = f"try again {f'in {wait} s' if wait.isdigit() else 'later'}; those with HF_TOKEN may ask more often"
+    elif status < 500:
+        remedy = "check the name, and set HF_TOKEN or run `hf auth login`"
+    else:
+        remedy = "try again later"
+    return ConfigError(
+        f"{at} was asked for, and the answer is {status} {error.response.reason_phrase}".rstrip(),
+        wanted="200, or its files in the cache",
+        remedy=f"{remedy}, or bring the cache of a machine that ran `hf download {repository}`",
+    )
 
 
 def _absent(name: str, repository: str, *, offline: bool) -> ConfigError:

@@ -15,13 +15,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class HubServer:
-    """Repositories by name, each a mapping of paths to bytes; `gated` ones need a token. `asked` are the files that were read, behind the name."""
+    """Repositories by name, each a mapping of paths to bytes; `gated` ones need a token. `asked` are the files that were read, behind
+    the name. `refusals` are statuses that it gives for requests of these kinds ("revision", "tree", "resolve") instead."""
 
     repositories: Mapping[str, Mapping[str, bytes]]
     gated: frozenset[str] = frozenset()
     url: str = ""
     tokens: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
+    refusals: dict[str, int] = field(default_factory=dict)
 
     def answer(self, path: str, token: str) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of a request."""
@@ -29,6 +31,8 @@ class HubServer:
         is_api = parts[:2] == ["api", "models"]
         name = "/".join(parts[2:4] if is_api else parts[:2])
         rest = parts[4:] if is_api else parts[2:]
+        if status := self.refusals.get(rest[0], 0):
+            return status, {"Retry-After": "7"}, b"{}"
         files = self.repositories.get(name)
         if files is None:
             return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"

@@ -119,6 +119,39 @@ def test_what_can_not_be_fetched_is_one_line_with_the_remedy(hub: HubServer, tmp
         assert all(part in said for part in (*parts, str(empty), "hf download owner/one")) and "\n" not in said, said
 
 
+@pytest.mark.parametrize(
+    ("status", "parts"),
+    [
+        (429, ("429 Too Many Requests", "try again in 7 s", "HF_TOKEN")),
+        (500, ("500 Internal Server Error", "try again later")),
+        (503, ("503 Service Unavailable", "try again later")),
+        (403, ("403 Forbidden", "hf auth login")),
+    ],
+)
+def test_what_the_hub_answers_is_told_and_not_that_it_can_not_be_reached(
+    hub: HubServer, tmp_path: Path, status: int, parts: tuple[str, ...]
+) -> None:
+    hub.refusals = {"revision": status}
+    names: list[tuple[str, dict[str, Any]]] = [("owner/one", {}), ("owner/gguf", {})]
+    for (said,) in fetch(names, tmp_path, hub.url):
+        assert all(part in said for part in parts) and "reached" not in said and "\n" not in said, said
+        assert f"{hub.url}/owner/" in said and "hf download owner/" in said
+
+
+def test_a_cache_that_is_not_whole_does_not_hide_what_the_hub_answers(hub: HubServer, tmp_path: Path) -> None:
+    one: list[tuple[str, dict[str, Any]]] = [("owner/one", {})]
+    gguf: list[tuple[str, dict[str, Any]]] = [("owner/gguf:Q8_0", {})]
+    ((whole, *_),) = fetch(one, tmp_path, hub.url)
+    ((named, *_),) = fetch(gguf, tmp_path, hub.url)
+    hub.refusals = dict.fromkeys(("revision", "tree", "resolve"), 403)  # the library tries a 503 again for seconds
+    (first, *_), (second, *_) = fetch([*one, *gguf], tmp_path, hub.url)
+    assert (first, second) == (whole, named), "what is whole needs no hub"
+    (Path(whole) / "model.safetensors").unlink()
+    (lacks,), (other,) = fetch([*one, ("owner/gguf:Q4_K_M", {})], tmp_path, hub.url)
+    for said in (lacks, other):
+        assert "403 Forbidden" in said and "hf auth login" in said, said
+
+
 def test_a_model_of_the_hub_generates_and_a_missing_library_is_one_line(tmp_path: Path) -> None:
     model, draft = (
         {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
