@@ -195,7 +195,9 @@ def _limits(where: Address) -> tuple[int, int]:
     if not isinstance(info, dict) or "limits" not in info:
         raise ServerError(f"{where}/server_info does not say the limits", remedy=remedy)
     if info["limits"] is None:
-        raise ServerError(f"{where} is not ready (phase: {info['phase']})", remedy="wait until /readyz answers 200")
+        ends = info["phase"] in ("draining", "dead")
+        remedy = "start it again" if ends else "wait until /readyz answers 200"
+        raise ServerError(f"{where} is not ready (phase: {info['phase']})", remedy=remedy)
     return int(info["limits"]["vocab_size"]), int(info["max_model_len"])
 
 

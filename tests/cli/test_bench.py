@@ -40,13 +40,13 @@ def answering() -> FastAPI:
     async def models() -> Response:
         return JSONResponse({"data": [{"id": "small"}]})
 
-    @app.get("/loading/v1/models")
-    async def early() -> Response:
+    @app.get("/phases/{phase}/v1/models")
+    async def early(phase: str) -> Response:
         return JSONResponse({"data": [{"id": "small"}]})
 
-    @app.get("/loading/server_info")
-    async def unready() -> Response:
-        return JSONResponse({"limits": None, "max_model_len": None, "phase": "warm-up"})
+    @app.get("/phases/{phase}/server_info")
+    async def unready(phase: str) -> Response:
+        return JSONResponse({"limits": None, "max_model_len": None, "phase": phase})
 
     @app.get("/server_info")
     async def info() -> Response:
@@ -275,7 +275,8 @@ def test_without_matplotlib_a_plot_is_refused_before_the_load(
     ("words", "said"),
     [
         (("--url", "http://127.0.0.1:9"), "can not be reached"),
-        (("--url", "{url}/loading"), "not ready (phase: warm-up)"),
+        (("--url", "{url}/phases/warm-up"), "not ready (phase: warm-up); wait until /readyz answers 200"),
+        (("--url", "{url}/phases/dead"), "not ready (phase: dead); start it again"),
         (("--url", "{url}/other", "--model-name", "small"), "answered 404: Not Found; give --vocab-size"),
         (("--url", "{url}", "--random-input-len", "900"), "the model takes 512"),
     ],

@@ -18,7 +18,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.engine.start import embedded_model
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.replicas.errors import EngineDied, NotReady
+from sglcore.serving.replicas.errors import EngineDied, NotReady, ShuttingDown
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.launch import LocalProcess
@@ -87,7 +87,7 @@ def test_a_killed_engine_fails_all_that_it_had_and_the_server_is_to_end() -> Non
                     await text_of(generation)
             assert (frontend.health.phase, frontend.health.live) == ("dead", False)
             assert frontend.supervisor.stopped.is_set() and frontend.supervisor.exit_code == 1
-            with pytest.raises(NotReady):
+            with pytest.raises(ShuttingDown, match="signal 9"):
                 await begin(frontend)
 
     uvloop.run(play())

@@ -180,7 +180,7 @@ def test_too_much_to_do_is_told_with_a_time(path: str, stream: bool) -> None:
 @pytest.mark.parametrize("path", GENERATING)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_fails_before_the_first_output_has_its_status(path: str, stream: bool) -> None:
-    generation = StubGeneration([], EngineDied())
+    generation = StubGeneration([], EngineDied("the engine process ended", "ask again"))
 
     async def generate(*given: Any, **named: Any) -> StubGeneration:
         return generation
@@ -192,7 +192,9 @@ def test_what_fails_before_the_first_output_has_its_status(path: str, stream: bo
 
 @pytest.mark.parametrize("path", GENERATING)
 def test_what_fails_in_a_stream_is_its_last_event(path: str) -> None:
-    frontend = make_frontend(gives(TextDelta("r", 0, "begun", (5,)), fault=EngineDied()))
+    frontend = make_frontend(
+        gives(TextDelta("r", 0, "begun", (5,)), fault=EngineDied("the engine process ended", "ask again"))
+    )
     events = data_of(call(frontend, "POST", path, {**BODIES[path], "stream": True}))
     assert "begun" in "".join(events[:-1])
     assert json.loads(events[-1])["error"]["code"] == "engine_died"

@@ -13,7 +13,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import ContextError
-from sglcore.serving.replicas.errors import InvalidRequest, NotReady, Overloaded
+from sglcore.serving.replicas.errors import InvalidRequest, Overloaded, ShuttingDown
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.ipc import Done, Embed, Embedded, Pause
@@ -80,7 +80,7 @@ def test_a_drain_takes_nothing_more_and_ends_with_the_last_request() -> None:
             frontend.when_draining(lambda: told.append(frontend.health.phase))
             draining = asyncio.create_task(frontend.drain())
             await until(lambda: told == ["draining"])
-            with pytest.raises(NotReady, match="draining"):
+            with pytest.raises(ShuttingDown, match="told to stop"):
                 await begin(frontend)
             engine.emit(first.request_id, 9, reason="length")
             await first.wait()
@@ -102,7 +102,7 @@ def test_what_is_overdue_is_told_so_and_keeps_what_had_come() -> None:
             frontend.give_up()
             assert (await ended.wait()).outputs[0].finish_reason == "length"
             for generation in (begun, queued):
-                with pytest.raises(NotReady, match="time to drain is over"):
+                with pytest.raises(ShuttingDown, match=r"did not end in 30 s \(drain_timeout\)"):
                     await generation.wait()
             assert begun.output.outputs[0].token_ids == [9]
 

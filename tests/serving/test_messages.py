@@ -259,7 +259,7 @@ def test_a_call_that_a_stop_string_has_cut_is_none_to_make(
     [
         ({"reason": "error", "error": "the page pool is lost"}, "the page pool is lost"),
         ({"reason": "abort"}, "aborted"),
-        ({"fault": EngineDied()}, "engine process ended"),
+        ({"fault": EngineDied("the engine process ended", "ask again")}, "engine process ended"),
         ({"fault": ZeroDivisionError("a secret")}, "its log has it under err-"),
     ],
 )

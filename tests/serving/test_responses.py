@@ -235,7 +235,7 @@ def test_an_empty_answer_is_an_empty_message(stage: Stage, client: openai.OpenAI
     [
         ({"reason": "error", "error": "the page pool is lost"}, "the page pool is lost"),
         ({"reason": "abort"}, "aborted"),
-        ({"fault": EngineDied()}, "engine process ended"),
+        ({"fault": EngineDied("the engine process ended", "ask again")}, "engine process ended"),
         ({"fault": ZeroDivisionError("a secret")}, "its log has it under err-"),
     ],
 )

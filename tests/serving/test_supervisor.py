@@ -22,7 +22,7 @@ from sglcore.schedule.output import EngineOutput
 from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel
 from sglcore.serving.replicas.configs import with_whole_path
 from sglcore.serving.replicas.engine_process import LINK_BROKE
-from sglcore.serving.replicas.errors import EngineDied, NotReady, Unanswered
+from sglcore.serving.replicas.errors import EngineDied, NotReady, ShuttingDown, Unanswered
 from sglcore.serving.replicas.ipc import Abort, Address, Embed, Embedded, EngineStats, Failed, Phase
 from sglcore.serving.replicas.launch import launcher_for
 from sglcore.serving.replicas.restart import LONGEST_WAIT, MOST_FAILED_STARTS, SHORT_LIFE, RestartPolicy
@@ -411,7 +411,7 @@ def test_stopping_fails_what_is_on_its_way_and_ends_engines_that_still_start() -
             await stage.launched()
             await stage.supervisor.stop()
             for generation in on_its_way:
-                with pytest.raises(EngineDied):
+                with pytest.raises(ShuttingDown):
                     await generation.wait()
             assert len(stage.engines) == 3 and all(engine.has_ended for engine in stage.engines)
 
@@ -592,9 +592,13 @@ def test_giving_up_tells_those_who_run_and_those_who_wait_for_a_replica() -> Non
             await engine.next_request()
             engine.die()
             again = await stage.launched()
-            assert not waiting.is_closed and not again.has_ended
-            stage.supervisor.give_up(NotReady("draining"))
-            with pytest.raises(NotReady, match="draining"):
+            embedding = asyncio.ensure_future(stage.supervisor.embed("e", [5]))
+            await asyncio.sleep(0)
+            assert not waiting.is_closed and not again.has_ended and not embedding.done()
+            stage.supervisor.give_up(ShuttingDown("played"))
+            with pytest.raises(ShuttingDown, match="played"):
                 await waiting.wait()
+            with pytest.raises(NotReady):
+                await asyncio.wait_for(embedding, PATIENCE)
 
     run(play())

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from sglcore.sampling.params import SamplingError
-from sglcore.serving.replicas.errors import InvalidRequest, NotReady, parameter_of
+from sglcore.serving.replicas.errors import InvalidRequest, parameter_of
 from sglcore.serving.replicas.frontend import Frontend
 
 SHOWN = 60
@@ -33,7 +33,7 @@ def check_model(frontend: Frontend, name: str | None) -> str:
 def check_ready(frontend: Frontend) -> None:
     """Raise NotReady, with the phase, unless requests may come: those that come while an engine is started again wait."""
     if not frontend.health.takes_requests:
-        raise NotReady(frontend.health.phase)
+        raise frontend.health.refusal()
 
 
 def check_generates(frontend: Frontend) -> None:

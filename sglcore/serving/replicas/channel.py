@@ -176,3 +176,14 @@ def _unbounded(socket: zmq.Socket) -> None:
     """Nothing is ever dropped: what may be in flight is bounded by the requests that were let in."""
     socket.sndhwm = 0
     socket.rcvhwm = 0
+
+
+def open_channel(context: zmq.asyncio.Context, endpoint: str) -> tuple[FrontendChannel, Address]:
+    """The frontend's end, and where an engine finds it: `ipc://PATH`, or `tcp://HOST:0` under keys that are made for it."""
+    if endpoint.startswith("ipc:"):
+        channel = FrontendChannel(context, endpoint)
+        return channel, Address(channel.endpoint, channel.beats)
+    frontend, engine = zmq.curve_keypair(), zmq.curve_keypair()
+    channel = FrontendChannel(context, endpoint, frontend)
+    keys = (frontend[0].decode(), engine[0].decode(), engine[1].decode())
+    return channel, Address(channel.endpoint, channel.beats, *keys)

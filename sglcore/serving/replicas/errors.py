@@ -20,6 +20,12 @@ from sglcore.sampling.params import SamplingError
 from sglcore.schedule.request import ContextError, RequestError
 
 INVALID = "invalid_request_error"
+GOES_ON = "the server goes on: send the request again when /readyz answers 200"
+RESTARTS = "another engine is started: send the request again when /readyz answers 200"
+ENDS = (
+    "this server ends, and does not come back by itself: send the request to another one, or after it was started again"
+)
+"""What becomes of the server, and what a client can do that got no answer, or a part of one."""
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -35,18 +41,25 @@ class Overloaded(SglcoreError):
 class NotReady(SglcoreError):
     """The model can not answer yet, or no more."""
 
-    def __init__(self, phase: str, reason: str = "") -> None:
-        """`phase` says how far it is, as /readyz does, and `reason` what it waits for."""
-        what = f"{phase}: {reason}" if reason else phase
-        super().__init__(f"the model is not ready (phase: {what})", remedy="try again when /readyz answers 200")
+    def __init__(self, found: str, remedy: str = "try again when /readyz answers 200") -> None:
+        """`found` says how far it is, as /readyz does."""
+        super().__init__(found, remedy=remedy)
+
+
+class ShuttingDown(NotReady):
+    """The server ends: it was told to stop, or has no engine any more."""
+
+    def __init__(self, found: str) -> None:
+        """`found` says why."""
+        super().__init__(found, ENDS)
 
 
 class EngineDied(SglcoreError):
     """The process that runs the model ended while it had this request."""
 
-    def __init__(self, found: str = "the engine process ended while it had this request") -> None:
-        """`found` says what is known of the end."""
-        super().__init__(found, remedy="send the request again when /readyz answers 200")
+    def __init__(self, found: str, remedy: str) -> None:
+        """`found` says what is known of the end, and `remedy` what a client can do: that of the server's health."""
+        super().__init__(found, remedy=remedy)
 
 
 class NotAnswering(SglcoreError):
@@ -54,7 +67,7 @@ class NotAnswering(SglcoreError):
 
     def __init__(self, who: str, why: str) -> None:
         """`who` of the replicas, and `why` nothing is awaited of it any more."""
-        super().__init__(f"{who} does not answer: {why}", remedy="try again; one that stays silent is replaced")
+        super().__init__(f"{who} does not answer: {why}", remedy="try again later; one that stays silent is killed")
 
 
 class Unserved(SglcoreError):
@@ -62,7 +75,7 @@ class Unserved(SglcoreError):
 
     def __init__(self, found: str) -> None:
         """`found` says what is missing."""
-        super().__init__(found, remedy="try again when /readyz answers 200")
+        super().__init__(found, remedy="try again; while /readyz does not answer 200, ask another server")
 
 
 class InvalidRequest(SglcoreError, ValueError):
@@ -106,6 +119,8 @@ def failure(error: BaseException) -> Failure | None:
         return Failure(error.status, str(error), INVALID, error.param, error.code)
     if isinstance(error, Overloaded):
         return Failure(429, str(error), "rate_limit_error", code="overloaded", headers=_retry_after(error.retry_after))
+    if isinstance(error, ShuttingDown):
+        return Failure(503, str(error), "unavailable_error", code="shutting_down")
     if isinstance(error, NotReady):
         return Failure(503, str(error), "unavailable_error", code="not_ready", headers=_retry_after(1.0))
     if isinstance(error, Unserved):

@@ -25,7 +25,7 @@ from sglcore.engine.text import EncodedPair, TextCodec
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.request import ContextError, Request
 from sglcore.schedule.results import check_request, longest_prompt
-from sglcore.serving.replicas.errors import InvalidRequest, NotAnswering, NotReady, Overloaded
+from sglcore.serving.replicas.errors import InvalidRequest, NotAnswering, Overloaded, ShuttingDown
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
 from sglcore.serving.replicas.ipc import EngineStats, GenerateRequest, ModelInfo, pack_ids, pack_params
@@ -109,7 +109,8 @@ class Frontend:
 
     def give_up(self) -> None:
         """Fail what is on its way, so that its clients are told; the drain took too long."""
-        self.supervisor.give_up(NotReady(f"{self.health.phase}, and its time to drain is over"))
+        seconds = f"{self.config.drain_timeout:g} s (drain_timeout)"
+        self.supervisor.give_up(ShuttingDown(f"the server was told to stop, and this request did not end in {seconds}"))
 
     async def pause(self, mode: PauseMode) -> None:
         """Start no request any more, so that new ones wait; waits until nothing moves. What runs is ended (abort), awaited
@@ -216,18 +217,18 @@ class Frontend:
         """Pages and slots that are lost or held twice in any engine, and engines that do not answer; waits 20 seconds at most.
         Raises NotReady if no engine is ready."""
         if not self.supervisor.ready:
-            raise NotReady(self.health.phase)
+            raise self.health.refusal()
         return await self.supervisor.audit()
 
     def _known_info(self) -> ModelInfo:
         """What runs, or ran when the engine ended that is being started again."""
         if self.info is None or not self.health.takes_requests:
-            raise NotReady(self.health.phase)
+            raise self.health.refusal()
         return self.info
 
     def _check_ready(self) -> None:
         if not self.health.ready:
-            raise NotReady(self.health.phase)
+            raise self.health.refusal()
 
     def _refuse_overload(self, info: ModelInfo, more: int) -> None:
         """Raise Overloaded if `more` samples would wait behind too many."""
@@ -241,14 +242,17 @@ class Frontend:
             )
 
     async def _admit(self, samples: int) -> None:
-        """Wait while the server is paused; they count as waiting."""
+        """Wait while the server is paused and has engines; they count as waiting."""
         if self._may_start.is_set():
             return
         self._open += samples
+        waits = [asyncio.create_task(event.wait()) for event in (self._may_start, self.supervisor.stopped)]
         try:
-            await self._may_start.wait()
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._open -= samples
+            for wait in waits:
+                wait.cancel()
 
     def _check(self, ids: list[int], params: SamplingParams, info: ModelInfo, task: str = "generate") -> None:
         """As the engine will, so that the caller hears of it at once."""

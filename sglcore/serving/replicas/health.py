@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from sglcore.serving.replicas.errors import ENDS, GOES_ON, RESTARTS, NotReady, ShuttingDown
+
 
 class Health:
     """The server's state. `phase` is a step of the start, or "ready", "draining", "dead"."""
@@ -34,6 +36,22 @@ class Health:
     def takes_requests(self) -> bool:
         """Requests will be answered, at once or by an engine that is being started again."""
         return self.started and self.phase not in ("draining", "dead")
+
+    @property
+    def remedy(self) -> str:
+        """What a client can do that got no answer, or a part of one."""
+        if self.phase in ("draining", "dead"):
+            return ENDS
+        return GOES_ON if self.ready else RESTARTS
+
+    def refusal(self) -> NotReady:
+        """What a request is told that comes when none can be answered."""
+        if self.phase == "draining":
+            return ShuttingDown("the server was told to stop, and takes no more requests")
+        if self.phase == "dead":
+            return ShuttingDown(f"the server has no engine any more: {self.reason}")
+        what = f"{self.phase}: {self.reason}" if self.reason else self.phase
+        return NotReady(f"the model is not ready (phase: {what})")
 
     def begin(self, phase: str, done: int = 0, total: int = 0, reason: str = "") -> None:
         """A phase of the start, or what is so instead of "ready", and why; no change while the server drains or is dead."""

@@ -12,6 +12,7 @@ from sglcore.serving.replicas.channel import FrontendChannel
 from sglcore.serving.replicas.engine_process import LINK_BROKE
 from sglcore.serving.replicas.errors import EngineDied, InvalidRequest, NotAnswering, Unanswered, ended_badly
 from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.health import Health
 from sglcore.serving.replicas.heartbeat import BEAT_SECONDS, Pulse
 from sglcore.serving.replicas.ipc import (
     Able,
@@ -57,6 +58,11 @@ log = logging.getLogger("sglcore.serving")
 
 class Owner(Protocol):
     """Who has replicas and hears of what becomes of them."""
+
+    @property
+    def health(self) -> Health:
+        """What clients are told of the server; a death that its owner has heard of is in it."""
+        ...
 
     def on_phase(self, replica: Replica, phase: Phase) -> None:
         """Its start went on."""
@@ -199,6 +205,12 @@ class Replica:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._channel.close()
 
+    def give_up(self, error: Exception) -> None:
+        """Fail what waits for an embedding or for an order; does not wait."""
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(error)
+
     def take_generations(self) -> list[Generation]:
         """What it had, which is not its own any more."""
         taken, self.generations = list(self.generations.values()), {}
@@ -311,11 +323,9 @@ class Replica:
         await asyncio.sleep(LAST_WORDS_SECONDS)
         told, self.state = self.state == "draining", "dead"
         reason = self._error or self.process.last_words or f"the engine {self.process.name} {_cause(code)}"
-        for future in self._answers.values():
-            if not future.done():
-                future.set_exception(EngineDied(reason))
         if not told:
             self._owner.on_death(self, reason, self._exit_code or 1)
+        self.give_up(EngineDied(reason, self._owner.health.remedy))
 
     async def _end_of_process(self) -> int:
         """Its exit code; waits, but not for ever for one that was killed."""

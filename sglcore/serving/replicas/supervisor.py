@@ -17,13 +17,13 @@ from sglcore.device.choice import ChosenDevice
 from sglcore.device.config import EngineConfig, plain_config
 from sglcore.device.server_config import ServerConfig
 from sglcore.engine.pages.start import options_of
-from sglcore.serving.replicas.channel import FrontendChannel
+from sglcore.serving.replicas.channel import open_channel
 from sglcore.serving.replicas.configs import decided, is_open, with_whole_path
-from sglcore.serving.replicas.errors import EngineDied, NotAnswering, NotReady
+from sglcore.serving.replicas.errors import EngineDied, NotAnswering, NotReady, ShuttingDown
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.health import Health
 from sglcore.serving.replicas.heartbeat import BEAT_SECONDS
-from sglcore.serving.replicas.ipc import Address, EngineSpec, EngineStats, ModelInfo, Phase
+from sglcore.serving.replicas.ipc import EngineSpec, EngineStats, ModelInfo, Phase
 from sglcore.serving.replicas.launch import Launcher, launcher_for
 from sglcore.serving.replicas.orders import audit_all, flush_all, pause, pause_all
 from sglcore.serving.replicas.replica import STARTED, Replica, State
@@ -65,7 +65,7 @@ class Supervisor:
         self.stopped = asyncio.Event()
         self.exit_code = 0
         self.deaths = 0
-        self.is_paused = False
+        self.is_paused = self._is_given_up = False
         self._config, self._server, self._chosen = with_whole_path(config), server, tuple(chosen)
         self._launcher = launcher or launcher_for(server)
         self._router = router or Router()
@@ -114,23 +114,24 @@ class Supervisor:
             self._choose(generation.request.prompt if cached else b"").run(generation)
             return
         if not self._may_come:
-            raise NotReady(self.health.phase, self.health.reason)
+            raise self.health.refusal()
         generation.bind(_drop, self._forget_orphan)
         self._orphans[generation.request_id] = generation
 
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
         """float32 of an embedding, or of scores; waits. It is tried again if its engine dies, where there may be another."""
-        error: Exception = NotReady(self.health.phase)
+        died: EngineDied | None = None
         for _ in range(MOST_TRIES):
             while not self.ready:
-                if not self._may_come:
-                    raise error
+                if not self._may_come or self._is_given_up:
+                    raise self.health.refusal() if died is None else EngineDied(died.found, self.health.remedy)
                 await self._changed.wait()
             try:
                 return await self._choose(b"").embed(request_id, ids, segments)
-            except EngineDied as died:
-                error = died
-        raise error
+            except EngineDied as error:
+                died = error
+        assert died is not None
+        raise died
 
     async def audit(self) -> list[str]:
         """What audits of all replicas found, and which of them did not answer; waits 20 seconds at most."""
@@ -162,18 +163,23 @@ class Supervisor:
         return add_stats([self._past, *(replica.stats for replica in self.replicas.values())])
 
     def give_up(self, error: Exception) -> None:
-        """Fail every request, those that wait for a replica too; the replicas go on."""
+        """Fail every request, those that wait for a replica too; the replicas go on, and get no more."""
+        self._is_given_up = True
         self._fail(self.generations, error)
+        for replica in self.replicas.values():
+            replica.give_up(error)
+        self._tell_change()
 
     async def stop(self) -> None:
         """End every process; what they have fails. Waits until they have ended. Idempotent."""
+        self.health.drain()
         self._ending.set()
         for task in (self._looks, *self._pauses):
             if task is not None:
                 task.cancel()
         self._tell_change()
         await self._settle()
-        self.give_up(EngineDied("the server has ended"))
+        self.give_up(ShuttingDown("the server has ended before this request"))
         seconds = self._server.shutdown_timeout
         ends = [replica.shut_down(seconds) for replica in self.replicas.values()]
         _log_failures(await asyncio.gather(*ends, return_exceptions=True))
@@ -243,7 +249,7 @@ class Supervisor:
         ):  # else whoever starts the server says it
             log.error("replica %d: %s", number, reason)
         if self._ending.is_set():
-            self._fail(had, EngineDied(reason))
+            self._fail(had, EngineDied(reason, self.health.remedy))
         elif goes_on:
             if not self.ready:
                 self.health.begin("restarting")
@@ -261,7 +267,7 @@ class Supervisor:
             self._give_orphans()
             return
         self.health.die(reason)
-        self._fail([*had, *self._take_orphans()], EngineDied(reason))
+        self._fail([*had, *self._take_orphans()], EngineDied(reason, self.health.remedy))
         self.exit_code = self.exit_code or exit_code
         self.stopped.set()
 
@@ -269,11 +275,10 @@ class Supervisor:
         """Requests of which nobody was told a part lose nothing by another try; the others would repeat themselves."""
         for generation in generations:
             if generation.is_told:
-                generation.fail(EngineDied(f"{reason}; part of the answer had been given"))
+                generation.fail(EngineDied(f"{reason}; part of the answer had been given", self.health.remedy))
             elif generation.tries >= MOST_TRIES:
-                generation.fail(
-                    EngineDied(f"{reason}; {generation.tries} engines have ended while they had this request")
-                )
+                ended = f"{reason}; {generation.tries} engines have ended while they had this request"
+                generation.fail(EngineDied(ended, self.health.remedy))
             else:
                 generation.restart()
                 self._retry(generation)
@@ -365,7 +370,7 @@ class Supervisor:
             self._after(number, f"its process can not be started: {error}", 1, [])
 
     async def _launch(self, number: int) -> None:
-        channel, address = await self._open_channel(number)
+        channel, address = open_channel(self._context, await self._endpoint(number))
         chosen = self._chosen[number] if self._chosen and not self._launcher.is_remote else ""
         pages, config = options_of(self._server, number), self._config
         if chosen:
@@ -378,15 +383,10 @@ class Supervisor:
             raise
         self.replicas[number] = Replica(number, channel, process, self)
 
-    async def _open_channel(self, number: int) -> tuple[FrontendChannel, Address]:
-        if not self._launcher.is_remote:
-            path = Path(self._folder.name) / f"{number}-{secrets.token_hex(4)}"
-            channel = FrontendChannel(self._context, f"ipc://{path}")
-            return channel, Address(channel.endpoint, channel.beats)
-        frontend, engine = zmq.curve_keypair(), zmq.curve_keypair()
-        channel = FrontendChannel(self._context, f"tcp://{await self._launcher.frontend_host()}:0", frontend)
-        keys = (frontend[0].decode(), engine[0].decode(), engine[1].decode())
-        return channel, Address(channel.endpoint, channel.beats, *keys)
+    async def _endpoint(self, number: int) -> str:
+        if self._launcher.is_remote:
+            return f"tcp://{await self._launcher.frontend_host()}:0"
+        return f"ipc://{Path(self._folder.name) / f'{number}-{secrets.token_hex(4)}'}"
 
 
 def _log_failures(found: Iterable[object]) -> None:
