@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from sglcore.device.ending import leave
-from sglcore.device.errors import SglcoreError
+from sglcore.device.ending import drop_output, leave
+from sglcore.device.errors import SglcoreError, no_space
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,20 +19,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        _drop_output()
+        drop_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        found = no_space(error)
+        if not found:
             raise
-        _drop_output()
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror}; free some space, or write elsewhere", file=sys.stderr)
+        drop_output()
+        print(f"error: {found}", file=sys.stderr)
         return SglcoreError.exit_code
-
-
-def _drop_output() -> None:
-    """What is left of it, which the interpreter would write once more at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _main(words: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ from sglcore.cli import options
 from sglcore.cli.aliases import role_name
 from sglcore.cli.settings import engine_settings, flag_names, split_settings
 from sglcore.device.config import EngineConfig, resolve_config, resolve_server_config
+from sglcore.device.ending import drop_output
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 
@@ -134,7 +135,20 @@ def _choose(config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 
 
 async def _show(frontend: ChatFrontend, url: str, *, quiet: bool, verbose: bool = False) -> None:
-    """Bars while the model loads, then where the server is, and what was decided."""
+    """Bars while the model loads, then where the server is, and what was decided. Where nobody can read that, the server runs all
+    the same."""
+    import logging
+
+    try:
+        await _show_start(frontend, url, quiet=quiet, verbose=verbose)
+    except OSError as error:
+        drop_output()
+        logging.getLogger("sglcore.serving").warning(
+            "serving at %s; standard output can not be written: %s", url, error.strerror
+        )
+
+
+async def _show_start(frontend: ChatFrontend, url: str, *, quiet: bool, verbose: bool) -> None:
     from sglcore.engine.progress import Progress
 
     progress = Progress(enabled=not quiet and sys.stderr.isatty())

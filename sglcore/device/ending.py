@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from typing import NoReturn
 
@@ -13,3 +14,8 @@ def leave(code: int) -> NoReturn:
     what goes with the process anyway."""
     gc.freeze()
     sys.exit(code)
+
+
+def drop_output() -> None:
+    """Forget what standard output did not take, which the interpreter would write once more at its end, and all that comes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

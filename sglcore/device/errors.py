@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""What a disk that is full, or a quota, says."""
 
 
 class SglcoreError(Exception):
@@ -42,3 +46,11 @@ class WorkerLost(SglcoreError):
     """A worker that was running can take no step any more: a part of it has ended, or is silent. Only a new start helps."""
 
     exit_code = 1
+
+
+def no_space(error: BaseException) -> str:
+    """One line about a disk that is full; empty for any other error."""
+    if not isinstance(error, OSError) or error.errno not in NO_SPACE:
+        return ""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror}; free some space, or write elsewhere"

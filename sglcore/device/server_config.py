@@ -43,6 +43,7 @@ class ServerConfig:
         (), "An origin whose pages may use the server; may be given several times, * is any."
     )
     max_request_bytes: int = setting(8 << 20, "Bytes of a request's body at most.", least=1)
+    max_batch_file_bytes: int = setting(200 << 20, "Bytes of a file for a batch at most.", least=1)
     max_header_bytes: int = setting(32 << 10, "Bytes of a request's head at most.", least=1)
     max_connections: int = setting(4096, "Connections at most.", least=1)
     max_concurrent_requests: int = setting(1024, "Requests that are answered at once at most; more get 429.", least=1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglcore.checkpoint.files import DRAFT_FOLDER, INDEX, SINGLE, weight_names
 from sglcore.checkpoint.gguf import SUFFIX
-from sglcore.device.errors import ConfigError
+from sglcore.device.errors import ConfigError, no_space
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -173,7 +173,10 @@ def _in_one_line(name: str, revision: str | None) -> Iterator[None]:
         raise _answered(at, repository, error) from None
     except (HTTPError, OSError, ValueError) as error:
         text = " ".join(str(error).split())
-        raise ConfigError(f"{at} could not be fetched: {text}", remedy="try again, or name a folder") from None
+        remedy = (
+            f"free space for the cache {constants.HF_HUB_CACHE}, or set HF_HOME" if no_space(error) else "try again"
+        )
+        raise ConfigError(f"{at} could not be fetched: {text}", remedy=f"{remedy}, or name a folder") from None
 
 
 def _answered(at: str, repository: str, error: HfHubHTTPError) -> ConfigError:

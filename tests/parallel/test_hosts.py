@@ -27,7 +27,8 @@ from sglcore.engine.ranks.spec import HOST_GONE
 from sglcore.engine.ranks.watch import Patience
 from sglcore.engine.ranks.wire import Channel, Kind, connect, listen
 from sglcore_cpu.choice import engine_of_one
-from sglcore_cpu.shared_sums import sums_for
+from sglcore_cpu.meeting import memory_size
+from sglcore_cpu.shared_sums import MOST, _opened, sums_for
 from tests.checkpoints import llama, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.parallel import defects
@@ -84,6 +85,14 @@ def test_four_ranks_of_two_hosts_stand_in_a_row(model: tuple[Path, Any], led: Ca
     assert [member.host for member in engine.worker._watch.members] == ["", "", "127.0.0.1", "127.0.0.1"]
     engine.worker.close()
     assert other.ended() == 0 and len(other.forking.processes) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs files whose room can be taken beforehand")
+def test_the_memory_of_all_ranks_is_there_before_it_is_used(tmp_path: Path) -> None:
+    """Where there is no room, a rank would else end at its first touch of a page, by a signal and without a word."""
+    _opened(tmp_path / "sums", 3).close()
+    found = (tmp_path / "sums").stat()
+    assert found.st_size == memory_size(3, MOST) and found.st_blocks * 512 >= found.st_size
 
 
 def test_small_sums_go_through_memory_only_where_it_is_shared() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import signal
 import subprocess
@@ -12,22 +13,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.apis.batches.lines import read_lines
+from sglcore.serving.apis.batches.lines import LONGEST_LINE
+from sglcore.serving.apis.batches.lines import read_lines as read_stream
 from sglcore.serving.apis.batches.route import BatchBody, _batch
 from sglcore.serving.apis.batches.runner import BatchRunner
 from sglcore.serving.apis.batches.store import ACTIVE, BatchStore
 from sglcore.serving.apis.batches.upload import read_form
 from sglcore.serving.http.app import running_app
+from sglcore.serving.http.middleware import with_middleware
+from sglcore.serving.replicas.errors import InvalidRequest
 from tests.serving.in_process import served_here
 from tests.serving.stubs import make_frontend
 
 PATH = "/v1/completions"
 PATIENCE = 60.0
+
+
+def read_lines(content: bytes, endpoint: str, longest: int = LONGEST_LINE) -> Any:
+    return read_stream(io.BytesIO(content), endpoint, longest)
 
 
 def written(*bodies: dict[str, Any], url: str = PATH) -> bytes:
@@ -121,6 +130,10 @@ def test_lines_of_other_endpoints_methods_and_names_are_refused() -> None:
     assert read_lines(written({}).replace(b"POST", b"GET"), PATH)[1][0]["code"] == "invalid_method"
     assert read_lines(b"\n", PATH)[1][0]["code"] == "empty_file"
     assert [line.number for line in read_lines(b"\r\n" + written({}, {}), PATH)[0]] == [2, 3]
+    (whole,) = written({"prompt": "a"}).splitlines()
+    assert not read_lines(whole, PATH, len(whole))[1]
+    (fault,) = read_lines(whole, PATH, len(whole) - 1)[1]
+    assert fault["code"] == "request_too_large" and "max_request_bytes" in fault["message"]
 
 
 def test_a_file_comes_out_of_its_form_byte_for_byte() -> None:
@@ -129,6 +142,66 @@ def test_a_file_comes_out_of_its_form_byte_for_byte() -> None:
     head += b'Content-Disposition: form-data; name="file"; filename="a b.jsonl"\r\nContent-Type: text/plain\r\n\r\n'
     fields, file = read_form("multipart/form-data; boundary=xx", head + content + b"\r\n--xx--\r\n")
     assert (fields, file) == ({"purpose": "batch"}, ("a b.jsonl", content))
+
+
+FILE = b'--xx\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n'
+
+
+@pytest.mark.parametrize("boundary", ["xx", '"xx"'])
+@pytest.mark.parametrize(
+    ("body", "content"),
+    [
+        (FILE + b"\r\n\r\n--xx--", b""),
+        (FILE + b"\r\na\r\n--xxy\r\n--xx-\r\n--xx--", b"a\r\n--xxy\r\n--xx-"),
+        (b"--xx\r\n\r\nno head\r\n" + FILE + b"\r\na--xx\r\n--xx \t\r\n\r\n\r\n--xx--", b"a--xx"),
+        (b"before\r\n" + FILE + b"Content-Type: text/plain\r\n\r\n\xff\r\n--xx--\r\nafter\r\n--xx", b"\xff"),
+        (FILE + b"Content-Transfer-Encoding: base64\r\n\r\nYWJj\r\n--xx--", b"abc"),
+        (FILE + b"\r\none\r\n" + FILE + b"\r\ntwo\r\n--xx--", b"one"),
+    ],
+)
+def test_a_form_is_cut_at_its_boundaries_and_nowhere_else(boundary: str, body: bytes, content: bytes) -> None:
+    assert read_form(f"multipart/form-data; boundary={boundary}", body)[1] == ("f", content)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "said"),
+    [
+        ("multipart/form-data; boundary=xx", FILE + b"\r\nabc", "no end"),
+        ("multipart/form-data; boundary=xx", b"", "no end"),
+        ("multipart/form-data; boundary=xx", b"--xx\r\n\r\n--xx--", "no file"),
+        ("multipart/form-data", FILE, "no boundary"),
+        ("application/json", b"{}", "no form"),
+    ],
+)
+def test_a_form_that_is_none_is_refused(kind: str, body: bytes, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        read_form(kind, body)
+
+
+def upload(folder: Path, size: int, **settings: Any) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of the answer to a form with a file of so many bytes, behind all that stands before the app."""
+
+    async def play() -> tuple[int, dict[str, Any]]:
+        frontend: Any = make_frontend()
+        frontend.config = ServerConfig(batch_folder=str(folder), **settings)
+        async with running_app(frontend) as app:
+            transport = httpx.ASGITransport(with_middleware(app, frontend))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                file = {"file": ("f", b"x" * size)}
+                answer = await client.post("/v1/files", data={"purpose": "batch"}, files=file)
+        return answer.status_code, answer.json()
+
+    return asyncio.run(play())
+
+
+def test_a_file_of_a_batch_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    assert ServerConfig().max_batch_file_bytes == 200 << 20
+    limits = {"max_request_bytes": 100, "max_batch_file_bytes": 3000}
+    status, answer = upload(tmp_path, 3000, **limits)
+    assert (status, answer["bytes"]) == (200, 3000)
+    for size in (3001, 200_000):
+        status, answer = upload(tmp_path, size, **limits)
+        assert status == 413 and "--max-batch-file-bytes" in answer["error"]["message"]
 
 
 KILLED = """

@@ -8,13 +8,15 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiEvent
-from starlette.types import Receive, Scope, Send
 
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.apis.answer import CUT, WARNINGS
+from sglcore.serving.http.middleware.bodies import FILES, FORM_BYTES
 from sglcore.serving.replicas.errors import Failure, Unanswered
 from sglcore.serving.replicas.ipc import EngineStats
+from tests.serving import idle_clock
 from tests.serving.wrapped import Answered, call, echo, wrapped
 
 KEYS = ("first-key", "second-key")
@@ -182,6 +184,37 @@ class TestBodies:
             return [*statuses, (await call(app, chunks=[b"x" * 99])).status]
 
         assert run(crowd()) == [408] * 32 + [429, 200]
+
+    def test_files_of_batches_have_a_limit_a_time_and_a_sum_of_their_own(self) -> None:
+        config = ServerConfig(max_request_bytes=100, max_batch_file_bytes=1000, batch_folder="f", body_timeout=0.05)
+
+        async def sends(app: ASGIApp, size: int, pause: float, path: str = FILES) -> Answered:
+            return await call(app, path, chunks=[b"x" * 100] * (size // 100), pause=pause)
+
+        async def play() -> None:
+            app, _ = wrapped(hold, config)
+            assert (await sends(app, 1000, 0.03)).body == b"1000", "so much time for each hundred bytes"
+            assert (await sends(app, 1000, 0.09)).status == 408
+            assert (await sends(app, 1000, 0.0, "/v1/completions")).status == 413
+            assert (await sends(app, 1000 + FORM_BYTES, 0.0)).body == b"66500"
+            assert (await sends(app, 1200 + FORM_BYTES, 0.0)).error["message"].endswith("--max-batch-file-bytes")
+            release.clear()
+            held = [asyncio.create_task(sends(app, 1000 + FORM_BYTES, 0.0)) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            assert (await sends(app, 200, 0.0)).status == 429, "what is not on the disk yet counts"
+            assert (await sends(app, 100, 0.0, "/v1/completions")).status == 200
+            release.set()
+            assert [answer.status for answer in await asyncio.gather(*held)] == [200, 200]
+            assert (await sends(app, 200, 0.0)).status == 200
+
+        async def hold(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["path"] == FILES:
+                await release.wait()
+            await echo(scope, receive, send)
+
+        release = asyncio.Event()
+        release.set()
+        idle_clock.run(play(), 60.0)
 
     def test_the_app_never_sees_what_was_refused(self) -> None:
         seen: list[str] = []

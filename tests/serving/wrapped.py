@@ -73,9 +73,10 @@ async def call(
     chunks: Sequence[bytes] = (),
     ends: bool = True,
     asked_again: Exception | None = None,
+    pause: float = 0.0,
 ) -> Answered:
     """One request; without `ends` the body goes on for ever, in silence. `asked_again` is raised where somebody waits for what
-    comes after its end."""
+    comes after its end. `pause`: seconds before each part of the body."""
     named = {"host": "localhost", **(headers or {})}
     if chunks and "content-length" not in named:
         named["transfer-encoding"] = "chunked"
@@ -87,6 +88,8 @@ async def call(
             await asyncio.Event().wait()
         if not waiting and asked_again is not None:
             raise asked_again
+        if pause:
+            await asyncio.sleep(pause)
         body = waiting.pop(0) if waiting else b""
         return {"type": "http.request", "body": body, "more_body": bool(waiting) or not ends}
 

@@ -31,6 +31,7 @@ from sglcore_cpu.native import Library, NativeUnavailable
 
 BESIDE = SOURCES.parent / LIBRARY
 OBJECTS = "objects"
+ROOM = "free some space, or set XDG_CACHE_HOME and TMPDIR"
 REMEDY = "install one (g++, or CXX=PATH), and the next start compiles them"
 
 
@@ -68,6 +69,8 @@ def _compile(library: Path, variant: Variant, sources: Path) -> None:
             build(library, chosen, library.parent / OBJECTS, sources)
         except BuildError as error:
             remedy = f"; {REMEDY}" if isinstance(error, NoCompiler) else ""
+            if isinstance(error.__context__, OSError):  # not the compiler's word but the disk's
+                remedy = f"; {ROOM}"
             raise NativeUnavailable(f"the native kernels are not compiled: {error}{remedy}") from None
         shutil.rmtree(library.parent / OBJECTS, ignore_errors=True)
 

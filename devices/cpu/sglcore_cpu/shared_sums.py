@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,10 @@ def sums_for(place: Place, make_engine: Callable[[], Engine]) -> Callable[..., G
 def _opened(path: Path, ranks: int) -> mmap.mmap:
     number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.ftruncate(number, memory_size(ranks, MOST))
-        return mmap.mmap(number, memory_size(ranks, MOST))
+        size = memory_size(ranks, MOST)
+        os.ftruncate(number, size)
+        if sys.platform == "linux":  # else a full /dev/shm is told by SIGBUS, at the first touch of a page
+            os.posix_fallocate(number, 0, size)
+        return mmap.mmap(number, size)
     finally:
         os.close(number)

@@ -3,6 +3,8 @@ where it can not."""
 
 from __future__ import annotations
 
+import errno
+import os
 import platform
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +86,22 @@ def test_a_folder_that_can_not_be_written_is_named_with_the_remedy(tmp_path: Pat
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(NativeUnavailable, match=r"can not be kept: .*Not a directory.*file.*; set XDG_CACHE_HOME"):
         find_library(tmp_path / "none.so", tmp_path / "file", "no-such-compiler")
+
+
+def test_a_disk_without_room_is_told_with_the_remedy(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("sglcore_cpu.compile._objects", refuse)
+    with pytest.raises(
+        NativeUnavailable, match=r"not compiled: .*No space left on device; free some space, or set XDG_CACHE_HOME"
+    ):
+        find_library(tmp_path / "none.so", tmp_path / "cache", fake(tmp_path, "nothing"), sources)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(NativeUnavailable, match=r"can not be kept: .*No space left on device; set XDG_CACHE_HOME"):
+        find_library(tmp_path / "none.so", tmp_path / "other", fake(tmp_path, "nothing"), sources)
 
 
 def test_a_start_after_one_that_failed_goes_on_from_where_it_was(sources: Path, tmp_path: Path) -> None:

@@ -38,9 +38,10 @@ _SAID = MappingProxyType(
         429: "Too much to do; `Retry-After` says when to come again",
         500: "An error inside the server, with the id under which its log has it",
         503: "The model is not ready, or its engine ended",
+        507: "The disk is full, so nothing was kept",
     }
 )
-WITH_BODY = tuple(status for status in _SAID if status != 405)
+WITH_BODY = tuple(status for status in _SAID if status not in (405, 507))
 """Error statuses of an endpoint that takes a body."""
 
 encode = msgspec.json.Encoder().encode

@@ -47,7 +47,12 @@ async def running_app(frontend: ChatFrontend) -> AsyncIterator[FastAPI]:
         yield make_app(frontend)
         return
     store = BatchStore(Path(folder).expanduser())
-    runner = BatchRunner(store, lambda *asked: ask(app, *asked), frontend.config.max_batch_requests)
+    runner = BatchRunner(
+        store,
+        lambda *asked: ask(app, *asked),
+        frontend.config.max_batch_requests,
+        longest=frontend.config.max_request_bytes,
+    )
     app = make_app(frontend, runner)
     running = asyncio.create_task(runner.run())
     frontend.when_draining(running.cancel)
@@ -75,7 +80,7 @@ def make_app(frontend: ChatFrontend, runner: BatchRunner | None = None) -> FastA
     router = Routes(frontend.config.sse_keep_alive, partial(_on_unknown, frontend))
     for module in _ENDPOINTS:
         module.add_routes(router, frontend)
-    batches.add_routes(router, runner)
+    batches.add_routes(router, runner, frontend.config.max_batch_file_bytes)
     app.include_router(router)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)

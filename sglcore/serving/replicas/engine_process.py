@@ -22,7 +22,7 @@ from sglcore.device.choice import ChosenDevice, adopt
 from sglcore.device.config import EngineConfig, config_of_plain
 from sglcore.device.discovery import discover
 from sglcore.device.ending import leave
-from sglcore.device.errors import SglcoreError, WorkerLost
+from sglcore.device.errors import SglcoreError, WorkerLost, no_space
 from sglcore.engine.grammar import Grammars, open_grammars
 from sglcore.engine.meter import Meter
 from sglcore.engine.pages.start import open_pages, settled
@@ -66,8 +66,9 @@ def main() -> int:
             channel.close()
             os._exit(code)  # requests wait for this end, and what other hosts hold can not be asked for now
     except Exception as error:
-        logging.error("%s", traceback.format_exc())
-        channel.send(Failed(f"{type(error).__name__}: {error}", 1))
+        full = no_space(error)
+        logging.error("%s", full or traceback.format_exc())
+        channel.send(Failed(full or f"{type(error).__name__}: {error}", 1))
         code = 1
     channel.close()
     heartbeat.close()

@@ -78,6 +78,15 @@ class Unserved(SglcoreError):
         super().__init__(found, remedy="try again; while /readyz does not answer 200, ask another server")
 
 
+class StorageError(SglcoreError):
+    """What the server was to keep could not be written."""
+
+    def __init__(self, found: str, *, is_full: bool) -> None:
+        """`found` says what and why; `is_full`: for want of space."""
+        super().__init__(found, remedy=f"{'free space' if is_full else 'correct that'} there, and try again")
+        self.is_full = is_full
+
+
 class InvalidRequest(SglcoreError, ValueError):
     """A request that the server refuses: the status, and the field and code that OpenAI's schema wants."""
 
@@ -129,6 +138,9 @@ def failure(error: BaseException) -> Failure | None:
         return Failure(503, str(error), "unavailable_error", code="not_answering", headers=_retry_after(5.0))
     if isinstance(error, EngineDied):
         return Failure(503, str(error), "unavailable_error", code="engine_died")
+    if isinstance(error, StorageError):
+        status, code = (507, "insufficient_storage") if error.is_full else (500, "storage_failed")
+        return Failure(status, str(error), "server_error", code=code)
     if isinstance(error, SamplingError):
         return Failure(400, str(error), INVALID, parameter_of(error))
     if isinstance(error, RequestError | TextError | GrammarError):

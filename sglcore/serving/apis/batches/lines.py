@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ import msgspec
 
 MOST_FAULTS = 50
 """Faults of a file that are told."""
+LONGEST_LINE = 8 << 20
+"""Bytes of a line at most, unless the server allows other requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +30,21 @@ class _Written(msgspec.Struct):
     body: dict[str, Any]
 
 
-def read_lines(content: bytes, endpoint: str) -> tuple[list[Line], list[dict[str, Any]]]:
-    """The requests of a file, all for this endpoint, and what is wrong with it as OpenAI writes that: a file with a fault
-    is not run."""
+def read_lines(
+    content: Iterable[bytes], endpoint: str, longest: int = LONGEST_LINE
+) -> tuple[list[Line], list[dict[str, Any]]]:
+    """The requests of a file's lines, all for this endpoint and none of more than `longest` bytes, and what is wrong with it as
+    OpenAI writes that: a file with a fault is not run."""
     lines: list[Line] = []
     faults: list[dict[str, Any]] = []
     names: set[str] = set()
     decoder = msgspec.json.Decoder(_Written)
-    for number, text in enumerate(content.splitlines(), 1):
+    for number, text in enumerate(content, 1):
         if not text.strip() or len(faults) == MOST_FAULTS:
+            continue
+        if len(text) > longest:
+            found = f"this line has {len(text)} bytes, where {longest} are the most (max_request_bytes)"
+            faults.append(_fault("request_too_large", found, None, number))
             continue
         try:
             written = decoder.decode(text)

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
 from pydantic import Field
 
-from sglcore.serving.apis.answer import Answer, as_json, documented
+from sglcore.serving.apis.answer import WITH_BODY, Answer, as_json, documented
 from sglcore.serving.apis.batches.runner import BatchRunner
 from sglcore.serving.apis.batches.store import BatchStore
 from sglcore.serving.apis.batches.upload import read_form
@@ -55,8 +55,8 @@ class Deleted(Answer):
     deleted: bool
 
 
-def add_routes(router: APIRouter, runner: BatchRunner | None) -> None:
-    """All of them; where nothing runs batches they say what it takes."""
+def add_routes(router: APIRouter, runner: BatchRunner | None, most: int) -> None:
+    """All of them; where nothing runs batches they say what it takes. `most`: bytes of a file."""
 
     def opened() -> BatchRunner:
         if runner is None:
@@ -68,15 +68,15 @@ def add_routes(router: APIRouter, runner: BatchRunner | None) -> None:
             )
         return runner
 
-    _add_files(router, lambda: opened().store)
+    _add_files(router, lambda: opened().store, most)
     _add_batches(router, opened)
 
 
-def _add_files(router: APIRouter, opened: Callable[[], BatchStore]) -> None:
+def _add_files(router: APIRouter, opened: Callable[[], BatchStore], most: int) -> None:
     @router.post(
         "/v1/files",
         tags=["batches"],
-        responses=documented(FileObject, statuses=(400, 404, 413, 415)),
+        responses=documented(FileObject, statuses=(400, 404, 413, 415, 507)),
         openapi_extra=_form(),
     )
     async def upload(request: Request) -> Response:
@@ -86,6 +86,7 @@ def _add_files(router: APIRouter, opened: Callable[[], BatchStore]) -> None:
         purpose = fields.pop("purpose", "")
         if purpose != "batch":
             raise InvalidRequest(f"found the purpose {purpose[:60]!r}", wanted="batch", param="purpose")
+        _check_size(len(content), most)
         return as_json(await asyncio.to_thread(store.add_file, content, name, purpose), sorted(fields))
 
     @router.get("/v1/files", tags=["batches"], responses=documented(statuses=_GET))
@@ -104,7 +105,7 @@ def _add_files(router: APIRouter, opened: Callable[[], BatchStore]) -> None:
         """A file."""
         return as_json(await asyncio.to_thread(opened().get, "files", file_id, "file_id"))
 
-    @router.delete("/v1/files/{file_id}", tags=["batches"], responses=documented(Deleted, statuses=_GET))
+    @router.delete("/v1/files/{file_id}", tags=["batches"], responses=documented(Deleted, statuses=(*_GET, 507)))
     async def delete(file_id: str) -> Response:
         """Forget a file."""
         await asyncio.to_thread(opened().delete_file, file_id)
@@ -125,8 +126,20 @@ def _add_files(router: APIRouter, opened: Callable[[], BatchStore]) -> None:
         return FileResponse(path, media_type="application/octet-stream")
 
 
+def _check_size(size: int, most: int) -> None:
+    if size > most:
+        raise InvalidRequest(
+            f"the file has {size} bytes",
+            wanted=f"{most} at most",
+            remedy="make several files, or start the server with a greater --max-batch-file-bytes",
+            param="file",
+            code="request_too_large",
+            status=413,
+        )
+
+
 def _add_batches(router: APIRouter, opened: Callable[[], BatchRunner]) -> None:
-    @router.post("/v1/batches", tags=["batches"], responses=documented())
+    @router.post("/v1/batches", tags=["batches"], responses=documented(statuses=(*WITH_BODY, 507)))
     async def create(body: BatchBody) -> Response:
         """Run the requests of a file."""
         runner, store = opened(), opened().store
@@ -146,7 +159,7 @@ def _add_batches(router: APIRouter, opened: Callable[[], BatchRunner]) -> None:
         """A batch."""
         return as_json(await asyncio.to_thread(opened().store.get, "batches", batch_id, "batch_id"))
 
-    @router.post("/v1/batches/{batch_id}/cancel", tags=["batches"], responses=documented(statuses=_GET))
+    @router.post("/v1/batches/{batch_id}/cancel", tags=["batches"], responses=documented(statuses=(*_GET, 507)))
     async def cancel(batch_id: str) -> Response:
         """End a batch; what it has is kept."""
         runner, store, waiting = opened(), opened().store, ("validating", "in_progress", "cancelling")

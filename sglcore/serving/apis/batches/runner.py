@@ -8,12 +8,14 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from sglcore.serving.apis.batches.lines import Line, read_lines
+from sglcore.serving.apis.batches.lines import LONGEST_LINE, Line, read_lines
 from sglcore.serving.apis.batches.store import BatchStore
+from sglcore.serving.replicas.errors import StorageError, failure
 
 Call = Callable[[str, bytes, str], Awaitable[tuple[int, bytes]]]
 """Asks an endpoint: its path, a JSON body, the request's id; status and JSON of the answer."""
@@ -30,9 +32,12 @@ log = logging.getLogger("sglcore.serving")
 class BatchRunner:
     """One batch after another, the oldest first. `tell` it that there is something new."""
 
-    def __init__(self, store: BatchStore, call: Call, at_once: int, *, wait: float = RETRY_SECONDS) -> None:
-        """`at_once`: requests that may be on their way together. `wait`: seconds before what did not work is tried again."""
-        self.store = store
+    def __init__(
+        self, store: BatchStore, call: Call, at_once: int, *, longest: int = LONGEST_LINE, wait: float = RETRY_SECONDS
+    ) -> None:
+        """`at_once`: requests that may be on their way together. `longest`: bytes of one at most. `wait`: seconds before what did
+        not work is tried again."""
+        self.store, self._longest = store, longest
         self._call, self._at_once, self._wait = call, at_once, wait
         self._news = asyncio.Event()
 
@@ -44,37 +49,48 @@ class BatchRunner:
         """Run what there is and what comes, until cancelled; a batch that was cut off then goes on with the next start."""
         while True:
             self._news.clear()
+            active = await self._active()
+            for batch in active:
+                await self._try(batch)
+            if not active:
+                await self._rest()
+
+    async def _active(self) -> list[dict[str, Any]]:
+        """The batches that are not over; waits until they can be read."""
+        is_told = False
+        while True:
             try:
-                active = await asyncio.to_thread(self.store.active)
-                if not active:
-                    await self._news.wait()
-                for batch in active:
-                    await self._try(batch)
-            except (OSError, sqlite3.Error):
-                log.exception("batches can not be run for the moment")
+                return await asyncio.to_thread(self.store.active)
+            except (OSError, sqlite3.Error) as error:
+                if not is_told:
+                    log.error("batches can not be read, which is tried every %g s: %s", self._wait, error)
+                is_told = True
                 await asyncio.sleep(self._wait)
 
+    async def _rest(self) -> None:
+        """Wait for news; batches whose end is not written are until then."""
+        while not await asyncio.to_thread(self.store.settle):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), self._wait)
+                return
+        await self._news.wait()
+
     async def _try(self, batch: dict[str, Any]) -> None:
-        """Run it; what is wrong with it fails it, what is wrong with the disk is raised."""
+        """Run it; what goes wrong fails it, and nothing else."""
         try:
             await self._run(batch)
-        except (OSError, sqlite3.Error):
-            raise
+        except (StorageError, OSError, sqlite3.Error) as error:
+            log.error("the batch %s failed: %s", batch["id"], error)
+            await self._fail(batch, [_storage_fault(error)])
         except Exception as error:
             log.exception("the batch %s failed", batch["id"])
-            fault = {
-                "code": "internal_error",
-                "message": f"{type(error).__name__}: {error}",
-                "param": None,
-                "line": None,
-            }
-            await self._fail(batch["id"], [fault])
+            await self._fail(batch, [_fault("internal_error", f"{type(error).__name__}: {error}")])
 
     async def _run(self, batch: dict[str, Any]) -> None:
         name = batch["id"]
         lines, faults = await asyncio.to_thread(self._lines, batch)
         if faults:
-            return await self._fail(name, faults)
+            return await self._fail(batch, faults)
         counts = {"total": len(lines), "completed": 0, "failed": 0}
         waiting = ("validating", "in_progress")
         begun = await asyncio.to_thread(self.store.move, name, "in_progress", of=waiting, request_counts=counts)
@@ -89,8 +105,8 @@ class BatchRunner:
         await asyncio.to_thread(self.store.finish, name, end)
 
     def _lines(self, batch: dict[str, Any]) -> tuple[list[Line], list[dict[str, Any]]]:
-        content = self.store.content(batch["input_file_id"], "input_file_id").read_bytes()
-        return read_lines(content, batch["endpoint"])
+        with self.store.content(batch["input_file_id"], "input_file_id").open("rb") as stream:
+            return read_lines(stream, batch["endpoint"], self._longest)
 
     async def _answer_all(self, batch: dict[str, Any], lines: list[Line]) -> str:
         """How it ended: completed, cancelled or expired. What is on its way then is dropped."""
@@ -102,7 +118,7 @@ class BatchRunner:
 
         workers = [asyncio.create_task(work()) for _ in range(self._at_once)]
         try:
-            while pending := {worker for worker in workers if not worker.done()}:
+            while pending := _pending(workers):
                 known = await asyncio.to_thread(self.store.get, "batches", batch["id"], "batch_id")
                 if known["status"] == "cancelling":
                     return "cancelled"
@@ -112,8 +128,6 @@ class BatchRunner:
                 await asyncio.wait({*pending, news}, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 news.cancel()
                 self._news.clear()
-            for worker in workers:
-                worker.result()
             return "completed"
         finally:
             for worker in workers:
@@ -133,5 +147,25 @@ class BatchRunner:
         text, is_answer = msgspec.json.encode(result), status < 400
         await asyncio.to_thread(self.store.add_result, batch["id"], line.number, text, is_answer=is_answer)
 
-    async def _fail(self, name: str, faults: list[dict[str, Any]]) -> None:
-        await asyncio.to_thread(self.store.finish, name, "failed", errors={"object": "list", "data": faults})
+    async def _fail(self, batch: dict[str, Any], faults: list[dict[str, Any]]) -> None:
+        await asyncio.to_thread(self.store.fail, batch, errors={"object": "list", "data": faults})
+
+
+def _pending(workers: list[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """Those that have not ended. Raises what ended one of the others."""
+    for worker in workers:
+        if worker.done():
+            worker.result()
+    return {worker for worker in workers if not worker.done()}
+
+
+def _storage_fault(error: Exception) -> dict[str, Any]:
+    told = failure(error)
+    if told is not None:
+        return _fault(told.code or "", told.message)
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return _fault("storage_failed", f"the files of this batch can not be read: {reason}")
+
+
+def _fault(code: str, message: str) -> dict[str, Any]:
+    return {"code": code, "message": message, "param": None, "line": None}

@@ -13,12 +13,12 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sglcore.device.errors import ConfigError
-from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.device.errors import NO_SPACE, ConfigError
+from sglcore.serving.replicas.errors import InvalidRequest, StorageError
 
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 """A batch in one of these states is not over."""
@@ -32,12 +32,15 @@ CREATE TABLE IF NOT EXISTS results (
 
 
 class BatchStore:
-    """One folder, of which one server is the owner. Objects are as OpenAI's API has them."""
+    """One folder, of which one server is the owner. Objects are as OpenAI's API has them. What can not be written raises
+    StorageError, and then nothing of it is left."""
 
     def __init__(self, folder: Path) -> None:
         """Open or make it; what was half written when its owner ended is removed. Raises ConfigError."""
         self._files = folder / "files"
         self._lock = threading.Lock()
+        self._unwritten: dict[str, dict[str, Any]] = {}
+        """Batches that have failed, as the disk does not say yet."""
         try:
             self._files.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(folder / "batches.sqlite", check_same_thread=False, timeout=1.0)
@@ -48,6 +51,7 @@ class BatchStore:
             for path in self._files.iterdir():
                 if path.name not in known:
                     path.unlink()
+            self._drop_old_results()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"batch_folder {folder} can not be used: {error}",
@@ -57,12 +61,16 @@ class BatchStore:
 
     def close(self) -> None:
         """Let go of the folder."""
+        self.settle()
         self._database.close()
 
-    def add_file(self, content: bytes, filename: str, purpose: str) -> dict[str, Any]:
+    def add_file(self, content: bytes | memoryview, filename: str, purpose: str) -> dict[str, Any]:
         """Keep a file; the object that describes it."""
-        with self._transaction():
-            return self._add_file(content, filename, purpose)
+        with self._undone() as made:
+            value = self._write((content,), filename, purpose, made)
+            with self._lock, self._database:
+                self._put("files", value)
+        return value
 
     def content(self, file_id: str, param: str = "file_id") -> Path:
         """Where a file's content is. Raises InvalidRequest for one that is not there."""
@@ -91,7 +99,7 @@ class BatchStore:
         if row is None:
             what = "file" if table == "files" else "batch"
             raise InvalidRequest(f"found no {what} {object_id[:60]!r}", param=param, code="not_found", status=404)
-        return self._shown(table, json.loads(row[0]))
+        return self._shown(table, self._known(row[0]))
 
     def page(
         self, table: str, limit: int, after: str | None, *, ascending: bool = False, purpose: str | None = None
@@ -105,7 +113,7 @@ class BatchStore:
             rows = self._database.execute(f"SELECT value FROM {table} {where} ORDER BY number {order}", (after,))
             wanted = (value for row in rows if purpose in (None, (value := json.loads(row[0])).get("purpose")))
             found = [value for value, _ in zip(wanted, range(limit + 1), strict=False)]
-        data = [self._shown(table, value) for value in found[:limit]]
+        data = [self._shown(table, self._unwritten.get(value["id"], value)) for value in found[:limit]]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return {"object": "list", "data": data, **ends, "has_more": len(found) > limit}
 
@@ -113,7 +121,7 @@ class BatchStore:
         """The batches that are not over, oldest first."""
         with self._lock:
             rows = self._database.execute("SELECT value FROM batches ORDER BY number").fetchall()
-        return [value for row in rows if (value := json.loads(row[0]))["status"] in ACTIVE]
+        return [value for row in rows if (value := self._known(row[0]))["status"] in ACTIVE]
 
     def move(self, batch_id: str, status: str, *, of: Iterable[str] = ACTIVE, **known: Any) -> dict[str, Any]:
         """Put a batch into a state, if it is in one `of` these, with the time of it and what is `known` then; the batch."""
@@ -134,41 +142,105 @@ class BatchStore:
 
     def finish(self, batch_id: str, status: str, **known: Any) -> None:
         """Make the files of what a batch has, and put it into its last state with what is `known` of it, all or nothing."""
-        with self._transaction():
+        with self._transaction() as made:
             known["request_counts"] = self._counts(batch_id)
-            for is_answer, name in ((True, "output"), (False, "error")):
-                rows = self._database.execute(
-                    "SELECT value FROM results WHERE batch = ? AND is_answer = ? ORDER BY line", (batch_id, is_answer)
-                )
-                content = b"".join(row[0] + b"\n" for row in rows)
-                if content:
-                    made = self._add_file(content, f"{batch_id}_{name}.jsonl", "batch_output")
-                    known[f"{name}_file_id"] = made["id"]
+            for name in self._kinds(batch_id):
+                rows = self._results(batch_id, name)
+                value = self._write(rows, f"{batch_id}_{name}.jsonl", "batch_output", made)
+                self._put("files", value)
+                known[f"{name}_file_id"] = value["id"]
             self._move(batch_id, status, ACTIVE, known)
             self._database.execute("DELETE FROM results WHERE batch = ?", (batch_id,))
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with self._lock, self._database:
-            yield
+    def fail(self, batch: dict[str, Any], **known: Any) -> None:
+        """Put a batch into the state "failed", with what is `known` of it, and with the files of what it has where there is room
+        for them. Where nothing can be written it has failed all the same, and `settle` writes it."""
+        try:
+            return self.finish(batch["id"], "failed", **known)
+        except StorageError:
+            with suppress(sqlite3.Error):
+                batch = self.get("batches", batch["id"], "batch_id")
+        if batch["status"] in ACTIVE:
+            self._unwritten[batch["id"]] = batch | {"status": "failed", "failed_at": int(time.time()), **known}
+        self.settle()
 
-    def _add_file(self, content: bytes, filename: str, purpose: str) -> dict[str, Any]:
-        file_id = f"file-{secrets.token_hex(12)}"
-        with (self._files / file_id).open("xb") as stream:
-            stream.write(content)
+    def settle(self) -> bool:
+        """Write which batches have failed, if the disk takes it now; whether all is written."""
+        for batch_id, batch in list(self._unwritten.items()):
+            try:
+                with self._transaction():
+                    self._update(batch)
+            except StorageError:
+                return False
+            del self._unwritten[batch_id]
+            self._drop_old_results()
+        return True
+
+    @contextmanager
+    def _transaction(self) -> Iterator[list[Path]]:
+        with self._undone() as made, self._lock, self._database:
+            yield made
+
+    @contextmanager
+    def _undone(self) -> Iterator[list[Path]]:
+        """The list of files that are removed again if what is inside fails. What the disk says is raised as StorageError."""
+        made: list[Path] = []
+        try:
+            yield made
+        except BaseException as error:
+            for path in made:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+            if isinstance(error, OSError | sqlite3.Error):
+                raise _storage_error(error) from error
+            raise
+
+    def _write(
+        self, content: Iterable[bytes | memoryview], filename: str, purpose: str, made: list[Path]
+    ) -> dict[str, Any]:
+        """A new file of these pieces, which is on the disk, and is the last of those `made`; the object that describes it."""
+        file_id, size = f"file-{secrets.token_hex(12)}", 0
+        made.append(self._files / file_id)
+        with made[-1].open("xb") as stream:
+            for piece in content:
+                size += stream.write(piece)
             stream.flush()
             os.fsync(stream.fileno())
-        known = {"bytes": len(content), "created_at": int(time.time()), "filename": filename, "purpose": purpose}
-        value = {"id": file_id, "object": "file", **known, "status": "processed"}
-        self._put("files", value)
-        return value
+        known = {"bytes": size, "created_at": int(time.time()), "filename": filename, "purpose": purpose}
+        return {"id": file_id, "object": "file", **known, "status": "processed"}
+
+    def _kinds(self, batch_id: str) -> list[str]:
+        """Which files a batch gets: of answers, and of errors."""
+        rows = self._database.execute("SELECT DISTINCT is_answer FROM results WHERE batch = ?", (batch_id,))
+        return sorted(("output" if row[0] else "error" for row in rows), reverse=True)
+
+    def _results(self, batch_id: str, kind: str) -> Iterator[bytes]:
+        """The lines of such a file."""
+        rows = self._database.execute(
+            "SELECT value FROM results WHERE batch = ? AND is_answer = ? ORDER BY line", (batch_id, kind == "output")
+        )
+        return (row[0] + b"\n" for row in rows)
+
+    def _drop_old_results(self) -> None:
+        """Those of batches that are over, which a full disk may have kept from being removed."""
+        names = ", ".join(f"'{each['id']}'" for each in self.active())
+        with suppress(StorageError), self._transaction():
+            self._database.execute(f"DELETE FROM results WHERE batch NOT IN ({names})")
+
+    def _known(self, text: str) -> dict[str, Any]:
+        """A row's object, as it is by now."""
+        value: dict[str, Any] = json.loads(text)
+        return self._unwritten.get(value["id"], value)
+
+    def _update(self, batch: Mapping[str, Any]) -> None:
+        self._database.execute("UPDATE batches SET value = ? WHERE id = ?", (json.dumps(batch), batch["id"]))
 
     def _move(self, batch_id: str, status: str, of: Iterable[str], known: Mapping[str, Any]) -> dict[str, Any]:
         (text,) = self._database.execute("SELECT value FROM batches WHERE id = ?", (batch_id,)).fetchone()
-        batch = json.loads(text)
+        batch = self._known(text)
         if batch["status"] in of:
             batch |= {"status": status, f"{status}_at": int(time.time()), **known}
-            self._database.execute("UPDATE batches SET value = ? WHERE id = ?", (json.dumps(batch), batch_id))
+            self._update(batch)
         return batch
 
     def _put(self, table: str, value: Mapping[str, Any]) -> None:
@@ -187,3 +259,11 @@ class BatchStore:
         completed = sum(row[0] for row in rows)
         counts = {"completed": completed, "failed": len(rows) - completed}
         return {**json.loads(text)["request_counts"], **counts}
+
+
+def _storage_error(error: OSError | sqlite3.Error) -> StorageError:
+    if isinstance(error, OSError):
+        reason, is_full = error.strerror or str(error), error.errno in NO_SPACE
+    else:
+        reason, is_full = str(error), vars(error).get("sqlite_errorcode") == sqlite3.SQLITE_FULL
+    return StorageError(f"the folder of batches (batch_folder) can not be written to: {reason}", is_full=is_full)

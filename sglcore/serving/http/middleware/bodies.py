@@ -3,76 +3,132 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiEvent
 
 from sglcore.serving.http.middleware.refusal import TurnedAway, body_length, has_body, header
 
-ARRIVING = 32
-"""So many bodies of the greatest size may be arriving at once; beyond that, requests are told to come again."""
+ARRIVING, ARRIVING_FILES = 32, 2
+"""So many bodies, or files, of the greatest size may be there at once; beyond that, requests are told to come again."""
+FILES = "/v1/files"
+FORM_BYTES = 64 << 10
+"""What a form may have around its file."""
+
+
+@dataclass(slots=True)
+class Limit:
+    """Bytes of a body at most, the flag that sets them, the sum that may be there at once, and is."""
+
+    most: int
+    flag: str
+    most_at_once: int
+    at_once: int = 0
+
+
+@dataclass(slots=True)
+class Arriving:
+    """A body that arrives: its bytes so far, which count for its limit until it is let go of."""
+
+    limit: Limit
+    count: int = 0
+
+    def add(self, count: int) -> None:
+        """So many bytes more. Raises TurnedAway."""
+        self.count += count
+        self.limit.at_once += count
+        if self.count > self.limit.most:
+            raise too_large(f"more than {self.limit.most} bytes", self.limit)
+        if self.limit.at_once > self.limit.most_at_once:
+            text = "too many large requests are arriving at once; try again later"
+            raise TurnedAway(429, text, "overloaded", {"retry-after": "1"})
+
+    def let_go(self) -> None:
+        """It is in memory no more, or somebody else counts it. Idempotent."""
+        self.limit.at_once -= self.count
+        self.count = 0
 
 
 class Bodies:
     """Hands the app a body that is complete."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
-        """`max_bytes` of a body, which has to arrive in `seconds`."""
-        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
-        self._arriving = 0
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, max_file_bytes: int) -> None:
+        """`max_bytes` of a body, which has to arrive in `seconds`; a file of `max_file_bytes` has as long for each `max_bytes`."""
+        self._app, self._seconds, self._step = app, seconds, max_bytes
+        self._usual = Limit(max_bytes, "--max-request-bytes", ARRIVING * max_bytes)
+        most = max_file_bytes + FORM_BYTES
+        self._files = Limit(most, "--max-batch-file-bytes", ARRIVING_FILES * most)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises TurnedAway: 413 (too large), 408 (too slow), 415 (compressed), 429 (too many at once)."""
         if not has_body(scope):
             return await self._app(scope, receive, send)
-        self._check(scope)
-        body = await self._read(receive)
-        if body is not None:
-            await self._app(scope, _once(body, receive), send)
+        limit = self._files if scope["path"] == FILES else self._usual
+        _check(scope, limit)
+        with _arriving(limit) as arriving:
+            body = await self._read(arriving, receive)
+            if limit is self._usual:
+                arriving.let_go()
+            if body is not None:
+                inward = _once(body, receive)
+                del body
+                await self._app(scope, inward, send)
 
-    def _check(self, scope: Scope) -> None:
-        encoding = (header(scope, b"content-encoding") or b"identity").decode("latin-1")
-        if encoding.lower() != "identity":
-            message = f"the body's content-encoding is {encoding!r}; send it as it is, without compression"
-            raise TurnedAway(415, message, "unsupported_encoding")
-        length = body_length(scope)
-        if length is not None and length > self._max_bytes:
-            raise self._too_large(f"{length} bytes")
-
-    def _too_large(self, found: str) -> TurnedAway:
-        message = (
-            f"the request has {found}, where {self._max_bytes} are the most; "
-            "send less at once, or start the server with a greater --max-request-bytes"
-        )
-        return TurnedAway(413, message, "request_too_large")
-
-    async def _read(self, receive: Receive) -> bytes | None:
+    async def _read(self, arriving: Arriving, receive: Receive) -> bytes | None:
         """The body; None if the client left."""
-        body = bytearray()
         try:
-            async with asyncio.timeout(self._seconds):
-                return await self._collect(body, receive)
+            async with asyncio.timeout(self._seconds) as deadline:
+                return await self._collect(arriving, receive, deadline)
         except TimeoutError:
-            message = f"{len(body)} bytes of the body arrived in {self._seconds:g} s, and not its end; send it faster"
+            seconds = self._seconds * (1 + arriving.count // self._step)
+            message = f"{arriving.count} bytes of the body arrived in {seconds:g} s, and not its end; send it faster"
             raise TurnedAway(408, message, "request_timeout") from None
-        finally:
-            self._arriving -= len(body)
 
-    async def _collect(self, body: bytearray, receive: Receive) -> bytes | None:
+    async def _collect(self, arriving: Arriving, receive: Receive, deadline: asyncio.Timeout) -> bytes | None:
+        body = bytearray()
         while True:
             message = await receive()
             if message["type"] != "http.request":
                 return None
             chunk = message.get("body", b"")
+            steps = (len(body) + len(chunk)) // self._step - len(body) // self._step
+            arriving.add(len(chunk))
             body += chunk
-            self._arriving += len(chunk)
-            if len(body) > self._max_bytes:
-                raise self._too_large(f"more than {self._max_bytes} bytes")
-            if self._arriving > ARRIVING * self._max_bytes:
-                text = "too many large requests are arriving at once; try again later"
-                raise TurnedAway(429, text, "overloaded", {"retry-after": "1"})
             if not message.get("more_body", False):
                 return bytes(body)
+            if steps:
+                deadline.reschedule((deadline.when() or 0.0) + steps * self._seconds)
+
+
+@contextmanager
+def _arriving(limit: Limit) -> Iterator[Arriving]:
+    arriving = Arriving(limit)
+    try:
+        yield arriving
+    finally:
+        arriving.let_go()
+
+
+def too_large(found: str, limit: Limit) -> TurnedAway:
+    """413, with the number and the remedy."""
+    message = (
+        f"the request has {found}, where {limit.most} are the most; "
+        f"send less at once, or start the server with a greater {limit.flag}"
+    )
+    return TurnedAway(413, message, "request_too_large")
+
+
+def _check(scope: Scope, limit: Limit) -> None:
+    encoding = (header(scope, b"content-encoding") or b"identity").decode("latin-1")
+    if encoding.lower() != "identity":
+        message = f"the body's content-encoding is {encoding!r}; send it as it is, without compression"
+        raise TurnedAway(415, message, "unsupported_encoding")
+    length = body_length(scope)
+    if length is not None and length > limit.most:
+        raise too_large(f"{length} bytes", limit)
 
 
 def _once(body: bytes, receive: Receive) -> Receive:
