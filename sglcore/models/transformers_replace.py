@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import TypeVar, cast
 
 import torch
@@ -43,6 +42,7 @@ from sglcore.models.transformers_trace import Trace, shared_inputs
 from sglcore.models.transformers_twins import (
     gated_block_of,
     is_linear,
+    kind_of,
     may_be_block,
     may_be_norm,
     rms_norm_of,
@@ -51,9 +51,6 @@ from sglcore.models.transformers_walk import LENGTHS, AttentionCall, DoesNotRun,
 
 _CHOOSING = frozenset({"gate", "router", "wg"})
 """Layers that choose experts stay as they are: a rounding would choose others, and their classes read their weights."""
-
-_VALUES = (int, float, str, tuple, FunctionType)
-"""What shows, among a module's attributes, that it is another kind of its class."""
 
 Place = tuple[nn.Module, str, str, nn.Module]
 """A module's owner, its name there, its name in the model, and itself."""
@@ -198,7 +195,7 @@ def _blocks(places: Iterable[Place], dtype: torch.dtype) -> Iterator[GatedBlock]
     for owner, name, path, module in places:
         if not may_be_block(module):
             continue
-        key = _kind(module)
+        key = kind_of(module)
         if key not in known:
             known[key] = gated_block_of(module, dtype)
         if (form := known[key]) is not None:
@@ -214,7 +211,7 @@ def _norms(places: Iterable[Place], dtype: torch.dtype) -> Iterator[Norm]:
     for owner, name, path, module in places:
         if not may_be_norm(module):
             continue
-        key = _kind(module)
+        key = kind_of(module)
         if key not in known:
             known[key] = rms_norm_of(module, dtype)
         if (form := known[key]) is not None:
@@ -228,7 +225,7 @@ def _routers(places: Iterable[Place], dtype: torch.dtype) -> Iterator[Put[Router
     for owner, name, path, module in places:
         if not may_route(module):
             continue
-        key = _kind(module)
+        key = kind_of(module)
         if key not in known:
             known[key] = routing_of(module, dtype)
         if (form := known[key]) is not None:
@@ -244,15 +241,6 @@ def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[Put[Pa
             linear = PackedLinear(module, path)
             setattr(owner, name, linear)
             yield owner, name, linear
-
-
-def _kind(module: nn.Module) -> object:
-    """Modules of one kind have twins that do the same."""
-    own = vars(module).items()
-    values = tuple(each for each in own if isinstance(each[1], _VALUES))
-    shapes = tuple((name, None if each is None else each.shape) for name, each in module._parameters.items())
-    parts = tuple((name, _kind(each)) for name, each in module._modules.items() if each is not None)
-    return type(module), values, shapes, parts
 
 
 def _join(trace: Trace) -> None:

@@ -7,7 +7,7 @@ with the state of its slot; rows of one token side by side. The walk on shapes a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_layers import PackedLinear
+from sglcore.models.transformers_twins import kind_of
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.states import StateTensor
 from sglcore.runtime.state_layer import StateLayer
@@ -31,6 +32,18 @@ _CACHES = ("cache_params", "past_key_values")
 """What it calls the cache."""
 EQUAL = 1e-3
 """The greatest difference, relative to the largest value, of what is computed in another order."""
+FEW, LONG = 6, 70
+"""Tokens that a twin is tried with. Chunks that no attribute tells have 64."""
+PARTS, LAST = (33, 2, 35), 9
+"""Parts of the `LONG` tokens, and how many come one by one of who forgets: none begins where a chunk does."""
+SMALL = 16
+"""The most tokens of a chunk that an attribute tells, in a twin."""
+LARGE = 8.0
+"""How much larger than others some tokens are."""
+_CHUNKS = ("chunk_size",)
+"""Attributes that tell a chunk's tokens and may be any number."""
+_LAYER = frozenset({"layer_idx", "name", "_own"})
+"""Attributes that only say to which layer a state or a weight belongs."""
 
 
 class Held:
@@ -217,53 +230,99 @@ def names_in(kind: type[nn.Module]) -> set[str]:
 
 
 def check_mixers(mixers: tuple[Mixer, ...]) -> None:
-    """Find those that forget, by a twin of each class with random weights, once buffers have their values. Raises
-    `ConfigError` for one that token by token does not give what it gives at once."""
-    if not mixers:
-        return
-    kinds = {type(mixer.module): mixer for mixer in mixers}
+    """Find those that forget, once buffers have their values. Raises `ConfigError` for one whose states do not stand for the
+    tokens before.
+
+    The evidence is a twin with random weights of every kind: a class, its numbers and its shapes, whatever its layer.
+    `LONG` tokens from no state, more than a chunk of its own, are the same from zeros in `PARTS`, or one by one at the
+    end where it forgets. The first `FEW` are the same one by one and in rows side by side. Some tokens are large, so
+    that limits show.
+    """
+    kinds: dict[object, bool] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        forgets = {kind: _forgets(mixer) for kind, mixer in kinds.items()}
-    for mixer in mixers:
-        mixer.forgets = forgets[type(mixer.module)]
+        for mixer in mixers:
+            kind = _kind(mixer)
+            if kind not in kinds:
+                kinds[kind] = _forgets(mixer)
+            mixer.forgets = kinds[kind]
+
+
+def _kind(mixer: Mixer) -> object:
+    """Mixers of one kind have twins that do the same."""
+    return kind_of(mixer.module, _LAYER), mixer.size, tuple(sorted(mixer.kept.items()))
 
 
 def _forgets(mixer: Mixer) -> bool:
-    twin = _twin(mixer.module)
-    hidden = torch.randn(1, 6, mixer.size)
-    whole = _in_parts(twin, mixer, hidden, 6)
-
-    def differs(size: int) -> bool:
-        found = _in_parts(twin, mixer, hidden, size)
-        return not float((found - whole).abs().max()) <= EQUAL * float(whole.abs().max())
-
-    if differs(1):
+    """Whether a second part of several tokens begins anew."""
+    twin, hidden = _Twin(mixer), torch.randn(1, LONG, mixer.size)
+    hidden[:, ::3] *= LARGE
+    whole, few = twin(hidden, [LONG], {}), hidden[:, :FEW]
+    if not _is_same(twin(few, [1] * FEW), whole):
+        if not _is_same(twin(few, [FEW]), whole):
+            raise _refusal(mixer.module, "it begins with another state than zeros")
         raise _refusal(mixer.module, "token by token it does not give what it gives at once")
-    return differs(4)
+    if not _is_same(twin.side_by_side(few), torch.stack((whole[1], whole[0]))):
+        raise _refusal(mixer.module, "what it gives of a request depends on other requests of the step")
+    if _is_same(twin(hidden, PARTS), whole):
+        return False
+    if not _is_same(twin(hidden, [LONG - LAST, *[1] * LAST]), whole):
+        raise _refusal(mixer.module, f"of {LONG} tokens it gives something else in parts than at once")
+    return True
 
 
-def _in_parts(twin: nn.Module, mixer: Mixer, hidden: Tensor, size: int) -> Tensor:
-    """Its results [T, width], so many tokens at a time, from a state of zeros."""
-    call, states = MixerCall(twin), {name: torch.zeros(1, *kept.shape) for name, kept in mixer.kept.items()}
-    return torch.cat([mixer.results(call(part, states)) for part in hidden.split(size, dim=1)])
+def _is_same(found: Tensor, wanted: Tensor) -> bool:
+    """[T, width], the first rows of what is wanted."""
+    wanted = wanted[: len(found)]
+    return float((found - wanted).abs().max()) <= EQUAL * float(wanted.abs().max())
 
 
-def _twin(module: nn.Module) -> nn.Module:
-    """The same module on the host, with random weights in float32, its own buffers, and a forward of its own."""
-    copies: dict[int, Any] = {id(each): nn.Parameter(_random(each.shape)) for each in module.parameters()}
-    copies |= {id(each): _like(each.own) for each in module.modules() if isinstance(each, PackedLinear)}
-    copies |= {id(each): each.cpu().float() if each.is_floating_point() else each.cpu() for each in module.buffers()}
-    twin = deepcopy(module, copies)
-    del twin.forward
-    return twin
+class _Twin:
+    """The module of a mixer on the host in float32, with random weights, its own buffers, a forward of its own, and chunks of
+    so few tokens that `LONG` are several."""
+
+    def __init__(self, mixer: Mixer) -> None:
+        module = mixer.module
+        copies: dict[int, Any] = {id(each): nn.Parameter(_random(each.shape)) for each in module.parameters()}
+        copies |= {id(each): _Thin(each.own) for each in module.modules() if isinstance(each, PackedLinear)}
+        copies |= {
+            id(each): each.cpu().float() if each.is_floating_point() else each.cpu() for each in module.buffers()
+        }
+        twin = deepcopy(module, copies)
+        del twin.forward
+        own = vars(twin)
+        own |= {name: min(own[name], SMALL) for name in _CHUNKS if type(own.get(name)) is int}
+        self._call, self._mixer = MixerCall(twin), mixer
+
+    def _zeros(self, rows: int) -> dict[str, Tensor]:
+        return {name: torch.zeros(rows, *kept.shape) for name, kept in self._mixer.kept.items()}
+
+    def __call__(self, hidden: Tensor, sizes: Sequence[int], states: dict[str, Tensor] | None = None) -> Tensor:
+        """Its results [T, width] of hidden [1, T, H], in parts of so many tokens, from these states or zeros."""
+        states = self._zeros(1) if states is None else states
+        return torch.cat([self._mixer.results(self._call(part, states)) for part in hidden.split([*sizes], dim=1)])
+
+    def side_by_side(self, hidden: Tensor) -> Tensor:
+        """Its results [2, width] of two rows of one token: the second one behind the first, and the first one alone."""
+        one = self._zeros(1)
+        self._call(hidden[:, :1], one)
+        states = {name: torch.cat((one[name], zeros)) for name, zeros in self._zeros(1).items()}
+        return self._mixer.results(self._call(torch.cat((hidden[:, 1:2], hidden[:, :1])), states))
 
 
-def _like(linear: nn.Linear) -> nn.Linear:
-    made = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None)
-    for parameter in made.parameters():
-        parameter.data = _random(parameter.shape)
-    return made
+class _Thin(nn.Module):
+    """In place of a linear layer: one weight for each number that it gives, so that its size costs nothing."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._inputs = torch.randint(0, linear.in_features, (linear.out_features,))
+        self._weights = torch.randn(linear.out_features)
+        self._bias = None if linear.bias is None else _random(linear.bias.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        made = x[..., self._inputs] * self._weights
+        return made if self._bias is None else made + self._bias
 
 
 def _random(shape: torch.Size) -> Tensor:

@@ -84,15 +84,22 @@ class Keeper(nn.Module):
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.weight, self.what = nn.Parameter(torch.ones(4)), what
+        self.weight, self.what, self.chunk_size = nn.Parameter(torch.ones(4)), what, 256
 
     def forward(self, hidden: Tensor, cache_params: Any = None) -> Tensor:
         """[rows, T, 4]."""
-        before = cache_params.get_recurrent_state(0)
-        before = torch.zeros_like(hidden[:, 0]) if before is None else before[:, :4]
-        if self.what == "alone" and hidden.shape[1] == 1:
-            before = before * 0
-        sums = before[:, None] + hidden.cumsum(1) * self.weight
+        before, begun = cache_params.get_recurrent_state(0), torch.zeros_like(hidden[:, 0])
+        if before is None:
+            before = begun + (1 if self.what == "begins" else 0)
+        if (self.what == "alone" and hidden.shape[1] == 1) or (self.what == "forgets" and hidden.shape[1] > 1):
+            before = begun
+        if self.what == "rows":
+            before = before.mean(0, keepdim=True).expand(begun.shape)
+        if self.what == "limit" and hidden.shape[1] == 1:
+            hidden = hidden.clamp(-5, 5)
+        size = {"fixed": 64, "told": self.chunk_size}.get(self.what, hidden.shape[1])
+        chunks = [each.cumsum(1) * self.weight for each in hidden.split(size, dim=1)]
+        sums = torch.cat((before[:, :4][:, None] + chunks[0], *chunks[1:]), dim=1)  # later chunks begin anew
         kept = sums[:, -1] if self.what != "long" else sums.flatten(1)
         cache_params.update_recurrent_state(kept, 0)
         return sums
@@ -107,6 +114,27 @@ def mixer(what: str) -> Mixer:
     made.module.to_empty(device="cpu")
     made.module.weight = nn.Parameter(torch.ones(4))
     return made
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("begins", "begins with another state than zeros"),
+        ("limit", "token by token it does not give"),
+        ("rows", "depends on other requests of the step"),
+        ("fixed", "of 70 tokens it gives something else in parts"),
+        ("told", "of 70 tokens it gives something else in parts"),
+    ],
+)
+def test_one_that_agrees_on_a_few_small_tokens_and_differs_elsewhere_is_refused(what: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"Keeper can not be served .* {words}"):
+        check_mixers((mixer("sum"), mixer(what)))
+
+
+def test_layers_of_one_class_are_tried_each_by_what_it_is() -> None:
+    mixers = mixer("sum"), mixer("forgets"), mixer("sum")
+    check_mixers(mixers)
+    assert [each.forgets for each in mixers] == [False, True, False]
 
 
 def test_one_that_token_by_token_gives_something_else_is_refused() -> None:
