@@ -6,11 +6,12 @@ What the class does to its scores is told by the walk on shapes, and tried with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -35,6 +36,14 @@ from sglcore.models.transformers_walk import (
     walk,
     write_down,
 )
+
+LARGE, LARGE_EACH = 30.0, 5
+"""How much larger than others the queries, keys and values of every so-manieth token are in a trial: scores up to about a
+thousand, in which limits show that no small score meets."""
+EQUAL = 1e-3
+"""The greatest difference of what a trial gives, beside as much of each number: scores of a thousand are rounded by 1e-4."""
+FAR_TOKENS = 4096
+"""With so many tokens, or as many as the model has positions, a bias has the slopes that it has with few."""
 
 
 class OwnAttention(nn.Module):
@@ -62,6 +71,8 @@ class Own:
         self._added: dict[int, float] = {}
         self._bias: str | None = None
         self._masks: list[str] = []
+        self.far_bias = torch.empty(0)
+        """Its bias with `FAR_TOKENS`."""
         module.sglcore_own = self  # pyright: ignore[reportArgumentType]
         module.__class__ = type(self._kind.__name__, (OwnAttention, self._kind), {})
 
@@ -94,6 +105,12 @@ class Own:
         """Whether it is given something that it adds to its scores."""
         return self._bias is not None
 
+    @property
+    def bias(self) -> Tensor:
+        """What it was given last and adds to its scores."""
+        assert self._bias is not None and self._given is not None
+        return self._given[1][self._bias]
+
     def settle(self) -> bool:
         """Whether it attends; if not, it is of its own class again."""
         if self._given is not None:
@@ -122,7 +139,10 @@ class Own:
 
     def tried(self, call: AttentionCall) -> AttentionCall:
         """The call with the window that the module's own mask has, once buffers have their values. Raises `ConfigError` if
-        the class does something else than the engine's attention."""
+        the class does something else than the engine's attention.
+
+        The evidence is a twin's attention to random queries, keys and values, some of them `LARGE`, for as many tokens as
+        the last walk had, and its bias with these and with `FAR_TOKENS`."""
         for name in self._buffers:
             window = _window(self.module.get_buffer(name))
             if window is not None and not window < min(LENGTHS[-1], call.window or LENGTHS[-1]):
@@ -141,7 +161,7 @@ class Own:
                 widened(key, key_columns(places)),
             )
         found = scaled_dot_product_attention(query, key, value, seen, scale=call.scaling, enable_gqa=True)
-        if not torch.allclose(found.flatten(), wanted.flatten(), rtol=1e-4, atol=1e-4):
+        if not torch.allclose(found.flatten(), wanted.flatten(), rtol=EQUAL, atol=EQUAL):
             raise refusal(
                 self.module, f"it attends otherwise, by {float((found - wanted.view_as(found)).abs().max()):.2g}"
             )
@@ -155,11 +175,17 @@ class Own:
 
     def _slopes(self, heads: int) -> tuple[float, ...] | None:
         """Those of its bias, which has contents."""
-        if self._bias is None or self._given is None:
+        if self._bias is None:
             return None
-        bias = self._given[1][self._bias]
-        times = self._times(bias)
-        return None if times is None or bias.is_meta else slopes_of(bias, heads, times)
+        times, bias = self._times(self.bias), self.bias
+        if times is None or bias.is_meta:
+            return None
+        slopes, far = slopes_of(bias, heads, times), slopes_of(self.far_bias, heads, times)
+        if slopes is not None and (far is None or not np.allclose(slopes, far, rtol=1e-5, atol=0)):
+            what = f"{self.far_bias.shape[-1]} keys, and with {bias.shape[-1]} {slopes[0]:.4g}"
+            found = "no slopes" if far is None else f"a first slope of {far[0]:.4g}"
+            raise refusal(self.module, f"its bias has {found} with {what}")
+        return slopes
 
     def _by_class(self) -> tuple[Tensor, Sequence[Tensor]]:
         """What a twin attends to with random queries, keys and values, and these."""
@@ -208,8 +234,16 @@ class _Noise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         if self._made is None:
-            self._made = torch.randn(*x.shape[:-1], self._size)
+            self._made = _varied(*x.shape[:-1], self._size)
         return self._made
+
+
+def _varied(*shape: int) -> Tensor:
+    """Random numbers, of tokens where there are three dimensions: those of some are `LARGE`."""
+    made = torch.randn(shape)
+    if made.dim() == 3:
+        made[:, ::LARGE_EACH] *= LARGE
+    return made
 
 
 def _real(given: Any) -> Any:
@@ -225,7 +259,7 @@ def _real(given: Any) -> Any:
     if _is_padding(given):
         return None
     if given.is_floating_point():
-        return torch.randn(given.shape)
+        return _varied(*given.shape)
     return torch.arange(given.shape[-1]).expand(given.shape)
 
 
@@ -254,11 +288,44 @@ def try_own(owns: Sequence[Own], calls: Sequence[AttentionCall]) -> tuple[Attent
 
 def find_biases(model: PreTrainedModel, owns: Sequence[Own]) -> bool:
     """Whether some have a bias; its contents are theirs then. The model is on the meta device."""
-    if not any(own.has_bias for own in owns):
+    biased = [own for own in owns if own.has_bias]
+    if not biased:
         return False
     with OnHost():
+        far = _far_biases(model, biased)
         walk(model, lengths=lengths_of(model)[1:], is_padded=False)
+    for own, bias in zip(biased, far, strict=True):
+        own.far_bias = bias
     return True
+
+
+class _ReachedError(Exception):
+    """Ends a forward."""
+
+
+def _far_biases(model: PreTrainedModel, owns: Sequence[Own]) -> list[Tensor]:
+    """What each is given as its bias with `FAR_TOKENS`. The forward ends with the last one that is not another's."""
+    keys = [(memory(own.bias), own.bias.storage_offset()) for own in owns]
+    firsts = [keys.index(key) for key in keys]
+    found: dict[int, Tensor] = {}
+
+    def keep(number: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            found[number] = owns[number].bias
+            if number == max(firsts):
+                raise _ReachedError
+
+        return hook
+
+    hooks = [owns[each].module.register_forward_pre_hook(keep(each)) for each in set(firsts)]
+    try:
+        walk(model, lengths=(lengths_of(model, FAR_TOKENS)[1],), is_padded=False)
+    except _ReachedError:
+        return [found[first] for first in firsts]
+    finally:
+        for each in hooks:
+            each.remove()
+    raise refusal(model, "it attends in other layers with many tokens than with few")
 
 
 def _may_attend(names: set[str]) -> bool:

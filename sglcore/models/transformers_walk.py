@@ -145,12 +145,12 @@ def walk(
     return first
 
 
-def lengths_of(model: PreTrainedModel) -> tuple[int, int]:
-    """`LENGTHS`, the second no longer than the model's positions."""
+def lengths_of(model: PreTrainedModel, most: int = LENGTHS[1]) -> tuple[int, int]:
+    """The first of `LENGTHS` and `most`, or as many as the model has positions."""
     config = model.config.get_text_config()
     known = [getattr(config, name, None) for name in _POSITIONS]  # foreign: no configuration has them all
-    longest = min((each for each in known if type(each) is int and each > LENGTHS[0]), default=LENGTHS[1])
-    return LENGTHS[0], min(LENGTHS[1], longest)
+    longest = min((each for each in known if type(each) is int and each > LENGTHS[0]), default=most)
+    return LENGTHS[0], min(most, longest)
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:

@@ -84,6 +84,22 @@ def test_scores_that_become_something_else_are_refused(changed: Any, words: str)
         tried(changed)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda scores, mask: (scores / 50).tanh() * 50 + mask,
+        lambda scores, mask: (scores / 1000).tanh() * 1000 + mask,
+        lambda scores, mask: scores.clamp(-100, 100) + mask,
+        lambda scores, mask: scores + mask.clamp(min=-40),
+        lambda scores, mask: scores.abs().add(1e-6).pow(1.001) * scores.sign() + mask,
+    ],
+    ids=["a cap", "a far cap", "a limit", "a mask that large scores pass", "a power near one"],
+)
+def test_scores_that_differ_only_where_queries_and_keys_are_large_are_refused(changed: Any) -> None:
+    with pytest.raises(ConfigError, match="attends otherwise, by"):
+        tried(changed)
+
+
 def test_a_window_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sglcore.models.transformers_own._window", lambda mask: None)
     with pytest.raises(ConfigError, match="GPTNeoSelfAttention .* attends otherwise"):

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.bloom.modeling_bloom import BloomBlock
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
@@ -69,6 +70,32 @@ def test_slopes_of_other_heads_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("sglcore.models.transformers_own.slopes_of", turned)
     with pytest.raises(ConfigError, match="BloomAttention .* attends otherwise"):
         load(tiny_model("bloom", sizes_of("bloom")), tmp_path)
+
+
+def of_near_places(bias: Tensor) -> Tensor:
+    return bias.minimum(bias[..., :1000].amax(-1, keepdim=True))
+
+
+def of_short_texts(bias: Tensor) -> Tensor:
+    return bias / (1 if bias.shape[-1] < 512 else 2)
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2), (2,)])
+@pytest.mark.parametrize(
+    ("changed", "found"), [(of_near_places, "no slopes"), (of_short_texts, "a first slope of 0.125")]
+)
+def test_slopes_that_are_others_with_many_tokens_are_refused(
+    changed: Any, found: str, layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = BloomBlock.forward
+
+    def forward(self: Any, hidden_states: Tensor, alibi: Tensor, *given: Any, **named: Any) -> Any:
+        bias = changed(alibi) if self.self_attention.layer_idx in layers else alibi
+        return own(self, hidden_states, bias, *given, **named)
+
+    monkeypatch.setattr(BloomBlock, "forward", forward)
+    with pytest.raises(ConfigError, match=f"BloomAttention .* its bias has {found} with 4096 keys, and with 260 0.25"):
+        load(tiny_model("bloom", {**sizes_of("bloom"), "max_position_embeddings": 8192}), tmp_path)
 
 
 def places_of_the_step(self: Any, positions: Tensor) -> None:
