@@ -125,6 +125,29 @@ def test_hosts_that_differ_are_refused_on_both_sides_before_anything_is_loaded(
     assert isinstance(other.error, ConfigError) and "refuses" in str(other.error) and not other.forking.processes
 
 
+def test_a_node_that_leaves_a_choice_open_takes_what_the_leader_has_decided(
+    model: tuple[Path, Any], led: Callable[..., RankedEngine]
+) -> None:
+    """As a leader has that starts its ranks again."""
+    port = free_port()
+    other = OtherNode(model[0], port, speculative="auto")
+    engine = led(port, speculative="ngram")
+    prompts = random_prompts(1, (5, 9))
+    alone = TokenEngine(model[0])
+    assert [each.tokens for each in engine.run(prompts, 8)] == [each.tokens for each in alone.run(prompts, 8)]
+    alone.worker.close()
+    engine.worker.close()
+    assert other.ended() == 0
+
+
+def test_another_choice_than_the_leaders_is_refused(model: tuple[Path, Any], led: Callable[..., RankedEngine]) -> None:
+    port = free_port()
+    other = OtherNode(model[0], port, speculative="off")
+    with pytest.raises(ConfigError, match="--speculative is ngram and off"):
+        led(port, speculative="ngram")
+    other.join(60)
+
+
 def test_another_version_and_other_files_are_refused(
     model: tuple[Path, Any], led: Callable[..., RankedEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +282,7 @@ def quiet() -> Iterator[Quiet]:
 
 
 def order(silence: float) -> Order:
-    return Order([{"rank": 1}], "127.0.0.1", 1, 2, 3, "secret", 0.1, silence, ())
+    return Order([{"rank": 1}], "127.0.0.1", 1, 2, 3, "secret", 0.1, silence, (), {"speculative": "auto"})
 
 
 class Stuck:

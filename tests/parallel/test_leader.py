@@ -246,7 +246,7 @@ def test_a_node_that_follows_starts_no_ranks_for_requests() -> None:
 
 
 def test_a_leader_with_a_longer_address_is_found_by_it() -> None:
-    order = Order([], "fd00::1", 1, 2, EPOCH, "secret", 1.0, 5.0, ())
+    order = Order([], "fd00::1", 1, 2, EPOCH, "secret", 1.0, 5.0, (), {"speculative": "auto"})
     spec = spec_at(order, {"rank": 1}, "fd00::1", "fd00::2", {}, "")
     assert (spec.place["meeting"], spec.address) == ("tcp://[fd00::1]:2", "tcp:fd00::1:1")
     assert spec_at(order, {}, "10.0.0.1", "", {}, "").place["meeting"] == "tcp://10.0.0.1:2"

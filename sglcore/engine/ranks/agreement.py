@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ OWN = frozenset(
     {"model", "hf_token", "device", "node_rank", "leader", "join_timeout", "threads", "system_root", "sources"}
 )
 """Settings that hosts may have each their own: where the files lie, which of its devices, who it is."""
+DECIDED = ("speculative",)
+"""Settings that the leader decides where they are left open ("auto"), by a measurement and once: a leader that starts again has
+them decided, and nodes still have them open."""
 LIBRARIES = ("torch", "numpy")
 """Whose versions must be the same as well, where they are installed."""
 BLOCK = 64 << 10
@@ -25,7 +29,7 @@ BLOCK = 64 << 10
 def shared_facts(config: EngineConfig, folder: Path, choice: Choice) -> dict[str, Any]:
     """What this host has, by topic, as plain values. Reads a little of each file of the checkpoint."""
     chosen = choice.chosen
-    settings = {f"--{name.replace('_', '-')}": value for name, value in plain_config(config).items() if name not in OWN}
+    settings = {_flag(name): value for name, value in plain_config(config).items() if name not in OWN}
     return {
         "sglcore": sglcore.__version__,
         "the device": f"{chosen.name} ({chosen.distribution} {chosen.version})",
@@ -36,9 +40,24 @@ def shared_facts(config: EngineConfig, folder: Path, choice: Choice) -> dict[str
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Each thing that is not the same, with both values; nothing if all is."""
+    """Each thing that is not the same, with both values; nothing if all is. What the `other` leaves to the leader is."""
     names = dict.fromkeys((*own, *other))
-    return [f"{name} is {own.get(name)} and {other.get(name)}" for name in names if own.get(name) != other.get(name)]
+    left_open = {_flag(name) for name in DECIDED if other.get(_flag(name)) == "auto"}
+    return [
+        f"{name} is {own.get(name)} and {other.get(name)}"
+        for name in names
+        if own.get(name) != other.get(name) and name not in left_open
+    ]
+
+
+def decisions(config: EngineConfig) -> dict[str, Any]:
+    """What the leader's configuration says of settings that it decides for all."""
+    return {name: value for name, value in plain_config(config).items() if name in DECIDED}
+
+
+def with_decisions(config: EngineConfig, found: Mapping[str, Any]) -> EngineConfig:
+    """A node's configuration, with the leader's `decisions`."""
+    return replace(config, **{name: found[name] for name in DECIDED})
 
 
 def files_digest(folder: Path) -> str:
@@ -50,6 +69,10 @@ def files_digest(folder: Path) -> str:
             with file.open("rb") as stream:
                 found.update(stream.read(BLOCK))
     return found.hexdigest()[:12]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _version(name: str) -> str:

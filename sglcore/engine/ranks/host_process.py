@@ -24,7 +24,7 @@ from sglcore.device.ending import leave
 from sglcore.device.errors import ConfigError, SglcoreError, WorkerLost
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.server_config import is_loopback
-from sglcore.engine.ranks.agreement import shared_facts
+from sglcore.engine.ranks.agreement import shared_facts, with_decisions
 from sglcore.engine.ranks.hosts import EPOCH, HostSpec, NodeFacts, Order, spec_at
 from sglcore.engine.ranks.launch import Placement
 from sglcore.engine.ranks.parent import end_with_parent
@@ -78,6 +78,7 @@ class Node:
             order = self._order(channel)
             if order is None:
                 return LEADER_GONE
+            config = with_decisions(config, order.decided)
             leader, own = channel.addresses
             if is_loopback(own):  # the leader's own machine: others know it by this address
                 leader = own = order.address

@@ -47,7 +47,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
 
 class Order(msgspec.Struct, frozen=True):
     """What a node is told: the places of its ranks; the leader's address, as most reach it, where it listens for ranks and where
-    they find each other; and the seconds after which a silent leader is gone. Configuration and device are the node's own."""
+    they find each other; the seconds after which a silent leader is gone; and what the leader has decided of the configuration, which
+    else is the node's own, as its device is."""
 
     ranks: list[dict[str, Any]]
     address: str
@@ -58,6 +59,7 @@ class Order(msgspec.Struct, frozen=True):
     beat: float
     silence: float
     interface_variables: tuple[str, ...]
+    decided: dict[str, Any]
 
 
 class HostSpec(msgspec.Struct, frozen=True):

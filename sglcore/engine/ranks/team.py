@@ -19,7 +19,7 @@ from sglcore.device.ledger import Row
 from sglcore.device.selection import Choice
 from sglcore.device.server_config import is_loopback
 from sglcore.device.topology import Communication, Place, Topology
-from sglcore.engine.ranks.agreement import shared_facts
+from sglcore.engine.ranks.agreement import decisions, shared_facts
 from sglcore.engine.ranks.hosts import Gathering, Joined, NodeFacts, Order, RemoteHost, host_spec
 from sglcore.engine.ranks.interface import interface_of
 from sglcore.engine.ranks.launch import Placement, host_and_port
@@ -152,6 +152,7 @@ class Maker:
                 **self.told,
                 silence=silence,
                 interface_variables=self._variables(),
+                decided=decisions(self.config),
             )
             starts.append(partial(_begin, remote, order))
         met = f"node 0 is {address}, {interface_of(address) or 'of no interface that is known'}"
