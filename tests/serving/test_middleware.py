@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -197,6 +198,8 @@ class TestBodies:
             assert (await sends(app, 1000, 0.09)).status == 408
             assert (await sends(app, 1000, 0.0, "/v1/completions")).status == 413
             assert (await sends(app, 1000 + FORM_BYTES, 0.0)).body == b"66500"
+            none, _ = wrapped(hold, replace(config, batch_folder=None))
+            assert (await sends(none, 1000 + FORM_BYTES, 0.0)).status == 413, "where there are no batches"
             assert (await sends(app, 1200 + FORM_BYTES, 0.0)).error["message"].endswith("--max-batch-file-bytes")
             release.clear()
             held = [asyncio.create_task(sends(app, 1000 + FORM_BYTES, 0.0)) for _ in range(2)]

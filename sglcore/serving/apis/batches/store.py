@@ -112,7 +112,7 @@ class BatchStore:
         with self._lock:
             rows = self._database.execute(f"SELECT value FROM {table} {where} ORDER BY number {order}", (after,))
             wanted = (value for row in rows if purpose in (None, (value := json.loads(row[0])).get("purpose")))
-            found = [value for value, _ in zip(wanted, range(limit + 1), strict=False)]
+            found: list[dict[str, Any]] = [value for value, _ in zip(wanted, range(limit + 1), strict=False)]
         data = [self._shown(table, self._unwritten.get(value["id"], value)) for value in found[:limit]]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return {"object": "list", "data": data, **ends, "has_more": len(found) > limit}
