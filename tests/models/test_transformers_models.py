@@ -401,7 +401,7 @@ def test_without_a_scale_it_is_that_of_the_heads() -> None:
         (lambda q: {"position_bias": q}, "calls attention with position_bias"),
         (lambda q: {"attention_mask": None}, "makes its masks itself"),
         (lambda q: {"key": torch.cat((q, q), dim=2)}, "other tokens than those of the step"),
-        (lambda q: {"scaling": 1 / q.shape[2]}, "otherwise with 260 tokens than with 3"),
+        (lambda q: {"scaling": 1 / q.shape[2]}, "otherwise with 256 tokens than with 3"),
     ],
 )
 def test_a_call_of_attention_of_another_kind_is_refused(change: Any, words: str) -> None:
