@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from sglcore.models.transformers_layers import (
     Replacement,
 )
 from sglcore.models.transformers_own import Own, find_own
-from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, put_turns, settle
+from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, check_angles, put_turns, settle
 from sglcore.models.transformers_routers import (
     Router,
     RoutingForm,
@@ -70,10 +70,16 @@ class Replaced:
     ends: Ends = field(default_factory=Ends)
     rotaries: list[Rotary] = field(default_factory=list)
     turns: Mapping[nn.Module, Turn] = field(default_factory=dict)
+    angles: Mapping[nn.Module, Mapping[Any, tuple[Any, Any]]] = field(default_factory=dict)
+    """What modules that make cosines and sines are called with, as `RotaryTrace` has them."""
     owns: list[Own] = field(default_factory=list)
 
     def place(self, build: Build) -> None:
-        """Declare weights, choose kernels and make tables, once the other weights have their places."""
+        """Declare weights, choose kernels and make tables, once the other weights have their places. Raises `ConfigError` for
+        angles that depend on a step."""
+        for module, calls in self.angles.items():
+            for call in calls.values():
+                check_angles(module, call, build.max_positions)
         for each in (*self.layers, *self.routers, *self.rotaries, *self.turns.values(), self.ends):
             each.place(build)
 
@@ -107,7 +113,7 @@ def replace(
     owns, windows = find_own(modules), Windows()
     with seen.watching(modules), trace.watching(modules):
         found.calls = walk(model, attended, LENGTHS[:1], windows=windows, has_states=has_states)
-    found.owns = [own for own in owns if own.settle()]
+    found.owns, found.angles = [own for own in owns if own.settle()], seen.calls
     _check_norms(model, found.layers, trace)
     found.routers += _unless(routers, lambda router: router.is_read or trace.is_read(router.logits))
     found.layers += (kept := _unless(linears, lambda linear: linear.is_read))

@@ -24,12 +24,14 @@ from sglcore.device.errors import ConfigError
 from sglcore.layers.build import Build
 from sglcore.models.transformers_layers import Norm, PackedLinear
 from sglcore.models.transformers_trace import Trace
-from sglcore.models.transformers_turning import FORMS, WAYS, Doubling, TurnFunction, halves_first, turns
+from sglcore.models.transformers_turning import FORMS, LENGTHS, WAYS, Doubling, TurnFunction, halves_first, turns
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
 
 Attended = Mapping[nn.Module, Sequence[tuple[Tensor, ...]]]
 """The queries, keys and values that each module called attention with, in a walk."""
+_PROBED = (0, 1, 2, 5, 63, 64, 255, 256, 1023, 4096, 32768)
+"""Positions whose angles are asked for beside others and alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class Rotary(nn.Module):
 
     def _table(self, call: tuple[Any, Any], count: int) -> Tensor | None:
         """float32 [count, R]: R / 2 cosines, then R / 2 sines, of each position."""
-        parts = [_halves(part, self.doubling) for part in _angles(_copied(self.own).cpu(), call, count)]
+        angles = _angles(_copied(self.own).cpu(), call, torch.arange(count))
+        parts = [_halves(part, self.doubling) for part in angles]
         if any(not torch.equal(*halves) for halves in parts):
             return None
         return torch.cat([first for first, _ in parts], dim=-1)
@@ -85,9 +88,29 @@ class Rotary(nn.Module):
         return angles, angles
 
 
-def _angles(own: nn.Module, call: tuple[Any, Any], count: int) -> list[Tensor]:
-    """float32 [count, R]: the cosines and the sines of the first positions, on the host."""
-    places = torch.arange(count)[None]
+def check_angles(own: nn.Module, call: tuple[Any, Any], count: int) -> None:
+    """Raise `ConfigError` for a module that gives a position other angles when there are other positions beside it, because a
+    step has those of several requests.
+
+    The evidence is what it gives for positions up to `count`: all of them in order and in the other order, those that are
+    near alone, and the last one alone.
+    """
+    places = torch.tensor(sorted({*(each for each in _PROBED if each < count), count // 2, count - 1}))
+    copied, near = _copied(own).cpu(), len(places) // 2
+    wanted = _angles(copied, call, places)
+    for asked in (torch.arange(len(places) - 1, -1, -1), torch.arange(near), torch.tensor([len(places) - 1])):
+        for found, angles in zip(_angles(copied, call, places[asked]), wanted, strict=True):
+            if found.shape != angles[asked].shape or not torch.allclose(found, angles[asked], rtol=0, atol=1e-4):
+                raise ConfigError(
+                    f"{type(own).__name__} gives a position other angles beside other positions, up to {count - 1}",
+                    wanted="angles of a position alone, because a step has positions of several requests",
+                    remedy="use a model with a file of sglcore (docs/models.md)",
+                )
+
+
+def _angles(own: nn.Module, call: tuple[Any, Any], positions: Tensor) -> list[Tensor]:
+    """float32 [T, R]: the cosines and the sines of positions int [T], on the host."""
+    places = positions[None]
     args, named = tree_map_only(Tensor, lambda each: torch.zeros(1) if each.is_floating_point() else places, call)
     return [part[0].float() for part in own(*args, **named)]
 
@@ -109,11 +132,15 @@ def _copied(own: nn.Module, replaced: Mapping[int, Any] = MappingProxyType({})) 
 
 
 def doubling_of(own: nn.Module, call: tuple[Any, Any]) -> Doubling:
-    """How a module that is on shapes alone doubles its angles, shown by random frequencies."""
+    """How a module that is on shapes alone doubles its angles, shown by random frequencies.
+
+    The evidence is five positions. More than one way fits where all of these angles are one, and "none" fits all: the other
+    two hold if they do so for every position of the table, which is made later of the true frequencies.
+    """
     generator = torch.Generator().manual_seed(0)
     with_values: dict[int, Any] = {id(each): torch.rand(each.shape, generator=generator) for each in own.buffers()}
     try:
-        angles = _angles(_copied(own, with_values), call, 5)
+        angles = _angles(_copied(own, with_values), call, torch.arange(5))
     except (RuntimeError, NotImplementedError, TypeError):
         return "halves"
     found: list[Doubling] = [way for way in WAYS if all(torch.equal(*_halves(part, way)) for part in angles)]
@@ -292,10 +319,13 @@ def put_turns(modules: Iterable[nn.Module]) -> dict[nn.Module, Turn]:
 
 
 def _turning_name(forward: FunctionType) -> str | None:
+    """The only function that turns heads of eight elements; each of its calls is tried with its own sizes later."""
     own = forward.__globals__
     named = [name for name in forward.__code__.co_names if inspect.isfunction(own.get(name))]
     turning = [
-        name for name in named if _takes_four(own[name]) and any(turns(own[name], 8, 8, *form) for form in FORMS)
+        name
+        for name in named
+        if _takes_four(own[name]) and any(turns(own[name], 8, 8, *form, LENGTHS[:1]) for form in FORMS)
     ]
     return turning[0] if len(turning) == 1 else None
 

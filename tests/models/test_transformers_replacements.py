@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, silu
 from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_layers import GatedBlock, Norm, NormForm, PackedLinear, Product
 from sglcore.models.transformers_replace import Replaced, replace
-from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn
+from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, check_angles, doubling_of
 from sglcore.models.transformers_sums import Addend, Sum, added
 from sglcore.models.transformers_turning import turns
 from sglcore.models.transformers_twins import embedding_scale, gated_block_of, rms_norm_of
@@ -241,6 +241,92 @@ def test_each_kind_of_layers_has_angles_of_its_own_though_it_is_named() -> None:
         cos, sin = own(x, places, kind)
         angles, _ = rotary(x, position_ids=places, layer_type=kind)
         assert torch.equal(angles.table, torch.cat((cos[0, :, :2], sin[0, :, :2]), dim=-1))
+
+
+class AnglesOfAStep(nn.Module):
+    """Angles that are those of `changed` positions; the class by which a module is found has a buffer."""
+
+    frequencies: Tensor
+
+    def __init__(self, changed: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.changed = changed
+        self.register_buffer("frequencies", torch.tensor([0.1, 0.7]), persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = self.changed(position_ids.float())[..., None] * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+BY_STEP: dict[str, Callable[[Tensor], Tensor]] = {
+    "the longest": lambda places: places / (2 if places.max() > 64 else 1),
+    "the shortest": lambda places: places - places.min(),
+    "the count": lambda places: places * (1 + places.shape[1] / 1000),
+    "the order": lambda places: torch.arange(places.shape[1])[None] * 1.0,
+}
+
+
+@pytest.mark.parametrize("what", BY_STEP)
+def test_angles_that_depend_on_other_positions_of_a_step_are_refused(what: str) -> None:
+    call = (torch.zeros(1, 5, 4), torch.arange(5)[None]), {}
+    check_angles(AnglesOfAStep(lambda places: places / 2), call, 100)
+    with pytest.raises(ConfigError, match="AnglesOfAStep gives a position other angles beside other positions"):
+        check_angles(AnglesOfAStep(BY_STEP[what]), call, 100)
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+def test_a_model_whose_angles_depend_on_a_step_is_refused(kind: str, monkeypatch: Patch, tmp_path: Path) -> None:
+    model = tiny_model(kind, sizes_of(kind))
+    rotary = type(model.model.rotary_emb)
+    own = rotary.forward
+
+    def by_longest(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+        scale = 1 if position_ids.is_meta else 1 + (position_ids.max() > 64).long()
+        return own(self, x, position_ids * scale)
+
+    monkeypatch.setattr(rotary, "forward", by_longest)
+    with pytest.raises(ConfigError, match="other angles beside other positions"):
+        load(model, tmp_path)
+
+
+def test_angles_that_are_doubled_otherwise_at_later_positions_are_the_classs_own() -> None:
+    class Later(AnglesOfAStep):
+        def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+            angles = super().forward(x, position_ids)
+            is_late = position_ids[..., None] > 40
+            cos, sin = (torch.where(is_late, each.repeat_interleave(2, -1)[..., :4], each) for each in angles)
+            return cos, sin
+
+    def placed(own: nn.Module) -> Rotary:
+        trace, x = RotaryTrace(), torch.zeros(1, 5, 4)
+        with trace.watching([own]):
+            own(x, torch.arange(5)[None])
+        calls = trace.calls[own]
+        assert doubling_of(own, next(iter(calls.values()))) == "halves"
+        rotary = Rotary(own, calls, 4)
+        rotary.place(cast("Any", SimpleNamespace(max_positions=64, weights=torch.empty(0))))
+        return rotary
+
+    assert placed(AnglesOfAStep(lambda places: places)).has_tables
+    assert not placed(Later(lambda places: places)).has_tables
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda turned, q: turned.clamp(-50, 50),
+        lambda turned, q: q if q.shape[2] == 1 else turned,
+        lambda turned, q: torch.cat((turned[:, :, :256], q[:, :, 256:]), dim=2),
+        lambda turned, q: turned + 1e-5 * q.abs().clamp(min=10),
+    ],
+    ids=["a limit", "one token", "later tokens", "a part of large ones"],
+)
+def test_a_function_that_turns_only_a_few_small_tokens_is_not_the_kernels(changed: Any) -> None:
+    def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return changed(halves(q, k, cos, sin)[0], q), halves(q, k, cos, sin)[1]
+
+    assert not turns(function, 8, 8) and turns(halves, 8, 8)
 
 
 def test_a_function_that_turns_is_known_by_what_it_does() -> None:
