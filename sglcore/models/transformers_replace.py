@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sglcore.layers.build import Build
+from sglcore.models.transformers_angles import check_angles
 from sglcore.models.transformers_experts import has_experts
 from sglcore.models.transformers_head import Ends, replace_ends
 from sglcore.models.transformers_layers import (
@@ -28,7 +29,7 @@ from sglcore.models.transformers_layers import (
     Replacement,
 )
 from sglcore.models.transformers_own import Own, find_own
-from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, check_angles, put_turns, settle
+from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, put_turns, settle
 from sglcore.models.transformers_routers import (
     Router,
     RoutingForm,

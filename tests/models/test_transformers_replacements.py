@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
 from sglcore.device.errors import ConfigError
+from sglcore.models.transformers_angles import check_angles, doubling_of
 from sglcore.models.transformers_layers import GatedBlock, Norm, NormForm, PackedLinear, Product
 from sglcore.models.transformers_replace import Replaced, replace
-from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, check_angles, doubling_of
+from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn
 from sglcore.models.transformers_sums import Addend, Sum, added
 from sglcore.models.transformers_turning import turns
 from sglcore.models.transformers_twins import embedding_scale, gated_block_of, rms_norm_of
