@@ -29,10 +29,10 @@ def test_names_in_a_header_are_cut_to_its_length() -> None:
 
 def test_faults_of_a_batch_file_are_told_up_to_a_number() -> None:
     for count in (MOST_FAULTS - 1, MOST_FAULTS, MOST_FAULTS + 1, 3 * MOST_FAULTS):
-        _, faults = read_lines(b"\n".join([b"{"] * count), "/v1/completions")
+        _, faults = read_lines([b"{"] * count, "/v1/completions")
         assert [fault["line"] for fault in faults] == list(range(1, min(count, MOST_FAULTS) + 1))
     good = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}
-    _, faults = read_lines(b"\n".join([json.dumps(good).encode()] * (2 * MOST_FAULTS)), "/v1/completions")
+    _, faults = read_lines([json.dumps(good).encode()] * (2 * MOST_FAULTS), "/v1/completions")
     assert len(faults) == MOST_FAULTS and {fault["code"] for fault in faults} == {"duplicate_custom_id"}
 
 

@@ -322,7 +322,7 @@ def test_what_can_not_be_had_is_refused_in_one_text(stage: Stage, path: str, cha
     [
         ({"reason": "error", "error": "the page pool is lost"}, "the page pool is lost"),
         ({"reason": "abort"}, "aborted"),
-        ({"fault": EngineDied()}, "engine process ended"),
+        ({"fault": EngineDied("the engine process ended", "ask again")}, "engine process ended"),
         ({"fault": ZeroDivisionError("a secret")}, "its log has it under err-"),
     ],
 )
