@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import shutil
@@ -38,17 +39,26 @@ def run(*command: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """The scripts beside the packages that package-lock.json names, which are installed once."""
-    lock = (SCRIPTS / "package-lock.json").read_bytes() + (SCRIPTS / "package.json").read_bytes()
-    made = BUILT / hashlib.sha256(lock).hexdigest()[:16]
-    if not (made / "whole").is_file():
-        shutil.rmtree(BUILT, ignore_errors=True)
-        shutil.copytree(SCRIPTS, made)
-        options = ("--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries", "1", "--fetch-timeout", "60000")
-        run(program("npm"), "ci", *options, folder=made)
-        (made / "whole").touch()
-    for script in SCRIPTS.glob("*.mjs"):
-        shutil.copy(script, made)
+    """The scripts beside the packages that package-lock.json names, which the first process that asks installs."""
+    found = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SCRIPTS.iterdir()))).hexdigest()[:16]
+    made, begun = BUILT / found, BUILT / "begun"
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with (BUILT / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.is_dir():
+            shutil.rmtree(begun, ignore_errors=True)
+            shutil.copytree(SCRIPTS, begun)
+            options = (
+                "--no-audit",
+                "--no-fund",
+                "--ignore-scripts",
+                "--fetch-retries",
+                "1",
+                "--fetch-timeout",
+                "60000",
+            )
+            run(program("npm"), "ci", *options, folder=begun)
+            begun.rename(made)
     return made
 
 
