@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -26,45 +27,40 @@ def ends() -> Iterator[tuple[Channel, socket.socket]]:
     there.close()
 
 
-def test_a_frame_that_drips_is_not_waited_for_longer_than_a_silent_one(ends: tuple[Channel, socket.socket]) -> None:
-    channel, there = ends
+@contextmanager
+def repeating(there: socket.socket, piece: bytes) -> Iterator[None]:
+    """Send a piece again and again, until this is left."""
     is_over = threading.Event()
 
-    def drip() -> None:
-        there.sendall(HEAD.pack(MAGIC, Kind.HELLO, 7, 1 << 16))
+    def send() -> None:
         for _ in range(MOST):
             if is_over.wait(0.01):
                 return
-            there.send(b"x")
+            there.send(piece)
         there.shutdown(socket.SHUT_RDWR)
 
-    dripping = threading.Thread(target=drip, daemon=True)
-    dripping.start()
+    sending = threading.Thread(target=send, daemon=True)
+    sending.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        sending.join()
+
+
+def test_a_frame_that_drips_is_not_waited_for_longer_than_a_silent_one(ends: tuple[Channel, socket.socket]) -> None:
+    channel, there = ends
+    there.sendall(HEAD.pack(MAGIC, Kind.HELLO, 7, 1 << 16))
     channel.wait_at_most(0.1)
-    with pytest.raises(TimeoutError):
+    with repeating(there, b"x"), pytest.raises(TimeoutError):
         channel.receive()
-    is_over.set()
-    dripping.join()
 
 
 def test_frames_of_other_epochs_do_not_make_the_wait_longer(ends: tuple[Channel, socket.socket]) -> None:
     channel, there = ends
-    is_over = threading.Event()
-
-    def talk() -> None:
-        for _ in range(MOST):
-            if is_over.wait(0.01):
-                return
-            there.send(HEAD.pack(MAGIC, Kind.BEAT, 6, 0))
-        there.shutdown(socket.SHUT_RDWR)
-
-    talking = threading.Thread(target=talk, daemon=True)
-    talking.start()
     channel.wait_at_most(0.1)
-    with pytest.raises(TimeoutError):
+    with repeating(there, HEAD.pack(MAGIC, Kind.BEAT, 6, 0)), pytest.raises(TimeoutError):
         channel.receive()
-    is_over.set()
-    talking.join()
     assert channel.dropped > 1
 
 

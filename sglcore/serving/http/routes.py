@@ -83,9 +83,9 @@ class JsonRoute(APIRoute):
         """The handler, given a strict request; a body that is declared as something else is refused."""
         handle = super().get_route_handler()
         model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
+        takes_forms = self.path.startswith(OLLAMA) and model is not None
 
         async def read(given: Request) -> Response:
-            takes_forms = self.path.startswith(OLLAMA) and model is not None
             request = JsonRequest(_as_json(given.scope) if takes_forms else given.scope, given.receive)
             if model is not None:
                 _check_type(request.headers.get("content-type", ""))

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglcore.serving.apis.server.control import PATHS
+from sglcore.serving.http.errors import OLLAMA
 from sglcore.serving.http.middleware.refusal import TurnedAway
 from sglcore.serving.replicas.metrics import Metrics
 
-MODEL = ("/v1/", "/api/")
+MODEL = ("/v1/", OLLAMA)
 """What the paths of endpoints begin with that ask the model."""
 
 
