@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sglcore.checkpoint.files import DRAFT_FOLDER, INDEX, SINGLE, weight_names
 from sglcore.checkpoint.gguf import SUFFIX
 from sglcore.device.errors import ConfigError, no_space
+from sglcore.engine.converted_tokenizer import MORE_FILES as TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -65,6 +66,8 @@ class Hub:
             folder = self._get(repository, self.revision, (*FILES, "*.py") if self.runs_code else FILES)
             if quant or not (folder / "config.json").is_file():
                 return self._fetch_gguf(repository, quant, folder)
+            if not (folder / "tokenizer.json").is_file():
+                self._get(repository, folder.name, TOKENIZER_FILES)
             names = weight_names(folder)
             self._get(repository, folder.name, names)
         if missing := [each for each in names if not (folder / each).is_file()]:

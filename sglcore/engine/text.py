@@ -14,6 +14,7 @@ from sglcore.checkpoint.gguf_config import end_tokens
 from sglcore.checkpoint.pooling import read_prompts
 from sglcore.device.errors import ConfigError
 from sglcore.engine.chat_template import ChatTemplate, Message, TextError
+from sglcore.engine.converted_tokenizer import convert_tokenizer
 from sglcore.engine.gguf_tokenizer import read_gguf_tokenizer
 from sglcore.engine.text_length import beginning_over, refuse_longer
 from sglcore.sampling.stop_pattern import PatternScan, stop_pattern
@@ -272,16 +273,15 @@ def _read(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
     if is_gguf(folder):
         return read_gguf_tokenizer(folder)
     file = folder / "tokenizer.json"
+    settings = _json(folder / "tokenizer_config.json")
     if not file.is_file():
-        raise ConfigError(
-            f"there is no tokenizer.json in {folder}",
-            remedy="save the fast tokenizer beside the weights",
-        )
+        tokenizer, special = convert_tokenizer(folder, eos_token_ids(folder))
+        return tokenizer, {**special, **settings}
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:
         raise ConfigError(f"{file} can not be read: {error}", remedy="download it again") from None
-    return tokenizer, _json(folder / "tokenizer_config.json")
+    return tokenizer, settings
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:

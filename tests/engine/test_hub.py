@@ -43,6 +43,12 @@ REPOSITORIES = {
         "1_Pooling/config.json": b"{}",
     },
     "owner/two": {**PLAIN, **SHARDS, "one.safetensors": b"1", "two.safetensors": b"2", "model.safetensors": b"whole"},
+    "owner/pieces": {
+        **{name: data for name, data in PLAIN.items() if name != "tokenizer.json"},
+        "tokenizer.model": b"p",
+        "merges.txt": b"m",
+        "model.safetensors": b"w",
+    },
     "owner/torch": {**PLAIN, "pytorch_model.bin": b"x"},
     "owner/gguf": {"m-Q4_K_M.gguf": b"4", "m-Q8_0.gguf": b"8", "m-BF16.gguf": b"b", "mmproj-F16.gguf": b"p"},
     "owner/gated": {**PLAIN, "model.safetensors": b"w"},
@@ -78,21 +84,25 @@ def test_only_what_the_engine_reads_is_fetched_and_then_the_cache_answers_withou
         ("owner/two", {"runs_code": True, "revision": "main"}),
         ("owner/gguf", {}),
         ("owner/gguf:q8_0", {}),
+        ("owner/pieces", {}),
     ]
-    one, two, usual, named = fetch(names, tmp_path, hub.url)
+    one, two, usual, named, pieces = fetch(names, tmp_path, hub.url)
     assert one[1] == ["1_Pooling/config.json", "config.json", "model.safetensors", "tokenizer.json"]
     assert two[1] == ["config.json", INDEX, "one.safetensors", "remote.py", "tokenizer.json", "two.safetensors"]
+    assert pieces[1] == ["config.json", "merges.txt", "model.safetensors", "tokenizer.model"]
     assert (Path(usual[0]).name, Path(named[0]).name) == ("m-Q4_K_M.gguf", "m-Q8_0.gguf")
     assert commit_of(Path(one[0])) == commit_of(Path(named[0])) == COMMIT
     assert one[2][-1] == ["download (MiB)", 3, 3]
     hub.asked.clear()
     pinned = [(name, {**options, "revision": COMMIT}) for name, options in names]
-    assert [each[:2] for each in fetch(pinned, tmp_path, hub.url)] == [each[:2] for each in (one, two, usual, named)]
+    assert [each[:2] for each in fetch(pinned, tmp_path, hub.url)] == [
+        each[:2] for each in (one, two, usual, named, pieces)
+    ]
     assert not hub.asked
     for offline in ({"HF_HUB_OFFLINE": "1"}, {}):
         url = hub.url if offline else "http://127.0.0.1:9"
         assert [each[:2] for each in fetch(names, tmp_path, url, **offline)] == [
-            each[:2] for each in (one, two, usual, named)
+            each[:2] for each in (one, two, usual, named, pieces)
         ]
 
 

@@ -1,0 +1,141 @@
+"""The tokenizer of a checkpoint folder that has no tokenizer.json: converted by transformers from the files that there are.
+
+transformers, and sentencepiece where such a file is read, are imported here alone and only then. What was made of a
+sentencepiece file is held to sentencepiece itself before it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, normalizers
+
+from sglcore.device.errors import ConfigError
+
+PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
+"""Names under which models of sentencepiece are saved."""
+LISTS = ("vocab.json", "vocab.txt")
+"""Vocabularies as plain lists: byte-level ones, which have their merges in merges.txt, and WordPiece's."""
+FILES = (*PIECES, *LISTS)
+"""What a tokenizer is made of where there is no tokenizer.json, as names in the folder."""
+MORE_FILES = (*FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json")
+"""The same, and what may stand beside them."""
+EXTRA = "pip install 'sglcore[slow-tokenizers]', or save a tokenizer.json beside the weights"
+SPACE = "\u2581"
+PROBES = (
+    "once upon a time, there was a kind boy.",
+    "it's 12345 o'clock; we'll see: 3.14159",
+    "two  spaces and an end",
+    "\u4f60\u597d, \u043c\u0438\u0440! \U0001f600\u200a.",
+    "def f(x):\n    return x**2  # {}",
+)
+"""Texts that a converted tokenizer has to cut as its file's own library does. None has what transformers decides by the
+tokenizer's class: a space at the beginning, capital letters, accents."""
+
+
+def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer, and the special tokens by the names of a tokenizer_config.json. Raises ConfigError where the folder has no
+    file of a tokenizer, a library is not installed, the conversion fails or cuts texts in another way than the file's own
+    library, or one of the checkpoint's `end_ids` is no token of it."""
+    found = next((name for name in FILES if (folder / name).is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"there is no tokenizer in {folder}",
+            wanted=f"tokenizer.json, or one of {', '.join(FILES)}",
+            remedy="save the tokenizer beside the weights",
+        )
+    file = folder / found
+    made = _by_transformers(folder, file)
+    tokenizer: Tokenizer = made.backend_tokenizer
+    if found in PIECES:
+        _hold_to_pieces(tokenizer, file, is_generic=type(made).__name__ == "TokenizersBackend")
+    for token_id in sorted(end_ids):
+        if tokenizer.id_to_token(token_id) is None:
+            raise ConfigError(
+                f"{file} makes a tokenizer of {tokenizer.get_vocab_size()} tokens without the checkpoint's"
+                f" eos_token_id {token_id}",
+                wanted="a tokenizer_config.json that lists the special tokens (added_tokens_decoder)",
+                remedy="fetch it, or save a tokenizer.json beside the weights",
+            )
+    return tokenizer, {name: str(text) for name, text in made.special_tokens_map.items() if isinstance(text, str)}
+
+
+def _by_transformers(folder: Path, file: Path) -> Any:
+    """transformers' own tokenizer of a folder."""
+    needs = ("transformers", "sentencepiece", "google.protobuf") if file.name in PIECES else ("transformers",)
+    for name in needs:
+        _library(name, file)
+    from transformers import AutoTokenizer
+
+    try:
+        with _errors_only():
+            made = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"transformers can not convert {file}: {type(error).__name__}: {reason:.400}",
+            remedy="download it again, or save a tokenizer.json beside the weights",
+        ) from None
+    if not made.is_fast:
+        raise ConfigError(
+            f"transformers has no fast tokenizer for {file}: found {type(made).__name__}",
+            remedy="save a tokenizer.json beside the weights",
+        )
+    return made
+
+
+def _library(name: str, file: Path) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        found = f"{file.parent} has no tokenizer.json, and {file.name} needs {name.removeprefix('google.')}"
+        raise ConfigError(f"{found}: {error}", remedy=EXTRA) from None
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Keeps transformers' remarks on configurations off the log; what it makes is checked."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _hold_to_pieces(tokenizer: Tokenizer, file: Path, *, is_generic: bool) -> None:
+    """Give a tokenizer of no class of its own the space that its file puts before texts, which transformers leaves out there;
+    raise ConfigError if probes are cut otherwise than by sentencepiece."""
+    pieces = _library("sentencepiece", file).SentencePieceProcessor(model_file=str(file))
+    if is_generic and pieces.encode("a", out_type=str)[0].startswith(SPACE):
+        _put_space_before(tokenizer)
+    unknown = {pieces.id_to_piece(pieces.unk_id()), "<unk>", "[UNK]"}
+    for text in PROBES:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        given = _spelled([str(tokenizer.id_to_token(each)) for each in ids], unknown)
+        wanted = _spelled(pieces.id_to_piece(pieces.encode(text)), unknown)
+        if given != wanted:
+            raise ConfigError(
+                f"transformers' conversion of {file} cuts {text!r} into {', '.join(map(repr, given))}",
+                wanted=f"{', '.join(map(repr, wanted))}, as by sentencepiece",
+                remedy="save a tokenizer.json beside the weights, or name the model's own tokenizer_class in"
+                " tokenizer_config.json",
+            )
+
+
+def _put_space_before(tokenizer: Tokenizer) -> None:
+    """As the tokenizer.json of Llama 2 has it."""
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), tokenizer.normalizer])
+    tokenizer.decoder = decoders.Sequence([tokenizer.decoder, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+
+
+def _spelled(tokens: list[str], unknown: set[str]) -> list[str]:
+    """With one token for each run of unknown characters, which libraries count in different ways."""
+    named = ["<unk>" if token in unknown else token for token in tokens]
+    return [token for place, token in enumerate(named) if token != "<unk>" or named[place - 1 : place] != ["<unk>"]]
