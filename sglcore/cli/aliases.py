@@ -33,6 +33,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "served_model_name": ("--alias", "-a"),
         "chat_template": ("--chat-template-file",),
         "tool_parser": ("--tool-call-parser",),
+        "skip_tokenizer": ("--skip-tokenizer-init",),
         "grammar_backend": ("--guided-decoding-backend",),
         "step_timeout": ("--watchdog-timeout",),
         "role": ("--disaggregation-mode",),

@@ -26,6 +26,8 @@ TEXT_ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/message
 VECTOR_ENDPOINTS = "/v1/embeddings /v1/score /v1/rerank /tokenize /metrics"
 LABEL_ENDPOINTS = "/classify /v1/score /v1/rerank /tokenize /metrics"
 """Those of a model that generates text, of one that embeds, and of one with a head for labels."""
+ID_ENDPOINTS, ID_VECTOR_ENDPOINTS = "/v1/completions /generate /completion /metrics", "/v1/embeddings /metrics"
+"""Those that take token ids."""
 POLL_SECONDS = 0.05
 LAST_WORDS = 10.0
 """Seconds that a node goes on after the time in which its leader drains, if both are told to stop."""
@@ -169,6 +171,8 @@ async def _show_start(frontend: ChatFrontend, url: str, *, quiet: bool, verbose:
 
 def _endpoints(frontend: ChatFrontend) -> str:
     assert frontend.info is not None
+    if frontend.engine_config.skip_tokenizer:
+        return ID_ENDPOINTS if frontend.info.generates else ID_VECTOR_ENDPOINTS
     if frontend.info.generates:
         return TEXT_ENDPOINTS
     return LABEL_ENDPOINTS if frontend.info.limits["num_labels"] else VECTOR_ENDPOINTS

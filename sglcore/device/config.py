@@ -81,6 +81,9 @@ class EngineConfig:
     trust_remote_code: bool = setting(
         False, "Run the code that a checkpoint brings in its folder, where nothing else serves it."
     )
+    skip_tokenizer: bool = setting(
+        False, "Read no tokenizer: prompts and answers are token ids, and what needs text is refused."
+    )
     task: str = setting("auto", "generate (text), embed (a vector for each prompt), or auto: as the checkpoint says.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
     max_model_len: int | None = setting(None, "Tokens of context; left out, the checkpoint's own.", least=1)

@@ -46,7 +46,7 @@ def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer,
         raise ConfigError(
             f"there is no tokenizer in {folder}",
             wanted=f"tokenizer.json, or one of {', '.join(FILES)}",
-            remedy="save the tokenizer beside the weights",
+            remedy="save the tokenizer beside the weights, or start with --skip-tokenizer (token ids in and out)",
         )
     file = folder / found
     made = _by_transformers(folder, file)

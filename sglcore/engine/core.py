@@ -20,6 +20,7 @@ from sglcore.engine.grammar import Grammars, open_grammars
 from sglcore.engine.guidance_schema import left_out_of
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import RequestOutput, TextDelta
+from sglcore.engine.skipped_tokenizer import open_codec
 from sglcore.engine.text import EncodedPair, TextCodec, TextError, eos_token_ids
 from sglcore.engine.tokens import TokenEngine
 from sglcore.engine.vocabulary import Vocabulary
@@ -44,12 +45,13 @@ class Engine:
         overlap: bool = True,
         prefix_cache: bool = True,
         shards: int = 1,
+        skip_tokenizer: bool = False,
         grammar_backend: str = "auto",
         record: Callable[[Row], None] | None = None,
     ) -> None:
         """`record` takes the decision about grammars, made when the first request asks for one."""
         self.worker = worker
-        self.codec = TextCodec(model_path)
+        self.codec = open_codec(model_path, skips=skip_tokenizer)
         self.vocab_size = worker.limits.vocab_size
         self._grammar_backend, self._record = grammar_backend, record
         self.tokens = TokenEngine(
@@ -78,6 +80,7 @@ class Engine:
         if name in self._texts:
             raise TextError(f"request id {name!r} is in use", remedy="give each request its own id")
         check_ids(params, self.vocab_size)
+        self.codec.check(params)
         ids = read_prompt(self.codec, prompt, most=longest_prompt(self.worker.limits))
         for name in left_out_of(params.grammar):
             warnings.warn(f"the output is not held to {name} of its schema: check it for that", stacklevel=3)

@@ -42,6 +42,7 @@ class LLM:
                 overlap=self.started.overlap,
                 prefix_cache=self.config.prefix_cache,
                 shards=self.config.dp,
+                skip_tokenizer=self.config.skip_tokenizer,
                 grammar_backend=self.config.grammar_backend,
                 record=self.started.ledger.record,
             )

@@ -42,8 +42,7 @@ class OutputProcessor:
             Completion(i, self._seed, logprobs=None if params.logprobs is None else []) for i in range(params.n)
         ]
         self._texts = [
-            IncrementalDetokenizer(
-                self._codec,
+            self._codec.detokenizer(
                 params.stop,
                 skip_special=params.skip_special_tokens,
                 include_stop=params.include_stop_str_in_output,

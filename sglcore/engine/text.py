@@ -17,6 +17,7 @@ from sglcore.engine.chat_template import ChatTemplate, Message, TextError
 from sglcore.engine.converted_tokenizer import convert_tokenizer
 from sglcore.engine.gguf_tokenizer import read_gguf_tokenizer
 from sglcore.engine.text_length import beginning_over, refuse_longer
+from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.stop_pattern import PatternScan, stop_pattern
 
 __all__ = ["IncrementalDetokenizer", "TextCodec", "TextError", "eos_token_ids"]
@@ -43,6 +44,9 @@ EncodedPair = tuple[list[int], list[int] | None]
 
 class TextCodec:
     """A checkpoint's tokenizer with its special tokens and chat template."""
+
+    reads_text = True
+    """Whether there is text at all; if not, what needs it raises TextError."""
 
     def __init__(self, folder: Path, *, chat_template: str | None = None) -> None:
         """Of a checkpoint folder, or a GGUF file. `chat_template` is a template's text, instead of the checkpoint's. Raises
@@ -113,6 +117,16 @@ class TextCodec:
             keeps = room if len(parts) == 1 else room - shorter if length == max(lengths) else shorter
             part.truncate(keeps)
         return self.tokenizer.post_process(parts[0], parts[1] if len(parts) > 1 else None)
+
+    def need_text(self, what: str, field: str | None = None) -> None:
+        """Raise TextError, which blames `field` of a request, if there is no text: `what` needs it."""
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise TextError for parameters that are about text, if there is none."""
+
+    def detokenizer(self, stop: Sequence[str], **how: Any) -> IncrementalDetokenizer:
+        """What makes text of tokens that arrive one after another; `how`: as IncrementalDetokenizer takes it."""
+        return IncrementalDetokenizer(self, stop, **how)
 
     def prompted(self, text: str, name: str | None = None) -> str:
         """A text to embed behind the checkpoint's prompt of that name (None: the default one, if there is one). Raises

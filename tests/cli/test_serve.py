@@ -147,21 +147,24 @@ def test_a_wrong_flag_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("generates", "labels", "shown", "other"),
+    ("generates", "labels", "skips", "shown", "other"),
     [
-        (True, 0, "/v1/messages", "/v1/embeddings"),
-        (False, 0, "/v1/embeddings", "/v1/chat"),
-        (False, 1, "/v1/rerank", "/v1/embeddings"),
+        (True, 0, False, "/v1/messages", "/v1/embeddings"),
+        (False, 0, False, "/v1/embeddings", "/v1/chat"),
+        (False, 1, False, "/v1/rerank", "/v1/embeddings"),
+        (True, 0, True, "/generate", "/v1/chat"),
+        (False, 0, True, "/v1/embeddings", "/v1/score"),
     ],
 )
 def test_the_banner_lists_the_endpoints_that_the_model_has(
-    generates: bool, labels: int, shown: str, other: str, capsys: pytest.CaptureFixture[str]
+    generates: bool, labels: int, skips: bool, shown: str, other: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = {"device": "acme", "distribution": "acme", "version": "1", "device_evidence": "", "ledger": []}
     seconds, limits = {"model": 0.5, "total": 1.0}, {"num_labels": labels}
     info = SimpleNamespace(generates=generates, limits=limits, seconds=seconds, **told)
     health = SimpleNamespace(ready=True, live=True)
-    frontend: Any = SimpleNamespace(health=health, info=info, names=("m",), format=SimpleNamespace(rows=[]))
+    config, form = EngineConfig(skip_tokenizer=skips), SimpleNamespace(rows=[])
+    frontend: Any = SimpleNamespace(health=health, info=info, names=("m",), format=form, engine_config=config)
     asyncio.run(_show(frontend, "http://here", quiet=False))
     said = capsys.readouterr().out
     assert said.startswith("serving m at http://here\n") and shown in said and other not in said

@@ -21,8 +21,9 @@ def fill_marks(frontend: Frontend) -> tuple[str, str, str] | None:
 
 
 def filled(frontend: Frontend, before: str, after: str, *, param: str, instead: str) -> str:
-    """The prompt for what stands between two texts. Raises InvalidRequest if the model has no tokens for it: `param` is the field to
-    blame, and `instead` what to do."""
+    """The prompt for what stands between two texts. Raises InvalidRequest if the model has no tokens for it, TextError where no text is
+    read: `param` is the field to blame, and `instead` what to do."""
+    frontend.codec.need_text("filling in between two texts", param)
     marks = fill_marks(frontend)
     if marks is None:
         raise InvalidRequest(

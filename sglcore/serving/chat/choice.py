@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from sglcore.device.errors import ConfigError
 from sglcore.engine.chat_template import ChatTemplate, TextError
+from sglcore.engine.skipped_tokenizer import SKIPPED
 from sglcore.engine.text import TextCodec
 from sglcore.serving.chat.conversation import MessageForm
 from sglcore.serving.chat.parsers.families import OFF, REASONING, TOOLS, ToolFamily
@@ -50,7 +51,7 @@ def choose_tools(
     """The first tool parser with evidence that passes; raises ConfigError if the named one does not."""
     if name in OFF:
         return Choice(None, "turned off")
-    absent = _no_tools(codec.template)
+    absent = _no_tools(codec.template) if codec.reads_text else SKIPPED
     if name != "auto":
         return _named_tools(codec, _known(name, TOOLS, "tool parser"), reasoning, form, absent)
     if absent:
@@ -76,11 +77,15 @@ def choose_reasoning(codec: TextCodec, name: str) -> Choice[ReasoningFamily]:
         return Choice(None, "turned off")
     if name != "auto":
         family = _known(name, REASONING, "reasoning parser")
+        if not codec.reads_text:
+            raise ConfigError(f"the reasoning parser {family.name} can not be used: {SKIPPED}")
         try:
             _test_reasoning(codec, family)
         except Failed as error:
             raise ConfigError(f"the reasoning parser {family.name} failed its test: {error}") from None
         return Choice(family, "asked for; its test passed")
+    if not codec.reads_text:
+        return Choice(None, SKIPPED)
     for family in REASONING:
         source = _evidence(codec, family)
         if not source:

@@ -265,7 +265,8 @@ async def count_prompt(frontend: ChatFrontend, request: ChatRequest, param: str)
 
 
 async def render(frontend: ChatFrontend, request: ChatRequest) -> Rendered:
-    """The prompt of a chat; a long one does not hold up the event loop. Raises TextError."""
+    """The prompt of a chat; a long one does not hold up the event loop. Raises TextError, also where no text is read."""
+    frontend.codec.need_text("a chat")
     return await asyncio.to_thread(_render, frontend, request) if _is_long(request) else _render(frontend, request)
 
 

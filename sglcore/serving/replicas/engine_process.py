@@ -28,8 +28,9 @@ from sglcore.engine.meter import Meter
 from sglcore.engine.pages.start import open_pages, settled
 from sglcore.engine.ranks.parent import end_with_parent
 from sglcore.engine.sampled import sample_of
+from sglcore.engine.skipped_tokenizer import open_codec
 from sglcore.engine.start import Started, start
-from sglcore.engine.text import TextCodec, eos_token_ids
+from sglcore.engine.text import eos_token_ids
 from sglcore.engine.tokens import TokenEngine
 from sglcore.engine.vocabulary import Vocabulary
 from sglcore.serving.replicas.channel import EngineChannel
@@ -109,7 +110,8 @@ def _grammars(config: EngineConfig, started: Started, eos_ids: frozenset[int]) -
     if not limits.generates:
         return None
     known = tuple(sorted(each for each in eos_ids if each < limits.vocab_size))
-    vocabulary = Vocabulary(TextCodec(started.model_path).tokenizer, limits.vocab_size, known)
+    codec = open_codec(started.model_path, skips=config.skip_tokenizer)
+    vocabulary = Vocabulary(codec.tokenizer, limits.vocab_size, known)
     grammars, row = open_grammars(config.grammar_backend, vocabulary)
     started.ledger.record(row)
     return grammars

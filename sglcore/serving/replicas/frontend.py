@@ -20,8 +20,9 @@ from sglcore.device.worker import Limits
 from sglcore.engine.core import Prompt, check_ids, cut_tokens, read_prompt
 from sglcore.engine.hub import is_hub_name
 from sglcore.engine.output_processor import OutputProcessor
+from sglcore.engine.skipped_tokenizer import open_codec
 from sglcore.engine.start import choose_sampling, model_folder
-from sglcore.engine.text import EncodedPair, TextCodec
+from sglcore.engine.text import EncodedPair
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.request import ContextError, Request
 from sglcore.schedule.results import check_request, longest_prompt
@@ -65,7 +66,7 @@ class Frontend:
         self.engine_config = config
         self.config = server
         self.model_path: Path = model_folder(config)
-        self.codec = TextCodec(self.model_path, chat_template=chat_template(server))
+        self.codec = open_codec(self.model_path, skips=config.skip_tokenizer, chat_template=chat_template(server))
         self.sampling, _ = choose_sampling(config, self.model_path)
         self.names: tuple[str, ...] = server.served_model_name or (self._own_name(),)
         self.created = int(time.time())
@@ -162,6 +163,7 @@ class Frontend:
         info = self._known_info()
         self._refuse_overload(info, params.n)
         check_ids(params, info.limits["vocab_size"])
+        self.codec.check(params)
         ids = await self.tokenize(prompt, special=special, most=self.longest_prompt(info))
         self._check(ids, params, info)
         seed = params.seed if params.seed is not None else fresh_seed()

@@ -72,6 +72,8 @@ async def start_runs(
 ) -> Runs:
     """Give all prompts to engines, or none: the first that is refused ends those before it. `field` of the request has them;
     `form` as in `Runs`."""
+    with blame(form or field):
+        frontend.codec.check(params)
     async with AsyncExitStack() as stack:
         generations: list[Generation] = []
         for place, prompt in enumerate(prompts):

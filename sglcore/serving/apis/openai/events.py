@@ -165,6 +165,7 @@ class CompletionWriter(_Writer[Runs]):
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: CompletionBody) -> None:
         super().__init__(frontend, texts, body, "cmpl", "text_completion")
         self._codec, self._body = frontend.codec, body
+        self._gives_ids = body.return_token_ids or not frontend.codec.reads_text
         self._shows_special = body.skip_special_tokens is False
 
     async def answer(self, runs: Runs) -> dict[str, Any]:
@@ -208,7 +209,7 @@ class CompletionWriter(_Writer[Runs]):
                 sample, "length" if is_scored_only and sample.finish_reason == "stop" else sample.finish_reason, body
             ),
         }
-        if body.return_token_ids:
+        if self._gives_ids:
             choice["token_ids"] = [] if is_scored_only else sample.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids
         if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
@@ -225,7 +226,7 @@ class CompletionWriter(_Writer[Runs]):
         self, index: int, output: RequestOutput, delta: TextDelta, records: dict[int, CompletionLogprobs]
     ) -> dict[str, Any] | None:
         """What is new of one choice; None if there is nothing to tell yet. `records` has one for each choice that began."""
-        is_first, ids = index not in records, self._body.return_token_ids
+        is_first, ids = index not in records, self._gives_ids
         if self._body.max_tokens == 0:
             reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
             delta = replace(

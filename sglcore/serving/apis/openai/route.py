@@ -27,6 +27,9 @@ from sglcore.serving.chat.run import start_chat
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.runs import start_runs
 
+_ABOUT_TEXT = ("echo", "logprobs", "prompt_logprobs")
+"""Fields of completions whose answers are text; ids with their log-probabilities are what /generate gives."""
+
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     """All of them."""
@@ -50,6 +53,9 @@ def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
     async def completions(body: CompletionBody) -> Response | Stream:
         """Continue texts."""
         writer = CompletionWriter(frontend, texts, body)
+        for name, value in body.given(*_ABOUT_TEXT).items():
+            if value is not False:
+                frontend.codec.need_text(name, name)
         request = completion_request(completed(body, frontend.sampling), frontend.config)
         runs = await start_runs(
             frontend,

@@ -50,6 +50,8 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     async def run(body: LlamaFields, prompts: list[Any]) -> Response | Stream:
         writer = _Writer(frontend, body, texts)
         check_limit("prompt", len(prompts), frontend.config.max_prompts, "prompts")
+        if body.n_probs:
+            frontend.codec.need_text("n_probs", "n_probs")
         params, form = llama_params(completed(body, frontend.sampling), frontend.config)
         runs = await start_runs(frontend, prompts, params, special=True, progress=False, name=None, form=form)
         return await writer.respond(runs, body.stream, (*body.warnings(), *unenforced(form, params)))
@@ -152,6 +154,7 @@ class _Writer(Writer[Runs]):
     def __init__(self, frontend: ChatFrontend, body: LlamaFields, texts: TokenTexts) -> None:
         super().__init__(frontend, body.model)
         self._body, self._texts = body, texts
+        self._gives_ids = body.return_tokens or not frontend.codec.reads_text
         self._began = time.perf_counter()
 
     async def answer(self, run: Runs) -> Any:
@@ -180,7 +183,7 @@ class _Writer(Writer[Runs]):
         return {
             "index": place,
             "content": sample.text,
-            "tokens": sample.token_ids if self._body.return_tokens else [],
+            "tokens": sample.token_ids if self._gives_ids else [],
             "id_slot": 0,
             "stop": True,
             "model": self.model,

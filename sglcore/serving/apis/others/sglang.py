@@ -108,6 +108,7 @@ class _Writer(Writer[Runs]):
     def __init__(self, frontend: ChatFrontend, texts: TokenTexts, body: GenerateBody) -> None:
         super().__init__(frontend)
         self._texts, self._is_list, self._began = texts, body.is_list, time.perf_counter()
+        self._reads_text = frontend.codec.reads_text
 
     async def answer(self, run: Runs) -> Any:
         """The whole answer; waits for all samples. Raises Unanswered if every one failed."""
@@ -129,12 +130,15 @@ class _Writer(Writer[Runs]):
         }
         if sample.logprobs is not None:
             about["output_token_logprobs"] = [
-                [finite(one.logprob), one.token_id, self._texts.text(one.token_id)] for one in sample.logprobs
+                [finite(one.logprob), one.token_id, self._text(one.token_id)] for one in sample.logprobs
             ]
             about["output_top_logprobs"] = [
-                [[finite(value), token, self._texts.text(token)] for token, value in one.top] for one in sample.logprobs
+                [[finite(value), token, self._text(token)] for token, value in one.top] for one in sample.logprobs
             ]
         return {"text": sample.text, "output_ids": sample.token_ids, "meta_info": about}
+
+    def _text(self, token_id: int) -> str | None:
+        return self._texts.text(token_id) if self._reads_text else None
 
     async def events(self, run: Runs) -> AsyncGenerator[bytes, None]:
         """All of a sample so far, with every part of it."""

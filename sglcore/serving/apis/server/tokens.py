@@ -94,6 +94,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     async def tokenize(body: TokenizeBody) -> Response:
         """Text or messages as token ids."""
         check_model(frontend, body.model)
+        frontend.codec.need_text("/tokenize")
         ids = await _ids(frontend, body)
         length = frontend.info.max_model_len if frontend.info is not None else None
         answer = {"tokens": ids, "count": len(ids), "max_model_len": length}
@@ -107,6 +108,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     async def detokenize(body: DetokenizeBody) -> Response:
         """Token ids as text."""
         check_model(frontend, body.model)
+        frontend.codec.need_text("/detokenize")
         size = frontend.codec.tokenizer.get_vocab_size(with_added_tokens=True)
 
         def read() -> str:
@@ -123,6 +125,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
     @router.get("/tokenizer_info", tags=["tokens"], responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info() -> Response:
         """Special tokens and the chat template."""
+        frontend.codec.need_text("/tokenizer_info")
         template = frontend.codec.template
         found = {name: template.special_tokens.get(name) or None for name in _SPECIAL}
         size = frontend.codec.tokenizer.get_vocab_size(with_added_tokens=True)
