@@ -6,7 +6,6 @@ sentencepiece file is held to sentencepiece itself before it is used.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,32 +14,24 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, normalizers
 
 from sglcore.device.errors import ConfigError
+from sglcore.engine.conversion import PROBES, cut_otherwise, library, unreadable
+from sglcore.engine.ranks_tokenizer import CODE, RANKS, TEKKEN, has_ranks, read_ranks, read_tekken
 
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
 """Names under which models of sentencepiece are saved."""
 LISTS = ("vocab.json", "vocab.txt")
 """Vocabularies as plain lists: byte-level ones, which have their merges in merges.txt, and WordPiece's."""
-FILES = (*PIECES, *LISTS)
+FILES = (TEKKEN, RANKS, *PIECES, *LISTS)
 """What a tokenizer is made of where there is no tokenizer.json, as names in the folder."""
-MORE_FILES = (*FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json")
+MORE_FILES = (*FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", CODE)
 """The same, and what may stand beside them."""
-EXTRA = "pip install 'sglcore[slow-tokenizers]', or save a tokenizer.json beside the weights"
 SPACE = "\u2581"
-PROBES = (
-    "once upon a time, there was a kind boy.",
-    "it's 12345 o'clock; we'll see: 3.14159",
-    "two  spaces and an end",
-    "\u4f60\u597d, \u043c\u0438\u0440! \U0001f600\u200a.",
-    "def f(x):\n    return x**2  # {}",
-)
-"""Texts that a converted tokenizer has to cut as its file's own library does. None has what transformers decides by the
-tokenizer's class: a space at the beginning, capital letters, accents."""
 
 
 def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer, and the special tokens by the names of a tokenizer_config.json. Raises ConfigError where the folder has no
-    file of a tokenizer, a library is not installed, the conversion fails or cuts texts in another way than the file's own
-    library, or one of the checkpoint's `end_ids` is no token of it."""
+    """The tokenizer, and what a tokenizer_config.json would say: special tokens by their names, a chat template. Raises
+    ConfigError where the folder has no file of a tokenizer, a library is not installed, the conversion fails or cuts texts in
+    another way than the file's own library, or one of the checkpoint's `end_ids` is no token of it."""
     found = next((name for name in FILES if (folder / name).is_file()), None)
     if found is None:
         raise ConfigError(
@@ -49,10 +40,12 @@ def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer,
             remedy="save the tokenizer beside the weights, or start with --skip-tokenizer (token ids in and out)",
         )
     file = folder / found
-    made = _by_transformers(folder, file)
-    tokenizer: Tokenizer = made.backend_tokenizer
-    if found in PIECES:
-        _hold_to_pieces(tokenizer, file, is_generic=type(made).__name__ == "TokenizersBackend")
+    if found == TEKKEN:
+        tokenizer, settings = read_tekken(file)
+    elif has_ranks(file):
+        tokenizer, settings = read_ranks(file)
+    else:
+        tokenizer, settings = _by_class(folder, file)
     for token_id in sorted(end_ids):
         if tokenizer.id_to_token(token_id) is None:
             raise ConfigError(
@@ -61,6 +54,15 @@ def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer,
                 wanted="a tokenizer_config.json that lists the special tokens (added_tokens_decoder)",
                 remedy="fetch it, or save a tokenizer.json beside the weights",
             )
+    return tokenizer, settings
+
+
+def _by_class(folder: Path, file: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """As transformers reads a folder by its tokenizer's class, and what it calls the special tokens."""
+    made = _by_transformers(folder, file)
+    tokenizer: Tokenizer = made.backend_tokenizer
+    if file.name in PIECES:
+        _hold_to_pieces(tokenizer, file, is_generic=type(made).__name__ == "TokenizersBackend")
     return tokenizer, {name: str(text) for name, text in made.special_tokens_map.items() if isinstance(text, str)}
 
 
@@ -68,32 +70,20 @@ def _by_transformers(folder: Path, file: Path) -> Any:
     """transformers' own tokenizer of a folder."""
     needs = ("transformers", "sentencepiece", "google.protobuf") if file.name in PIECES else ("transformers",)
     for name in needs:
-        _library(name, file)
+        library(name, file)
     from transformers import AutoTokenizer
 
     try:
         with _errors_only():
             made = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"transformers can not convert {file}: {type(error).__name__}: {reason:.400}",
-            remedy="download it again, or save a tokenizer.json beside the weights",
-        ) from None
+        raise unreadable(file, error) from None
     if not made.is_fast:
         raise ConfigError(
             f"transformers has no fast tokenizer for {file}: found {type(made).__name__}",
             remedy="save a tokenizer.json beside the weights",
         )
     return made
-
-
-def _library(name: str, file: Path) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        found = f"{file.parent} has no tokenizer.json, and {file.name} needs {name.removeprefix('google.')}"
-        raise ConfigError(f"{found}: {error}", remedy=EXTRA) from None
 
 
 @contextmanager
@@ -112,7 +102,7 @@ def _errors_only() -> Iterator[None]:
 def _hold_to_pieces(tokenizer: Tokenizer, file: Path, *, is_generic: bool) -> None:
     """Give a tokenizer of no class of its own the space that its file puts before texts, which transformers leaves out there;
     raise ConfigError if probes are cut otherwise than by sentencepiece."""
-    pieces = _library("sentencepiece", file).SentencePieceProcessor(model_file=str(file))
+    pieces = library("sentencepiece", file).SentencePieceProcessor(model_file=str(file))
     if is_generic and pieces.encode("a", out_type=str)[0].startswith(SPACE):
         _put_space_before(tokenizer)
     unknown = {pieces.id_to_piece(pieces.unk_id()), "<unk>", "[UNK]"}
@@ -121,12 +111,7 @@ def _hold_to_pieces(tokenizer: Tokenizer, file: Path, *, is_generic: bool) -> No
         given = _spelled([str(tokenizer.id_to_token(each)) for each in ids], unknown)
         wanted = _spelled(pieces.id_to_piece(pieces.encode(text)), unknown)
         if given != wanted:
-            raise ConfigError(
-                f"transformers' conversion of {file} cuts {text!r} into {', '.join(map(repr, given))}",
-                wanted=f"{', '.join(map(repr, wanted))}, as by sentencepiece",
-                remedy="save a tokenizer.json beside the weights, or name the model's own tokenizer_class in"
-                " tokenizer_config.json",
-            )
+            raise cut_otherwise(file, text, given, wanted, "sentencepiece")
 
 
 def _put_space_before(tokenizer: Tokenizer) -> None:
