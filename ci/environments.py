@@ -18,6 +18,8 @@ FOLDER = Path("build") / "environments"
 CONSTRAINTS = "constraints.txt"
 STAMP = "made-of"
 """The file in an environment with the digest of what it was made of; the last to be written."""
+SUITE = ("pytest", "pytest-xdist", "hypothesis", "coverage")
+"""What runs the tests and watches them, in every environment."""
 
 
 def folder_of(lane: Lane, root: Path = ROOT) -> Path:
@@ -53,7 +55,9 @@ def prepare(lane: Lane, root: Path = ROOT) -> bool:
 def pip_command(lane: Lane, root: Path = ROOT) -> tuple[str, ...]:
     """How this interpreter's pip installs into it: folders of the checkout in place, everything at the pinned versions. What is
     imported is compiled then; pip would compile everything."""
-    words = tuple(part for word in lane.environment for part in (("-e", word) if is_checkout(word, root) else (word,)))
+    words = tuple(
+        part for word in (*lane.environment, *SUITE) for part in (("-e", word) if is_checkout(word, root) else (word,))
+    )
     pip = (sys.executable, "-m", "pip", "--python", str(python_of(lane, root)), "install", "--quiet")
     where = str(folder_of(lane, root) / CONSTRAINTS)
     return (*pip, "--disable-pip-version-check", "--no-compile", "-c", where, *torch_words(lane, root), *words)
@@ -100,5 +104,5 @@ def digest(lane: Lane, root: Path = ROOT) -> str:
     """What an environment is made of, in 64 letters: interpreter, requirements, pins, and the declarations of folders."""
     folders = (root / word / "pyproject.toml" for word in lane.environment if is_checkout(word, root))
     declared = (file.read_text() for file in folders if file.is_file())
-    parts = (sys.version, sys.base_prefix, *lane.environment, pins(lane, root), *declared)
+    parts = (sys.version, sys.base_prefix, *lane.environment, *SUITE, pins(lane, root), *declared)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

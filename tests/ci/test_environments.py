@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ci import run
-from ci.environments import STAMP, digest, folder_of, pins, pip_command, prepare, python_of, torch_words
-from ci.lanes import Lane, lanes
+from ci.environments import STAMP, SUITE, digest, folder_of, pins, pip_command, prepare, python_of, torch_words
+from ci.lanes import ROOT, Lane, lanes
 
 OWN = Lane(name="own", device="one", capabilities=frozenset(), environment=("devices/one", "numpy"))
 PROJECTS = replace(OWN, name="projects", environment=())
@@ -34,7 +35,8 @@ def test_a_lane_runs_on_the_projects_interpreter_unless_it_has_its_own(checkout:
 
 def test_folders_are_installed_in_place_and_everything_as_pinned(checkout: Path) -> None:
     words = pip_command(OWN, checkout)
-    assert words[-4:] == (str(folder_of(OWN, checkout) / "constraints.txt"), "-e", "devices/one", "numpy")
+    own = ("-e", "devices/one", "numpy", *SUITE)
+    assert words[-len(own) - 1 :] == (str(folder_of(OWN, checkout) / "constraints.txt"), *own)
     assert words[words.index("--python") + 1] == str(python_of(OWN, checkout))
 
 
@@ -50,7 +52,26 @@ def test_an_environment_with_torch_takes_the_build_that_the_installer_takes_for_
     (checkout / "devices" / "one" / "pyproject.toml").write_text(TORCH)
     (checkout / "constraints.txt").write_text("torch==2.11.0\n")
     words = pip_command(OWN, checkout)
-    assert words[words.index("-c") + 2 :] == ("torch==2.11.0+one", "-e", "devices/one", "numpy")
+    assert words[words.index("-c") + 2 :] == ("torch==2.11.0+one", "-e", "devices/one", "numpy", *SUITE)
+
+
+def third_party(file: Path, seen: set[Path]) -> set[str]:
+    """What a file imports from outside the project anywhere in it, and what the files of `ci` that it imports do."""
+    seen.add(file)
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    ours = {ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("ci.")}
+    found = {top for name in names if (top := name.partition(".")[0]) not in {*sys.stdlib_module_names, *PROJECT}}
+    return found.union(*(third_party(each, seen) for each in ours - seen))
+
+
+PROJECT = ("ci", "tests", "tools", "sglcore", "sglcore_sim", "conftest")
+
+
+def test_what_runs_and_watches_tests_is_in_every_environment() -> None:
+    found = third_party(ROOT / "conftest.py", set()) | third_party(ROOT / "ci" / "watch.py", set())
+    assert {"pytest", "coverage"} <= found <= {name.replace("pytest-", "") for name in SUITE}
 
 
 def test_a_lane_may_leave_a_pin_out(checkout: Path) -> None:
