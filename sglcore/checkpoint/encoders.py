@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sglcore.device.errors import ConfigError
+
 ENCODERS = frozenset(
     {
         *("BertModel", "BertForMaskedLM", "BertForSequenceClassification"),
@@ -35,16 +37,29 @@ def common_words(architecture: str, raw: Mapping[str, Any]) -> Mapping[str, Any]
     """What a configuration says in words of its own: models of images of their language part, in newer files; ModernBERT of its layers, whose windows reach `local_attention` / 2 to
     either side, and RoBERTa of positions, which it counts from behind that of padding."""
     if architecture.endswith(LANGUAGE_PARTS):
-        return {name: value for name, value in raw.get("text_config", {}).items() if value is not None}
+        return {name: value for name, value in (raw.get("text_config") or {}).items() if value is not None}
     if "RobertaFor" in architecture or "RobertaModel" in architecture:
-        return {"first_position": int(raw.get("pad_token_id", 1)) + 1}
+        return {"first_position": whole_number(raw, "pad_token_id", 1) + 1}
     if not architecture.startswith("ModernBert"):
         return {}
-    every, layers = raw.get("global_attn_every_n_layers", 3), raw.get("num_hidden_layers", 22)
+    every, layers = (
+        whole_number(raw, name, usual) for name, usual in (("global_attn_every_n_layers", 3), ("num_hidden_layers", 22))
+    )
     return {
         "layer_types": ["sliding_attention" if layer % every else "full_attention" for layer in range(layers)],
-        "sliding_window": raw.get("local_attention", 128) // 2 + 1,
+        "sliding_window": whole_number(raw, "local_attention", 128) // 2 + 1,
         "hidden_act": "gelu",
         "rope_theta": raw.get("global_rope_theta", 160000.0),
         "rope_local_base_freq": raw.get("local_rope_theta", 10000.0),
     }
+
+
+def whole_number(raw: Mapping[str, Any], name: str, usual: int) -> int:
+    """A value of a `config.json`, or the usual one where it is left out. Raises `ConfigError` for null, which is not left
+    out, and for another kind."""
+    found = raw.get(name, usual)
+    if type(found) is not int:
+        raise ConfigError(
+            f"config.json has {name} = {found!r:.60}", wanted="a whole number", remedy="download the checkpoint again"
+        )
+    return found

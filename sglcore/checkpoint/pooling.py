@@ -108,9 +108,14 @@ def read_prompts(folder: Path) -> Prompts:
 def _classifier(architecture: str, raw: Mapping[str, Any]) -> Pooling:
     """Of a head for sequences: the token it reads is the architecture's, its end what sentence-transformers wrote down, or a
     sigmoid for a single label."""
-    labels = len(raw.get("id2label") or ()) or int(raw.get("num_labels", 2))
+    count = raw.get("num_labels")
+    labels = len(raw.get("id2label") or ()) or (2 if count is None else count)
     mode = raw.get("classifier_pooling", "cls") if architecture in ENCODERS else "lasttoken"
-    named = raw.get("sentence_transformers", {}).get("activation_fn", raw.get("sbert_ce_default_activation_function"))
+    if mode not in MODES:
+        raise ConfigError(f"config.json has classifier_pooling = {mode!r}", wanted="cls or mean")
+    named = (raw.get("sentence_transformers") or {}).get(
+        "activation_fn", raw.get("sbert_ce_default_activation_function")
+    )
     activation = (named or ("Sigmoid" if labels == 1 else "Identity")).rpartition(".")[2]
     if activation not in ("Sigmoid", "Identity"):
         raise ConfigError(f"config.json ends scores with {named!r}", wanted="Sigmoid or Identity")

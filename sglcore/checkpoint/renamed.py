@@ -63,7 +63,7 @@ def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _deepseek_v4_layers(values: Mapping[str, Any]) -> dict[str, Any]:
     """All layers have experts, and the window, whatever else some see. Where there is one rope, it is that of layers with more."""
     both = {**values.get("rope_parameters", {}), **values.get("rope_scaling", {})}
-    partial = values.get("partial_rotary_factor", values.get("qk_rope_head_dim", 64) / values["head_dim"])
+    partial = values.get("partial_rotary_factor", values.get("qk_rope_head_dim", 64) / max(values["head_dim"], 1))
     size = values.get("moe_intermediate_size", values.get("intermediate_size", 2048))
     return {
         "intermediate_size": size,

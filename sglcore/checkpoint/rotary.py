@@ -23,10 +23,15 @@ Frequencies: TypeAlias = tuple[np.ndarray, float]
 
 def rotary_frequencies(config: ModelConfig, max_positions: int) -> Frequencies:
     """The frequencies of a model that is opened for `max_positions`; R is the rotated part of a head. Raises `ConfigError`
-    for a kind that is not known and for numbers that it lacks."""
+    for a kind that is not known, for numbers that it lacks, and for more than a head has."""
     kind = config.rope.kind
     if kind not in KINDS:
         raise ConfigError(f"rope_type {kind!r} is not supported", wanted=f"one of {', '.join(KINDS)}")
+    if not 0 <= rotary_dim(config) <= config.head_dim:
+        raise ConfigError(
+            f"partial_rotary_factor is {config.rope.partial}, {rotary_dim(config)} elements of a head are rotated",
+            wanted=f"0 to {config.head_dim}",
+        )
     try:
         return KINDS[kind](config, max_positions)
     except KeyError as error:
@@ -35,11 +40,14 @@ def rotary_frequencies(config: ModelConfig, max_positions: int) -> Frequencies:
 
 def mrope_axes(config: ModelConfig) -> np.ndarray | None:
     """int32 [R / 2]: by which of three positions (time, height, width) each frequency turns; None for a model with one.
-    Either in three sections (Qwen 2-VL, Wang et al. 2024, section 2.1), or in turn as far as the sections reach (Qwen 3-VL)."""
+    Either in three sections (Qwen 2-VL, Wang et al. 2024, section 2.1), or in turn as far as the sections reach (Qwen 3-VL).
+    Raises `ConfigError` for sections that do not fit."""
     sections = config.rope.scaling.get("mrope_section")
     if sections is None:
         return None
     if not config.rope.scaling.get("mrope_interleaved", config.architecture.startswith(("Qwen3VL", "Qwen3_5"))):
+        if sum(sections) != rotary_dim(config) // 2:
+            raise ConfigError(f"mrope_section is {sections}", wanted=f"a sum of {rotary_dim(config) // 2} frequencies")
         return np.repeat(np.arange(3, dtype=np.int32), sections)
     axes = np.zeros(rotary_dim(config) // 2, np.int32)
     for axis in (1, 2):
@@ -137,6 +145,10 @@ def _longrope(config: ModelConfig, max_positions: int) -> Frequencies:
     rope = config.rope
     name = "long_factor" if max_positions > rope.original_max else "short_factor"
     factors = np.array(rope.scaling[name], dtype=np.float32)
+    if len(factors) != rotary_dim(config) // 2:
+        raise ConfigError(
+            f"{name} has {len(factors)} numbers", wanted=f"{rotary_dim(config) // 2}, one for each frequency"
+        )
     frequencies = np.float32(1.0) / (factors * _wavelengths(config))
     given = rope.scaling.get("attention_factor")
     if given is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from sglcore.checkpoint.encoders import whole_number
 from sglcore.device.errors import ConfigError
 from sglcore.models.build import Architecture, Array, Batch, Build, Layer
 
@@ -12,7 +13,7 @@ class BertEmbeddings:
     """Word, segment and position embeddings, added and normalised. Tokens are of the first segment unless the batch says."""
 
     def __init__(self, build: Build, eps: float) -> None:
-        config, segments = build.config, build.config.raw.get("type_vocab_size", 2)
+        config, segments = build.config, whole_number(build.config.raw, "type_vocab_size", 2)
         size = config.hidden_size
         self.segments, self.first_position = segments, config.first_position
         self.word_embeddings = build.embedding("word_embeddings", config.vocab_size, size)

@@ -1,0 +1,177 @@
+"""A value of the wrong kind in a `config.json` is an error of one line with its name, whatever reads it."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.checkpoint import compressed, config, encoders, latent, pooling, recurrent, renamed, rotary, shards
+from sglcore.checkpoint.config import ModelConfig, config_of, read_config
+from sglcore.checkpoint.renamed import WORDS
+from sglcore.checkpoint.shards import constraints
+from sglcore.checkpoint.values import KINDS
+from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.models.registry import ARCHITECTURES
+
+BASE: Mapping[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 64,
+}
+WRONG: tuple[Any, ...] = (None, 0, -1, 3, 2.5, 1e30, "x", [], ["a"], [1], {}, {"a": 1}, True)
+
+
+def with_indexer(found: ModelConfig) -> object:
+    return latent.with_indexer(found, latent.latent_config(found, {}), True)
+
+
+def mixers(found: ModelConfig) -> object:
+    kinds = recurrent.layer_kinds(found, (recurrent.LINEAR, recurrent.FULL, recurrent.MLP, recurrent.MOE))
+    return kinds, recurrent.mamba2_config(found)
+
+
+def delta_net(found: ModelConfig) -> object:
+    return recurrent.layer_kinds(found), recurrent.delta_net_config(found)
+
+
+V4 = {"compress_ratios": [0, 4, 128, 0], "n_hash_layers": 1, "num_key_value_heads": 1}
+READERS: Mapping[str, tuple[Callable[[ModelConfig], object], Mapping[str, Any]]] = {
+    "LlamaForCausalLM": (lambda found: None, {}),
+    "Gemma3ForCausalLM": (lambda found: None, {}),
+    "Qwen2MoeForCausalLM": (lambda found: None, {}),
+    "Qwen3NextForCausalLM": (delta_net, {}),
+    "DeepseekV2ForCausalLM": (lambda found: latent.latent_config(found, {}), {}),
+    "DeepseekV32ForCausalLM": (with_indexer, {}),
+    "DeepseekV4ForCausalLM": (compressed.compressed_config, V4),
+    "Lfm2ForCausalLM": (recurrent.layer_kinds, {}),
+    "NemotronHForCausalLM": (mixers, {"layers_block_type": ["mamba", "attention", "moe", "mlp"]}),
+    "Qwen3VLForConditionalGeneration": (lambda found: None, {}),
+    "ModernBertForSequenceClassification": (lambda found: None, {}),
+    "XLMRobertaForSequenceClassification": (lambda found: None, {}),
+}
+"""What reads the configuration of an architecture beyond what is read of all, and what it can not be without."""
+
+
+def read(folder: Path, architecture: str, changes: Mapping[str, Any]) -> None:
+    """All that is made of a configuration before there are weights."""
+    reader, own = READERS[architecture]
+    found = config_of(folder, {**BASE, **own, "architectures": [architecture], **changes}, ARCHITECTURES)
+    rotary.rotary_frequencies(found, 64), rotary.mrope_axes(found), constraints(found), reader(found)
+
+
+def names() -> list[str]:
+    return sorted({*KINDS, *itertools.chain(*WORDS.values())})
+
+
+@pytest.mark.parametrize("architecture", READERS)
+def test_no_value_of_any_name_is_anything_but_read_or_refused_in_one_line(architecture: str, tmp_path: Path) -> None:
+    for name, value in itertools.product(names(), WRONG):
+        try:
+            read(tmp_path, architecture, {name: value})
+        except SglcoreError as error:
+            assert "\n" not in str(error), (name, value)
+
+
+SCALED = {"factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("kind", ["yarn", "longrope", "llama3", "linear"])
+def test_no_number_of_a_rotary_embedding_is_anything_but_read_or_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+    lists = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6} if kind == "longrope" else {}
+    whole = {"rope_type": kind, **SCALED, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **lists}
+    for name, value in itertools.product((*whole, "beta_fast", "mscale", "mrope_section"), WRONG):
+        try:
+            read(tmp_path, "LlamaForCausalLM", {"rope_scaling": {**whole, name: value}})
+        except SglcoreError as error:
+            assert "\n" not in str(error), (name, value)
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_null_for_the_factor_of_a_rotary_embedding_is_refused_by_its_name(kind: str, tmp_path: Path) -> None:
+    whole = {"rope_type": kind, "factor": None, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    with pytest.raises(ConfigError, match=f"the rope parameters of '{kind}' have no 'factor'; wanted a number"):
+        read(tmp_path, "LlamaForCausalLM", {"rope_scaling": whole})
+
+
+def test_null_switches_truncation_off_as_in_the_library(tmp_path: Path) -> None:
+    raw = {**BASE, "architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "yarn", **SCALED}}
+    plain, off = (
+        config_of(tmp_path, {**raw, "rope_scaling": {**raw["rope_scaling"], **more}})
+        for more in ({}, {"truncate": None})
+    )
+    assert plain.rope.scaling.get("truncate", True) and off.rope.scaling["truncate"] is False
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind[0] == "a whole number above zero"])
+def test_a_count_of_none_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, "architectures": ["LlamaForCausalLM"], name: 0}))
+    if name == "qk_rope_head_dim":  # of DeepSeek-V4, which says so itself
+        return
+    with pytest.raises(ConfigError, match=f"has {name} = 0; wanted a whole number above zero"):
+        read_config(tmp_path)
+
+
+COUNTS = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+def test_what_every_model_has_some_of_is_counted_from_one() -> None:
+    assert {KINDS[name][0] for name in (*COUNTS, "max_position_embeddings")} == {"a whole number above zero"}
+
+
+OWN = {"added_tokens", "block_rope", "first_position", "compression_config", "quantization_config", "pad_token_id"}
+"""Names that are checked where they are read, or that are no checkpoint's."""
+MAPPINGS = re.compile(r"(config\.|^)(words|raw|values|scaling|rope\.scaling)$")
+
+
+def asked(source: str) -> Iterator[str]:
+    """The names that some code asks a configuration for."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=where, attr="get" | "pop"), args=[ast.Constant(value=str(name)), *_]
+            ):
+                pass
+            case ast.Subscript(value=where, slice=ast.Constant(value=str(name))):
+                pass
+            case _:
+                continue
+        if MAPPINGS.search(ast.unparse(where)):
+            yield name
+
+
+@pytest.mark.parametrize("module", [compressed, config, encoders, latent, recurrent, renamed, rotary, shards, pooling])
+def test_every_name_that_is_asked_for_has_a_kind(module: Any) -> None:
+    own = {*KINDS, *itertools.chain(*WORDS.values()), *OWN}
+    modes = {*pooling.MODES.values(), "pooling_mode", "include_prompt"}  # of a pooling's own file
+    found = set(asked(Path(module.__file__).read_text(encoding="utf-8")))
+    assert found - own - (modes if module is pooling else set()) == set()
+
+
+def test_null_in_words_of_encoders_is_refused_by_its_name(tmp_path: Path) -> None:
+    modern, roberta = "ModernBertForSequenceClassification", "XLMRobertaForSequenceClassification"
+    for architecture, name in (
+        (modern, "local_attention"),
+        (modern, "global_attn_every_n_layers"),
+        (modern, "num_hidden_layers"),
+        (roberta, "pad_token_id"),
+    ):
+        with pytest.raises(ConfigError, match=f"config.json has {name} = None; wanted a whole number"):
+            read(tmp_path, architecture, {name: None})
+
+
+def test_labels_that_are_null_are_two_as_in_the_library(tmp_path: Path) -> None:
+    found = pooling.read_pooling(tmp_path, "BertForSequenceClassification", {"num_labels": None})
+    assert found is not None and found.labels == 2
+    with pytest.raises(ConfigError, match="classifier_pooling = 'median'; wanted cls or mean"):
+        pooling.read_pooling(tmp_path, "ModernBertForSequenceClassification", {"classifier_pooling": "median"})
