@@ -51,7 +51,8 @@ from sglcore.models.transformers_twins import (
 from sglcore.models.transformers_walk import LENGTHS, AttentionCall, DoesNotRun, Windows, lengths_of, walk
 
 _CHOOSING = frozenset({"gate", "router", "wg"})
-"""Layers that choose experts stay as they are: a rounding would choose others, and their classes read their weights."""
+"""Layers that choose experts, and those inside what does, stay as they are: a rounding would choose others, and their classes
+read their weights."""
 
 Place = tuple[nn.Module, str, str, nn.Module]
 """A module's owner, its name there, its name in the model, and itself."""
@@ -244,7 +245,8 @@ def _routers(places: Iterable[Place], dtype: torch.dtype) -> Iterator[Put[Router
 def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[Put[PackedLinear]]:
     """All but those that choose experts, and the output layer, whose weight may be the embedding's."""
     for owner, name, path, module in places:
-        if isinstance(module, nn.Linear) and module is not head and name not in _CHOOSING and is_linear(module):
+        is_choosing = not _CHOOSING.isdisjoint(path.split("."))
+        if isinstance(module, nn.Linear) and module is not head and not is_choosing and is_linear(module):
             linear = PackedLinear(module, path)
             setattr(owner, name, linear)
             yield owner, name, linear
