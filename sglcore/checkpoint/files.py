@@ -22,7 +22,7 @@ def read_json(file: Path, remedy: str = "") -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"there is no {file.name} in {file.parent}", remedy=remedy) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} can not be read: {error}", wanted="JSON", remedy="download it again") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{file} holds a {type(value).__name__}", wanted="a JSON object", remedy="download it again")
@@ -33,7 +33,7 @@ def read_list(file: Path) -> list[dict[str, Any]]:
     """The objects in a file's list; raises `ConfigError`."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} can not be read: {error}", wanted="JSON", remedy="download it again") from None
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise ConfigError(f"{file} is not a list of objects", wanted="a JSON array", remedy="download it again")
@@ -47,7 +47,7 @@ def weight_names(folder: Path) -> tuple[str, ...]:
         return (SINGLE,)
     try:
         return tuple(sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(
             f"{index} is damaged", wanted="JSON with a weight_map", remedy="download it again"
         ) from None

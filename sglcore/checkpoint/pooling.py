@@ -97,6 +97,10 @@ def read_prompts(folder: Path) -> Prompts:
         return Prompts(MappingProxyType({}), None)
     found = read_json(folder / PROMPTS)
     texts, default = found.get("prompts") or {}, found.get("default_prompt_name")
+    if not isinstance(texts, dict) or not all(isinstance(each, str) for each in texts.values()):
+        raise ConfigError(f"{folder / PROMPTS} has prompts = {texts!r:.60}", wanted="a JSON object of texts")
+    if isinstance(default, list | dict):
+        raise ConfigError(f"{folder / PROMPTS} has default_prompt_name = {default!r:.60}", wanted="a text")
     if default is not None and default not in texts:
         raise ConfigError(
             f"{folder / PROMPTS} has default_prompt_name {default!r}",
@@ -157,8 +161,8 @@ def _modes(folder: Path) -> tuple[str, ...]:
             remedy="use another model",
         )
     given = values.get("pooling_mode") or [mode for mode, switch in MODES.items() if values.get(switch)] or "mean"
-    modes = (given,) if isinstance(given, str) else tuple(given)
+    modes = tuple(given) if isinstance(given, list) else (given,)
     for mode in modes:
-        if mode not in MODES:
+        if not isinstance(mode, str) or mode not in MODES:
             raise ConfigError(f"{folder / 'config.json'} has the mode {mode!r}", wanted=f"one of {', '.join(MODES)}")
     return modes

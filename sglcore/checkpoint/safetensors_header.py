@@ -87,7 +87,7 @@ def _entries(path: Path, file: RawIOBase) -> tuple[Entry, ...]:
         header = json.loads(file.read(size) or b"")
         header.pop("__metadata__", None)
         entries = [_entry(path, name, item, 8 + size) for name, item in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise damaged(path, "its header is not that of a safetensors file") from None
     for entry in entries:
         if entry.end > whole:
@@ -102,6 +102,9 @@ def _entries(path: Path, file: RawIOBase) -> tuple[Entry, ...]:
 def _entry(path: Path, name: str, item: dict[str, Any], base: int) -> Entry:
     start, end = item["data_offsets"]
     entry = Entry(path, name, item["dtype"], tuple(item["shape"]), base + start, base + end)
+    is_whole = all(type(each) is int for each in (start, end, *entry.shape)) and min(entry.shape, default=0) >= 0
+    if not is_whole or not isinstance(entry.dtype, str):
+        raise TypeError(f"the place of {name!r}")
     size = ELEMENT_BYTES[entry.dtype] * math.prod(entry.shape) if entry.dtype in ELEMENT_BYTES else entry.num_bytes
     if size != entry.num_bytes or start < 0:
         raise damaged(path, f"{name!r} of shape {list(entry.shape)} and type {entry.dtype} has {entry.num_bytes} bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,23 @@ def test_modes_are_those_of_new_and_old_files(tmp_path: Path, values: Any, modes
     assert found is not None and found.modes == modes and not found.is_normalized
     assert "1_Pooling/config.json" in found.reason
     assert read_pooling(tmp_path, "Qwen3ForCausalLM", {}, "generate") is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("architecture", "task"), [("BertModel", "auto"), ("Qwen3ForCausalLM", "embed")])
+def test_a_pooling_that_no_list_of_modules_names_is_taken_and_of_length_1(
+    tmp_path: Path, mode: str, architecture: str, task: str
+) -> None:
+    write(tmp_path, "1_Pooling/config.json", {"pooling_mode": mode})
+    found = read_pooling(tmp_path, architecture, {}, task)
+    assert str(found) == f"{mode}, length 1" and found is not None and "there is no modules.json" in found.reason
+
+
+@pytest.mark.parametrize("listed", [["a"], [1], [[]], [None], {"0": {}}, "a"])
+def test_a_list_of_modules_of_something_else_is_one_line(tmp_path: Path, listed: Any) -> None:
+    write(tmp_path, "modules.json", listed)
+    with pytest.raises(ConfigError, match="modules.json is not a list of objects; wanted a JSON array"):
+        read_pooling(tmp_path, "BertModel", {})
 
 
 def test_a_module_that_normalises_is_the_last(tmp_path: Path) -> None:
@@ -112,6 +130,28 @@ def test_a_task_that_is_not_the_checkpoints_is_refused(tmp_path: Path, architect
 def test_an_activation_that_is_not_known_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Softmax"):
         read_pooling(tmp_path, CLASSIFIER, {"sentence_transformers": {"activation_fn": "torch.nn.Softmax"}})
+
+
+ODD = (None, True, 0, 2.5, "x", [], ["a"], [["mean"]], [None], {}, {"a": 1})
+FILES = {
+    "1_Pooling/config.json": ("pooling_mode", "include_prompt", "pooling_mode_mean_tokens"),
+    "config_sentence_transformers.json": ("prompts", "default_prompt_name"),
+    "sentence_bert_config.json": ("do_lower_case",),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_value_of_another_kind_is_read_or_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    for key, value in itertools.product(FILES[name], ODD):
+        modules(tmp_path, "Transformer", "Pooling", pooling={})
+        write(tmp_path, name, {key: value})
+        try:
+            found, prompts = read_pooling(tmp_path, "BertModel", {}), read_prompts(tmp_path)
+            assert found is not None and set(found.modes) <= MODES.keys(), (key, value)
+            assert all(isinstance(each, str) for each in prompts.texts.values()), (key, value)
+            assert prompts.default is None or prompts.default in prompts.texts, (key, value)
+        except ConfigError as error:
+            assert "\n" not in str(error), (key, value)
 
 
 def test_prompts_are_texts_by_name_with_a_default(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from sglcore.checkpoint.files import INDEX, read_json, read_list, weight_names
 from sglcore.checkpoint.safetensors_header import ELEMENT_BYTES, PLAIN_BYTES, read_entries
-from sglcore.device.errors import CheckpointError
+from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.models.safetensors_file import DTYPES, READABLE
 
 
@@ -44,6 +45,38 @@ def test_tensors_that_share_bytes_are_damage_and_empty_ones_are_not(tmp_path: Pa
         read_entries(written(tmp_path, 8, b=("F32", [1], 3, 7), a=("F32", [1], 0, 4)))
     file = written(tmp_path, 8, a=("F32", [1], 0, 4), none=("F32", [0], 4, 4), b=("F32", [1], 4, 8))
     assert [each.name for each in read_entries(file)] == ["a", "none", "b"]
+
+
+GOOD = {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}
+WRONG = (None, True, "x", 2.0, -1, [], [1], [1.0, 2], ["a", "b"], [-1, -2], [0.0, 8.0], [True, 2], {}, {"a": 1})
+
+
+@pytest.mark.parametrize("name", [*GOOD, ""])
+def test_a_header_of_other_values_is_damage_in_one_line(tmp_path: Path, name: str) -> None:
+    for value in WRONG:
+        header = json.dumps({"a": {**GOOD, name: value} if name else value}).encode()
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+        if name == "dtype" and value == "x":  # a type whose bytes are not known
+            assert read_entries(file)[0].dtype == "x"
+            continue
+        with pytest.raises(CheckpointError, match="is damaged") as error:
+            read_entries(file)
+        assert "\n" not in str(error.value)
+
+
+def test_lists_in_lists_without_end_are_damage(tmp_path: Path) -> None:
+    header = b"[" * 100_000
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="its header is not that of a safetensors file"):
+        read_entries(tmp_path / "model.safetensors")
+    for reader in (read_json, read_list):
+        (tmp_path / "config.json").write_bytes(header)
+        with pytest.raises(ConfigError, match="can not be read"):
+            reader(tmp_path / "config.json")
+    (tmp_path / INDEX).write_bytes(header)
+    with pytest.raises(CheckpointError, match="is damaged; wanted JSON with a weight_map"):
+        weight_names(tmp_path)
 
 
 @pytest.mark.parametrize(
