@@ -31,6 +31,10 @@ class Part(Body):
             raise PydanticCustomError("part_kind", "a part with a string in its field {kind}", {"kind": kind})
         return value
 
+    def plain(self) -> dict[str, Any]:
+        """The piece as templates take it: what was refused is text as well."""
+        return {"type": "text", "text": self.text if self.type == "text" else self.refusal}
+
 
 class FunctionCall(Body):
     """A call that an assistant made; `arguments` is JSON text."""
@@ -73,6 +77,8 @@ class Message(Body):
     def plain(self) -> dict[str, Any]:
         """The message as templates take it: no empty fields, a developer is a system, reasoning under one name."""
         found = self.model_dump(exclude_none=True, exclude={"annotations"})
+        if isinstance(self.content, list):
+            found["content"] = [part.plain() for part in self.content]
         if self.role == "developer":
             found["role"] = "system"
         if "reasoning" in found:
