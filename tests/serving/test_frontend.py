@@ -60,6 +60,46 @@ def test_so_many_may_wait_and_the_next_is_told_when_to_come_again_until_one_has_
     asyncio.run(play())
 
 
+def test_prompts_that_are_read_at_once_beside_the_loop_are_no_more_than_may_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sglcore.serving.replicas.frontend.LONG_TEXT", 4)
+
+    async def play() -> None:
+        async with staged_frontend(max_queued_requests=2) as (frontend, stage):
+            await stage.ready_engine()
+            many = [frontend.generate("once upon a time", PARAMS) for _ in range(PLACES + 5)]
+            found = await asyncio.gather(*many, return_exceptions=True)
+            begun = [each for each in found if isinstance(each, Generation)]
+            assert len(begun) == PLACES + 2 and sum(isinstance(each, Overloaded) for each in found) == 3
+            for generation in begun:
+                generation.abort()
+            with pytest.raises(ContextError):
+                await frontend.generate("word " * 20_000, PARAMS)
+            found = [await begin(frontend) for _ in range(PLACES + 2)]  # nothing is counted any more
+            with pytest.raises(Overloaded):
+                await begin(frontend)
+
+    asyncio.run(play())
+
+
+def test_a_drain_waits_for_a_prompt_that_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglcore.serving.replicas.frontend.LONG_TEXT", 4)
+
+    async def play() -> None:
+        async with staged_frontend() as (frontend, stage):
+            engine = await stage.ready_engine()
+            reading = asyncio.create_task(frontend.generate("once upon a time", PARAMS))
+            await asyncio.sleep(0)
+            draining = asyncio.create_task(frontend.drain())
+            generation = await reading
+            engine.emit(generation.request_id, 9, reason="length")
+            assert (await generation.wait()).outputs[0].token_ids == [9]
+            await asyncio.wait_for(draining, 120)
+
+    asyncio.run(play())
+
+
 def test_a_prompt_has_as_many_tokens_as_the_server_allows_and_no_more() -> None:
     async def play() -> None:
         async with staged_frontend(max_prompt_tokens=3) as (frontend, stage):

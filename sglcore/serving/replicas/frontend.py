@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -164,7 +164,8 @@ class Frontend:
         self._refuse_overload(info, params.n)
         check_ids(params, info.limits["vocab_size"])
         self.codec.check(params)
-        ids = await self.tokenize(prompt, special=special, most=self.longest_prompt(info))
+        with self._counted(params.n):
+            ids = await self.tokenize(prompt, special=special, most=self.longest_prompt(info))
         self._check(ids, params, info)
         seed = params.seed if params.seed is not None else fresh_seed()
         name = request_id or f"req-{secrets.token_hex(12)}"
@@ -247,14 +248,22 @@ class Frontend:
         """Wait while the server is paused and has engines; they count as waiting."""
         if self._may_start.is_set():
             return
-        self._open += samples
         waits = [asyncio.create_task(event.wait()) for event in (self._may_start, self.supervisor.stopped)]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            with self._counted(samples):
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._open -= samples
             for wait in waits:
                 wait.cancel()
+
+    @contextmanager
+    def _counted(self, samples: int) -> Iterator[None]:
+        """They count as waiting though no engine has them yet."""
+        self._open += samples
+        try:
+            yield
+        finally:
+            self._open -= samples
 
     def _check(self, ids: list[int], params: SamplingParams, info: ModelInfo, task: str = "generate") -> None:
         """As the engine will, so that the caller hears of it at once."""
