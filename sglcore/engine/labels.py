@@ -13,7 +13,8 @@ from sglcore.checkpoint.pooling import read_pooling
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Names in the order of the scores. Of those that are `independent` several may hold; `is_ended`: a sigmoid has been taken."""
+    """Names in the order of the scores. Of those that are `independent` several may hold; `is_ended`: they stand as
+    they are, because a sigmoid has been taken, or the model was trained to tell numbers."""
 
     names: tuple[str, ...]
     independent: bool
@@ -36,5 +37,6 @@ def read_labels(folder: Path) -> Labels:
     assert pooling is not None and pooling.labels
     given = raw.get("id2label") or {}
     names = tuple(given.get(str(place), f"LABEL_{place}") for place in range(pooling.labels))
-    several = raw.get("problem_type") == "multi_label_classification"
-    return Labels(names, several or pooling.labels == 1, pooling.is_sigmoid)
+    problem = raw.get("problem_type")
+    several = problem == "multi_label_classification" or pooling.labels == 1
+    return Labels(names, several, pooling.is_sigmoid or problem == "regression")

@@ -1,0 +1,50 @@
+"""What the scores of a classification head mean is what transformers' pipeline for text makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sglcore.engine.labels import read_labels
+
+SCORES = np.array([0.3, -1.5, 2.0, 0.0], np.float32)
+ENDS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
+    None: lambda scores: scores.softmax(-1),
+    "single_label_classification": lambda scores: scores.softmax(-1),
+    "multi_label_classification": torch.sigmoid,
+    "regression": lambda scores: scores,
+}
+"""What that pipeline does with the scores of several labels, by the `problem_type` of config.json."""
+
+
+@pytest.mark.parametrize("problem", list(ENDS))
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_probabilities_are_those_of_the_problem_that_the_checkpoint_names(
+    problem: str | None, count: int, tmp_path: Path
+) -> None:
+    names = {place: f"name {place}" for place in range(count)}
+    raw = {"architectures": ["BertForSequenceClassification"], "problem_type": problem, "id2label": names}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    labels = read_labels(tmp_path)
+    found = labels.probabilities(SCORES[:count])
+    assert labels.names == tuple(names.values())
+    assert found.tolist() == pytest.approx(ENDS[problem](torch.tensor(SCORES[:count])).tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("problem", list(ENDS))
+def test_a_single_score_that_has_ended_by_a_sigmoid_is_not_ended_again(problem: str | None, tmp_path: Path) -> None:
+    raw = {"architectures": ["BertForSequenceClassification"], "problem_type": problem, "id2label": {"0": "x"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    labels = read_labels(tmp_path)
+    assert labels.is_ended and labels.probabilities(np.array([0.75], np.float32)).tolist() == [0.75]
+
+
+def test_labels_without_names_have_the_usual_ones(tmp_path: Path) -> None:
+    raw = {"architectures": ["BertForSequenceClassification"], "num_labels": 3, "id2label": None}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_labels(tmp_path).names == ("LABEL_0", "LABEL_1", "LABEL_2")
