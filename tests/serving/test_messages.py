@@ -245,7 +245,11 @@ def test_a_call_that_was_cut_keeps_what_is_whole(stage: Stage, client: anthropic
     assert made.input == {"at": "sea", "day": "Mon"}
 
 
-@pytest.mark.parametrize(("arguments", "reason"), [('{"at": "S', "stop_sequence"), ('{"at": 1}', "tool_use")])
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [('{"at": "S', "stop_sequence"), ('{"at": 1}', "tool_use"), ('{"at": ' + "[" * 100_000, "stop_sequence")],
+    ids=["cut", "whole", "deep"],
+)
 def test_a_call_that_a_stop_string_has_cut_is_none_to_make(
     stage: Stage, client: anthropic.Anthropic, arguments: str, reason: str
 ) -> None:
