@@ -18,7 +18,8 @@ import numpy as np
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
-from sglcore.engine.grammar_check import GrammarChecks, OnVerdict, Verdict
+from sglcore.engine.confined import STACK_BYTES, OnVerdict, Verdict
+from sglcore.engine.grammar_check import GrammarChecks, failure_of
 from sglcore.engine.grammar_size import refuse_large
 from sglcore.engine.repetition import RepetitionRules
 from sglcore.engine.thinking import ThinkingGrammar
@@ -34,9 +35,6 @@ WAIT_SECONDS = 60.0
 COMPILE_THREADS = 2
 """For grammars whose check took less than QUICK_SECONDS of the processor; the others have one of their own."""
 QUICK_SECONDS = 0.5
-STACK_BYTES = 256 << 20
-"""Compilers descend from rule to rule: a long chain of them would overrun the stack that threads have otherwise, and end
-the process. Only what is used of it takes memory."""
 
 
 Wanted = tuple[Grammar | None, Thinking | None, TokenRules | None, Repetition | None]
@@ -195,7 +193,7 @@ class Grammars:
             self._fail(wanted, future, GrammarBusy(f"the process that checks grammars can not start: {error}"))
 
     def _after_check(self, wanted: Wanted, future: Future[Compiled], verdict: Verdict) -> None:
-        failure = verdict.failure
+        failure = failure_of(verdict)
         if failure is not None:
             self._fail(wanted, future, failure)
         else:

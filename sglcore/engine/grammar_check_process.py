@@ -1,249 +1,54 @@
-"""A process that checks grammars, each in a fork of its own, which is ended where it takes too long or too much memory.
-
-Started by `grammar_check.py`. Lines of JSON on its standard input: first a CheckSpec, then jobs; on its standard output a verdict
-for each job, as it is known. It ends with its standard input, and its forks with it.
-"""
+"""A process that checks grammars, as `confined_process.py` has it. Started by `grammar_check.py`."""
 
 from __future__ import annotations
-
-import os
-import resource
-import selectors
-import signal
-import time
-from collections import deque
-from dataclasses import dataclass
-from threading import Thread, stack_size
 
 import msgspec
 from tokenizers import Tokenizer
 
 from sglcore.device.ending import leave
-from sglcore.engine.grammar import STACK_BYTES, GrammarBackend, open_backend
-from sglcore.engine.grammar_check import CheckJob, CheckLimits, CheckSpec, Verdict
+from sglcore.engine.confined import Verdict
+from sglcore.engine.confined_process import Checker, first_line
+from sglcore.engine.grammar import GrammarBackend, open_backend
+from sglcore.engine.grammar_check import SMALLER, CheckSpec
 from sglcore.engine.vocabulary import Vocabulary, first_steps
 from sglcore.sampling.grammar import Grammar, GrammarError
-
-LOWEST_PRIORITY = 19
-SOONEST = 0.01
-"""Seconds between two looks at what the checks have taken."""
-CPUCLOCK_SCHED = 2
-"""Linux: the clock of a process's time on the processor, in the lowest bits of the clock's number."""
-SMALLER = ("a smaller one", "take out repetitions with large counts")
-"""What is wanted of a grammar that takes too much, and the remedy."""
-
-
-@dataclass(slots=True)
-class Check:
-    """A fork at work."""
-
-    job: CheckJob
-    pid: int
-    answers: int
-    """The file descriptor on which its verdict comes."""
-    begun: float
-    """When it began, by the monotonic clock."""
-    is_young: bool = True
-    """It runs at the usual priority."""
-    is_late: bool = False
-    """It was ended because others take all that there is."""
-    text: bytes = b""
-    """What has come of its verdict."""
-
-    @property
-    def processor_seconds(self) -> float:
-        """What it has taken of the processor; by the clock, where the system does not say it of another process."""
-        try:
-            return time.clock_gettime((~self.pid << 3) | CPUCLOCK_SCHED)
-        except OSError:
-            return time.monotonic() - self.begun
-
-
-class Checker:
-    """Jobs in order of arrival, a few at a time; what takes longer than most goes on at the lowest priority beside the next."""
-
-    def __init__(self, backend: GrammarBackend, limits: CheckLimits, given: bytes) -> None:
-        """`given`: what has been read of the jobs."""
-        self._backend, self._limits = backend, limits
-        self._waiting: deque[CheckJob] = deque()
-        self._checks: dict[int, Check] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(0, selectors.EVENT_READ)
-        self._rest = given
-
-    def run(self) -> None:
-        """Until standard input ends."""
-        self._queue_jobs()
-        while True:
-            while self._waiting and self._young < self._limits.young:
-                self._start(self._waiting.popleft())
-            for key, _ in self._selector.select(self._patience()):
-                if key.fd != 0:
-                    self._hear(self._checks[key.fd])
-                elif not self._take_jobs():
-                    self._end_all()
-                    return
-            self._look_at_clock()
-
-    @property
-    def _young(self) -> int:
-        return sum(each.is_young for each in self._checks.values())
-
-    def _take_jobs(self) -> bool:
-        found = os.read(0, 1 << 20)
-        self._rest += found
-        self._queue_jobs()
-        return bool(found)
-
-    def _queue_jobs(self) -> None:
-        *lines, self._rest = self._rest.split(b"\n")
-        for line in lines:
-            job = msgspec.json.decode(line, type=CheckJob)
-            if len(self._waiting) < self._limits.most_waiting:
-                self._waiting.append(job)
-            else:
-                _tell(Verdict(job.number, busy=f"{len(self._waiting)} grammars wait to be compiled"))
-
-    def _start(self, job: CheckJob) -> None:
-        answers, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                _confine(self._limits)
-                _check(self._backend, job, self._limits, write)
-            finally:
-                os._exit(0)
-        os.close(write)
-        self._checks[answers] = Check(job, pid, answers, time.monotonic())
-        self._selector.register(answers, selectors.EVENT_READ)
-
-    def _hear(self, check: Check) -> None:
-        found = os.read(check.answers, 1 << 16)
-        if found:
-            check.text += found
-            return
-        self._selector.unregister(check.answers)
-        os.close(check.answers)
-        del self._checks[check.answers]
-        _, status = os.waitpid(check.pid, 0)
-        _tell(self._verdict(check, status))
-
-    def _verdict(self, check: Check, status: int) -> Verdict:
-        number, limits = check.job.number, self._limits
-        if check.text:
-            return msgspec.json.decode(check.text, type=Verdict)
-        if check.is_late:
-            seconds = time.monotonic() - check.begun
-            return Verdict(
-                number, busy=f"others take the compilers' time, and this grammar was not done in {seconds:.1f} s"
-            )
-        ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        if ended == signal.SIGPROF:
-            found = f"compiling the grammar takes longer than {limits.seconds:g} s of the processor"
-        elif ended in (0, signal.SIGABRT, signal.SIGKILL):  # the system ends what takes too much with SIGKILL
-            found = f"compiling the grammar takes more than {limits.memory >> 20} MiB of memory"
-        else:
-            found = f"compiling the grammar ends its process by {signal.Signals(ended).name}"
-        return Verdict(number, (found, *SMALLER))
-
-    def _look_at_clock(self) -> None:
-        limits = self._limits
-        for check in list(self._checks.values()):
-            if check.is_young and check.processor_seconds >= limits.young_seconds:
-                check.is_young = False
-                os.setpriority(os.PRIO_PROCESS, check.pid, LOWEST_PRIORITY)
-                check.is_late = len(self._checks) - self._young > limits.slow
-            if check.is_late or time.monotonic() >= check.begun + limits.most_seconds:
-                check.is_late = True
-                os.kill(check.pid, signal.SIGKILL)
-
-    def _patience(self) -> float | None:
-        """Seconds until a check has to be looked at; None: none runs."""
-        limits, checks = self._limits, self._checks.values()
-        left = [limits.young_seconds - each.processor_seconds for each in checks if each.is_young]
-        left += [each.begun + limits.most_seconds - time.monotonic() for each in checks]
-        return max(min(left), SOONEST) if left else None
-
-    def _end_all(self) -> None:
-        for check in self._checks.values():
-            os.kill(check.pid, signal.SIGKILL)
-            os.waitpid(check.pid, 0)
 
 
 def main() -> int:
     """Check until standard input ends."""
-    given = bytearray()
-    while b"\n" not in given:
-        found = os.read(0, 1 << 20)
-        if not found:
-            return 0
-        given += found
-    first, _, rest = bytes(given).partition(b"\n")
+    first, rest = first_line()
+    if not first:
+        return 0
     spec = msgspec.json.decode(first, type=CheckSpec)
     backend = open_backend(spec.backend, Vocabulary(Tokenizer.from_str(spec.tokenizer), spec.size, spec.eos_ids))
     try:
         backend.compile(Grammar("regex", "a"))  # reads the vocabulary, once for all forks
     except GrammarError:
         pass  # each check says why
-    Checker(backend, spec.limits, rest).run()
+
+    def work(text: bytes) -> Verdict:
+        return _checked(backend, msgspec.json.decode(text, type=Grammar), spec.limits.mask_seconds)
+
+    Checker(work, spec.limits, rest).run()
     return 0
 
 
-def _confine(limits: CheckLimits) -> None:
-    """Of this fork: no more than it may take, and nothing on the streams of the process that started it."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(nothing, stream)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
-    signal.setitimer(signal.ITIMER_PROF, limits.seconds)
-    had = _address_space()
-    if had is not None:
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        room = had + STACK_BYTES + limits.memory
-        if hard == resource.RLIM_INFINITY or room < hard:
-            resource.setrlimit(resource.RLIMIT_AS, (room, hard))
-
-
-def _address_space() -> int | None:
-    """Bytes of addresses that this process has, where the system says it."""
+def _checked(backend: GrammarBackend, grammar: Grammar, mask_seconds: float) -> Verdict:
+    """What is wrong with a grammar, if anything is."""
+    error: tuple[str, str, str] | None = None
     try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-    except FileNotFoundError:
-        return None
-
-
-def _check(backend: GrammarBackend, job: CheckJob, limits: CheckLimits, answers: int) -> None:
-    """Write the verdict, or nothing where memory runs out."""
-
-    def work() -> None:
-        begin, error = time.process_time(), None
-        try:
-            slowest = first_steps(backend.compile(job.grammar), backend.vocabulary)
-            if slowest > limits.mask_seconds:
-                found = (
-                    f"each token of the grammar takes {slowest:.2f} s of the processor, and every request waits for it"
-                )
-                error = (found, *SMALLER)
-        except MemoryError:
-            return
-        except GrammarError as refused:
-            error = (refused.found, refused.wanted, refused.remedy)
-        except BaseException as failed:
-            found = f"{backend.name} failed on this {job.grammar.kind}: {type(failed).__name__}: {failed}"
-            error = (found, "a grammar that it can read", "")
-        verdict = Verdict(job.number, error, seconds=time.process_time() - begin)
-        os.write(answers, msgspec.json.encode(verdict))
-
-    stack_size(STACK_BYTES)
-    thread = Thread(target=work)
-    thread.start()
-    thread.join()
-
-
-def _tell(verdict: Verdict) -> None:
-    os.write(1, msgspec.json.encode(verdict) + b"\n")
+        slowest = first_steps(backend.compile(grammar), backend.vocabulary)
+        if slowest > mask_seconds:
+            found = f"each token of the grammar takes {slowest:.2f} s of the processor, and every request waits for it"
+            error = (found, *SMALLER)
+    except MemoryError:
+        raise
+    except GrammarError as refused:
+        error = (refused.found, refused.wanted, refused.remedy)
+    except BaseException as failed:
+        found = f"{backend.name} failed on this {grammar.kind}: {type(failed).__name__}: {failed}"
+        error = (found, "a grammar that it can read", "")
+    return Verdict(0, error)
 
 
 if __name__ == "__main__":

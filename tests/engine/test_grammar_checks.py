@@ -16,8 +16,9 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
+from sglcore.engine.confined import OnVerdict, Verdict
 from sglcore.engine.grammar import Grammars
-from sglcore.engine.grammar_check import CheckLimits, GrammarChecks, OnVerdict, Verdict
+from sglcore.engine.grammar_check import GrammarChecks, GrammarLimits, failure_of
 from sglcore.engine.grammar_size import written_out
 from sglcore.engine.start import embedded_model
 from sglcore.engine.vocabulary import Vocabulary, first_steps
@@ -34,7 +35,7 @@ class Asked:
 
     def __init__(self, **limits: Any) -> None:
         tokenizer = Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
-        self.checks = GrammarChecks("llguidance", Vocabulary(tokenizer, SIZE, EOS), CheckLimits(**limits))
+        self.checks = GrammarChecks("llguidance", Vocabulary(tokenizer, SIZE, EOS), GrammarLimits(**limits))
 
     def ask(self, kind: GrammarKind, text: str) -> Future[Verdict]:
         """The verdict on a grammar, once it is there."""
@@ -44,7 +45,7 @@ class Asked:
 
     def found(self, kind: GrammarKind, text: str) -> str:
         """What is wrong with a grammar. Waits."""
-        return str(self.ask(kind, text).result(PATIENCE).failure or "")
+        return str(failure_of(self.ask(kind, text).result(PATIENCE)) or "")
 
     def kill(self) -> None:
         """End the process, and its forks."""
@@ -106,7 +107,7 @@ def test_who_asks_after_endless_grammars_does_not_wait_for_them_and_more_of_thos
         endless = [asked.ask("regex", ENDLESS) for _ in range(2)]
         assert not any(asked.found(*SCHEMA) for _ in range(3))
         third = asked.ask("regex", ENDLESS).result(PATIENCE)
-        assert isinstance(third.failure, GrammarBusy) and "others take the compilers' time" in third.busy
+        assert isinstance(failure_of(third), GrammarBusy) and "others take the time of these checks" in third.busy
         assert not asked.found(*SCHEMA)
         assert not any(each.done() for each in endless)
         asked.kill()
