@@ -9,11 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglcore.engine.grammar_schema import refuse_keywords, schemas
 from sglcore.engine.schema_loosening import loosened
-from sglcore.sampling.grammar import Grammar, GrammarError, read_schema, read_tags
+from sglcore.sampling.grammar import Grammar, GrammarError, read_tags
 
 NAME = "llguidance"
 
@@ -49,14 +49,26 @@ def embedded(schema: Mapping[str, Any]) -> str:
     return json.dumps({**loosened(schema).schema, OWN: dict(OPTIONS)}, ensure_ascii=False)
 
 
-def left_out_of(grammar: Grammar | None) -> tuple[str, ...]:
-    """What of a grammar's schemas its outputs are not held to, each with its place."""
-    if grammar is None or grammar.kind not in ("json_schema", "structural_tag"):
-        return ()
-    if grammar.kind == "json_schema":
-        return loosened(read_schema(grammar.text)).left_out
-    schemas = (json.loads(tag.schema) for tag in read_tags(grammar.text).tags)
-    return tuple(name for schema in schemas for name in loosened(schema).left_out)
+class LeftOut(NamedTuple):
+    """What a schema asks that outputs are not held to."""
+
+    schema: str
+    """JSON text."""
+    names: tuple[str, ...]
+    """Its parts, each with its place in the schema."""
+    begin: str = ""
+    """What stands before a value of the schema in an output; empty: the output is one."""
+
+
+def left_out_of(grammar: Grammar | None) -> list[LeftOut]:
+    """What of a grammar's schemas its outputs are not held to, for each schema that has such parts."""
+    schemas: list[tuple[str, str]] = []
+    if grammar is not None and grammar.kind == "json_schema":
+        schemas = [(grammar.text, "")]
+    elif grammar is not None and grammar.kind == "structural_tag":
+        schemas = [(tag.schema, tag.begin) for tag in read_tags(grammar.text).tags]
+    found = [LeftOut(text, loosened(json.loads(text)).left_out, begin) for text, begin in schemas]
+    return [each for each in found if each.names]
 
 
 def _refuse_narrow_bounds(schema: Any) -> None:

@@ -10,7 +10,8 @@ from sglcore.schedule.output import FinishReason, TokenLogprob
 @dataclass(slots=True)
 class Completion:
     """One sample of a prompt. `seed` reproduces it together with `index`; `stop_cause` is the stop token or string; `refused`: it
-    could not go on, by the fault of whoever asked. Of its tokens,
+    could not go on, by the fault of whoever asked. `warnings`: parts of its schema that are not enforced, and that it does not keep
+    to, or why that is not known; only a server looks. Of its tokens,
     `verified_steps` steps brought one each and, beside it, those of `proposed_tokens` that were right: `accepted_tokens`."""
 
     index: int
@@ -22,6 +23,7 @@ class Completion:
     stop_cause: int | str | None = None
     error: str = ""
     refused: bool = False
+    warnings: list[str] = field(default_factory=list)
     verified_steps: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0

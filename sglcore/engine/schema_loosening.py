@@ -52,6 +52,8 @@ _QUANTIFIER = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\??")
 _LETTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
 UNREADABLE = frozenset({*(f"\\{digit}" for digit in range(1, 10)), *(f"\\{letter}" for letter in "bBAzZGkK")})
 """Escapes for what stands before or after, and for what a group has matched."""
+_NOTED = re.compile(r"(.*/pattern)'s look-around|(.*/format) (['\"]).*\3", re.DOTALL)
+"""Names of parts that say more than the place."""
 _SAYS_NOTHING = ("type", "title", "description", "$comment")
 
 
@@ -66,6 +68,12 @@ def loosened(schema: Any) -> Loosened:
     """The schema without what would be refused. A value that is no schema stays as it is."""
     left_out: list[str] = []
     return Loosened(_loosen(schema, "#", left_out), tuple(left_out))
+
+
+def place_of(name: str) -> str:
+    """The place of a part that was left out, as a JSON pointer, from its name."""
+    found = _NOTED.fullmatch(name)
+    return name if found is None else found[1] or found[2]
 
 
 def _loosen(schema: Any, place: str, left_out: list[str]) -> Any:

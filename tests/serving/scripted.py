@@ -10,6 +10,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 from sglcore.device.server_config import ServerConfig
+from sglcore.engine.answer_check import AnswerChecks
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
@@ -89,7 +90,7 @@ class ScriptedGeneration:
     """The script as a generation: one delta a token, whose text is its place."""
 
     def __init__(self, script: Script, params: SamplingParams) -> None:
-        self._script, self._shown = script, params.logprobs is not None
+        self._script, self._says, self._shown = script, script.says, params.logprobs is not None
         self._done = Completion(0, seed=77)
         self.output = RequestOutput("r", None, list(PROMPT), [self._done], cached_tokens=CACHED)
 
@@ -118,10 +119,12 @@ class ScriptedGeneration:
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         self.fingerprint = self._script.fingerprint
-        for place, said in enumerate(self._script.says):
+        for place, said in enumerate(self._says):
             self._done.token_ids.append(place + 10)
             found = (TokenLogprob(place + 10, -0.5, 1, ((place + 10, -0.5), (3, -1.5))),) if self._shown else None
-            yield TextDelta("r", 0, said if isinstance(said, str) else str(place), (place + 10,), None, found)
+            text = said if isinstance(said, str) else str(place)
+            self._done.text += text
+            yield TextDelta("r", 0, text, (place + 10,), None, found)
         if self._script.fault is not None:
             raise self._script.fault
         self._done.finish_reason, self._done.stop_cause = self._script.reason, self._script.stop_cause
@@ -182,8 +185,9 @@ class ScriptedFrontend:
         config: ServerConfig,
         form: ChatFormat | None = None,
         sampling: Mapping[str, float] = MappingProxyType({}),
+        checks: AnswerChecks | None = None,
     ) -> None:
-        self._script = script
+        self._script, self.answer_checks = script, checks or AnswerChecks()
         self.config, self.sampling = config, sampling
         self.codec = TextCodec(DEMO)
         self.format = form or ScriptedFormat(script)
@@ -208,8 +212,15 @@ class ScriptedFrontend:
 
 
 @contextmanager
-def staged(config: ServerConfig, form: ChatFormat | None = None, **sampling: float) -> Iterator[Stage]:
-    """The server in a thread; with a format, texts are said and read by that. `sampling` is what the checkpoint says of it."""
+def staged(
+    config: ServerConfig, form: ChatFormat | None = None, checks: AnswerChecks | None = None, **sampling: float
+) -> Iterator[Stage]:
+    """The server in a thread; with a format, texts are said and read by that. `sampling` is what the checkpoint says of it; `checks`
+    are those of answers."""
     script = Script()
-    with in_thread(make_app(cast(ChatFrontend, ScriptedFrontend(script, config, form, sampling)))) as url:
-        yield Stage(url, script)
+    frontend = ScriptedFrontend(script, config, form, sampling, checks)
+    try:
+        with in_thread(make_app(cast(ChatFrontend, frontend))) as url:
+            yield Stage(url, script)
+    finally:
+        frontend.answer_checks.close()

@@ -13,7 +13,7 @@ from fastapi import Response
 from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import MutableHeaders
 
-from sglcore.engine.outputs import RequestOutput
+from sglcore.engine.outputs import Completion, RequestOutput
 from sglcore.serving.replicas.errors import Failure
 
 DONE = b"data: [DONE]\n\n"
@@ -154,6 +154,11 @@ def warned(names: Iterable[str], outputs: Sequence[RequestOutput] = ()) -> dict[
     text = shown(names)
     ignored = {WARNINGS: f"ignored: {text}"} if text else {}
     return ignored if cut is None else {**ignored, CUT: str(cut)}
+
+
+def warnings_of(sample: Completion) -> dict[str, Any]:
+    """The field about what of its schema a sample does not keep to, if there is anything to say."""
+    return {"warnings": sample.warnings} if sample.warnings else {}
 
 
 def documented(

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.engine.guidance_schema import left_out_of
 from sglcore.sampling.grammar import Grammar, GrammarKind, TokenRules
 from sglcore.sampling.params import (
     MAX_BREAKER_TEXT,
@@ -189,11 +188,6 @@ def alternatives(logprobs: bool | None, top_logprobs: int | None, config: Server
     if top_logprobs:
         raise InvalidRequest("top_logprobs without logprobs", wanted="logprobs true", param="top_logprobs")
     return None
-
-
-def unenforced(form: str, params: SamplingParams) -> list[str]:
-    """What of the schema that binds the text does not, each with the field `form` and its place in the schema."""
-    return [f"{form}{name}" for name in left_out_of(params.grammar)]
 
 
 def check_streamed(body: GenerationFields) -> None:

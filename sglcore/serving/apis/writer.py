@@ -50,9 +50,11 @@ class Writer(ABC, Generic[Run]):
         return EVENTS
 
     async def respond(self, run: Run, streams: bool | None, warnings: Iterable[str]) -> Response | Stream:
-        """The answer as it is sent; waits for all of it unless it streams. `warnings`: fields of the request without effect."""
+        """The answer as it is sent; waits for all of it unless it streams. `warnings`: fields of the request without effect, beside
+        what the run does not enforce."""
         self._run = run
         if streams:
-            return Stream(self.events(run), run, self.on_error, warnings, run.outputs, self.form)
+            return Stream(self.events(run), run, self.on_error, (*warnings, *run.unenforced), run.outputs, self.form)
         async with run:
-            return as_json(await self.answer(run), warnings, run.outputs)
+            answer = await self.answer(run)
+            return as_json(answer, (*warnings, *run.unenforced), run.outputs)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from sglcore.engine.guidance_schema import left_out_of
-from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
+from sglcore.engine.guidance_schema import LeftOut
+from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
 from sglcore.engine.schema_loosening import loosened
 from sglcore.sampling.grammar import GrammarError, Thinking
 from sglcore.sampling.params import SamplingParams
@@ -22,6 +22,7 @@ from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.parsers.delta import Call, Delta, calls_of, text_of
 from sglcore.serving.replicas.errors import InvalidRequest, blame
 from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
+from sglcore.serving.replicas.unenforced import Unenforced, unenforced
 
 ChatFinish = Literal[FinishReason, "tool_calls"]
 ToolChoice = str | Mapping[str, Any]
@@ -105,15 +106,14 @@ class ChatRun(Runs):
     """The run of one prompt, as an async iterator of ChatEvent. Iterating raises what ended it from outside. One consumer."""
 
     def __init__(
-        self, runs: Runs, request: ChatRequest, parsers: Sequence[TextParser], ignored: Sequence[str] = (),
-        unenforced: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        """`parsers` of its samples. `ignored`: the chat_template_kwargs that the template does not read; `unenforced`: what of the
-        schemas that bind the answer is not kept to."""
-        super().__init__(runs.generations, runs.held, runs.form)
-        self.request, self.ignored, self.unenforced = request, tuple(ignored), tuple(unenforced)
+        self, runs: Runs, request: ChatRequest, parsers: Sequence[TextParser], ignored: Sequence[str] = ()
+    ) -> None:
+        """`parsers` of its samples. `ignored`: the chat_template_kwargs that the template does not read."""
+        super().__init__(runs.generations, runs.held, runs.form, runs.check)
+        self.request, self.ignored = request, tuple(ignored)
         parallel = request.parallel_tool_calls
-        self._samples = [_Sample(index, parser, parallel) for index, parser in enumerate(parsers)]
+        keeps = self.check is not None
+        self._samples = [_Sample(index, parser, parallel, keeps=keeps) for index, parser in enumerate(parsers)]
 
     @property
     def output(self) -> RequestOutput:
@@ -126,12 +126,27 @@ class ChatRun(Runs):
         return self.generations[0].first_token_at
 
     async def __aiter__(self) -> AsyncIterator[ChatEvent]:
-        async for _, item in self.read():
+        async for _, item in self.items():
             if isinstance(item, PromptProgress):
                 yield ChatEvent(0, progress=item)
                 continue
-            for event in self._samples[item.index].take(item, self.output.outputs[item.index].stop_cause):
+            sample = self.output.outputs[item.index]
+            for event in self._samples[item.index].take(item, sample.stop_cause):
+                if event.finish_reason is not None:
+                    await self._look(sample)
                 yield event
+
+    async def _look(self, sample: Completion) -> None:
+        """At its calls, or at its content if it has called nothing."""
+        if self.check is None:
+            return
+        deltas = self._samples[sample.index].kept
+        calls = calls_of(deltas)
+        for call in calls:
+            place = next((place for place, name in enumerate(_names(self.request)) if name == call.name), None)
+            await self.check.look(sample, f"tools[{place}]", call.arguments)
+        if not calls:
+            await self.check.look(sample, self.request.form, text_of(deltas, "content"))
 
     async def begin(self) -> tuple[ChatEvent, AsyncIterator[ChatEvent]]:
         """The first event, and the others; waits for it. Raises what ended the run before it, and Unanswered if that was an
@@ -147,8 +162,10 @@ class ChatRun(Runs):
 class _Sample:
     """One sample's parser, and whether it has called a tool."""
 
-    def __init__(self, index: int, parser: TextParser, parallel: bool) -> None:
-        self._index, self._parser, self._parallel = index, parser, parallel
+    def __init__(self, index: int, parser: TextParser, parallel: bool, *, keeps: bool) -> None:
+        """`keeps`: all that it says, in `kept`."""
+        self.kept: list[Delta] = []
+        self._index, self._parser, self._parallel, self._keeps = index, parser, parallel, keeps
         self._arguments: str | None = None
         """Of its last call; None: it has called nothing."""
         self._unsent: tuple[int, ...] = ()
@@ -159,6 +176,8 @@ class _Sample:
         if text.finish_reason is not None:
             deltas = [*deltas, *self._parser.finish()]
         kept = [delta for delta in deltas if self._parallel or not _is_later_call(delta)]
+        if self._keeps:
+            self.kept += kept
         for delta in kept:
             if delta.kind == "tool_start":
                 self._arguments = ""
@@ -205,6 +224,7 @@ async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
         name=request.request_id,
         field="messages",
         form="" if is_free else "tools" if must_call else request.form,
+        unenforced=_unenforced(request, must_call=must_call),
     )
     is_bound_at_once = request.params.grammar is not None and params.thinking is None and not tools
     parsers = [
@@ -215,20 +235,27 @@ async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
     ]
     has_no_use = request.thinking_token_budget is not None and params.thinking is None
     ignored = (*rendered.ignored, "thinking_token_budget") if has_no_use else rendered.ignored
-    return ChatRun(runs, request, parsers, ignored, tuple(_unenforced(request, must_call=must_call)))
+    return ChatRun(runs, request, parsers, ignored)
 
 
-def plain_run(runs: Runs, params: SamplingParams) -> ChatRun:
-    """The run of a text that is no conversation: all that comes is content."""
-    return ChatRun(runs, ChatRequest(messages=(), params=params), [_Content() for _ in range(params.n)])
+def plain_run(runs: Runs, params: SamplingParams, form: str) -> ChatRun:
+    """The run of a text that is no conversation: all that comes is content, which the field `form` of the request binds."""
+    return ChatRun(runs, ChatRequest(messages=(), params=params, form=form), [_Content() for _ in range(params.n)])
 
 
-def _unenforced(request: ChatRequest, *, must_call: bool) -> Iterator[str]:
+def _unenforced(request: ChatRequest, *, must_call: bool) -> list[Unenforced]:
     """What of the schemas that bind the answer does not."""
-    yield from (f"{request.form}{name}" for name in left_out_of(request.params.grammar))
+    found = unenforced(request.form, request.params.grammar)
     for place, tool in enumerate(request.tools or () if must_call else ()):
         schema = tool.get("function", tool).get("parameters")
-        yield from (f"tools[{place}]{name}" for name in loosened(schema).left_out)
+        if names := loosened(schema).left_out:
+            found.append(Unenforced(f"tools[{place}]", LeftOut(json.dumps(schema, ensure_ascii=False), names)))
+    return found
+
+
+def _names(request: ChatRequest) -> list[str]:
+    """Of its tools."""
+    return [tool.get("function", tool).get("name", "") for tool in request.tools or ()]
 
 
 def _params(

@@ -17,6 +17,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.device.worker import Limits
+from sglcore.engine.answer_check import AnswerChecks
 from sglcore.engine.core import Prompt, check_ids, cut_tokens, read_prompt
 from sglcore.engine.hub import is_hub_name
 from sglcore.engine.output_processor import OutputProcessor
@@ -58,6 +59,7 @@ class Frontend:
         *,
         chosen: Sequence[str] = (),
         launcher: Launcher | None = None,
+        answer_checks: AnswerChecks | None = None,
     ) -> None:
         """Reads the tokenizer and the chat template; raises ConfigError. `chosen`: each replica's device, as a value.
         Needs a running event loop."""
@@ -70,6 +72,7 @@ class Frontend:
         self.sampling, _ = choose_sampling(config, self.model_path)
         self.names: tuple[str, ...] = server.served_model_name or (self._own_name(),)
         self.created = int(time.time())
+        self.answer_checks = answer_checks or AnswerChecks()
         self.health = Health()
         self.supervisor = Supervisor(config, server, self.health, chosen=chosen, launcher=launcher)
         self.metrics = Metrics(self.names[0], __version__, self._numbers)
@@ -93,6 +96,7 @@ class Frontend:
     async def stop(self) -> None:
         """End the engines; what they have is dropped. Waits."""
         await self.supervisor.stop()
+        self.answer_checks.close()
 
     def when_draining(self, told: Callable[[], object]) -> None:
         """Have who asks for itself, and not for a client, end what it has."""

@@ -11,6 +11,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.serving.replicas.errors import Failure, InvalidRequest, Unanswered, blame, ended_badly, failure
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.unenforced import AnswerCheck, Unenforced
 
 Item = TextDelta | PromptProgress
 AT_ONCE = 64
@@ -20,17 +21,28 @@ AT_ONCE = 64
 class Runs:
     """Generations in the order of their prompts; an async context manager that ends what has not ended."""
 
-    def __init__(self, generations: Sequence[Generation], held: AsyncExitStack, form: str = "") -> None:
-        """`form`: the field that is to blame if an engine refuses the form of the answer."""
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        held: AsyncExitStack,
+        form: str = "",
+        check: AnswerCheck | None = None,
+    ) -> None:
+        """`form`: the field that is to blame if an engine refuses the form of the answer. `check`: for what of it is not enforced."""
         self.generations = tuple(generations)
         self.outputs = [generation.output for generation in generations]
         """What there is of each prompt, as it grows."""
-        self.held, self.form = held, form
+        self.held, self.form, self.check = held, form, check
 
     @property
     def fingerprint(self) -> str:
         """Those of the engines that run them, joined by commas where replicas differ; empty while none does."""
         return ",".join(sorted({each.fingerprint for each in self.generations if each.fingerprint}))
+
+    @property
+    def unenforced(self) -> Sequence[str]:
+        """What of the schemas that bind the answer is not enforced, and what is known of the samples that have been read."""
+        return () if self.check is None else self.check.names
 
     async def ended(self) -> None:
         """Wait until every sample has ended, and take nothing: for an answer that is given as a whole."""
@@ -38,12 +50,22 @@ class Runs:
             await generation.ended()
 
     async def wait(self) -> list[RequestOutput]:
-        """All outputs; waits for the last one. Raises what ended one from outside."""
+        """All outputs; waits for the last one, and for its check. Raises what ended one from outside."""
         with blame(self.form):
-            return [await generation.wait() for generation in self.generations]
+            outputs = [await generation.wait() for generation in self.generations]
+        for sample in (sample for output in outputs for sample in output.outputs):
+            await self._look(sample)
+        return outputs
 
     async def read(self) -> AsyncGenerator[tuple[int, Item], None]:
-        """What is new of all, each with its prompt's place."""
+        """What is new of all, each with its prompt's place. The end of a sample comes when it was checked."""
+        async for place, item in self.items():
+            if isinstance(item, TextDelta) and item.finish_reason is not None:
+                await self._look(self.outputs[place].outputs[item.index])
+            yield place, item
+
+    async def items(self) -> AsyncGenerator[tuple[int, Item], None]:
+        """The same as it comes."""
         with blame(self.form):
             if len(self.generations) == 1:
                 async for item in self.generations[0]:
@@ -51,6 +73,10 @@ class Runs:
                 return
             async for found in _merged(self.generations):
                 yield found
+
+    async def _look(self, sample: Completion) -> None:
+        if self.check is not None:
+            await self.check.look(sample, self.form, sample.text)
 
     async def __aenter__(self) -> Runs:
         return self
@@ -69,9 +95,10 @@ async def start_runs(
     name: str | None,
     field: str = "prompt",
     form: str = "",
+    unenforced: Sequence[Unenforced] = (),
 ) -> Runs:
     """Give all prompts to engines, or none: the first that is refused ends those before it. `field` of the request has them;
-    `form` as in `Runs`."""
+    `form` as in `Runs`; `unenforced`: what of the schemas that bind the text does not."""
     with blame(form or field):
         frontend.codec.check(params)
     async with AsyncExitStack() as stack:
@@ -82,7 +109,10 @@ async def start_runs(
                 found = await frontend.generate(prompt, params, special=special, progress=progress, request_id=own)
             generations.append(await stack.enter_async_context(found))
             await asyncio.sleep(0)  # between many prompts others have their turn
-        return Runs(generations, stack.pop_all(), form)
+        check = AnswerCheck(frontend.answer_checks, unenforced) if unenforced else None
+        if check is not None:
+            await check.open()
+        return Runs(generations, stack.pop_all(), form, check)
 
 
 def check_answered(outputs: Sequence[RequestOutput]) -> None:

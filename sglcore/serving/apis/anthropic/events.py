@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.engine.outputs import RequestOutput
-from sglcore.serving.apis.answer import named_events
+from sglcore.serving.apis.answer import named_events, warnings_of
 from sglcore.serving.apis.anthropic.body import UNTHREADED
 from sglcore.serving.apis.blocks import Block, BlockChange, Blocks
 from sglcore.serving.apis.writer import Writer
@@ -86,8 +86,9 @@ class MessageWriter(Writer[ChatRun]):
             "content": [_whole(block) for block in self._blocks.all],
             "usage": _usage(output),
             "seed_used": output.outputs[0].seed,
+            **warnings_of(output.outputs[0]),
         }
-        last = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
+        last = {"type": "message_delta", "delta": delta, "usage": message["usage"], **warnings_of(output.outputs[0])}
         return [*made, last, {"type": "message_stop"}]
 
     def _ending(self, output: RequestOutput) -> dict[str, Any]:

@@ -27,9 +27,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         """Answer a conversation made of blocks."""
         writer = MessageWriter(frontend, body.model)
         run = await start_chat(frontend, message_request(completed(body, frontend.sampling)))
-        return await writer.respond(
-            run, body.stream, sorted({*unused(body), *unread(body, run.ignored), *run.unenforced})
-        )
+        return await writer.respond(run, body.stream, sorted({*unused(body), *unread(body, run.ignored)}))
 
     @router.post("/v1/messages/count_tokens", tags=["messages"], responses=_documented("The number of tokens"))
     async def count(body: CountRequest) -> Response:

@@ -48,7 +48,8 @@ class Timed(Answer):
 
 class AnswerMade(Timed):
     """What chats and continued texts have, and each line of their streams: counts and times stand where `done` is true. The seed and
-    the fingerprint, with the same request, give the same text again."""
+    the fingerprint, with the same request, give the same text again. `warnings`: parts of its schema that are not enforced and that
+    the answer does not keep to, or why that is not known."""
 
     model: str
     created_at: str
@@ -59,6 +60,7 @@ class AnswerMade(Timed):
     eval_duration: int | None = None
     logprobs: list[ChosenLogprobAnswer] | None = None
     seed_used: int | None = None
+    warnings: list[str] | None = None
     system_fingerprint: str | None = None
 
 

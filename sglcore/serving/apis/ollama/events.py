@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sglcore.engine.outputs import RequestOutput
-from sglcore.serving.apis.answer import LINES, StreamForm, encode
+from sglcore.serving.apis.answer import LINES, StreamForm, encode, warnings_of
 from sglcore.serving.apis.blocks import Block, BlockChange, Blocks
 from sglcore.serving.apis.logprobs import chat_logprobs
 from sglcore.serving.apis.ollama.body import AnswerFields
@@ -176,6 +176,7 @@ class LinesWriter(Writer[ChatRun]):
             "eval_count": len(output.outputs[0].token_ids),
             "eval_duration": _nanoseconds(end - first),
             "seed_used": output.outputs[0].seed,
+            **warnings_of(output.outputs[0]),
             "system_fingerprint": self.fingerprint,
         }
 

@@ -37,7 +37,6 @@ from sglcore.serving.apis.ollama.body import (
 from sglcore.serving.apis.ollama.events import LinesWriter, as_message, as_text
 from sglcore.serving.apis.ollama.names import served_name
 from sglcore.serving.apis.ollama.request import chat_request, params_of, plain_prompt, text_request, unread
-from sglcore.serving.apis.params import unenforced
 from sglcore.serving.apis.pooling.body import EmbeddingBody
 from sglcore.serving.apis.pooling.request import embedded
 from sglcore.serving.apis.token_text import TokenTexts
@@ -46,6 +45,7 @@ from sglcore.serving.chat.run import ChatRun, plain_run, start_chat
 from sglcore.serving.replicas.errors import InvalidRequest
 from sglcore.serving.replicas.frontend import Pooled
 from sglcore.serving.replicas.runs import start_runs
+from sglcore.serving.replicas.unenforced import unenforced
 
 PROTOCOL = "0.12.11"
 """The version of Ollama whose fields these are: log-probabilities are its newest ones."""
@@ -69,8 +69,7 @@ def _add_chat(router: APIRouter, frontend: ChatFrontend) -> None:
         if not body.messages:
             return as_json(writer.loaded(), body.warnings())
         run = await start_chat(frontend, chat_request(body, frontend))
-        notes = (*body.warnings(), *unread(body, run.ignored), *run.unenforced)
-        return await writer.respond(run, body.stream is not False, notes)
+        return await writer.respond(run, body.stream is not False, (*body.warnings(), *unread(body, run.ignored)))
 
 
 def _add_generate(router: APIRouter, frontend: ChatFrontend) -> None:
@@ -85,18 +84,28 @@ def _add_generate(router: APIRouter, frontend: ChatFrontend) -> None:
         plain = plain_prompt(body, frontend)
         if plain is None:
             run = await start_chat(frontend, text_request(body, frontend))
-            notes = (*unread(body, run.ignored), *run.unenforced)
+            notes = unread(body, run.ignored)
         else:
-            run, notes = await _continued(body, plain, frontend)
+            run = await _continued(body, plain, frontend)
+            notes = ["think"] if body.think is not None else []
         return await writer.respond(run, body.stream is not False, (*body.warnings(), *notes))
 
 
-async def _continued(body: OllamaGenerateBody, prompt: str, frontend: ChatFrontend) -> tuple[ChatRun, list[str]]:
-    """The run of a text that no template is put around, and what of the request has no effect on it."""
+async def _continued(body: OllamaGenerateBody, prompt: str, frontend: ChatFrontend) -> ChatRun:
+    """The run of a text that no template is put around."""
     params = params_of(body, frontend)
     form = "format" if params.grammar is not None else ""
-    runs = await start_runs(frontend, [prompt], params, special=True, progress=False, name=None, form=form)
-    return plain_run(runs, params), [*(["think"] if body.think is not None else []), *unenforced(form, params)]
+    runs = await start_runs(
+        frontend,
+        [prompt],
+        params,
+        special=True,
+        progress=False,
+        name=None,
+        form=form,
+        unenforced=unenforced(form, params.grammar),
+    )
+    return plain_run(runs, params, form)
 
 
 def _add_vectors(router: APIRouter, frontend: ChatFrontend) -> None:

@@ -100,12 +100,14 @@ class Frame(Answer):
 
 
 class ChoiceEnd(Answer):
-    """What a choice and its last part have, in completions and chats."""
+    """What a choice and its last part have, in completions and chats. `warnings`: parts of its schema that are not enforced and that
+    it does not keep to, or why that is not known."""
 
     index: int
     stop_reason: int | str | None = None
     seed_used: int | None = None
     token_ids: list[int] | None = None
+    warnings: list[str] | None = None
     error: ErrorDetail | None = None
 
 

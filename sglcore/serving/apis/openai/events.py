@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
-from sglcore.serving.apis.answer import DONE, cut_of, encode, error_body, event
+from sglcore.serving.apis.answer import DONE, cut_of, encode, error_body, event, warnings_of
 from sglcore.serving.apis.logprobs import CompletionLogprobs, chat_logprobs, prompt_scores
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody
 from sglcore.serving.apis.params import GenerationFields
@@ -268,10 +268,11 @@ class CompletionWriter(_Writer[Runs]):
 
 def _ending(sample: Completion, reason: str | None, body: GenerationFields) -> dict[str, Any]:
     """How a sample ended: the reason, which of the stops that were asked for it was (none: the model's own end), the seed that gives
-    it again, and why it failed if it did."""
+    it again, what of its schema it does not keep to, and why it failed if it did."""
     cause = sample.stop_cause
     asked = cause if isinstance(cause, str) or cause in (body.stop_token_ids or ()) else None
-    found: dict[str, Any] = {"finish_reason": reason, "stop_reason": asked, "seed_used": sample.seed}
+    about = {"finish_reason": reason, "stop_reason": asked, "seed_used": sample.seed}
+    found: dict[str, Any] = {**about, **warnings_of(sample)}
     failed = failure_of(sample)
     return found if failed is None else {**found, **error_body(failed)}
 

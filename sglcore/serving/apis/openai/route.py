@@ -20,12 +20,13 @@ from sglcore.serving.apis.openai.answers import (
 from sglcore.serving.apis.openai.body import ChatBody, CompletionBody
 from sglcore.serving.apis.openai.events import ChatWriter, CompletionWriter
 from sglcore.serving.apis.openai.request import chat_request, completion_request
-from sglcore.serving.apis.params import completed, unenforced
+from sglcore.serving.apis.params import completed
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.run import start_chat
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.runs import start_runs
+from sglcore.serving.replicas.unenforced import unenforced
 
 _ABOUT_TEXT = ("echo", "logprobs", "prompt_logprobs")
 """Fields of completions whose answers are text; ids with their log-probabilities are what /generate gives."""
@@ -47,7 +48,7 @@ def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
         run = await start_chat(frontend, chat_request(completed(body, frontend.sampling), frontend.config, writer.id))
         values = body.chat_template_kwargs or {}
         unread = (f"chat_template_kwargs.{name}" if name in values else name for name in run.ignored)
-        return await writer.respond(run, body.stream, (*body.warnings(), *unread, *run.unenforced))
+        return await writer.respond(run, body.stream, (*body.warnings(), *unread))
 
     @router.post("/v1/completions", tags=["completions"], responses=_streamed(CompletionAnswer, CompletionChunk))
     async def completions(body: CompletionBody) -> Response | Stream:
@@ -65,9 +66,9 @@ def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
             progress=bool(body.return_progress and body.stream),
             name=writer.id,
             form=request.form,
+            unenforced=unenforced(request.form, request.params.grammar),
         )
-        notes = (*body.warnings(), *unenforced(request.form, request.params))
-        return await writer.respond(runs, body.stream, notes)
+        return await writer.respond(runs, body.stream, body.warnings())
 
 
 def _add_models(router: APIRouter, frontend: Frontend) -> None:

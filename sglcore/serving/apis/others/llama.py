@@ -11,7 +11,7 @@ from fastapi import APIRouter, Response
 from sglcore import __version__
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
 from sglcore.schedule.output import TokenLogprob
-from sglcore.serving.apis.answer import Answer, Stream, as_json, documented, event
+from sglcore.serving.apis.answer import Answer, Stream, as_json, documented, event, warnings_of
 from sglcore.serving.apis.checks import check_generates, check_limit
 from sglcore.serving.apis.fill import filled
 from sglcore.serving.apis.logprobs import chat_logprobs
@@ -24,7 +24,7 @@ from sglcore.serving.apis.others.llama_body import (
     LlamaFields,
     llama_params,
 )
-from sglcore.serving.apis.params import completed, unenforced
+from sglcore.serving.apis.params import completed
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.frontend import ChatFrontend
@@ -33,6 +33,7 @@ from sglcore.serving.replicas.errors import blame
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.ipc import unpack_params
 from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
+from sglcore.serving.replicas.unenforced import unenforced
 
 _ONE_OR_MORE = ("object", "array")
 
@@ -53,8 +54,17 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         if body.n_probs:
             frontend.codec.need_text("n_probs", "n_probs")
         params, form = llama_params(completed(body, frontend.sampling), frontend.config)
-        runs = await start_runs(frontend, prompts, params, special=True, progress=False, name=None, form=form)
-        return await writer.respond(runs, body.stream, (*body.warnings(), *unenforced(form, params)))
+        runs = await start_runs(
+            frontend,
+            prompts,
+            params,
+            special=True,
+            progress=False,
+            name=None,
+            form=form,
+            unenforced=unenforced(form, params.grammar),
+        )
+        return await writer.respond(runs, body.stream, body.warnings())
 
     said = documented(said="The text, or with `stream` events of its parts", events="", form=_ONE_OR_MORE)
 
@@ -192,6 +202,7 @@ class _Writer(Writer[Runs]):
             "tokens_cached": output.cached_tokens,
             "truncated": False,
             **_stop(sample),
+            **warnings_of(sample),
             **self._probabilities(sample.logprobs),
             "generation_settings": {"seed": sample.seed, "n_predict": self._body.n_predict or -1},
             "timings": {

@@ -15,17 +15,18 @@ from pydantic import Field
 from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput
 from sglcore.sampling.grammar import Grammar
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.apis.answer import DONE, Stream, documented, event
+from sglcore.serving.apis.answer import DONE, Stream, documented, event, warnings_of
 from sglcore.serving.apis.body import Body, Count, Items, Positive, Seed
 from sglcore.serving.apis.checks import check_limit, own_names
 from sglcore.serving.apis.logprobs import finite
 from sglcore.serving.apis.openai.body import Ids, as_prompts
-from sglcore.serving.apis.params import MOST_IDS, SamplingFields, Stop, Stops, completed, sampling_params, unenforced
+from sglcore.serving.apis.params import MOST_IDS, SamplingFields, Stop, Stops, completed, sampling_params
 from sglcore.serving.apis.token_text import TokenTexts
 from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.replicas.errors import InvalidRequest, blame
 from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
+from sglcore.serving.replicas.unenforced import unenforced
 
 DEFAULT_MAX_TOKENS = 128
 """What SGLang continues a text by if nobody says."""
@@ -98,8 +99,17 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         params, form = _params(body, frontend)
         check_limit("sampling_params.n", params.n, frontend.config.max_n)
         name = body.rid or secrets.token_hex(16)
-        runs = await start_runs(frontend, prompts, params, special=True, progress=False, name=name, form=form)
-        return await writer.respond(runs, body.stream, (*body.warnings(), *unenforced(form, params)))
+        runs = await start_runs(
+            frontend,
+            prompts,
+            params,
+            special=True,
+            progress=False,
+            name=name,
+            form=form,
+            unenforced=unenforced(form, params.grammar),
+        )
+        return await writer.respond(runs, body.stream, body.warnings())
 
 
 class _Writer(Writer[Runs]):
@@ -127,6 +137,7 @@ class _Writer(Writer[Runs]):
             "cached_tokens": output.cached_tokens,
             "e2e_latency": time.perf_counter() - self._began,
             "seed": sample.seed,
+            **warnings_of(sample),
         }
         if sample.logprobs is not None:
             about["output_token_logprobs"] = [

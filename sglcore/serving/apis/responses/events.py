@@ -12,7 +12,7 @@ from typing import Any
 from sglcore.engine.outputs import RequestOutput
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import TokenLogprob
-from sglcore.serving.apis.answer import named_events
+from sglcore.serving.apis.answer import named_events, warnings_of
 from sglcore.serving.apis.blocks import Block, BlockChange, Blocks
 from sglcore.serving.apis.logprobs import chat_logprobs
 from sglcore.serving.apis.responses.body import ResponsesRequest
@@ -168,6 +168,7 @@ class ResponseWriter(Writer[ChatRun]):
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": {"reason": cut} if cut else None,
             "seed_used": output.outputs[0].seed,
+            **warnings_of(output.outputs[0]),
         }
         if failure is not None:
             self._response["error"] = {"code": "server_error", "message": failure.message}

@@ -52,9 +52,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         with own_names(_OWN_NAMES):
             request = response_request(completed(body, frontend.sampling), earlier, frontend.config.max_logprobs)
             run = await start_chat(frontend, request)
-        return await writer.respond(
-            run, body.stream, sorted({*unused(body), *unread(body, run.ignored), *run.unenforced})
-        )
+        return await writer.respond(run, body.stream, sorted({*unused(body), *unread(body, run.ignored)}))
 
     @router.post("/v1/responses/input_tokens", tags=["responses"], responses=_documented())
     async def count(body: CountRequest) -> Response:

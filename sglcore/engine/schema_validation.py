@@ -1,0 +1,87 @@
+"""Which of the left-out parts of a schema (`schema_loosening.py`) a value does not keep to, by the library jsonschema.
+
+It waits, and for patterns of clients it may wait for ever: it runs in `answer_check_process.py`. Nothing is fetched: a reference
+to another document is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from jsonschema import Draft7Validator, Draft201909Validator, Draft202012Validator, FormatChecker
+from jsonschema.exceptions import ValidationError
+from jsonschema.validators import extend, validator_for
+from jsonschema_specifications import REGISTRY
+
+from sglcore.engine.grammar_schema import schemas
+from sglcore.engine.schema_loosening import DROPPED, FORMATS, place_of
+
+Keyword = Callable[[Any, Any, Any, Any], Iterator[ValidationError] | None]
+"""What the library has for a keyword: validator, its value, the instance, the schema around it; the errors."""
+WATCHED = DROPPED | {"additionalProperties", "format", "maxProperties", "minProperties", "oneOf", "pattern", "patternProperties"}  # fmt: skip
+"""Keywords that may be left out."""
+GONE_WITH = MappingProxyType({"additionalProperties": "patternProperties"})
+"""Keywords that are left out without a name of their own, and beside what."""
+
+
+class Watch:
+    """Names of left-out parts, and the errors that came through each."""
+
+    def __init__(self, schema: Any, left_out: Sequence[str]) -> None:
+        """`schema` itself, not a copy: its objects are told apart by their identity, however a reference leads to them."""
+        self._places = {id(node): place for place, node in schemas(schema)}
+        self._names = {place_of(name): name for name in left_out}
+        self._found: list[tuple[ValidationError, str]] = []
+
+    def watched(self, name: str, keyword: Keyword) -> Keyword:
+        """The keyword, whose errors are noted where it was left out."""
+
+        def check(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+            part = self._name(self._places.get(id(schema), ""), name)
+            for error in keyword(validator, value, instance, schema) or ():
+                if part is not None:
+                    self._found.append((error, part))
+                yield error
+
+        return check
+
+    def broken(self, errors: Sequence[ValidationError]) -> set[str]:
+        """The names of the parts through which these errors came, or those that explain them: what failed inside of a choice that
+        has another way is not among them."""
+        final = {id(error) for error in _all(errors)}
+        return {name for error, name in self._found if id(error) in final}
+
+    def _name(self, place: str, keyword: str) -> str | None:
+        own = self._names.get(f"{place}/{keyword}")
+        if own is not None or keyword not in GONE_WITH:
+            return own
+        return self._names.get(f"{place}/{GONE_WITH[keyword]}")
+
+
+def not_kept(schema: Any, value: Any, left_out: Sequence[str]) -> list[str]:
+    """Those of the names `left_out` whose part of the schema the JSON value does not keep to. Raises what the library raises: for a
+    pattern that it can not read, a reference that leads nowhere, a schema that is none."""
+    if not isinstance(schema, dict):
+        return []
+    nodes = [node for _, node in schemas(schema)]
+    has_lists = any(isinstance(node.get("items"), list) for node in nodes)  # as drafts before 2020-12 have them
+    library = validator_for(schema, default=Draft201909Validator if has_lists else Draft202012Validator)
+    # With it, a reference to the whole would go on with the library's own class.
+    schema = {name: part for name, part in schema.items() if name != "$schema"}
+    watch = Watch(schema, left_out)
+    keywords = {"dependencies": Draft7Validator.VALIDATORS["dependencies"], **library.VALIDATORS}
+    watched = {name: watch.watched(name, keywords[name]) for name in sorted(WATCHED & set(keywords))}
+    formats = {node["format"] for node in nodes if isinstance(node.get("format"), str)} - FORMATS
+    known = FormatChecker(sorted(formats & set(FormatChecker.checkers)))
+    found = extend(library, watched)(schema, format_checker=known, registry=REGISTRY)
+    broken = watch.broken(list(found.iter_errors(value)))
+    return [name for name in left_out if name in broken]
+
+
+def _all(errors: Sequence[ValidationError]) -> Iterator[ValidationError]:
+    """The errors, and those inside of them."""
+    for error in errors:
+        yield error
+        yield from _all(error.context or ())
