@@ -17,6 +17,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.page_transfer import Bytes, Ints, Layout, PeerLost, Progress, Region, Told, layout_of
 from sglcore.engine.pages import frames, tcp
 from sglcore.engine.pages.frames import MAGIC, Frame, Kind, Lost, receive_frame, send_frame
+from tests.engine.drips import Drips
 
 PAGES, SIZES = 12, (8, 8, 20)
 
@@ -231,37 +232,18 @@ def test_who_connects_and_does_not_say_who_it_is_is_hung_up_on_in_time(
         assert is_hung_up(stream)
 
 
-def test_a_greeting_has_one_limit_for_all_of_it_on_both_sides(
+def test_a_greeting_has_one_limit_for_all_of_it_on_both_sides_and_none_is_sent_for_longer(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = []
 
     def receive(stream: socket.socket, **given: Any) -> Frame:
-        limits.append(given["seconds"])
+        limits.extend((given["seconds"], stream.gettimeout()))
         return receive_frame(stream, **given)
 
     monkeypatch.setattr(tcp, "receive_frame", receive)
     Ends(stack)
-    assert limits == [tcp.GREETING] * 2
-
-
-class Drips:
-    """A stream that gives a byte at a time, a quarter of a second after the one before, on a clock of its own."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.now, self.limit = data, 0.0, 0.0
-
-    def settimeout(self, seconds: float) -> None:
-        self.limit = seconds
-
-    def recv_into(self, rest: memoryview) -> int:
-        assert self.limit > 0
-        self.now += 0.25
-        rest[0], self.data = self.data[0], self.data[1:]
-        return 1
-
-    def monotonic(self) -> float:
-        return self.now
+    assert limits == [tcp.GREETING] * 4
 
 
 def test_a_frame_that_comes_byte_by_byte_is_waited_for_no_longer_than_its_limit(
@@ -269,8 +251,7 @@ def test_a_frame_that_comes_byte_by_byte_is_waited_for_no_longer_than_its_limit(
 ) -> None:
     frame = frames._HEAD.pack(MAGIC, Kind.HELLO, 0, 0, 8) + b"it is me"
     for seconds, comes in ((0.25 * len(frame), True), (0.25 * len(frame) - 1, False), (2.0, False)):
-        stream: Any = Drips(frame)
-        monkeypatch.setattr(frames, "time", stream)
+        stream = Drips(frame, monkeypatch, frames)
         if comes:
             assert receive_frame(stream, seconds=seconds).body == b"it is me"
             continue
@@ -300,7 +281,7 @@ def test_a_prompt_engine_that_does_not_answer_in_time_is_none_and_is_hung_up_on(
     end = tcp.TcpPages(Memory(), layout_of(Memory(), "m"))
     stack.callback(end.close)
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    with pytest.raises(PeerLost, match="there is no prompt engine at 127.0.0.1:.*timed out"):
+    with pytest.raises(PeerLost, match="there is no prompt engine at 127.0.0.1:.*said too little for too long"):
         end.connect(f"127.0.0.1:{listener.getsockname()[1]}")
     with listener.accept()[0] as stream:
         stream.settimeout(30)

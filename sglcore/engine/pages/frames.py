@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from sglcore.device.page_transfer import PeerLost, Progress, Transfer
+from sglcore.engine.reading import read_exactly
 
 MAGIC = 0x5350
 _HEAD = struct.Struct("<HHIQQ")
@@ -75,19 +76,10 @@ def receive_frame(stream: socket.socket, peer: int = 0, most: int = LONGEST, sec
 
 
 def _exactly(stream: socket.socket, size: int, until: float | None) -> bytearray:
-    body = bytearray(size)
-    rest = memoryview(body)
-    while rest:
-        if until is not None:
-            left = until - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("it has said too little for too long")
-            stream.settimeout(left)
-        got = stream.recv_into(rest)
-        if not got:
-            raise PeerLost("it has closed the connection")
-        rest = rest[got:]
-    return body
+    try:
+        return read_exactly(stream, size, until)
+    except EOFError:
+        raise PeerLost("it has closed the connection") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import socket
 import threading
 import time
@@ -22,6 +21,7 @@ import numpy as np
 from sglcore.device.errors import ConfigError
 from sglcore.device.page_transfer import Ints, Layout, PageMemory, PeerLost, Progress, Told, Transfer
 from sglcore.engine.pages.frames import Connection, Frame, Kind, Lost, receive_frame, send_frame
+from sglcore.engine.reading import is_readable
 
 SILENCE = 20.0
 """Seconds without a word after which a peer is lost."""
@@ -77,7 +77,7 @@ class TcpPages:
     @property
     def has_news(self) -> bool:
         """Something has come."""
-        return bool(self._inbox) or _is_readable(self._awake)
+        return bool(self._inbox) or is_readable(self._awake)
 
     @property
     def num_leases(self) -> int:
@@ -111,7 +111,7 @@ class TcpPages:
 
     def receive(self, seconds: float = 0.0) -> list[Told]:
         """Write the pages that came, and return the rest."""
-        if _is_readable(self._awake, 0.0 if self._inbox else seconds):
+        if is_readable(self._awake, 0.0 if self._inbox else seconds):
             with suppress(BlockingIOError):
                 while os.read(self._awake, 4096):
                     pass
@@ -259,6 +259,7 @@ class TcpPages:
             stream.close()
 
     def _answer(self, stream: socket.socket, name: str) -> None:
+        stream.settimeout(GREETING)
         frame = receive_frame(stream, most=LONGEST_HELLO, seconds=GREETING)
         if frame.kind is not Kind.HELLO:
             raise PeerLost(f"{name} did not say who it is")
@@ -287,10 +288,6 @@ def _listen(address: str) -> socket.socket:
         raise ConfigError(
             f"nothing can listen for pages at {address}: {error}", remedy="give --pages-address another port"
         ) from None
-
-
-def _is_readable(descriptor: int, seconds: float = 0.0) -> bool:
-    return bool(select.select([descriptor], [], [], seconds)[0])
 
 
 def _name(where: tuple[str, int]) -> str:

@@ -6,7 +6,6 @@ It serves nothing and loads nothing itself. Where the leader is gone, or silent,
 from __future__ import annotations
 
 import logging
-import select
 import signal
 import socket
 import time
@@ -31,6 +30,7 @@ from sglcore.engine.ranks.parent import end_with_parent
 from sglcore.engine.ranks.rank_process import LEADER_GONE
 from sglcore.engine.ranks.spec import RankProcess, Spawn, spawn_local
 from sglcore.engine.ranks.wire import Channel, Frame, Gone, Kind, connect, tcp_address
+from sglcore.engine.reading import is_readable
 from sglcore.engine.start import choose, fetched, no_progress
 
 TRY_EVERY = 0.5
@@ -186,8 +186,7 @@ class Following:
         return self._outcome()
 
     def _next(self) -> Frame | None:
-        readable, _, _ = select.select([self._channel], [], [], LOOK_EVERY)
-        return self._channel.receive() if readable else None
+        return self._channel.receive() if is_readable(self._channel, LOOK_EVERY) else None
 
     def _have_ended(self) -> bool:
         """Tell the leader of each end that is new."""

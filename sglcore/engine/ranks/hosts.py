@@ -6,7 +6,6 @@ A node speaks on one channel. The ranks that it starts speak to the leader on th
 
 from __future__ import annotations
 
-import select
 import selectors
 import socket
 import threading
@@ -23,6 +22,7 @@ from sglcore.engine.ranks.agreement import differences
 from sglcore.engine.ranks.launch import Placement
 from sglcore.engine.ranks.spec import HOST_GONE, RankSpec
 from sglcore.engine.ranks.wire import LONGEST_HELLO, Channel, Frame, Gone, Kind
+from sglcore.engine.reading import is_readable
 
 HELLO_SECONDS = 5.0
 """How long a frame may take that has begun to come."""
@@ -163,8 +163,7 @@ class RemoteHost:
                 spoke = time.monotonic()
                 self._say(Kind.BEAT)
             try:
-                readable, _, _ = select.select([self._channel], [], [], min(self._beat, LOOK_EVERY))
-                if readable:
+                if is_readable(self._channel, min(self._beat, LOOK_EVERY)):
                     self._take(self._channel.receive())
                     heard = time.monotonic()
             except (Gone, TimeoutError, OSError, ValueError):  # closed here, or there

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import sys
 import threading
@@ -34,6 +33,7 @@ from sglcore.engine.ranks.interface import interface_of
 from sglcore.engine.ranks.launch import TORCHRUN
 from sglcore.engine.ranks.spec import RankSpec
 from sglcore.engine.ranks.wire import Channel, Gone, Kind, connect
+from sglcore.engine.reading import is_readable
 from sglcore.engine.start import bring_up, choose, model_folder
 
 LEADER_GONE = 3
@@ -133,10 +133,8 @@ class Control:
 
     def _run(self) -> None:
         while True:
-            readable, _, _ = select.select([self._channel], [], [], self._beat)
-            if (
-                readable or os.getppid() != self._parent
-            ):  # the leader says nothing here, so this is its end, or the host's
+            # The leader says nothing here, so this is its end, or the host's.
+            if is_readable(self._channel, self._beat) or os.getppid() != self._parent:
                 os._exit(LEADER_GONE)
             self.say(Kind.BEAT, [self.step, self.phase])
 

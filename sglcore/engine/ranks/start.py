@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import select
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ from sglcore.engine.ranks.spec import RankProcess, Spawn, limits_text, spawn_loc
 from sglcore.engine.ranks.team import SILENCES, Maker
 from sglcore.engine.ranks.watch import Member, Patience, Watch, ended
 from sglcore.engine.ranks.wire import LONGEST_HELLO, Channel, Gone
+from sglcore.engine.reading import is_readable
 
 Progress = Callable[[str, int, int], None]
 REASON: Ref = "sglcore.runtime.speculative.combinations:reason_in_shards"
@@ -196,8 +196,7 @@ def _gather(
     found: dict[tuple[int, str], Channel] = {}
     end = time.monotonic() + patience.starting
     while len(found) < 2 * len(processes):
-        readable, _, _ = select.select([listener], [], [], LOOK_EVERY)
-        if readable:
+        if is_readable(listener, LOOK_EVERY):
             _greet(listener, epoch, secret, found)
             continue
         for rank, process in processes.items():

@@ -5,7 +5,6 @@ A frame has the epoch of the ranks that it belongs to; one of another epoch is c
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 import time
@@ -15,6 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from sglcore.device.errors import SglcoreError
+from sglcore.engine.reading import read_exactly
 
 MAGIC = 0x5347
 _HEAD = struct.Struct("<HHIQ")
@@ -120,28 +120,15 @@ class Channel:
         self.hang_up()
         self._stream.close()
 
-    def _comes(self, until: float) -> bool:
-        """Whether there is something to read before `until`, of time.monotonic; waits. The stream's own limit is also the sender's."""
-        poll = select.poll()
-        poll.register(self._stream, select.POLLIN)
-        return bool(poll.poll(max(0.0, until - time.monotonic()) * 1000))
-
     def _exactly(self, size: int, until: float | None) -> bytearray:
-        body = bytearray(size)
-        rest = memoryview(body)
-        while rest:
-            if until is not None and not self._comes(until):
-                raise TimeoutError
-            try:
-                got = self._stream.recv_into(rest)
-            except TimeoutError:
-                raise
-            except OSError as error:
-                raise Gone(f"a channel broke: {error}") from None
-            if not got:
-                raise Gone("the other end of a channel has closed it")
-            rest = rest[got:]
-        return body
+        try:
+            return read_exactly(self._stream, size, until)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise Gone(f"a channel broke: {error}") from None
+        except EOFError:
+            raise Gone("the other end of a channel has closed it") from None
 
 
 def listen(folder: Path | None, host: str = "", port: int = 0) -> tuple[socket.socket, str]:
