@@ -141,6 +141,9 @@ def test_the_arguments_of_each_forced_call_are_looked_at(stage: Stage) -> None:
     body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
     stage.speak(*call("tag", '{"tags": ["a", ', '"a"]}'))
     assert ask(stage, CHAT, body) == (f"{parts[1]}{BROKEN}, {parts[0]}", [[parts[1] + BROKEN]])
+    twice = [*call("tag", '{"tags": ["a", "a"]}'), *call("tag", '{"tags": ["b", "b"]}', index=1)]
+    stage.speak(*twice)
+    assert ask(stage, CHAT, body)[1] == [[parts[1] + BROKEN]]
     stage.speak(*call("plain", '{"tags": ["a"]}'), *call("tag", '{"tags": []}', index=1))
     assert ask(stage, CHAT, body) == (", ".join(parts), [])
     stage.speak(*call("tag", '{"tags": ["a", "a"]}'))

@@ -126,7 +126,7 @@ class ChatRun(Runs):
         return self.generations[0].first_token_at
 
     async def __aiter__(self) -> AsyncIterator[ChatEvent]:
-        async for _, item in self.items():
+        async for _, item in self._items():
             if isinstance(item, PromptProgress):
                 yield ChatEvent(0, progress=item)
                 continue

@@ -57,15 +57,18 @@ class Runs:
             await self._look(sample)
         return outputs
 
-    async def read(self) -> AsyncGenerator[tuple[int, Item], None]:
+    def read(self) -> AsyncGenerator[tuple[int, Item], None]:
         """What is new of all, each with its prompt's place. The end of a sample comes when it was checked."""
-        async for place, item in self.items():
+        return self._items() if self.check is None else self._checked()
+
+    async def _checked(self) -> AsyncGenerator[tuple[int, Item], None]:
+        async for place, item in self._items():
             if isinstance(item, TextDelta) and item.finish_reason is not None:
                 await self._look(self.outputs[place].outputs[item.index])
             yield place, item
 
-    async def items(self) -> AsyncGenerator[tuple[int, Item], None]:
-        """The same as it comes."""
+    async def _items(self) -> AsyncGenerator[tuple[int, Item], None]:
+        """As they come."""
         with blame(self.form):
             if len(self.generations) == 1:
                 async for item in self.generations[0]:
@@ -75,6 +78,7 @@ class Runs:
                 yield found
 
     async def _look(self, sample: Completion) -> None:
+        """Check a sample that has ended."""
         if self.check is not None:
             await self.check.look(sample, self.form, sample.text)
 

@@ -69,7 +69,8 @@ class AnswerCheck:
             if each.field == field and not self._is_over:
                 remarks = self._remarks_of(each, await self._verdict(each.part, text))
                 self._remarks |= remarks
-                sample.warnings += [shown(name, remark) for name, remark in remarks.items()]
+                said = (shown(name, remark) for name, remark in remarks.items())
+                sample.warnings += [each for each in said if each not in sample.warnings]
 
     def _remarks_of(self, each: Unenforced, verdict: Verdict) -> dict[str, str]:
         if verdict.ended:
