@@ -135,15 +135,16 @@ _MARKS = MappingProxyType(
 
 def markdown(table: Table) -> str:
     """One row a test; below, the reasons of skips, and the gaps."""
-    when = {
-        lane: max(cell.at for cells in table.tests.values() for name, cell in cells.items() if name == lane)
-        for lane in table.lanes
-    }
+    when: dict[str, float] = {}
+    for cells in table.tests.values():
+        when |= {lane: max(cell.at, when.get(lane, 0.0)) for lane, cell in cells.items()}
     lines = [
         "# Tests and lanes",
         "",
         "Last run: "
-        + ", ".join(f"{lane} {time.strftime('%Y-%m-%d %H:%M', time.gmtime(at))} UTC" for lane, at in when.items()),
+        + ", ".join(
+            f"{lane} {time.strftime('%Y-%m-%d %H:%M', time.gmtime(at))} UTC" for lane, at in sorted(when.items())
+        ),
         "",
         f"| test | {' | '.join(table.lanes)} |",
         f"|---|{'---|' * len(table.lanes)}",

@@ -102,6 +102,12 @@ def test_the_table_shows_every_test_and_names_what_ran_nowhere(tmp_path: Path) -
     assert "1970-01-01" in text and "t.py" in summary(table)
 
 
+def test_a_lane_that_did_not_begin_is_in_the_table_without_a_test(tmp_path: Path) -> None:
+    one = record(tmp_path, "one", {"t.py::a": {"outcome": "passed", "seconds": 1.0}}, {})
+    text = markdown(read([one, record(tmp_path, "two", {}, {})], tmp_path))
+    assert "| t.py::a | yes | - |" in text and "Last run: one 1970-01-01" in text
+
+
 def test_what_only_hardware_can_run_waits_for_it_and_what_nothing_can_run_is_red(tmp_path: Path) -> None:
     folder = tmp_path / "devices" / "one"
     folder.mkdir(parents=True)

@@ -159,7 +159,8 @@ def test_long_conversations_are_rendered_beside_the_event_loop(messages: Any, is
     threads: list[int] = []
     form = SimpleNamespace(render=lambda messages, **_: threads.append(threading.get_ident()))
     request = ChatRequest(messages=messages, params=SamplingParams())
-    asyncio.run(render(cast(Any, SimpleNamespace(format=form)), request))
+    codec = SimpleNamespace(need_text=lambda what: None)
+    asyncio.run(render(cast(Any, SimpleNamespace(format=form, codec=codec)), request))
     assert (threads != [threading.get_ident()]) is is_beside
 
 
