@@ -275,13 +275,13 @@ def _ropes(values: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, R
 
 def rope_config(given: Mapping[str, Any], values: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """Of one kind of layers, by `given`, and what `values` have for all; the kind of a rope may be `rope_type` or `type`. Old checkpoints call longrope "su" or "yarn". A number that is null is none."""
-    scaling = {
+    scaling: dict[str, Any] = {
         name: False if value is None else value for name, value in given.items() if value is not None or is_truth(name)
     }
     theta = scaling.pop("rope_theta", values.get("rope_theta", 10000.0))
     partial = scaling.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     old_kind = scaling.pop("type", "default")
-    kind = scaling.pop("rope_type", old_kind)
+    kind = str(scaling.pop("rope_type", old_kind))
     original = values.get("original_max_position_embeddings", scaling.pop("original_max_position_embeddings", None))
     return RopeConfig(
         theta=float(theta),

@@ -61,7 +61,7 @@ def read_tekken(file: Path) -> tuple[Tokenizer, dict[str, str]]:
     ConfigError."""
     library("transformers", file)
     try:
-        from transformers.integrations.mistral import convert_tekken_tokenizer
+        from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
 
         content = json.loads(file.read_bytes())
         if content.get("special_tokens") is None:

@@ -67,7 +67,9 @@ def read(folder: Path, architecture: str, changes: Mapping[str, Any]) -> None:
     """All that is made of a configuration before there are weights."""
     reader, own = READERS[architecture]
     found = config_of(folder, {**BASE, **own, "architectures": [architecture], **changes}, ARCHITECTURES)
-    rotary.rotary_frequencies(found, 64), rotary.mrope_axes(found), constraints(found), reader(found)
+    rotary.rotary_frequencies(found, 64)
+    for each in (rotary.mrope_axes, constraints, reader):
+        each(found)
 
 
 def names() -> list[str]:
