@@ -122,7 +122,7 @@ class Compiling:
 class Checks(Protocol):
     """What tries a grammar elsewhere before it is compiled here."""
 
-    def submit(self, grammar: Grammar, told: OnVerdict) -> None:
+    def submit(self, grammar: Grammar, told: OnVerdict, /) -> None:
         """As `GrammarChecks.submit`."""
         ...
 
