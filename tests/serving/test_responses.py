@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 import openai
@@ -167,6 +168,38 @@ def test_a_response_goes_on_from_the_one_that_it_names(stage: Stage, client: ope
         {"role": "assistant", "tool_calls": [{"id": "call_weather", "type": "function", "function": function}]},
         {"role": "tool", "tool_call_id": "call_weather", "content": "rain"},
     ]
+
+
+SAID: dict[str, list[Any]] = {
+    "thought": [reasoning("Hm, "), reasoning("rain.")],
+    "text": [content("I "), content("look.")],
+    "calls": [*call("weather", '{"at"', ":1}"), *call("time", "{}", index=1)],
+}
+
+
+@pytest.mark.parametrize("kinds", [each for size in (1, 2, 3) for each in combinations(SAID, size)], ids="-".join)
+def test_what_goes_on_from_a_response_is_what_goes_on_from_all_that_was_said(
+    stage: Stage, client: openai.OpenAI, kinds: tuple[str, ...]
+) -> None:
+    asked: Any = {"role": "user", "content": "How is it?"}
+    stage.speak(*(token for kind in kinds for token in SAID[kind]))
+    first = client.responses.create(model=MODEL, input=[asked], tools=[TOOL])
+    then: Any = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": f"of {item.name}"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    then.append({"role": "user", "content": "And now?"})
+    script = stage.speak(content("It rains."))
+    sent: Any = [item.to_dict() for item in first.output]
+
+    client.responses.create(model=MODEL, input=then, previous_response_id=first.id)
+    client.responses.create(model=MODEL, input=[asked, *sent, *then])
+
+    kept, whole = (each["messages"] for each in script.rendered)
+    assert kept == whole
+    said = kept[1]
+    assert [name in said for name in ("reasoning_content", "content", "tool_calls")] == [kind in kinds for kind in SAID]
 
 
 def test_a_kept_response_can_be_read_listed_and_forgotten(stage: Stage, client: openai.OpenAI) -> None:

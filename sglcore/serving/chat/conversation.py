@@ -86,7 +86,10 @@ def _message(place: int, message: Message, form: MessageForm) -> dict[str, Any]:
     result = {name: value for name, value in message.items() if value is not None}
     if not isinstance(result.get("role"), str):
         raise TextError(f"messages[{place}] has no role", wanted="a role such as user")
-    result["content"] = _content(place, message.get("content"), form)
+    content = result.get("content")
+    if content is None and not message.get("tool_calls"):
+        content = ""  # Templates know of messages without content if they hold calls alone.
+    result["content"] = _content(place, content, form)
     thoughts = result.get("reasoning_content") or result.pop("reasoning", None)
     if calls := result.pop("tool_calls", None):
         _add_calls(place, result, calls, form)

@@ -107,6 +107,21 @@ def test_a_template_that_reads_parts_gets_parts(tmp_path: Path) -> None:
     assert found.render([USER, final], **options).text == "[Hi][go on"
 
 
+PARTS = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.mark.parametrize("name", ["parts", *FAMILIES])
+@pytest.mark.parametrize("thoughts", [None, "Hm."])
+def test_a_message_that_says_nothing_is_told_as_an_empty_one(
+    formats: dict[str, ChatFormat], name: str, thoughts: str | None, tmp_path: Path
+) -> None:
+    found = formats[name] if name in formats else ChatFormat.detect(make_codec(tmp_path, PARTS))
+    empty: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": thoughts}
+    missing = {field: value for field, value in empty.items() if field != "content"}
+    texts = {found.render([USER, said, USER]).text for said in (empty, missing, {**missing, "content": None})}
+    assert len(texts) == 1 and "None" not in texts.pop()
+
+
 def test_a_last_message_can_go_on(formats: dict[str, ChatFormat]) -> None:
     found = formats["hermes"]
     options: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}

@@ -127,7 +127,7 @@ class ResponseWriter(Writer[ChatRun]):
         message: dict[str, Any] = {"role": "assistant"}
         if reasoning := self._reasoning():
             message["reasoning_content"] = reasoning
-        if texts or not calls:
+        if texts:
             message["content"] = "".join(texts)
         if calls:
             message["tool_calls"] = [
