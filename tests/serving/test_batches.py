@@ -275,6 +275,31 @@ def test_what_a_killed_server_had_answered_is_kept_and_the_rest_is_run_by_the_ne
     BatchStore(tmp_path).close()
 
 
+@pytest.mark.parametrize("state", ["validating", "in_progress"])
+def test_a_batch_that_was_cancelled_before_its_turn_asks_nothing_and_keeps_what_it_has(
+    state: str, tmp_path: Path
+) -> None:
+    """While another one ran, or before the server that ran it was started again."""
+    store = BatchStore(tmp_path)
+    name, other = begun(store), begun(store)
+    if state == "in_progress":
+        store.move(name, "in_progress", request_counts={"total": 9, "completed": 0, "failed": 0})
+        store.add_result(name, 2, b"{}", is_answer=True)
+    store.move(name, "cancelling")
+    asked: list[bytes] = []
+
+    async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        asked.append(body)
+        return 200, b"{}"
+
+    asyncio.run(finished(store, call))
+    batch = store.get("batches", name, "batch_id")
+    assert batch["status"] == "cancelled" and batch["completed_at"] is None and batch["cancelled_at"]
+    assert batch["request_counts"]["completed"] == (state == "in_progress") == (batch["output_file_id"] is not None)
+    assert store.get("batches", other, "batch_id")["status"] == "completed" and len(asked) == 9
+    store.close()
+
+
 def test_a_batch_whose_time_is_over_expires(tmp_path: Path) -> None:
     store = BatchStore(tmp_path)
     name = begun(store)

@@ -135,6 +135,16 @@ def test_a_scored_prompt_has_the_log_probabilities_it_was_made_with(server: Serv
     assert best == pytest.approx(found["token_logprobs"][start:], abs=0.05)
 
 
+@pytest.mark.parametrize(("chosen", "prompt"), [(1, 3), (3, 1), (0, 2), (2, 0)])
+def test_each_record_of_a_scored_prompt_has_as_many_alternatives_as_its_own_field_wants(
+    server: Server, chosen: int, prompt: int
+) -> None:
+    body = {**GREEDY, "max_tokens": 2, "echo": True, "logprobs": chosen, "prompt_logprobs": prompt}
+    choice = server.post(PATH, body)["choices"][0]
+    assert all(len(top) in (max(chosen, 1), chosen + 1) for top in choice["logprobs"]["top_logprobs"][1:])
+    assert all(len(each) in (max(prompt, 1), prompt + 1) for each in choice["prompt_logprobs"][1:])
+
+
 def test_one_more_token_does_not_change_a_scored_prompt(server: Server) -> None:
     body = {"prompt": [STORY, "The dog ran"], "echo": True, "logprobs": 1, "temperature": 0.0}
     without = server.post(PATH, {**body, "max_tokens": 0})["choices"]

@@ -143,6 +143,15 @@ def test_options_are_parameters_and_the_rest_is_the_checkpoints(stage: Stage, cl
     assert (plain.max_tokens, plain.top_k, plain.repetition_penalty) == (None, 7, 1.25)
 
 
+@pytest.mark.parametrize("number", [-1, -2])
+def test_a_number_of_tokens_below_zero_is_as_many_as_the_context_holds(stage: Stage, number: int) -> None:
+    script = stage.speak(content("A"))
+    for path, body in (("chat", ASKED), ("generate", {"prompt": "a"}), ("generate", {"prompt": "a", "raw": True})):
+        answer = post(stage, path, {"model": MODEL, **body, "options": {"num_predict": number}})
+        assert answer.status_code == 200, answer.text
+    assert [params.max_tokens for params in script.params] == [None] * 3
+
+
 @pytest.mark.parametrize(("form", "kind"), [("json", "json_object"), (SCHEMA, "json_schema"), ("", None), (None, None)])
 def test_a_format_binds_the_answer(stage: Stage, client: ollama.Client, form: Any, kind: str | None) -> None:
     script = stage.speak("{}")

@@ -106,8 +106,18 @@ def test_what_is_filled_in_stands_behind_both_sides() -> None:
         return await gives()(prompt)
 
     frontend.generate = generate  # pyright: ignore[reportAttributeAccessIssue]
-    call(frontend, "POST", "/infill", {"input_prefix": "a(", "input_suffix": ")c", "prompt": "b"})
-    assert asked == ["<|fim_prefix|>a(<|fim_suffix|>)c<|fim_middle|>b"]
+    sides, filled = {"input_prefix": "a(", "input_suffix": ")c"}, "<|fim_prefix|>a(<|fim_suffix|>)c<|fim_middle|>"
+    named, nameless = {"filename": "d.py", "text": "d"}, {"text": "e"}
+    for more, before, after in (
+        ({"prompt": "b"}, "", "b"),
+        ({}, "", ""),
+        ({"prompt": None, "input_extra": None}, "", ""),
+        ({"prompt": "", "input_extra": []}, "", ""),
+        ({"prompt": "b", "input_extra": [named]}, "d.py\nd\n", "b"),
+        ({"input_extra": [nameless, {**nameless, "filename": None}, named]}, "\ne\n\ne\nd.py\nd\n", ""),
+    ):
+        assert call(frontend, "POST", "/infill", {**sides, **more}).status_code == 200
+        assert asked.pop() == before + filled + after, more
 
 
 def test_state_and_templates_as_llama_server_tells_them(server: Server) -> None:
@@ -160,6 +170,31 @@ def test_generate_says_the_same_as_completions(server: Server) -> None:
     ids = server.post("/tokenize", {"prompt": STORY})["tokens"]
     same = server.post("/generate", {"input_ids": ids, "sampling_params": SGLANG["sampling_params"], "rid": "mine"})
     assert (same["text"], same["meta_info"]["id"]) == (found["text"], "mine")
+
+
+PROMPTS = [STORY, "The dog", "A"]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n"), [(PROMPTS, 1), (PROMPTS[:2], 2), (PROMPTS, 2), (PROMPTS[0], 3), (PROMPTS[:1], 1)]
+)
+def test_each_part_of_a_stream_of_generate_bears_the_place_of_its_own_sample(
+    server: Server, prompts: Any, n: int
+) -> None:
+    body = {"text": prompts, "sampling_params": {**SGLANG["sampling_params"], "max_new_tokens": 4, "n": n}}
+    whole = server.post("/generate", body)
+    last = {part["index"]: part for part in events_of(server, "/generate", body)}
+    assert sorted(last) == list(range(len(whole)))
+    assert [last[place]["output_ids"] for place in sorted(last)] == [each["output_ids"] for each in whole]
+    assert len({str(each["output_ids"]) for each in whole}) > len(whole) // 2, "they can be told apart"
+
+
+def test_each_part_of_a_stream_of_completion_bears_the_place_of_its_own_prompt(server: Server) -> None:
+    body = {**LLAMA, "prompt": PROMPTS, "return_tokens": True}
+    whole, found = server.post("/completion", body), dict[int, list[int]]()
+    for part in events_of(server, "/completion", body):
+        found.setdefault(part["index"], []).extend(part["tokens"])
+    assert [found[place] for place in sorted(found)] == [each["tokens"] for each in whole]
 
 
 def test_generate_takes_lists_forms_and_refuses_by_name(server: Server) -> None:

@@ -135,6 +135,23 @@ def test_a_text_that_is_too_long_is_cut_where_that_is_asked_for(encoder_server: 
     assert "at least 3" in encoder_server.refusal("/v1/embeddings", {**body, "truncate_prompt_tokens": 2})["message"]
 
 
+def test_token_ids_are_cut_as_texts_are(encoder_server: Server) -> None:
+    ids = [2000 + place for place in range(600)]
+
+    def embedded(size: int, **more: Any) -> Any:
+        return encoder_server.post("/v1/embeddings", {"input": [ids[:size], ids[:3]], **more})
+
+    assert encoder_server.refusal("/v1/embeddings", {"input": ids})["param"] == "input"
+    for more, kept in (
+        ({"truncate": True}, 512),
+        ({"truncate_prompt_tokens": -1}, 512),
+        ({"truncate_prompt_tokens": 7}, 7),
+    ):
+        cut, whole = embedded(600, **more), embedded(kept)
+        assert cut["usage"] == whole["usage"] == {"prompt_tokens": kept + 3, "total_tokens": kept + 3}
+        np.testing.assert_allclose(cut["data"][0]["embedding"], whole["data"][0]["embedding"], atol=1e-5)
+
+
 @pytest.mark.parametrize("most", range(5, 16))
 def test_pairs_are_cut_as_transformers_cuts_them(most: int) -> None:
     from transformers import AutoTokenizer
