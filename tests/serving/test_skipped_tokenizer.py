@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sglcore.device.server_config import ServerConfig
 from sglcore.engine.chat_template import TextError
 from sglcore.engine.skipped_tokenizer import SKIPPED, open_codec
 from sglcore.engine.start import embedded_model
+from sglcore.sampling.grammar import Grammar, Thinking, TokenRules
 from sglcore.serving.chat.choice import choose_reasoning, choose_tools
 from sglcore.serving.chat.conversation import MessageForm
 from tests.serving.in_process import served_here
@@ -202,6 +204,35 @@ def test_offline_ids_are_made_and_text_is_refused(folder: Path, wanted: list[int
         for asked in (lambda: llm.chat(TALK), lambda: llm.prompt("a")):
             with pytest.raises(TextError, match="start without --skip-tokenizer"):
                 asked()
+
+
+ABOUT_TEXT: dict[str, Any] = {
+    "stop": ("a",),
+    "stop_regex": ("a",),
+    "dry_multiplier": 1.0,
+    "grammar": Grammar("regex", "a"),
+    "token_rules": TokenRules((), ("a",)),
+    "thinking": Thinking("end", "end", budget=4),
+}
+OF_TOKENS: dict[str, Any] = {
+    **{"max_tokens": 5, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.1, "n": 2, "seed": 3, "priority": 1},
+    **{"xtc_probability": 0.5, "xtc_threshold": 0.2, "presence_penalty": 1.0, "frequency_penalty": 1.0},
+    **{"repetition_penalty": 1.5, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": 7},
+    **{"dry_sequence_breakers": ("a",), "logit_bias": {5: 1.0}, "stop_token_ids": (7,), "ignore_eos": True},
+    **{"min_tokens": 2, "logprobs": 3, "prompt_logprobs": 3, "skip_special_tokens": False},
+    **{"include_stop_str_in_output": True, "token_rules": TokenRules((7,), ())},
+}
+"""`dry_sequence_breakers` ask for nothing where `dry_multiplier` is 0."""
+
+
+def test_every_parameter_is_followed_without_text_or_refused_for_want_of_it(tmp_path: Path) -> None:
+    assert ABOUT_TEXT.keys() | OF_TOKENS.keys() == {each.name for each in fields(SamplingParams)}
+    codec = open_codec(tmp_path, skips=True)
+    for name, value in ABOUT_TEXT.items():
+        with pytest.raises(TextError, match="needs text, and no tokenizer"):
+            codec.check(SamplingParams(**{name: value}))
+    for name, value in OF_TOKENS.items():
+        codec.check(SamplingParams(**{name: value}))
 
 
 def test_a_template_or_a_parser_beside_it_is_refused(tmp_path: Path) -> None:

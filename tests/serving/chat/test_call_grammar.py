@@ -201,6 +201,30 @@ def test_parameters_that_no_call_could_be_held_to_are_refused_by_name(
         cases[name].format.tool_grammar([tool], "required")
 
 
+NOTATED = ("lfm2", "lfm2 silent", "gemma", "functiongemma")
+"""Whose templates write lists and objects in a notation of their own, and whose forced text has them as JSON."""
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("names", ["$defs", "definitions"])
+def test_a_parameter_may_refer_to_definitions_from_anywhere_in_it(
+    cases: dict[str, Case], name: str, names: str
+) -> None:
+    case, city = cases[name], {"$ref": f"#/{names}/City"}
+    inside = {"zip": {"type": "integer"}, "of": city}
+    schema = {
+        "type": "object",
+        "properties": {"place": {"type": "string"}, "near": {"type": "array", "items": city}, "first": city},
+        "required": ["place", "near"],
+        names: {"City": {"type": "object", "properties": inside, "required": ["zip"]}},
+    }
+    tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": schema}}
+    grammar = case.format.tool_grammar([tool], "required")
+    good = case.answer(("look", {"place": "a", "near": [{"zip": 1}, {"zip": 2, "of": {"zip": 3}}]}))
+    assert case.accepts(grammar, good) == (name not in NOTATED)
+    assert not case.accepts(grammar, case.answer(("look", {"place": "a", "near": [{"zip": "one"}]})))
+
+
 @pytest.mark.parametrize("name", ["hermes", "llama"])
 def test_arguments_without_a_type_are_an_object(cases: dict[str, Case], name: str) -> None:
     case = cases[name]

@@ -52,6 +52,16 @@ def test_a_call_whose_arguments_are_no_object_is_shown_to_the_model(formats: dic
         assert wrong in text or json.dumps(wrong)[1:-1] in text
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.tools])
+@pytest.mark.parametrize("mark", ["[", '{"a":'])
+def test_a_call_whose_arguments_nest_deeper_than_is_read_is_shown_to_the_model(
+    formats: dict[str, ChatFormat], name: str, mark: str
+) -> None:
+    deep = mark * 100_000
+    text = formats[name].render([USER, called(deep)], tools=TOOLS).text
+    assert deep in text or json.dumps(deep)[1:-1] in text
+
+
 def test_a_call_without_a_name_is_the_callers_error(formats: dict[str, ChatFormat]) -> None:
     with pytest.raises(TextError, match=r"messages\[1\].tool_calls .*function\.name"):
         formats["hermes"].render([USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}], tools=TOOLS)
@@ -108,6 +118,22 @@ def test_a_template_that_reads_parts_gets_parts(tmp_path: Path) -> None:
 
 
 PARTS = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.mark.parametrize("name", ["parts", "plain", "hermes", "thinking"])
+@pytest.mark.parametrize("words", [["one"], ["one", "two"], ["one", "two", "three"]], ids=len)
+def test_a_message_that_goes_on_is_the_beginning_of_the_whole_one(
+    formats: dict[str, ChatFormat], name: str, words: list[str], tmp_path: Path
+) -> None:
+    """And all of it, whether its content is text or parts of text, as it would be told if it had ended."""
+    found = formats[name] if name in formats else ChatFormat.detect(make_codec(tmp_path, PARTS))
+    parts = [{"type": "text", "text": word} for word in words]
+    for content in (parts, "\n".join(words)) if len(words) > 1 else (parts, words[0]):
+        talk = [USER, {"role": "assistant", "content": content}]
+        whole = found.render(talk, add_generation_prompt=False).text
+        begun = found.render(talk, add_generation_prompt=False, continue_final_message=True).text
+        assert whole.startswith(begun) and begun.endswith(words[-1]), content
+        assert [begun.count(word) for word in words] == [1] * len(words), content
 
 
 @pytest.mark.parametrize("name", ["parts", *FAMILIES])

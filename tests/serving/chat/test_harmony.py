@@ -9,7 +9,9 @@ import llguidance
 import pytest
 
 from sglcore.sampling.grammar import Grammar, Thinking
+from sglcore.sampling.params import SamplingParams
 from sglcore.serving.chat.format import ChatFormat, Rendered
+from sglcore.serving.chat.run import ChatRequest, _params
 from tests.serving.chat.checkpoints import codec_of, read
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -86,6 +88,13 @@ def test_its_end_tokens_are_stops_and_its_markers_stay_in_the_text(form: ChatFor
     assert off.stop_token_ids == () and read(off, f"{THOUGHT}{NEXT}{FINAL}Yes.") == ("Hm, 東.", "Yes.", [])
     hermes = ChatFormat.detect(codec_of("hermes", tmp_path))
     assert hermes.stop_token_ids == ()
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_its_end_tokens_end_nothing_where_ends_are_ignored(form: ChatFormat, ignores: bool) -> None:
+    asked = ChatRequest(messages=[USER], params=SamplingParams(ignore_eos=ignores, stop_token_ids=(7,)))
+    params = _params(form, asked, Rendered(NEXT), None, must_call=False)
+    assert params.stop_token_ids == ((7,) if ignores else (7, *form.stop_token_ids))
 
 
 def test_what_is_bound_follows_reasoning_that_ends_by_the_text_before_it(form: ChatFormat, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from sglcore.serving.chat.parsers.families import REASONING, TOOLS
 from sglcore.serving.chat.parsers.json_text import MAX_DEPTH, JsonText
 from sglcore.serving.chat.parsers.parser import DeltaParser, ReasoningFamily
 from sglcore.serving.chat.parsers.xml_calls import QWEN3_CODER
+from sglcore.serving.chat.parsers.xml_calls import as_json as read_value
 
 FAMILY = {family.name: family for family in TOOLS}
 THINK = next(family for family in REASONING if family.name == "think")
@@ -519,6 +520,16 @@ def test_a_value_in_tags_is_of_a_type_that_its_schema_allows(schema: Any, value:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
     text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
     assert [call.arguments for call in calls_of(parser("qwen3_coder", tools).whole(text))] == [f'{{"a": {found}}}']
+
+
+@pytest.mark.parametrize("value", ["12", "true", "None", "null", "a b", "[1]", "", "1.5"])
+@pytest.mark.parametrize(
+    "kinds", [("string", "null"), ("integer", "null"), ("boolean", "string"), ("null",), ("string",)]
+)
+def test_a_value_in_tags_is_the_same_however_its_schema_lists_the_types(kinds: tuple[str, ...], value: str) -> None:
+    types = [{"type": kind} for kind in kinds]
+    ways = ({"type": list(kinds)}, {"anyOf": types}, {"oneOf": types}, {"anyOf": [{"oneOf": types}]})
+    assert len({read_value(value, schema) for schema in ways}) == 1
 
 
 @pytest.mark.parametrize("parameters", [{"properties": 5}, {"properties": ["a"]}, 5])
