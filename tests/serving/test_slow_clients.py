@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.http import server as http
+from sglcore.serving.http.connection import Connection
 from tests.serving import idle_clock
 from tests.serving.servers import Server
 from tests.serving.wrapped import echo, wrapped
@@ -328,6 +329,40 @@ class TestReaders:
 
         run(work())
 
+    @pytest.mark.parametrize("keeps", [False, True])
+    def test_the_rest_of_a_last_answer_is_not_kept_for_ever_for_who_does_not_take_it(
+        self, keeps: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """However little it is: too little for the server to stop writing. The connection closes behind it, or would be kept."""
+        lost = asyncio.Event()
+
+        class Roomy(Connection):
+            def connection_made(self, transport: asyncio.Transport) -> None:
+                super().connection_made(transport)
+                transport.set_write_buffer_limits(high=1 << 30)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                super().connection_lost(exc)
+                lost.set()
+
+        async def large(scope: Scope, receive: Receive, send: Send) -> None:
+            body = b"x" * (8 << 20)
+            head = [(b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": head})
+            await send({"type": "http.response.body", "body": body})
+
+        monkeypatch.setattr(http, "Connection", Roomy)
+
+        async def work() -> None:
+            async with served(large, write_timeout=2 * SHORT, keep_alive=SHORT) as server:
+                _, writer = await server.connect()
+                writer.transport.pause_reading()  # pyright: ignore[reportAttributeAccessIssue]
+                writer.write(GET if keeps else GET.replace(b"host:", b"connection: close\r\nhost:"))
+                await lost.wait()
+                writer.transport.abort()
+
+        run(work())
+
     def test_who_has_caught_up_may_wait_for_more_as_long_as_it_takes(self) -> None:
         async def pauses(scope: Scope, receive: Receive, send: Send) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -485,6 +520,18 @@ def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
     with pytest.raises(http.ConfigError, match=f"127.0.0.1 port {port} can not be listened at: .*--port"):
         http.bind(ServerConfig(port=port))
     taken[0].close()
+
+
+def test_all_addresses_of_a_host_have_one_port_though_any_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in ("127.0.0.1", "127.0.0.2", "127.0.0.1")]
+    monkeypatch.setattr(http.socket, "getaddrinfo", lambda *given, **named: found)
+    bound = http.bind(ServerConfig(port=0))
+    assert [each.getsockname()[0] for each in bound] == ["127.0.0.1", "127.0.0.2"]
+    assert len({each.getsockname()[1] for each in bound}) == 1 and http.address_of(bound).endswith(
+        f":{bound[0].getsockname()[1]}"
+    )
+    for each in bound:
+        each.close()
 
 
 def test_a_host_that_is_not_there_is_an_error_that_names_it() -> None:

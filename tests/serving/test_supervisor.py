@@ -84,6 +84,27 @@ def test_a_single_engine_that_dies_fails_what_it_had_and_ends_the_server() -> No
     run(play())
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_is_known_of_the_engines_is_what_one_that_runs_says(replicas: int) -> None:
+    """One that was started again may have less memory, or other files."""
+
+    async def play() -> None:
+        async with staged(restart=True, replicas=replicas) as stage:
+            supervisor = stage.supervisor
+            engines = [await stage.ready_engine(fingerprint=f"fp_old{place}") for place in range(replicas)]
+            assert supervisor.info is not None and supervisor.info.fingerprint == "fp_old0"
+            for engine in engines:
+                engine.die()
+            await until(lambda: not supervisor.ready)
+            await stage.ready_engine(fingerprint="fp_new")
+            assert supervisor.info.fingerprint == "fp_new"
+            for _ in engines[1:]:
+                await stage.ready_engine(fingerprint="fp_other")
+            assert supervisor.info.fingerprint == "fp_new", "another that comes later is named in the log"
+
+    run(play())
+
+
 def test_the_last_words_of_an_engine_are_the_reason_and_its_exit_code() -> None:
     async def play() -> None:
         async with staged(restart=True) as stage:
