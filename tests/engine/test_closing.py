@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from sglcore.engine.grammar import Grammars
+from sglcore.engine.grammar_check import OnVerdict, Verdict
 from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.grammar import Grammar
 from sglcore.sampling.params import SamplingParams
 from tests.schedule.fake_worker import FakeWorker, make_limits
+
+PATIENCE = 120.0
+
+
+def threads() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name == "grammar"}
+
+
+def test_no_thread_of_a_compiler_outlives_what_was_closed() -> None:
+    """Whether grammars were checked quickly, slowly or not at all."""
+
+    class Checks:
+        def submit(self, grammar: Grammar, told: OnVerdict) -> None:
+            told(Verdict(1, seconds=10.0 if grammar.text.startswith("slow") else 0.0))
+
+        def close(self) -> None:
+            """Nothing runs."""
+
+    backend: Any = type("Backend", (), {"name": "fake", "compile": lambda self, grammar: grammar})()
+    before = threads()
+    for checks, texts in (
+        (Checks(), ("quick", "slow")),
+        (Checks(), ("slow",)),
+        (None, ("a", "b", "c")),
+        (Checks(), ()),
+    ):
+        grammars = Grammars(backend, checks)
+        for text in texts:
+            assert grammars.compile(Grammar("regex", text)).wait(PATIENCE)
+        begun = threads() - before
+        assert bool(begun) == bool(texts)
+        grammars.close()
+        grammars.close()
+        for each in begun:
+            each.join(PATIENCE)
+            assert not each.is_alive(), texts
 
 
 def test_what_compiles_grammars_is_closed_with_the_engine_that_opened_it() -> None:

@@ -107,6 +107,23 @@ def test_a_folder_with_a_file_of_pieces_alone_reads_and_writes_as_transformers_d
     assert codec.settings["eos_token"] == codec.template.special_tokens["eos_token"] == END
 
 
+@pytest.mark.parametrize("named", [(), ("bos_token",), tuple(FACTS)], ids=len)
+def test_special_tokens_that_no_settings_name_are_those_of_the_conversion(
+    named: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A tokenizer_config.json may say nothing, a part or all of them, beside other things."""
+    write(tmp_path, "llama")
+    file = tmp_path / "tokenizer_config.json"
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in whole.items() if name not in FACTS or name in named}))
+    oracle, codec = AutoTokenizer.from_pretrained(tmp_path), TextCodec(tmp_path)
+    wanted = {name: str(text) for name, text in oracle.special_tokens_map.items() if isinstance(text, str)}
+    assert wanted.keys() >= {"bos_token", "eos_token"}
+    found = codec.template.special_tokens
+    assert {name: found.get(name) for name in wanted} == wanted
+    assert codec.settings["tokenizer_class"] == whole["tokenizer_class"]
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OWN_CLASS])
 def test_a_file_of_pieces_whose_class_is_unknown_is_read_as_by_sentencepiece(kind: str, tmp_path: Path) -> None:
     oracle = write(tmp_path, kind)

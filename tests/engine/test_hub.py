@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,22 @@ def test_what_is_a_path_here_is_no_name(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_a_quant_is_the_end_of_a_files_name(quant: str, names: list[str], expected: str) -> None:
     assert choose_gguf("o/n", quant, names) == expected
+
+
+QUANTS = ("Q4_K_M", "Q8_0", "F16", "BF16", "Q4_0")
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_a_quant_that_was_named_is_the_one_that_is_taken_or_none(count: int) -> None:
+    """However many files there are: that there is but one is no reason to take it for another."""
+    for there in combinations(QUANTS, count):
+        names = [f"m-{quant}.gguf" for quant in there]
+        for quant in QUANTS:
+            if quant in there:
+                assert choose_gguf("o/n", quant, names) == f"m-{quant}.gguf"
+            else:
+                with pytest.raises(ConfigError, match=f"no .gguf file of '{quant}'"):
+                    choose_gguf("o/n", quant, names)
 
 
 def test_of_several_files_one_must_be_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import repeat
 from random import Random
 
@@ -23,6 +24,35 @@ def processor(**given: object) -> OutputProcessor:
     """Of two samples."""
     params = SamplingParams(n=2, **given)  # pyright: ignore[reportArgumentType]
     return OutputProcessor(CODEC, "r", "a", CODEC.encode("a", special=False), params, 0)
+
+
+def test_a_text_is_made_by_all_parameters_that_are_about_it() -> None:
+    class Told(TextCodec):
+        def detokenizer(self, stop: Sequence[str], **how: object) -> IncrementalDetokenizer:
+            told.append((tuple(stop), how))
+            return super().detokenizer(stop, **how)
+
+    told: list[tuple[tuple[str, ...], dict[str, object]]] = []
+    params = SamplingParams(
+        stop=("c",), stop_regex=("d",), min_tokens=3, skip_special_tokens=False, include_stop_str_in_output=True, n=2
+    )
+    OutputProcessor(Told(embedded_model()), "r", "a", [5, 6], params, 0)
+    known = {"skip_special": False, "include_stop": True, "prompt": [5, 6], "min_tokens": 3, "patterns": ("d",)}
+    assert told == [(("c",), known)] * 2
+    given = signature(IncrementalDetokenizer).parameters.values()
+    assert known.keys() == {each.name for each in given if each.kind is each.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize("least", [0, 2, 9])
+def test_what_the_first_tokens_complete_is_no_end(least: int) -> None:
+    ids = CODEC.encode("a c b c", special=False)
+    for words in ({"stop": ["c"]}, {"stop_regex": ["c"]}):
+        samples = processor(min_tokens=least, **words)
+        for token_id in ids:
+            samples.take(EngineOutput("r", 0, token_ids=[token_id]))
+        samples.take(EngineOutput("r", 0, finish_reason="length"))
+        text = samples.output.outputs[0].text
+        assert text.count("c") == {0: 0, 2: 1, 9: 2}[least], (words, text)
 
 
 def test_what_comes_of_a_sample_after_its_stop_string_changes_nothing() -> None:

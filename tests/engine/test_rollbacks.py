@@ -6,11 +6,13 @@ from __future__ import annotations
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from sglcore.engine.grammar import open_grammars
+from sglcore.engine.grammar import Grammars, open_grammars
 from sglcore.engine.repetition import KEPT_STEPS, RepetitionMatcher
 from sglcore.engine.text import TextCodec
 from sglcore.engine.vocabulary import Vocabulary
@@ -83,6 +85,56 @@ def test_tokens_that_are_taken_back_leave_no_trace(backend: str, kind: str) -> N
         assert state(matcher) == states[place], count
     matcher.rollback(place)
     assert state(matcher) == states[0]
+
+
+class GivesUp:
+    """A grammar whose matchers give up at the second token."""
+
+    error = ""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def start(self) -> Any:
+        return GivesUp()
+
+    def accept(self, token_id: int) -> bool:
+        self.count += 1
+        self.error = "it gave up" if self.count > 1 else ""
+        return True
+
+    def rollback(self, count: int) -> None:
+        self.count, self.error = self.count - count, ""
+
+    def fill(self, words: np.ndarray) -> None:
+        words[:] = 0 if self.error else -1
+
+
+WORDS = TokenRules((), ("xylophones",))
+AGAIN = Repetition(0.8, 1.75, 1, -1, ("\n",))
+HOLDERS: dict[str, tuple[Thinking | None, TokenRules | None, Repetition | None, str]] = {
+    "reasoning": (THINKING, None, None, "Well.</think>"),
+    "words that may not come": (None, WORDS, None, ""),
+    "what repeats": (None, None, AGAIN, ""),
+    "all of them": (THINKING, WORDS, AGAIN, "Well.</think>"),
+}
+
+
+@pytest.mark.parametrize("kind", list(HOLDERS))
+def test_what_holds_a_matcher_tells_why_that_gave_up_until_tokens_are_taken_back(kind: str) -> None:
+    thinking, rules, repetition, before = HOLDERS[kind]
+    backend: Any = SimpleNamespace(
+        name="fake", vocabulary=Vocabulary(CODEC.tokenizer, SIZE, (2,)), compile=lambda grammar: GivesUp()
+    )
+    made = Grammars(backend)
+    matcher = made.compile(FORM, thinking, rules, repetition).start()
+    assert all(matcher.accept(token) for token in (*spelled(before), *spelled("fox")[:1]))
+    assert not matcher.error and np.frombuffer(state(matcher)[0], np.int32).any()
+    assert matcher.accept(spelled("dog")[0]) and matcher.error == "it gave up"
+    assert state(matcher) == (bytes(len(state(matcher)[0])), "it gave up")
+    matcher.rollback(1)
+    assert not matcher.error and np.frombuffer(state(matcher)[0], np.int32).any()
+    made.close()
 
 
 def test_what_repeats_is_found_anew_however_much_is_taken_back_over_a_form() -> None:

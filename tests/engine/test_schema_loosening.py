@@ -20,6 +20,8 @@ from sglcore.engine.schema_loosening import loosened, readable
 from sglcore.engine.start import embedded_model
 from sglcore.engine.vocabulary import Vocabulary
 from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.apis.params import unenforced
 from tests.engine.grammar_keywords import CASES
 from tests.engine.test_grammar_backends import EOS, SIZE, takes
 
@@ -136,6 +138,37 @@ def test_what_zod_and_others_write_is_served_and_what_is_left_out_is_named(
 ) -> None:
     assert names_of(grammar_of(schema)) == names
     backend.compile(grammar_of(schema))
+
+
+LOOSE = {"type": "array", "items": {"type": "string", "format": "jwt"}, "uniqueItems": True}
+TAG = {"begin": "<f>", "schema": LOOSE, "end": "</f>"}
+CONTENT = {"type": "json_schema", "json_schema": LOOSE}
+HOLDING: dict[str, tuple[Any, int]] = {
+    "json_schema": (LOOSE, 1),
+    "structural_tag": ({"type": "structural_tag", "structures": [TAG, {**TAG, "begin": "<g>"}], "triggers": ["<"]}, 2),
+    "structural_tag of one format": (
+        {
+            "type": "structural_tag",
+            "format": {
+                "type": "triggered_tags",
+                "triggers": ["<f"],
+                "tags": [{"begin": "<f>", "content": CONTENT, "end": "</f>"}],
+            },
+        },
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(HOLDING))
+def test_what_is_left_out_is_named_wherever_a_grammar_holds_a_schema(kind: str, backend: Llguidance) -> None:
+    text, count = HOLDING[kind]
+    grammar = Grammar(kind.partition(" ")[0], json.dumps(text))  # pyright: ignore[reportArgumentType]
+    assert left_out_of(grammar) == ("#/items/format 'jwt'", "#/uniqueItems") * count
+    assert unenforced("form", SamplingParams(grammar=grammar)) == [f"form{name}" for name in left_out_of(grammar)]
+    backend.compile(grammar)
+    assert {each.partition(" ")[0] for each in HOLDING} == {"json_schema", "structural_tag"}
+    assert not left_out_of(None) and not left_out_of(Grammar("regex", "uniqueItems"))
 
 
 def test_what_pydantic_writes_is_served(backend: Llguidance) -> None:

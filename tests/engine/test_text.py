@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from sglcore.engine.start import embedded_model
-from sglcore.engine.text import UNKNOWN, IncrementalDetokenizer, TextCodec, TextError, eos_token_ids
+from sglcore.engine.text import LONG_TEXT, UNKNOWN, IncrementalDetokenizer, TextCodec, TextError, eos_token_ids
 
 CODEC = TextCodec(embedded_model())
 
@@ -29,6 +30,22 @@ def grow(
         place += size
     parts.append(text.finish())
     return parts, text
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize("fills", [False, True])
+def test_a_tokenizer_that_was_saved_to_cut_or_fill_texts_does_neither(cuts: bool, fills: bool, tmp_path: Path) -> None:
+    saved = Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
+    if cuts:
+        saved.enable_truncation(6, stride=1)
+    if fills:
+        saved.enable_padding(length=40, pad_id=3)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    codec = TextCodec(tmp_path)
+    for text in ("once", "once " * 20, "once " * (LONG_TEXT // 5 + 1)):
+        assert codec.encode(text) == CODEC.encode(text)
+        assert codec.encode_texts(text, "a fox") == CODEC.encode_texts(text, "a fox")
+        assert codec.first_tokens(text, 9) == CODEC.first_tokens(text, 9)
 
 
 @settings(max_examples=150, deadline=None)

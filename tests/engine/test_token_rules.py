@@ -73,6 +73,16 @@ def test_a_word_of_several_tokens_loses_its_last_one_alone() -> None:
     assert not matcher.accept(last)
 
 
+@pytest.mark.parametrize("before", ["", " ", "the", "the "])
+@pytest.mark.parametrize("word", [LONG, "fox", "a", "\u00e9", "two words"])
+def test_a_word_may_come_neither_at_once_nor_behind_a_space(word: str, before: str) -> None:
+    known, spelled = (ids(before), ids(word)) if not before.endswith(" ") else (ids(before[:-1]), ids(" " + word))
+    *begin, last = spelled
+    matcher = started(TokenRules((), (word,)))
+    assert all(matcher.accept(token) for token in (*known, *begin))
+    assert last not in allowed(matcher) and not matcher.accept(last)
+
+
 def test_beside_a_form_both_hold_and_the_form_says_where_the_end_is() -> None:
     word = ids("fox")
     matcher = started(TokenRules((*word, *ids("cat")), ()), "fox|dog")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from sglcore.device.config import EngineConfig, resolve_config, resolve_server_c
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.device.topology import Communication, Place, Topology
 from sglcore.engine.ranks import host_process, interface, team
-from sglcore.engine.ranks.agreement import differences, files_digest, shared_facts
+from sglcore.engine.ranks.agreement import BLOCK, differences, files_digest, shared_facts
 from sglcore.engine.ranks.hosts import Joined
 from sglcore.engine.ranks.interface import interface_of
 from sglcore.engine.ranks.launch import LEADER_PORT, Placement, find_placement
@@ -185,6 +186,33 @@ def test_hosts_name_each_thing_in_which_they_differ(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     assert files_digest(tmp_path) != before
     assert EngineConfig().nodes == 1
+
+
+def test_files_that_differ_in_name_size_or_beginning_are_not_the_same(tmp_path: Path) -> None:
+    """And a file that is cut short, as one of a download that broke off."""
+    weights = bytes(range(256)) * (2 * BLOCK // 256)
+    kinds = {
+        "the same": {"config.json": b"{}", "model.safetensors": weights},
+        "another beginning": {"config.json": b"{}", "model.safetensors": b"x" + weights[1:]},
+        "cut short": {"config.json": b"{}", "model.safetensors": weights[:-1]},
+        "cut at what is read": {"config.json": b"{}", "model.safetensors": weights[:BLOCK]},
+        "longer": {"config.json": b"{}", "model.safetensors": weights + b"x"},
+        "another name": {"config.json": b"{}", "model-1.safetensors": weights},
+        "one missing": {"model.safetensors": weights},
+        "one more": {"config.json": b"{}", "model.safetensors": weights, "more": b""},
+        "moved bounds": {"config.json": b"{", "model.safetensors": b"}" + weights[1:]},
+    }
+    digests = dict[str, str]()
+    for kind, contents in kinds.items():
+        (tmp_path / kind).mkdir()
+        for name, data in contents.items():
+            (tmp_path / kind / name).write_bytes(data)
+        digests[kind] = files_digest(tmp_path / kind)
+    assert len(set(digests.values())) == len(kinds), digests
+    shutil.copytree(tmp_path / "the same", tmp_path / "elsewhere")
+    assert files_digest(tmp_path / "elsewhere") == digests["the same"]
+    alone = {files_digest(tmp_path / kind / "model.safetensors") for kind in ("the same", "cut short", "longer")}
+    assert len(alone) == 3, "a file by itself, such as a GGUF file"
 
 
 def test_hosts_compare_every_setting_but_where_they_are_and_who(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -111,6 +112,21 @@ def test_who_does_not_know_the_secret_is_no_rank(tmp_path: Path) -> None:
     for use, end in (("steps", ends[2]), ("control", ends[5])):
         found[0, use].send(Kind.BEAT, use.encode())
         assert bytes(end.receive().body) == use.encode()
+    for each in (*ends, *found.values()):
+        each.close()
+
+
+def test_a_rank_that_is_known_may_be_silent_for_longer_than_one_that_has_not_said_who_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may take as long as it takes."""
+    monkeypatch.setattr(start, "HELLO_SECONDS", 0.05)
+    found, ends = gathered(tmp_path, [("right", 0, use) for use in ("steps", "control")], {0: Process()}, SOON)
+    for use, end in zip(("steps", "control"), ends, strict=True):
+        later = threading.Timer(0.12, end.send, (Kind.RESULT, use.encode()))
+        later.start()
+        assert bytes(found[0, use].receive().body) == use.encode()
+        later.join()
     for each in (*ends, *found.values()):
         each.close()
 
