@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from sglcore.checkpoint.config import ModelConfig, MoeConfig, read_config
 from sglcore.checkpoint.defaults import DEFAULTS, OPTIONS
-from sglcore.checkpoint.recurrent import FULL, layer_kinds, mamba2_config
+from sglcore.checkpoint.recurrent import FULL, delta_net_config, layer_kinds, mamba2_config
 from sglcore.device.errors import ConfigError
 from sglcore.models.registry import ARCHITECTURES, model_class
 from tests.checkpoints import CAUSAL
@@ -29,6 +30,11 @@ BASE = {
 }
 
 MOE = {"num_experts": 4, "moe_intermediate_size": 8}
+
+
+ALIKE = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
+"""Whose own class of transformers is in their checkpoints, and another's of transformers' that it is made of."""
+HAS_WINDOW = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 
 
 def read(folder: Path, changes: dict) -> ModelConfig:
@@ -78,9 +84,10 @@ def test_old_and_new_rope_dialects_read_the_same(tmp_path) -> None:
     assert (new.rope.theta, new.rope.original_max) == (5e5, 32)
 
 
-def test_yarn_extends_the_context(tmp_path) -> None:
-    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    assert read(tmp_path, {"rope_scaling": scaling}).context_length == 256
+def test_yarn_extends_the_context_and_never_shortens_it(tmp_path) -> None:
+    for factor, original, context in ((4.0, 64, 256), (4.0, 16, 64), (2.0, 16, 64), (1.5, 64, 96)):
+        scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        assert read(tmp_path, {"rope_scaling": scaling}).context_length == context
     assert read(tmp_path, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}).context_length == 64
 
 
@@ -107,6 +114,29 @@ def test_yarn_extends_the_context(tmp_path) -> None:
 def test_windows_follow_the_architectures_own_rules(tmp_path, architecture, changes, windows) -> None:
     changes = {"num_key_value_heads": 2, "architectures": [architecture], **changes}
     assert read(tmp_path, changes).sliding_windows == windows
+
+
+WINDOWED = sorted(
+    name
+    for name in ARCHITECTURES
+    if name in DEFAULTS
+    and name != "NemotronHForCausalLM"  # which has the word, and no layer with a window
+    and "sliding_window" in getattr(transformers, ALIKE.get(name, name)).config_class().to_dict()
+)
+
+
+@pytest.mark.parametrize("architecture", WINDOWED)
+def test_windows_are_those_of_the_library_whatever_switches_them(tmp_path, architecture: str) -> None:
+    base = {name: value for name, value in BASE.items() if name != "architectures"} | {"sliding_window": 6}
+    words = getattr(transformers, ALIKE.get(architecture, architecture)).config_class().to_dict()
+    for uses, first in itertools.product((True, False), (0, 1, 3, 9)):
+        given = {"use_sliding_window": uses, "max_window_layers": first}
+        given = {**base, **{name: value for name, value in given.items() if name in words}}
+        wanted = getattr(transformers, ALIKE.get(architecture, architecture)).config_class(**given).to_dict()
+        kinds = wanted.get("layer_types") or ["sliding_attention"] * 4
+        window = wanted["sliding_window"]
+        found = read(tmp_path, {"architectures": [architecture], "num_key_value_heads": 1, "head_dim": 12, **given})
+        assert found.sliding_windows == tuple(window if kind in HAS_WINDOW else None for kind in kinds), given
 
 
 def test_dtype_is_read_in_both_spellings(tmp_path) -> None:
@@ -148,6 +178,10 @@ def test_dtype_is_read_in_both_spellings(tmp_path) -> None:
         ({**MOE, "num_experts_per_tok": 0}, "gives 0 experts for each token"),
         ({**MOE, "num_experts_per_tok": 3, "n_group": 2}, "gives 3 experts for each token, of 1 of 2 groups"),
         ({**MOE, "num_experts_per_tok": 1, "n_group": 3}, "of 1 of 3 groups of 4 experts"),
+        (
+            {**MOE, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 3},
+            "2 experts for each token, of 3 of 2 groups",
+        ),
         (
             {"architectures": ["Lfm2ForCausalLM"], "norm_eps": "small"},
             "has norm_eps = 'small'; wanted a number",
@@ -297,10 +331,6 @@ SPARSE = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configurations call the number of experts."""
 
 
-ALIKE = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
-"""Whose own class of transformers is in their checkpoints, and another's of transformers' that it is made of."""
-
-
 @pytest.mark.parametrize("architecture", sorted(name for name in ARCHITECTURES if name.endswith("ForCausalLM")))
 def test_what_a_file_leaves_out_is_what_transformers_takes(tmp_path, architecture: str) -> None:
     given = {name: value for name, value in BASE.items() if name != "architectures"} | {"num_attention_heads": 32}
@@ -322,8 +352,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(tmp_path, architectur
     assert (found.local_rope and found.local_rope.theta) == (local and local["rope_theta"])
     window = wanted.get("sliding_window")
     kinds = wanted.get("layer_types") or ["sliding_attention"] * found.num_hidden_layers
-    has_window = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
-    assert found.sliding_windows == tuple(window if kind in has_window else None for kind in kinds)
+    assert found.sliding_windows == tuple(window if kind in HAS_WINDOW else None for kind in kinds)
     for name in DEFAULTS.get(architecture, {}).keys() & wanted.keys() - {"sliding_window"}:
         assert found.words[name] == wanted[name], name
     for name in OPTIONS.keys() & wanted.keys():
@@ -335,6 +364,19 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(tmp_path, architectur
         size = wanted.get("moe_intermediate_size", wanted.get("intermediate_size"))
         assert (found.moe.experts_per_token, found.moe.intermediate_size) == (wanted["num_experts_per_tok"] or 8, size)
         assert found.moe.normalize == wanted.get("norm_topk_prob", True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "text"),
+    [
+        ("Qwen3NextForCausalLM", {"linear_num_key_heads": 3, "linear_num_value_heads": 4}, "4 value heads for 3 key"),
+        ("GraniteMoeHybridForCausalLM", {"mamba_n_heads": 4, "mamba_n_groups": 3}, "gives 4 heads in 3 groups"),
+    ],
+)
+def test_heads_with_a_state_that_can_not_be_grouped_are_refused(tmp_path, architecture, changes, text: str) -> None:
+    config = read(tmp_path, {"architectures": [architecture], "num_key_value_heads": 2, **changes})
+    with pytest.raises(ConfigError, match=f"{text}.*; wanted a multiple"):
+        delta_net_config(config) if architecture.startswith("Qwen3Next") else mamba2_config(config)
 
 
 def test_heads_of_mamba_share_what_the_layer_expands_to(tmp_path) -> None:

@@ -82,6 +82,34 @@ def test_names_and_patterns_come_before_the_class_of_all_layers() -> None:
     assert (found := scheme(given, "model.layers.0.self_attn.q_proj")) is not None and found.bits == 4
 
 
+def test_a_group_has_a_format_of_its_own() -> None:
+    given, eight = compressed("mixed-precision"), {**PACKED, "num_bits": 8, "strategy": "channel"}
+    given["config_groups"] = {
+        "group_0": {"targets": ["re:.*q_proj"], "format": "pack-quantized", "weights": PACKED},
+        "group_1": {"targets": ["Linear"], "format": "int-quantized", "weights": eight},
+    }
+    assert scheme(given, "model.layers.0.self_attn.q_proj") == Scheme("packed", 4, (1, 64))
+    assert scheme(given) == Scheme("integers", 8, (1, None))
+
+
+@pytest.mark.parametrize(
+    ("text", "module", "is_meant"),
+    [
+        ("re:.*mlp", "model.layers.0.mlp.up_proj", True),
+        ("re:mlp", "model.layers.0.mlp.up_proj", False),  # compressed-tensors matches from the beginning
+        ("re:model.layers.0", "model.layers.0.mlp.up_proj", True),
+        ("up_proj", "model.layers.0.mlp.up_proj", True),
+        ("mlp.up_proj", "model.layers.0.mlp.up_proj", True),
+        ("proj", "model.layers.0.mlp.up_proj", False),
+        ("head", "lm_head", False),
+        ("lm_head", "lm_head", True),
+        ("linear", "model.layers.0.mlp.up_proj", False),
+    ],
+)
+def test_a_target_is_a_whole_name_or_a_pattern_from_the_beginning(text: str, module: str, is_meant: bool) -> None:
+    assert (scheme(target(text), module) is not None) is is_meant
+
+
 def test_a_module_that_no_target_matches_has_no_scheme() -> None:
     given = compressed()
     given["config_groups"]["group_0"]["targets"] = ["re:.*q_proj"]
