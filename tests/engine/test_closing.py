@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from sglcore.engine.confined import OnVerdict, Verdict
 from sglcore.engine.grammar import Grammars
-from sglcore.engine.grammar_check import OnVerdict, Verdict
 from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.grammar import Grammar
 from sglcore.sampling.params import SamplingParams

@@ -20,8 +20,7 @@ from sglcore.engine.schema_loosening import loosened, readable
 from sglcore.engine.start import embedded_model
 from sglcore.engine.vocabulary import Vocabulary
 from sglcore.sampling.grammar import Grammar
-from sglcore.sampling.params import SamplingParams
-from sglcore.serving.apis.params import unenforced
+from sglcore.serving.replicas.unenforced import unenforced
 from tests.engine.grammar_keywords import CASES
 from tests.engine.test_grammar_backends import EOS, SIZE, takes
 
@@ -164,8 +163,9 @@ HOLDING: dict[str, tuple[Any, int]] = {
 def test_what_is_left_out_is_named_wherever_a_grammar_holds_a_schema(kind: str, backend: Llguidance) -> None:
     text, count = HOLDING[kind]
     grammar = Grammar(kind.partition(" ")[0], json.dumps(text))  # pyright: ignore[reportArgumentType]
-    assert left_out_of(grammar) == ("#/items/format 'jwt'", "#/uniqueItems") * count
-    assert unenforced("form", SamplingParams(grammar=grammar)) == [f"form{name}" for name in left_out_of(grammar)]
+    names = ("#/items/format 'jwt'", "#/uniqueItems")
+    assert [part.names for part in left_out_of(grammar)] == [names] * count
+    assert [part.names for part in unenforced("form", grammar)] == [[f"form{name}" for name in names]] * count
     backend.compile(grammar)
     assert {each.partition(" ")[0] for each in HOLDING} == {"json_schema", "structural_tag"}
     assert not left_out_of(None) and not left_out_of(Grammar("regex", "uniqueItems"))
