@@ -61,7 +61,7 @@ def test_architectures_load_no_tensor_library_and_nothing_of_torchs() -> None:
 def test_architectures_import_only_what_they_share_the_checkpoint_and_errors() -> None:
     paths = [f"{module.replace('.', '/')}.py" for module in architecture_modules()]
     found = {module for source in sources(ROOT, *paths) for _, module in core_modules(source)}
-    checkpoint = {f"sglcore.checkpoint.{name}" for name in ("compressed", "config", "latent", "recurrent")}
+    checkpoint = {f"sglcore.checkpoint.{name}" for name in ("compressed", "config", "encoders", "latent", "recurrent")}
     assert found <= architecture_modules() | checkpoint | {"sglcore.device.errors"}
 
 
