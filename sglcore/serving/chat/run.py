@@ -224,7 +224,7 @@ async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
         name=request.request_id,
         field="messages",
         form="" if is_free else "tools" if must_call else request.form,
-        unenforced=_unenforced(request, must_call=must_call),
+        parts=_unenforced(request, must_call=must_call),
     )
     is_bound_at_once = request.params.grammar is not None and params.thinking is None and not tools
     parsers = [

@@ -11,7 +11,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.serving.replicas.errors import Failure, InvalidRequest, Unanswered, blame, ended_badly, failure
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.generation import Generation
-from sglcore.serving.replicas.unenforced import AnswerCheck, Unenforced
+from sglcore.serving.replicas.unenforced import AnswerCheck, Unenforced, unenforced
 
 Item = TextDelta | PromptProgress
 AT_ONCE = 64
@@ -94,15 +94,17 @@ async def start_runs(
     prompts: Sequence[str | Sequence[int]],
     params: SamplingParams,
     *,
-    special: bool,
-    progress: bool,
-    name: str | None,
+    special: bool = True,
+    progress: bool = False,
+    name: str | None = None,
     field: str = "prompt",
     form: str = "",
-    unenforced: Sequence[Unenforced] = (),
+    parts: Sequence[Unenforced] | None = None,
 ) -> Runs:
     """Give all prompts to engines, or none: the first that is refused ends those before it. `field` of the request has them;
-    `form` as in `Runs`; `unenforced`: what of the schemas that bind the text does not."""
+    `form` as in `Runs`; `parts`: what of the schemas that bind the text does not (None: what the grammar of `params` says)."""
+    if parts is None:
+        parts = unenforced(form, params.grammar)
     with blame(form or field):
         frontend.codec.check(params)
     async with AsyncExitStack() as stack:
@@ -113,7 +115,7 @@ async def start_runs(
                 found = await frontend.generate(prompt, params, special=special, progress=progress, request_id=own)
             generations.append(await stack.enter_async_context(found))
             await asyncio.sleep(0)  # between many prompts others have their turn
-        check = AnswerCheck(frontend.answer_checks, unenforced) if unenforced else None
+        check = AnswerCheck(frontend.answer_checks, parts) if parts else None
         if check is not None:
             await check.open()
         return Runs(generations, stack.pop_all(), form, check)

@@ -45,7 +45,6 @@ from sglcore.serving.chat.run import ChatRun, plain_run, start_chat
 from sglcore.serving.replicas.errors import InvalidRequest
 from sglcore.serving.replicas.frontend import Pooled
 from sglcore.serving.replicas.runs import start_runs
-from sglcore.serving.replicas.unenforced import unenforced
 
 PROTOCOL = "0.12.11"
 """The version of Ollama whose fields these are: log-probabilities are its newest ones."""
@@ -95,17 +94,7 @@ async def _continued(body: OllamaGenerateBody, prompt: str, frontend: ChatFronte
     """The run of a text that no template is put around."""
     params = params_of(body, frontend)
     form = "format" if params.grammar is not None else ""
-    runs = await start_runs(
-        frontend,
-        [prompt],
-        params,
-        special=True,
-        progress=False,
-        name=None,
-        form=form,
-        unenforced=unenforced(form, params.grammar),
-    )
-    return plain_run(runs, params, form)
+    return plain_run(await start_runs(frontend, [prompt], params, form=form), params, form)
 
 
 def _add_vectors(router: APIRouter, frontend: ChatFrontend) -> None:

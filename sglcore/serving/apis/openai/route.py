@@ -26,7 +26,6 @@ from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.chat.run import start_chat
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.runs import start_runs
-from sglcore.serving.replicas.unenforced import unenforced
 
 _ABOUT_TEXT = ("echo", "logprobs", "prompt_logprobs")
 """Fields of completions whose answers are text; ids with their log-probabilities are what /generate gives."""
@@ -66,7 +65,6 @@ def _add_generation(router: APIRouter, frontend: ChatFrontend) -> None:
             progress=bool(body.return_progress and body.stream),
             name=writer.id,
             form=request.form,
-            unenforced=unenforced(request.form, request.params.grammar),
         )
         return await writer.respond(runs, body.stream, body.warnings())
 

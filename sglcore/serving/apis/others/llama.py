@@ -33,7 +33,6 @@ from sglcore.serving.replicas.errors import blame
 from sglcore.serving.replicas.generation import Generation
 from sglcore.serving.replicas.ipc import unpack_params
 from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
-from sglcore.serving.replicas.unenforced import unenforced
 
 _ONE_OR_MORE = ("object", "array")
 
@@ -54,16 +53,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         if body.n_probs:
             frontend.codec.need_text("n_probs", "n_probs")
         params, form = llama_params(completed(body, frontend.sampling), frontend.config)
-        runs = await start_runs(
-            frontend,
-            prompts,
-            params,
-            special=True,
-            progress=False,
-            name=None,
-            form=form,
-            unenforced=unenforced(form, params.grammar),
-        )
+        runs = await start_runs(frontend, prompts, params, form=form)
         return await writer.respond(runs, body.stream, body.warnings())
 
     said = documented(said="The text, or with `stream` events of its parts", events="", form=_ONE_OR_MORE)

@@ -26,7 +26,6 @@ from sglcore.serving.apis.writer import Writer
 from sglcore.serving.chat.frontend import ChatFrontend
 from sglcore.serving.replicas.errors import InvalidRequest, blame
 from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
-from sglcore.serving.replicas.unenforced import unenforced
 
 DEFAULT_MAX_TOKENS = 128
 """What SGLang continues a text by if nobody says."""
@@ -99,16 +98,7 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
         params, form = _params(body, frontend)
         check_limit("sampling_params.n", params.n, frontend.config.max_n)
         name = body.rid or secrets.token_hex(16)
-        runs = await start_runs(
-            frontend,
-            prompts,
-            params,
-            special=True,
-            progress=False,
-            name=name,
-            form=form,
-            unenforced=unenforced(form, params.grammar),
-        )
+        runs = await start_runs(frontend, prompts, params, name=name, form=form)
         return await writer.respond(runs, body.stream, body.warnings())
 
 
