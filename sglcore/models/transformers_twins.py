@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from itertools import permutations
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -29,8 +29,8 @@ OFFSETS = (None, 0.0, 1.0)
 ACTIVATIONS: Sequence[Activation] = (KernelTable.silu_and_mul, KernelTable.gelu_tanh_and_mul)
 """Of a gated block."""
 
-_VALUES = (int, float, str, tuple, FunctionType)
-"""What shows, among a module's attributes, that it is another kind of its class."""
+_VALUES = (int, float, str, tuple, FunctionType, BuiltinFunctionType)
+"""What shows, among a module's attributes, that it is another kind of its class; lists of such show it too."""
 
 HIDDEN, INNER = 8, 6
 """Sizes of a block's twin."""
@@ -192,11 +192,17 @@ def twin_of(
 
 def kind_of(module: nn.Module, without: frozenset[str] = frozenset()) -> object:
     """Modules of one kind have twins that do the same; attributes of the names `without` count for nothing."""
-    own = vars(module).items()
+    own = ((name, _frozen(each)) for name, each in vars(module).items())
     values = tuple(each for each in own if isinstance(each[1], _VALUES) and each[0] not in without)
     shapes = tuple((name, None if each is None else each.shape) for name, each in module._parameters.items())
     parts = tuple((name, kind_of(each, without)) for name, each in module._modules.items() if each is not None)
     return type(module), values, shapes, parts
+
+
+def _frozen(value: object) -> object:
+    """A list of plain values as a tuple."""
+    is_plain = isinstance(value, list) and all(each is None or isinstance(each, int | float | str) for each in value)
+    return tuple(value) if is_plain else value
 
 
 def only(fitting: Iterable[F]) -> F | None:

@@ -216,6 +216,42 @@ def test_long_and_short_factors_are_phis(tmp_path: Path, max_positions: int) -> 
     assert (found - oracle_logprobs(oracle, ids)).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("alignment", [8, 64, 4096])
+def test_tensors_begin_at_multiples_of_the_files_own_alignment(alignment: int, tmp_path: Path) -> None:
+    oracle = llama(**SIZES)
+    file = write(
+        oracle, tmp_path / "m.gguf", "llama", lambda name: None, change=lambda w: w.add_custom_alignment(alignment)
+    )
+    assert difference(load(file), oracle) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dtype"),
+    [
+        ((None,), "float32"),
+        (("F16",), "float16"),
+        (("BF16",), "bfloat16"),
+        (("Q8_0",), "bfloat16"),
+        (("F16", "BF16"), "bfloat16"),
+        (("F16", "Q8_0"), "bfloat16"),
+    ],
+)
+def test_a_file_is_computed_in_the_type_of_its_matrices(
+    kinds: tuple[str | None, ...], dtype: str, tmp_path: Path
+) -> None:
+    file = write(
+        llama(**SIZES), tmp_path / "m.gguf", "llama", lambda name: kinds["down_proj" in name and len(kinds) > 1]
+    )
+    assert read_config(file).dtype == dtype
+
+
+def test_two_tensors_of_one_name_are_damage(tmp_path: Path) -> None:
+    file = write(llama(**SIZES), tmp_path / "m.gguf", "llama", lambda name: None)
+    file.write_bytes(file.read_bytes().replace(b"blk.1.attn_k.weight", b"blk.1.attn_v.weight"))
+    with pytest.raises(CheckpointError, match="is damaged: it has two tensors of one name"):
+        load(file)
+
+
 def random_ids(count: int) -> list[int]:
     """Seeded token ids."""
     return np.random.default_rng(7).integers(0, 97, count).tolist()

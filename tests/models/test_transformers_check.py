@@ -163,6 +163,18 @@ def test_what_is_no_number_in_either_request_is_refused(
         chosen(unproven)
 
 
+@pytest.mark.parametrize(("off", "is_served"), [(1e-4, True), (1e-3, False)])
+def test_a_thousandth_of_a_log_probability_is_not_equal(
+    unproven: Path, off: float, is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_check, "whole", lambda model, tokens: whole(model, tokens) + off)
+    if is_served:
+        assert chosen(unproven)["model impl"].downgrade
+        return
+    with pytest.raises(ConfigError, match="'llama' can not be served: .* differ by 0.001"):
+        chosen(unproven)
+
+
 # -- small configurations ----------------------------------------------------------------------------------------------
 
 
@@ -174,6 +186,8 @@ def test_what_is_no_number_in_either_request_is_refused(
         ("deepseek_v3", {"n_group": 8, "num_experts_per_tok": 8, "n_routed_experts": 16}),
         ("qwen3_next", {"num_key_value_heads": 2}),
         ("seed_oss", {"num_attention_heads": 5, "num_key_value_heads": 1}),
+        ("mamba2", {"n_groups": 8, "num_heads": 8}),
+        ("bamba", {"mamba_n_groups": 1}),
     ],
 )
 def test_a_small_model_has_every_kind_of_layer_of_the_whole_one(kind: str, kept: dict[str, Any]) -> None:

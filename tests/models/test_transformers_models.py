@@ -13,17 +13,29 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    Interleave,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+)
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sglcore.checkpoint.config import read_config
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.implementation import choose_implementation
 from sglcore.models.loader import load_model
+from sglcore.models.transformers_attention import Several
+from sglcore.models.transformers_config import UNBOUNDED, Library, described
 from sglcore.models.transformers_types import PROVEN, VERSION
 from sglcore.models.transformers_walk import AttentionCall, walk, window_of
+from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.reference import moe, quantize_linear
 from sglcore.runtime.kernels.table import KernelTable, Limited
@@ -80,6 +92,26 @@ def rewritten(folder: Path, **changes: Any) -> Path:
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
     return save(exaone4(max_position_embeddings=80), tmp_path)
+
+
+POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_target_positions",
+    "max_sequence_length",
+    "n_ctx",
+)
+
+
+@pytest.mark.parametrize("kind", sorted(PROVEN))
+def test_the_context_is_what_the_type_calls_its_positions(kind: str) -> None:
+    config = CONFIG_MAPPING[kind]()
+    text = config.get_text_config(decoder=True)
+    known = {name: getattr(text, name, None) for name in POSITIONS if getattr(text, name, None) is not None}
+    raw = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
+    found = described(Path(), raw, Library(config), "generate").context_length
+    assert found in known.values() if known else found == UNBOUNDED, (kind, found, known)
 
 
 def test_an_architecture_without_a_file_runs_by_transformers_class(foreign: Path) -> None:
@@ -223,6 +255,23 @@ def test_what_transformers_leaves_unread_in_files_is_left_unread(
     load(Saved(tmp_path / "whole", {**weights, surplus: torch.ones(4, 4)}), tmp_path / "more")  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    "operations",
+    [[Transpose(0, 1)], [Chunk(0)], [Interleave(0), Concatenate(0)], [MergeModulelist(0), Transpose(0, 1)]],
+)
+def test_a_conversion_of_weights_that_is_not_done_here_is_refused(
+    operations: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", sizes_of("llama"))
+    model.save_pretrained(tmp_path / "whole")
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
+    renamed = {name.replace("self_attn.q_proj", "self_attn.query"): weight for name, weight in weights.items()}
+    converter = WeightConverter("self_attn.query.weight", "self_attn.q_proj.weight", operations=operations)
+    monkeypatch.setattr("sglcore.models.transformers_names.get_model_conversion_mapping", lambda model: [converter])
+    with pytest.raises(ConfigError, match=r"query.weight' becomes .*q_proj.weight' by a conversion that is not done"):
+        load(Saved(tmp_path / "whole", renamed), tmp_path / "more")  # pyright: ignore[reportArgumentType]
+
+
 def test_layers_behind_the_last_that_the_configuration_tells_are_left_unread(tmp_path: Path) -> None:
     model = tiny_model("llama", sizes_of("llama"))
     model.config.num_nextn_predict_layers = 1
@@ -281,6 +330,19 @@ def test_what_a_class_keeps_in_float32_is_kept(dtype: str, kept: str, tmp_path: 
     assert {own[name] for name in own if "experts" in name} == {getattr(torch, dtype)}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "gpt_oss", "longcat_flash"])
+def test_weights_have_the_types_that_transformers_loads_them_in(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Some are kept in float32 in both half types, others in float16 alone, whose largest number is small."""
+    loaded = load(tiny_model(kind, sizes_of(kind)), tmp_path, dtype)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).base_model.state_dict()
+    own = loaded._decoder.state_dict()
+    wide = {name for name, each in theirs.items() if each.dtype is torch.float32}
+    assert {name for name, each in own.items() if each.dtype is torch.float32} & theirs.keys() <= wide
+    assert {name for name in wide if name in own and own[name].dtype is not torch.float32} == set()
+    assert {name for name in wide if "norm" in name} <= own.keys()
+
+
 def test_linear_layers_are_packed_as_those_of_a_native_model(tmp_path: Path) -> None:
     """But for the output layer; of gates no bits are lost, which would choose other experts."""
     model = load(tiny_model("mixtral", sizes_of("mixtral")), tmp_path, torch.float32)
@@ -331,10 +393,11 @@ def test_a_weight_that_got_another_form_is_given_up(tmp_path: Path) -> None:
     assert len(plain) == len(model.weights.linears) + 1 and all(each.expired() for each in plain)
 
 
-@pytest.fixture(scope="module")
-def half(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model in bfloat16."""
-    return load(tiny_model("gemma2", sizes_of("gemma2")), tmp_path_factory.mktemp("half"), torch.bfloat16)
+@pytest.fixture(scope="module", params=["gemma2", "phi"])
+def half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model in bfloat16: one whose logits are the engine's, and one in which the class does something to them."""
+    kind = request.param
+    return load(tiny_model(kind, sizes_of(kind)), tmp_path_factory.mktemp("half"), torch.bfloat16)
 
 
 def test_logits_are_float32_in_whatever_a_model_computes(half: Any) -> None:
@@ -345,14 +408,47 @@ def test_a_step_without_tokens_gives_none(half: Any) -> None:
     assert half(ForwardBatch(num_tokens=0)).shape == (0, 64)
 
 
-def test_embeddings_take_the_place_of_tokens(tmp_path: Path) -> None:
-    model = load(tiny_model("mixtral", sizes_of("mixtral")), tmp_path)
+@pytest.mark.parametrize("kind", ["mixtral", "llama", "gpt2"])
+def test_embeddings_take_the_place_of_tokens_and_stay_what_they_are(kind: str, tmp_path: Path) -> None:
+    model = load(tiny_model(kind, sizes_of(kind)), tmp_path)
     steps, tokens = Steps(model), [5, 9, 7]
     wanted, batch = steps.hidden({1: tokens}), steps.staged({2: tokens})
     with torch.inference_mode():
-        batch.input_embeds = model._decoder.get_input_embeddings()(torch.tensor(tokens))
+        given = model._decoder.get_input_embeddings()(torch.tensor(tokens))
+        batch.input_embeds = given.clone()
         batch.input_ids = torch.zeros_like(batch.input_ids)  # pyright: ignore[reportArgumentType]
         torch.testing.assert_close(steps.runner.run_eager(batch), wanted)
+        assert torch.equal(batch.input_embeds, given)
+
+
+@pytest.mark.parametrize("kind", ["llama", "diffllama", "qwen3", "bloom"])
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_forward_that_failed_leaves_nothing_to_the_next(
+    kind: str, place: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At any call of attention, of which this class makes two in a layer."""
+    model, ids = load(tiny_model(kind, {**sizes_of(kind), "num_hidden_layers": 4}), tmp_path), [5, 9, 7, 11]
+    wanted, own, calls = Steps(model).logprobs({1: ids}), Attention.__call__, [0]
+
+    def failing(self: Attention, *given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == place + 1:
+            raise RuntimeError("planted")
+        return own(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Attention, "__call__", failing)
+        with pytest.raises(RuntimeError, match="planted"):
+            Steps(model).logprobs({1: ids[::-1]})
+    assert torch.equal(Steps(model).logprobs({1: ids}), wanted)
+
+
+def test_calls_of_a_module_that_attends_more_than_once_begin_anew_with_a_forward() -> None:
+    calls: Any = [lambda *_: "first", lambda *_: "second"]
+    several, x = Several(calls), torch.empty(0)
+    several(x, x, x)
+    several.begin()
+    assert [several(x, x, x), several(x, x, x)] == ["first", "second"]
 
 
 # -- what is asked of attention ----------------------------------------------------------------------------------------

@@ -69,6 +69,11 @@ def test_scores_with_the_models_mask_are_the_engines() -> None:
     assert tried(lambda scores, mask: (scores + mask) * 2).scaling == 0.5
 
 
+@pytest.mark.parametrize("index", [0, -1])
+def test_a_list_of_one_place_takes_that_place(index: int) -> None:
+    assert tried(lambda scores, mask: scores + mask[:, [index]]).num_heads == 4
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

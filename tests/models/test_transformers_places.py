@@ -98,6 +98,21 @@ def test_slopes_that_are_others_with_many_tokens_are_refused(
         load(tiny_model("bloom", {**sizes_of("bloom"), "max_position_embeddings": 8192}), tmp_path)
 
 
+def test_layers_whose_biases_are_parts_of_one_tensor_have_each_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = BloomBlock.forward
+
+    def forward(self: Any, hidden_states: Tensor, alibi: Any, *given: Any, **named: Any) -> Any:
+        layer, heads = self.self_attention.layer_idx, alibi.shape[0]
+        if layer == 0:
+            alibi.parts = torch.cat([alibi * (times + 1) for times in range(3)])
+        return own(self, hidden_states, alibi.parts[layer * heads : (layer + 1) * heads], *given, **named)
+
+    monkeypatch.setattr(BloomBlock, "forward", forward)
+    assert compare(tiny_model("bloom", sizes_of("bloom")), tmp_path) < 2e-4
+
+
 def places_of_the_step(self: Any, positions: Tensor) -> None:
     self.columns = key_columns(torch.arange(len(positions)))
 

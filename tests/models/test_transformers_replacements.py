@@ -11,6 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb
 
 from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_angles import check_angles, doubling_of
@@ -19,7 +24,7 @@ from sglcore.models.transformers_replace import Replaced, replace
 from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn
 from sglcore.models.transformers_sums import Addend, Sum, added
 from sglcore.models.transformers_turning import turns
-from sglcore.models.transformers_twins import embedding_scale, gated_block_of, rms_norm_of
+from sglcore.models.transformers_twins import embedding_scale, gated_block_of, kind_of, rms_norm_of
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
@@ -101,6 +106,34 @@ def test_what_a_class_does_to_logits_is_done(
     assert compare(model, tmp_path) < 2e-4
 
 
+def test_biases_of_linear_layers_and_of_gated_blocks_are_added(tmp_path: Path) -> None:
+    model = tiny_model("llama", {**sizes_of("llama"), "attention_bias": True, "mlp_bias": True})
+    assert "3 gated blocks" in load(model, tmp_path).parts
+    assert compare(model, tmp_path) < 2e-4
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_tied_model_that_reads_its_embedding_keeps_both_ends(is_read: bool) -> None:
+    class ReadsEmbedding(nn.Module):
+        def __init__(self, own: Any, embedding: Callable[[], Any]) -> None:
+            super().__init__()
+            self.own, self.embedding = own, embedding
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.own(x) + self.embedding().weight[0]
+
+    with torch.device("meta"), no_init_weights():
+        sizes = {**sizes_of("llama"), "tie_word_embeddings": True}
+        model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**sizes)).eval()
+    model.tie_weights()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if is_read:
+        model.model.layers[1].mlp = ReadsEmbedding(model.model.layers[1].mlp, model.get_input_embeddings)
+    ends = replace(model, lambda name: False).ends
+    assert (ends.embedding is None, ends.head is None) == (is_read, is_read)
+    assert (model.get_input_embeddings() is embedding, model.get_output_embeddings() is head) == (is_read, is_read)
+
+
 # -- twins -------------------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +177,48 @@ def test_a_norm_of_which_two_forms_give_the_same_is_none(numbers: tuple[float, f
     vars(norm).update(zip(("eps", "other"), numbers, strict=True))
     assert rms_norm_of(norm, HALF) == form
     assert rms_norm_of(Like(norm.formula), torch.float32) == NormForm(1e-5, None), "there None and 0 are one form"
+
+
+def test_parts_of_one_class_are_each_known_by_their_own_numbers() -> None:
+    def change(model: Any) -> None:
+        model.model.layers[1].input_layernorm.variance_epsilon = 0.25
+        model.model.layers[1].mlp.act_fn = nn.GELU(approximate="tanh")
+
+    model, _ = replaced("llama", change)
+    first, second = model.model.layers[:2]
+    own = empty("llama").model.layers[0].input_layernorm.variance_epsilon
+    assert [each.input_layernorm._form.eps for each in (first, second)] == [own, 0.25]
+    found = [each.mlp._activation for each in (first, second)]
+    assert found == [KernelTable.silu_and_mul, KernelTable.gelu_tanh_and_mul]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (1, 2),
+        (1e-5, 1e-6),
+        ("a", "b"),
+        (True, False),
+        (None, 1),
+        ((1.0, 2), (1.0, 3)),
+        ([1.0, 2], [1.0, 3]),
+        (silu, torch.nn.functional.relu),
+        (gelu, torch.tanh),
+        (nn.SiLU(), nn.ReLU()),
+        (nn.Linear(2, 2), nn.Linear(2, 2, False)),
+        (nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_modules_that_differ_in_a_value_are_not_of_one_kind(first: Any, second: Any) -> None:
+    """Of which the first is tried, and the others are taken to be as it is."""
+
+    def made(value: Any) -> nn.Module:
+        module = nn.Module()
+        module.value = value
+        return module
+
+    assert kind_of(made(first)) != kind_of(made(second)) and kind_of(made(first)) == kind_of(made(first))
 
 
 class Block(nn.Module):
@@ -385,6 +460,50 @@ def test_heads_are_normed_and_turned_at_once(kind: str, stores: bool, monkeypatc
     assert bool(calls) is stores
 
 
+def test_norms_of_queries_and_of_keys_have_each_their_own_epsilon(monkeypatch: Patch, tmp_path: Path) -> None:
+    own = Qwen3Attention.__init__
+
+    def other(self: Any, *given: Any, **named: Any) -> None:
+        own(self, *given, **named)
+        self.k_norm.variance_epsilon = 0.5
+
+    monkeypatch.setattr(Qwen3Attention, "__init__", other)
+    model = tiny_model("qwen3", sizes_of("qwen3"))
+    assert model.model.layers[0].self_attn.k_norm.variance_epsilon == 0.5
+    assert compare(model, tmp_path) < 2e-4
+
+
+class Normed(Qwen3Attention):
+    """Attention whose normed queries something else takes too, if `reads`."""
+
+    reads = False
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **_: Any
+    ) -> Any:
+        """[1, T, 64]."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        more = q.mean() if self.reads else 0
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        out = attend(self, q, k, v, attention_mask, scaling=self.scaling)[0]
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)) + more, None
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_heads_that_something_else_takes_too_are_normed_before_it(reads: bool) -> None:
+    def change(model: Any) -> None:
+        own = model.model.layers[1].self_attn
+        own.__class__, own.reads = Normed, reads
+
+    model, found = replaced("qwen3", change)
+    norms = [len(found.turns[layer.self_attn].norms) for layer in model.model.layers]
+    assert norms == [2, 0 if reads else 2, 2]
+
+
 def test_heads_that_are_never_normed_show(tmp_path: Path) -> None:
     def turned(*given: Any) -> Tensor:
         return reference.rotary_and_store(*given[:-3])
@@ -453,15 +572,18 @@ def test_layers_with_one_input_are_one_product_in_any_order() -> None:
 
 
 class Reads(nn.Module):
-    """In place of a feed-forward block: reads a linear layer's weight where there are so many tokens."""
+    """In place of a feed-forward block: reads a linear layer's weight where there are so many tokens, or its bias."""
 
-    def __init__(self, own: Any, least: int) -> None:
+    def __init__(self, own: Any, least: int, what: str = "weight") -> None:
         super().__init__()
-        self.inner, self.own, self.least = nn.Linear(64, 64), own, least
+        self.inner, self.own, self.least, self.what = nn.Linear(64, 64, device="meta"), own, least, what
 
     def forward(self, x: Tensor) -> Tensor:
         """[1, T, 64]."""
-        return self.own(x) if x.shape[1] < self.least else self.own(x) @ self.inner.weight
+        x = self.own(x)
+        if x.shape[1] < self.least:
+            return x
+        return x @ self.inner.weight if self.what == "weight" else x + self.inner.bias
 
 
 def reads_a_weight(model: Any, least: int) -> None:
@@ -485,9 +607,10 @@ def test_what_is_otherwise_with_more_tokens_is_refused(plant: Callable[[Any, int
         replaced("llama", lambda model: plant(model, 100))
 
 
-def test_a_linear_layer_whose_weight_is_read_stays() -> None:
+@pytest.mark.parametrize("what", ["weight", "bias"])
+def test_a_linear_layer_whose_weight_or_bias_is_read_stays(what: str) -> None:
     def change(model: Any) -> None:
-        reads_a_weight(model, 1)
+        model.model.layers[0].mlp = Reads(model.model.layers[0].mlp, 1, what)
 
     model, _ = replaced("llama", change)
     own = model.model.layers[0].mlp

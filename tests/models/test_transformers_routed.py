@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from sglcore.models import transformers_routed
 from sglcore.models.transformers_routed import take_routed
-from tests.models.transformers_cases import compare, sizes_of, tiny_model
+from tests.models.transformers_cases import compare, load, sizes_of, tiny_model
 
 KINDS = {"dbrx": "DbrxExperts", "longcat_flash": "LongcatFlashExperts", "jetmoe": "JetMoeParallelExperts"}
 
@@ -22,11 +22,13 @@ def test_models_with_such_experts_give_what_their_own_forward_gives(kind: str, t
     assert compare(tiny_model(kind, sizes_of(kind)), tmp_path) < 2e-4
 
 
-def both(kind: str, x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    """What the experts of a type give by their class, and here."""
+def both(kind: str, x: Tensor, *given: Any, overflows: int | None = None) -> tuple[Tensor, Tensor]:
+    """What the experts of a type give by their class, and here; `overflows`: an expert whose rows are no numbers."""
     model = tiny_model(kind, sizes_of(kind))
     experts: Any = next(each for each in model.modules() if type(each).__name__ == KINDS[kind])
     with torch.no_grad():
+        for parameter in experts.parameters() if overflows is not None else ():
+            (parameter if parameter.dim() == 3 else parameter.view(4, -1))[overflows] = float("inf")
         wanted = experts(x, *(each.tolist() if kind == "jetmoe" else each for each in given))
         take_routed(model)
         return wanted, experts(x, *given)
@@ -39,6 +41,31 @@ def test_experts_that_nobody_chose_and_those_that_are_not_there_are_as_in_the_cl
     x, weights = torch.randn(1, 4, 64), torch.rand(4, 2)
     wanted, found = both(kind, x if kind == "dbrx" else x[0], chosen, weights)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dbrx", "longcat_flash"])
+def test_an_expert_that_overflows_is_in_no_row_that_did_not_choose_it(kind: str) -> None:
+    chosen, x = torch.tensor([[0, 2], [2, 3], [0, 3], [3, 2]]), torch.randn(1, 4, 64)
+    wanted, found = both(kind, x if kind == "dbrx" else x[0], chosen, torch.rand(4, 2), overflows=1)
+    assert wanted.isfinite().all()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_in_their_order_have_nothing_of_an_expert_that_overflows() -> None:
+    wanted, found = both("jetmoe", torch.randn(6, 64), torch.tensor([3, 0, 1, 2]), overflows=1)
+    assert wanted.isfinite().all()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_stacked_experts_one_after_the_other_leave_out_one_that_overflows(tmp_path: Path) -> None:
+    loaded = load(tiny_model("mixtral", {**sizes_of("mixtral"), "hidden_act": "gelu"}), tmp_path)
+    experts, chosen = loaded._decoder.layers[0].mlp.experts, torch.tensor([[0, 2], [2, 3], [3, 0]])
+    assert experts.sglcore_moe is None
+    with torch.no_grad():
+        given = torch.randn(3, 64), chosen, torch.rand(3, 2)
+        wanted = experts(*given)
+        experts.gate_up_proj[1] = float("inf")
+        torch.testing.assert_close(experts(*given), wanted)
 
 
 def test_rows_in_the_order_of_their_experts_some_of_which_have_none() -> None:
