@@ -201,7 +201,9 @@ def kind_of(module: nn.Module, without: frozenset[str] = frozenset()) -> object:
 
 def _frozen(value: object) -> object:
     """A list of plain values as a tuple."""
-    is_plain = isinstance(value, list) and all(each is None or isinstance(each, int | float | str) for each in value)
+    if not isinstance(value, list):
+        return value
+    is_plain = all(each is None or isinstance(each, int | float | str) for each in value)
     return tuple(value) if is_plain else value
 
 

@@ -415,10 +415,10 @@ def test_embeddings_take_the_place_of_tokens_and_stay_what_they_are(kind: str, t
     wanted, batch = steps.hidden({1: tokens}), steps.staged({2: tokens})
     with torch.inference_mode():
         given = model._decoder.get_input_embeddings()(torch.tensor(tokens))
-        batch.input_embeds = given.clone()
+        taken = batch.input_embeds = given.clone()
         batch.input_ids = torch.zeros_like(batch.input_ids)  # pyright: ignore[reportArgumentType]
         torch.testing.assert_close(steps.runner.run_eager(batch), wanted)
-        assert torch.equal(batch.input_embeds, given)
+        assert torch.equal(taken, given)
 
 
 @pytest.mark.parametrize("kind", ["llama", "diffllama", "qwen3", "bloom"])
