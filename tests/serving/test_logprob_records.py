@@ -1,0 +1,83 @@
+"""The records of log-probabilities that answers carry, to the last field."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglcore.schedule.output import TokenLogprob
+from sglcore.serving.apis.logprobs import CompletionLogprobs, chat_logprobs, prompt_scores
+
+HELD = {1: b"a", 2: b" b", 3: "é".encode(), 4: b"\xe2\x80", 5: b"<end>"}
+"""The tokens of these tests: 4 is a part of a character, 5 is special."""
+LIKELY = TokenLogprob(1, -0.5, 1, ((1, -0.5), (2, -1.5), (3, -2.5)))
+UNLIKELY = TokenLogprob(4, -7.0, 9, ((2, -0.25), (1, -1.25), (3, -float("inf"))))
+
+
+class Texts:
+    """The texts of five tokens."""
+
+    def data(self, token_id: int) -> bytes:
+        return HELD[token_id]
+
+    def text(self, token_id: int) -> str:
+        return HELD[token_id].decode(errors="replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == 5
+
+
+def _entry(token_id: int, logprob: float) -> dict[str, object]:
+    data = HELD[token_id]
+    return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def test_a_chats_record_has_each_token_its_bytes_and_as_many_alternatives_as_asked_for() -> None:
+    found = chat_logprobs(Texts(), [LIKELY, UNLIKELY], 2)  # pyright: ignore[reportArgumentType]
+    assert found == {
+        "content": [
+            {**_entry(1, -0.5), "top_logprobs": [_entry(1, -0.5), _entry(2, -1.5)]},
+            {**_entry(4, -7.0), "top_logprobs": [_entry(2, -0.25), _entry(1, -1.25)]},
+        ],
+        "refusal": None,
+    }
+
+
+def test_a_prompts_scores_count_ranks_from_one_and_say_the_chosen_tokens_own_first() -> None:
+    first, likely, unlikely = prompt_scores(Texts(), [None, LIKELY, UNLIKELY], 2)  # pyright: ignore[reportArgumentType]
+    assert first is None
+    assert list(likely.items()) == [
+        ("1", {"logprob": -0.5, "rank": 1, "decoded_token": "a"}),
+        ("2", {"logprob": -1.5, "rank": 2, "decoded_token": " b"}),
+    ]
+    assert list(unlikely.items()) == [
+        ("4", {"logprob": -7.0, "rank": 9, "decoded_token": HELD[4].decode(errors="replace")}),
+        ("2", {"logprob": -0.25, "rank": 1, "decoded_token": " b"}),
+        ("1", {"logprob": -1.25, "rank": 2, "decoded_token": "a"}),
+    ]
+
+
+def test_a_completions_record_adds_the_chosen_token_to_the_most_likely_and_counts_characters() -> None:
+    record = CompletionLogprobs(Texts(), offset=10).record  # pyright: ignore[reportArgumentType]
+    found = record([3, 5, 1], [None, UNLIKELY, LIKELY], 2)
+    assert found == {
+        "tokens": ["é", "<end>", "a"],
+        "token_logprobs": [None, -7.0, -0.5],
+        "top_logprobs": [
+            None,
+            {" b": -0.25, "a": -1.25, HELD[4].decode(errors="replace"): -7.0},
+            {"a": -0.5, " b": -1.5},
+        ],
+        "text_offset": [10, 11, 11],
+    }
+    assert record([2], [LIKELY], 0)["text_offset"] == [12], "offsets run on from part to part"
+
+
+@pytest.mark.parametrize(("shows", "offsets"), [(False, [0, 0]), (True, [0, 5])])
+def test_a_special_token_counts_where_it_is_shown(shows: bool, offsets: list[int]) -> None:
+    record = CompletionLogprobs(Texts(), shows_special=shows).record  # pyright: ignore[reportArgumentType]
+    assert record([5, 1], [LIKELY, LIKELY], 0)["text_offset"] == offsets
+
+
+def test_no_probability_is_a_number_that_json_holds() -> None:
+    (entry,) = chat_logprobs(Texts(), [UNLIKELY], 3)["content"]  # pyright: ignore[reportArgumentType]
+    assert entry["top_logprobs"][2]["logprob"] == -9999.0
