@@ -124,6 +124,8 @@ class ScriptedGeneration:
             found = (TokenLogprob(place + 10, -0.5, 1, ((place + 10, -0.5), (3, -1.5))),) if self._shown else None
             text = said if isinstance(said, str) else str(place)
             self._done.text += text
+            if found is not None:
+                self._done.logprobs = [*(self._done.logprobs or ()), *found]
             yield TextDelta("r", 0, text, (place + 10,), None, found)
         if self._script.fault is not None:
             raise self._script.fault
