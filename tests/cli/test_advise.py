@@ -1,4 +1,4 @@
-"""`sglcore advise` says what docs/scale.md shows, and the same as JSON."""
+"""`sglcore advise` says what docs/multi-node.md shows, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = ("advise", "benchmarks/clusters/dense-70b", "--cluster", "benchmarks/clu
 
 def shown() -> list[tuple[str, str]]:
     """Each command of the document, and what is shown below it."""
-    text = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "multi-node.md").read_text(encoding="utf-8")
     found = re.findall(r"^    \$ sglcore (advise .*)\n((?:    .*\n|\n(?=    ))*)", text, re.MULTILINE)
     return [(words, re.sub(r"^    ", "", below, flags=re.MULTILINE)) for words, below in found]
 
@@ -35,7 +35,7 @@ def test_the_document_shows_what_the_command_prints(
     assert len(cases) == 3
     for words, below in cases:
         assert main(shlex.split(words)) == 0
-        assert capsys.readouterr().out == below, f"docs/scale.md shows something else below: sglcore {words}"
+        assert capsys.readouterr().out == below, f"docs/multi-node.md shows something else below: sglcore {words}"
 
 
 def first(model: str, cluster: Cluster, load: Load) -> list[tuple[Topology, int, int]]:
@@ -45,7 +45,7 @@ def first(model: str, cluster: Cluster, load: Load) -> list[tuple[Topology, int,
 
 
 def test_what_the_document_says_beside_its_tables_is_so() -> None:
-    text = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "multi-node.md").read_text(encoding="utf-8")
     one, two, sockets = (
         read_cluster(ROOT / "benchmarks" / "clusters" / f"{name}.toml")
         for name in ("one-host", "two-hosts", "two-sockets")
@@ -72,7 +72,7 @@ def test_what_the_document_says_beside_its_tables_is_so() -> None:
 
 def test_the_document_gives_the_files_constants() -> None:
     """Every number of the clusters' files stands in the table of the document."""
-    text = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "multi-node.md").read_text(encoding="utf-8")
     rows = {
         cells[0]: cells[1:]
         for cells in (re.split(r" *\| *", line.strip("| \n")) for line in text.splitlines() if line.startswith("| `["))
