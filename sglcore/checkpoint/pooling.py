@@ -13,7 +13,6 @@ from sglcore.checkpoint.encoders import CLASSIFIER, ENCODERS
 from sglcore.checkpoint.files import read_json, read_list
 from sglcore.device.errors import ConfigError
 
-TASKS = ("auto", "generate", "embed")
 MODULES = "modules.json"
 POOLING = "1_Pooling"
 """Where a pooling stands that no list of modules names."""
@@ -68,10 +67,8 @@ def read_pooling(folder: Path, architecture: str, raw: Mapping[str, Any], task: 
     """How a checkpoint's hidden states become vectors, or None for one that generates text. `task` "auto" leaves that to the
     checkpoint: an encoder, a classifier and one with sentence-transformers' files have vectors. `raw` is `config.json`.
 
-    Raises `ConfigError` for a task that is not known or not the checkpoint's, and for modules that are not served.
+    Raises `ConfigError` for a task that is not the checkpoint's, and for modules that are not served.
     """
-    if task not in TASKS:
-        raise ConfigError(f"task is {task!r}", wanted=f"one of {', '.join(TASKS)}")
     is_encoder, is_classifier = architecture in ENCODERS, architecture.endswith(CLASSIFIER)
     headless = is_encoder or architecture in HEADLESS
     if task == "generate":

@@ -10,7 +10,9 @@ import typer
 
 def advise(
     model: Annotated[Path, typer.Argument(help="A checkpoint folder; its config.json is enough.")],
-    cluster: Annotated[Path, typer.Option(help="A TOML file with the numbers of devices and links (docs/multi-node.md).")],
+    cluster: Annotated[
+        Path, typer.Option(help="A TOML file with the numbers of devices and links (docs/multi-node.md).")
+    ],
     requests: Annotated[int, typer.Option(help="Requests that are open at any time.")] = 256,
     input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 2048,
     output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 512,

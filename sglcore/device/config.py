@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.device.server_config import ServerConfig, read_keys
-from sglcore.device.settings import PREFIX, check_range, memory_bytes, resolve, setting
+from sglcore.device.settings import PREFIX, check_values, memory_bytes, resolve, setting
 
 __all__ = [
     "PREFIX",
@@ -37,169 +37,203 @@ class EngineConfig:
 
     model: str | None = setting(
         None,
-        "A checkpoint folder, a GGUF file, or a name of Hugging Face's hub: owner/name, or owner/name:quant for GGUF; left out, the"
-        " embedded model.",
+        "Checkpoint folder, GGUF file, or Hugging Face model: owner/name, or owner/name:quant for a GGUF file;"
+        " default: the embedded model.",
     )
-    revision: str | None = setting(None, "A branch, tag or commit of a model of the hub; left out, main.")
+    revision: str | None = setting(None, "Branch, tag or commit of a Hugging Face model; default: main.")
     hf_token: str | None = setting(
-        None, "A token for the hub; left out, that of HF_TOKEN or `hf auth login`.", is_secret=True
+        None, "Hugging Face access token; default: HF_TOKEN, or the one of `hf auth login`.", is_secret=True
     )
-    device: str | None = setting(None, "The device to run on, NAME or NAME:INDEX; left out, the one that is found.")
+    device: str | None = setting(None, "Device to run on, NAME or NAME:INDEX; default: the best one found.")
     tp: int = setting(
-        1, "Devices that hold one model together, each a part of every layer; each has a process of its own.", least=1
+        1, "Tensor parallel size: the number of devices that share every layer, one process per device.", least=1
     )
     nodes: int = setting(
         1,
-        "Hosts that hold one model together, each with tp / nodes of its devices; this command runs on each.",
+        "Number of hosts that run one model, each with tp / nodes devices; start this command on each host.",
         least=1,
     )
-    node_rank: int | None = setting(None, "Which of the hosts this one is; 0 has the server.", least=0)
+    node_rank: int | None = setting(None, "Rank of this host, from 0; host 0 runs the server.", least=0)
     leader: str | None = setting(
         None,
-        "Where host 0 listens for the others, HOST:PORT, by an address that they reach; ray, or ray:ADDRESS of a cluster: Ray starts"
-        " the others.",
+        "HOST:PORT on which host 0 waits for the others; or ray, or ray:ADDRESS of a cluster, and Ray starts the other hosts.",
     )
-    join_timeout: float = setting(300.0, "Seconds that hosts wait for each other before they give up.", least=1)
+    join_timeout: float = setting(300.0, "Seconds that hosts wait for each other at start-up.", least=1)
     dp: int = setting(
         1,
-        "Shards of requests among those devices: each keeps its own requests' cache, and attends to them alone.",
+        "Data parallel attention size: the devices of tp form this many groups, each with its own requests and KV cache.",
         least=1,
     )
     ep: int = setting(
         1,
-        "Devices among which experts are dealt out, each whole on one; 1: each device holds a part of every expert.",
+        "Expert parallel size: the number of devices that whole experts are spread over; 1 splits every expert.",
         least=1,
     )
     expert_dispatch: str = setting(
         "auto",
-        "What carries rows to their experts: ragged, fixed, one of the device's own, or auto: the device's, else ragged.",
+        "All-to-all of expert parallelism: ragged, fixed, one that the device offers, or auto (the device's, else ragged).",
     )
     model_impl: str = setting(
         "auto",
-        "native (a file of sglcore), transformers (transformers' own class), or auto: native where there is a file.",
+        "Model implementation: native (sglcore), transformers, or auto (native if the architecture has one).",
+        choices=("auto", "native", "transformers"),
     )
     trust_remote_code: bool = setting(
-        False, "Run the code that a checkpoint brings in its folder, where nothing else serves it."
+        False, "Allow Python code from the checkpoint folder to run if no other implementation serves the model."
     )
     skip_tokenizer: bool = setting(
-        False, "Read no tokenizer: prompts and answers are token ids, and what needs text is refused."
+        False, "Load no tokenizer: prompts and answers are token ids; requests that need text are refused."
     )
-    task: str = setting("auto", "generate (text), embed (a vector for each prompt), or auto: as the checkpoint says.")
-    dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
-    max_model_len: int | None = setting(None, "Tokens of context; left out, the checkpoint's own.", least=1)
-    max_requests: int = setting(256, "Requests that may run at once.", least=1)
-    max_batch_tokens: int = setting(2048, "Tokens of one step; longer prompts are cut into chunks of it.", least=1)
-    page_size: int | None = setting(None, "Tokens of a page of the KV cache.", least=1)
-    kv_cache_memory: int | None = setting(None, "Memory for the KV cache, such as 512M or 4G.", least=1, is_memory=True)
+    task: str = setting(
+        "auto",
+        "Task of the model: generate (text), embed (one vector per prompt), or auto (what the checkpoint is made for).",
+        choices=("auto", "generate", "embed"),
+    )
+    dtype: str = setting(
+        "auto",
+        "Data type of weights and activations: auto (the checkpoint's), float32, bfloat16 or float16.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int | None = setting(
+        None, "Context length of each request, in tokens; default: the checkpoint's.", least=1
+    )
+    max_requests: int = setting(256, "Maximum number of running requests.", least=1)
+    max_batch_tokens: int = setting(
+        2048, "Maximum number of tokens in one step; longer prompts are prefilled in chunks.", least=1
+    )
+    page_size: int | None = setting(None, "Tokens per page of the KV cache.", least=1)
+    kv_cache_memory: int | None = setting(
+        None, "Size of the KV cache in bytes, such as 512M or 4G.", least=1, is_memory=True
+    )
     memory_fraction: float | None = setting(
         None,
-        "The part of the device's memory that everything on it, weights and KV cache, may take, such as 0.9; kv_cache_memory counts"
-        " first.",
+        "Fraction of the device's memory that weights, KV cache and everything else on it may use, such as 0.9;"
+        " kv_cache_memory takes precedence.",
         least=0,
         most=1,
     )
     snapshot_memory: int | None = setting(
         None,
-        "Memory for copies of recurrent state, which prefix hits of such models restore, such as 1G.",
+        "Memory for saved states of recurrent layers, which the prefix cache restores, such as 1G.",
         is_memory=True,
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "Type of the KV cache: auto (the model's), fp8 where layers keep rows, or one that the device offers, such as int8.",
+        "Data type of the KV cache: auto (the model's), fp8 (latent attention), or one that the device offers, such as int8.",
     )
     hisparse: str | None = setting(
         None,
-        "Keep rows of which a model's sparse attention reads few in host memory, and on the device those that were read last: on,"
-        ' a JSON object such as {"device_buffer_size": 4096}, or a file that holds one.',
+        "Offload the KV cache of sparse attention to host memory; the device keeps the entries used last: on,"
+        ' a JSON object such as {"device_buffer_size": 4096}, or a file that contains one.',
     )
-    attention_backend: str | None = setting(None, "An attention backend of the device.")
+    attention_backend: str | None = setting(None, "Attention backend; default: the device's first that fits the model.")
     graph: str = setting(
-        "auto", "A graph kind of the device: full, breakable, piecewise, native, compiled, off or auto."
+        "auto",
+        "Graph capture: full, breakable, piecewise, native, compiled (each if the device offers it), off, or auto.",
     )
     graph_buckets: tuple[int, ...] = setting(
         (),
-        "Batch sizes of decode graphs; may be given several times. Left out, powers of two up to max_requests, and that: at most"
-        " 256 of them where graphs are captured from a stream, 64 elsewhere.",
+        "Batch size of a decode graph; may be repeated. Default: the powers of two up to max_requests, and max_requests,"
+        " but at most 256 for stream capture and 64 otherwise.",
     )
-    graph_token_buckets: tuple[int, ...] = setting((), "Token counts of prefill graphs; may be given several times.")
-    overlap: bool | None = setting(None, "Plan a step while the one before is still running.")
+    graph_token_buckets: tuple[int, ...] = setting((), "Token count of a prefill graph; may be repeated.")
+    overlap: bool | None = setting(None, "Schedule the next step while the current one runs on the device.")
     prompt_slices: str = setting(
         "off",
-        "Prompts beside running requests by slices of layers, between their steps: auto (slices that a running request hardly feels),"
-        " a number of tokens times layers in each, or off: prompts in chunks, in the same steps.",
+        "Layered prefill: run prompts a few layers at a time between decode steps. auto chooses slices that decoding hardly"
+        " notices, a number sets tokens x layers per slice, off prefills in chunks.",
     )
     prompt_lane: str = setting(
         "auto",
-        "How prompts by slices stand beside decode steps: partition (on a part of the device's compute units), priority (on a stream of"
-        " their own, behind that of decode steps), interleave (between them), or auto.",
+        "How layered prefill shares the device with decoding: partition (its own part of the compute units),"
+        " priority (a stream of lower priority), interleave (between decode steps), or auto.",
+        choices=("auto", "partition", "priority", "interleave"),
     )
     two_batch_overlap: str = setting(
         "off",
-        "Run a batch as two halves, of which one computes where the other waits for other ranks: on, off, or auto: where the start"
-        " measures that it is faster.",
+        "Run a batch as two micro-batches, so that one computes while the other communicates: on, off,"
+        " or auto (on if it is measured to be faster at start-up).",
+        choices=("off", "on", "auto"),
     )
-    prefix_cache: bool = setting(True, "Share the pages of prompts with a common beginning.")
-    strict: bool = setting(False, "Refuse to start with anything less than was asked for.")
-    threads: int | None = setting(None, "Threads of the processor device.", least=1)
-    poison: bool = setting(
-        False, "Overwrite the input buffers before every step, to prove that nothing reads old data."
-    )
-    eager_input_no_copy: bool = setting(False, "Run batches that are on the device already as they are.")
+    prefix_cache: bool = setting(True, "Reuse the KV cache of prompts that start alike.")
+    strict: bool = setting(False, "Refuse to start if any choice is a downgrade of what was requested.")
+    threads: int | None = setting(None, "Number of CPU threads for a model that runs on the processor.", least=1)
+    poison: bool = setting(False, "Debugging: overwrite the input buffers before each step to detect stale reads.")
+    eager_input_no_copy: bool = setting(False, "Without graphs, run on inputs that are on the device without copying.")
     quantize: str = setting(
         "auto",
-        "Round the weights of linear layers to int8 or int4; auto takes them as the checkpoint has them; none makes plain"
-        " weights of codes, whose products round no activations and take more memory.",
+        "Quantize the weights of linear layers at load: int8 or int4; auto keeps the checkpoint's weights;"
+        " none dequantizes them (exact activations, more memory).",
+        choices=("auto", "none", "int8", "int4"),
     )
     speculative: str | None = setting(
         None,
-        "What proposes tokens for the model to verify several at once, which changes no text: ngram (what followed the last tokens"
-        " before), suffix (what followed the whole text in the prefix cache, and ngram elsewhere), a model by its kind (eagle, eagle3,"
-        " mtp, standalone, dflash, frozen-mtp), off, or auto: what the checkpoint brings, if the start"
-        " measures that it is faster.",
+        "Speculative decoding; the text stays the same. Drafts come from ngram (earlier text of the request), suffix (text"
+        " of earlier requests, else ngram), a draft model (eagle, eagle3, mtp, standalone, dflash, frozen-mtp), off,"
+        " or auto (what the checkpoint brings, if it is measured to be faster at start-up).",
+        choices=(
+            "auto",
+            "off",
+            "ngram",
+            "suffix",
+            "eagle",
+            "eagle3",
+            "mtp",
+            "standalone",
+            "dflash",
+            "frozen-mtp",
+        ),
     )
     draft_model: str | None = setting(
         None,
-        "The model that proposes tokens: a folder, also one in the model's, or a name of the hub; left out, what the model's own brings.",
+        "Draft model: a folder, absolute or inside the model's, or a Hugging Face name; default: the one in the checkpoint.",
     )
     draft_tokens: int | None = setting(
         None,
-        f"Tokens that are proposed for each step, {MOST_DRAFTS} at most; left out, as many as are measured to be fastest, which may"
-        " be none.",
+        f"Number of draft tokens per step, at most {MOST_DRAFTS}; default: the number measured to be fastest, possibly 0.",
         least=1,
         most=MOST_DRAFTS,
     )
     draft_width: int = setting(
         1,
-        "Tokens that are proposed for each place: more than one are the beams of a tree, of which a step verifies the likeliest"
-        " --draft-tokens (left out, 7). Of models that propose a token at a time: eagle, eagle3, mtp, standalone, frozen-mtp.",
+        "Number of draft tokens per position; more than 1 drafts a tree, whose --draft-tokens most likely nodes (default 7)"
+        " are verified. For eagle, eagle3, mtp, standalone and frozen-mtp.",
         least=1,
         most=MOST_BEAMS,
     )
     draft_depth: int | None = setting(
         None,
-        "Tokens of a tree one after another at most; left out, 5 or as many as there can be.",
+        "Maximum depth of a draft tree; default: 5, or less if the draft model allows less.",
         least=1,
         most=MOST_DRAFTS,
     )
     speculative_verify: str = setting(
         "coupled",
-        "How proposals are accepted: coupled (those that are drawn anyway, which changes no text), or with the law of the text"
-        " unchanged only: rejection, or block.",
+        "Acceptance rule of draft tokens: coupled (same text as without speculation), or the same probability"
+        " distribution only: rejection (token by token) or block (whole draft at once).",
+        choices=("coupled", "rejection", "block"),
     )
     kernels: str = setting(
-        "auto",
-        'A kernel table of the device by name; "reference" computes with the reference\'s functions, to compare numbers.',
+        "auto", 'Kernel table of the device; "reference" uses the slow reference kernels, to compare results.'
     )
     generation_config: str = setting(
-        "auto", "auto: the checkpoint's own temperature, top_k and the like for requests that name none; or none."
+        "auto",
+        "Default sampling parameters: auto (generation_config.json of the checkpoint) or none.",
+        choices=("auto", "none"),
     )
-    grammar_backend: str = setting("auto", "What compiles grammars: auto, llguidance or xgrammar.")
-    shadow: int = setting(0, "Run every Nth replay of a graph eagerly as well and compare; 0 is never.")
-    system_root: str | None = setting(None, "Where probes look for the machine's files.")
+    grammar_backend: str = setting(
+        "auto",
+        "Library for structured output: auto, llguidance, xgrammar or off.",
+        choices=("auto", "llguidance", "xgrammar", "off"),
+    )
+    shadow: int = setting(
+        0, "Debugging: also run every Nth graph replay eagerly and compare the results; 0 is never.", least=0
+    )
+    system_root: str | None = setting(None, "Directory in which hardware probes look for system files; default: /.")
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     def __post_init__(self) -> None:
-        check_range(self)
+        check_values(self)
 
 
 def resolve_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:

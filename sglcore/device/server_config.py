@@ -10,9 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sglcore.device.errors import ConfigError
-from sglcore.device.settings import PREFIX, check_range, setting, settings_of
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
+from sglcore.device.settings import PREFIX, check_values, setting, settings_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,95 +21,105 @@ class ServerConfig:
     is the replica's number. `ray_resources`: `NAME=AMOUNT`, such as CPU=4.
     """
 
-    host: str = setting("127.0.0.1", "The address to listen on; 0.0.0.0 for every one of this machine.")
-    port: int = setting(8000, "The port to listen on; 0 takes a free one.", least=0)
-    served_model_name: tuple[str, ...] = setting((), "The name that requests use; may be given several times.")
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all addresses of this machine.")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.", least=0)
+    served_model_name: tuple[str, ...] = setting((), "Model name that requests use; may be repeated.")
     api_key: tuple[str, ...] = setting(
-        (), "A key of which a request must bring one; may be given several times.", is_secret=True
+        (), "Key that a request must send; may be repeated. Without keys, every request is served.", is_secret=True
     )
-    api_key_file: str | None = setting(None, "A file with keys, one a line.")
-    ssl_certfile: str | None = setting(None, "A file with a certificate, and those above it: the server speaks TLS.")
-    ssl_keyfile: str | None = setting(None, "The certificate's private key, if ssl_certfile has it not.")
-    ssl_keyfile_password: str | None = setting(None, "What the private key is encrypted with.", is_secret=True)
+    api_key_file: str | None = setting(None, "File with keys, one per line.")
+    ssl_certfile: str | None = setting(None, "File with the server's certificate and its chain; turns TLS on.")
+    ssl_keyfile: str | None = setting(None, "Private key of the certificate, if ssl_certfile does not contain it.")
+    ssl_keyfile_password: str | None = setting(None, "Password of the private key.", is_secret=True)
     ssl_ca_certs: str | None = setting(
-        None, "Certificates of which a client has to bring one, or one that they signed."
+        None, "File with CA certificates. Clients must then present a certificate signed by one of them."
     )
     allowed_hosts: tuple[str, ...] = setting(
-        (), "Another name under which a server on loopback answers; may be given several times."
+        (), "Additional Host header that a server on loopback accepts; may be repeated."
     )
     cors_origins: tuple[str, ...] = setting(
-        (), "An origin whose pages may use the server; may be given several times, * is any."
+        (), "Origin whose pages may call the server from a browser; may be repeated, * allows all."
     )
-    max_request_bytes: int = setting(8 << 20, "Bytes of a request's body at most.", least=1)
-    max_batch_file_bytes: int = setting(200 << 20, "Bytes of a file for a batch at most.", least=1)
-    max_header_bytes: int = setting(32 << 10, "Bytes of a request's head at most.", least=1)
-    max_connections: int = setting(4096, "Connections at most.", least=1)
-    max_concurrent_requests: int = setting(1024, "Requests that are answered at once at most; more get 429.", least=1)
-    max_queued_requests: int = setting(2048, "Requests that may wait for a place in a step; more get 429.", least=0)
-    max_prompts: int = setting(1024, "Prompts of one request at most.", least=1)
-    max_n: int = setting(64, "Samples of each prompt (n) at most.", least=1)
-    max_logprobs: int = setting(20, "Alternatives per token at most.", least=0)
+    max_request_bytes: int = setting(8 << 20, "Maximum size of a request body, in bytes.", least=1)
+    max_batch_file_bytes: int = setting(200 << 20, "Maximum size of an uploaded batch file, in bytes.", least=1)
+    max_header_bytes: int = setting(32 << 10, "Maximum size of a request's headers, in bytes.", least=1)
+    max_connections: int = setting(4096, "Maximum number of open connections.", least=1)
+    max_concurrent_requests: int = setting(
+        1024, "Maximum number of requests in progress; further requests get 429.", least=1
+    )
+    max_queued_requests: int = setting(
+        2048, "Maximum number of requests that wait for the scheduler; further requests get 429.", least=0
+    )
+    max_prompts: int = setting(1024, "Maximum number of prompts in one request.", least=1)
+    max_n: int = setting(64, "Maximum number of samples per prompt (n).", least=1)
+    max_logprobs: int = setting(20, "Maximum number of alternatives per token (top_logprobs).", least=0)
     max_prompt_tokens: int | None = setting(
-        None, "Tokens of a prompt at most; left out, what the context holds.", least=1
+        None, "Maximum number of tokens in a prompt; default: what the context length allows.", least=1
     )
-    vllm_metrics: bool = setting(False, "Show the metrics under vLLM's names too.")
-    strict_fields: bool = setting(False, "Refuse requests with fields that nobody knows.")
-    max_stored_responses: int = setting(256, "Answers of /v1/responses that are kept for later reference.", least=0)
+    vllm_metrics: bool = setting(False, "Export the metrics under vLLM's names as well.")
+    strict_fields: bool = setting(False, "Reject requests that have unknown fields.")
+    max_stored_responses: int = setting(
+        256, "Number of /v1/responses answers that are stored for later requests.", least=0
+    )
     batch_folder: str | None = setting(
-        None, "A folder for the files and batches of /v1/files and /v1/batches; left out, there are none."
+        None, "Folder that stores the files and batches of /v1/files and /v1/batches; default: both are off."
     )
-    max_batch_requests: int = setting(16, "Requests of batches that run at once at most.", least=1)
-    header_timeout: float = setting(10.0, "Seconds that a client has to send a request's head.")
-    body_timeout: float = setting(30.0, "Seconds that a client has to send a request's body.")
-    write_timeout: float = setting(120.0, "Seconds that a client has to take anything of an answer that is ready.")
+    max_batch_requests: int = setting(16, "Maximum number of batch requests that run at the same time.", least=1)
+    header_timeout: float = setting(10.0, "Seconds that a client may take to send the request headers.")
+    body_timeout: float = setting(30.0, "Seconds that a client may take to send the request body.")
+    write_timeout: float = setting(120.0, "Seconds after which a client that reads nothing is disconnected.")
     sse_keep_alive: float = setting(
-        15.0, "Seconds after which a stream that has nothing to say sends a comment, so that nobody takes it for dead."
+        15.0, "Seconds without output after which a stream sends a comment to keep the connection open."
     )
     keep_alive: float = setting(75.0, "Seconds that an idle connection stays open.")
-    drain_timeout: float = setting(30.0, "Seconds that requests in flight have when the server is told to stop.")
+    drain_timeout: float = setting(30.0, "Seconds that running requests may take to finish when the server stops.")
     shutdown_timeout: float = setting(
-        10.0, "Seconds that an engine process has to free its device when the server ends; then it is killed."
+        10.0, "Seconds that an engine process may take to release its device at shutdown; then it is killed."
     )
-    restart: bool = setting(False, "Start an engine process again that died.")
-    heartbeat_timeout: float = setting(20.0, "Seconds without a sign of life after which an engine process is killed.")
-    step_timeout: float = setting(600.0, "Seconds after which an engine process is killed that is in one step still.")
-    replicas: int = setting(1, "Engine processes behind this endpoint.", least=1)
-    replica_env: tuple[str, ...] = setting((), "A variable for each replica, NAME={index}; may be given several times.")
+    restart: bool = setting(False, "Restart an engine process that died.")
+    heartbeat_timeout: float = setting(20.0, "Seconds without a heartbeat after which an engine process is killed.")
+    step_timeout: float = setting(600.0, "Seconds that one step may take before its engine process is killed.")
+    replicas: int = setting(1, "Number of engine processes (data parallel replicas) behind this endpoint.", least=1)
+    replica_env: tuple[str, ...] = setting(
+        (), "Environment variable of each replica, NAME=VALUE, where {index} is its number; may be repeated."
+    )
     role: str = setting(
         "both",
-        "What the engines do: both, prompt (compute prompts, for others too), or decode (prompts are computed by --peers).",
+        "Role in prefill/decode disaggregation: both (no disaggregation), prompt (prefill, also for other engines),"
+        " or decode (the engines of --peers prefill).",
+        choices=("both", "prompt", "decode"),
     )
     peers: tuple[str, ...] = setting(
-        (), "Where prompt engines listen, HOST:PORT, of role decode; several with commas, or given several times."
+        (), "Prefill engines of a decode engine, HOST:PORT; separated by commas, or repeated."
     )
     pages_address: str | None = setting(
-        None, "Where an engine of role prompt listens for those that decode, HOST:PORT; each replica one port further."
+        None, "HOST:PORT on which a prefill engine serves KV pages; each further replica takes the next port."
     )
     pages_secret: str | None = setting(
-        None, "What engines that exchange pages have in common, so that nobody else gets any.", is_secret=True
+        None, "Secret that prefill and decode engines share; connections without it are refused.", is_secret=True
     )
     ray: str | None = setting(
-        None, "Place the replicas, or the nodes of one model, by Ray: the address of a cluster, auto, or local."
+        None, "Start the replicas, or the nodes of one model, with Ray: address of a cluster, auto, or local."
     )
-    ray_resources: tuple[str, ...] = setting(
-        (), "What each replica needs of its machine, NAME=AMOUNT; may be given several times."
-    )
+    ray_resources: tuple[str, ...] = setting((), "Ray resource of each replica, NAME=AMOUNT; may be repeated.")
     tool_parser: str = setting(
-        "auto", "How tool calls are read; auto finds it in the chat template, off turns them off."
+        "auto", "Parser of tool calls: auto (detected from the chat template), off, or a parser's name."
     )
     reasoning_parser: str = setting(
-        "auto", "How reasoning is told from the answer; auto finds it in the chat template."
+        "auto", "Parser of reasoning: auto (detected from the chat template), off, or a parser's name."
     )
-    chat_template: str | None = setting(None, "A file with a chat template instead of the checkpoint's.")
+    chat_template: str | None = setting(None, "File with a chat template that replaces the checkpoint's.")
     otlp_traces_endpoint: str | None = setting(
-        None, "A collector that is told of each request by OTLP over HTTP, such as http://127.0.0.1:4318."
+        None, "OTLP/HTTP collector that receives a trace of each request, such as http://127.0.0.1:4318."
     )
-    log_file: str | None = setting(None, "Where to log; left out, the error stream.")
-    log_level: str = setting("info", "debug, info, warning or error.")
+    log_file: str | None = setting(None, "File to log to; default: standard error.")
+    log_level: str = setting(
+        "info", "Log level: debug, info, warning or error.", choices=("debug", "info", "warning", "error")
+    )
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     def __post_init__(self) -> None:
-        check_range(self)
+        check_values(self)
         for name in (item.name for item in settings_of(ServerConfig).values() if item.kind == "float"):
             value = getattr(self, name)
             if value < 0 or (value == 0 and name != "drain_timeout"):
@@ -120,8 +128,6 @@ class ServerConfig:
             raise ConfigError(f"port is {self.port}", wanted="a number from 0 to 65535", remedy="correct port")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_keyfile_password):
             raise ConfigError("found a flag of TLS without a certificate", wanted="ssl_certfile", remedy="give one")
-        if self.log_level not in LOG_LEVELS:
-            raise ConfigError(f"log_level is {self.log_level!r}", wanted=f"one of {', '.join(LOG_LEVELS)}")
         for place, key in enumerate(self.api_key, 1):
             _check_key(key, f"key {place} of api_key")
         for each in self.replica_env:

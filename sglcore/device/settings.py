@@ -23,16 +23,24 @@ _UNITS = MappingProxyType({"K": 10, "M": 20, "G": 30, "T": 40})
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a record declares of one field: its kind as annotated, its line of help, the smallest and the largest number that it
-    may be, whether text such as 512M is a number for it, and whether it is secret, so that no error repeats it."""
+    """What a record declares about one field."""
 
     name: str
+    """The field's name, which is also the flag's."""
     kind: str
+    """The annotation, as text."""
     help: str
+    """One line for `--help`. It explains each of `choices`."""
+    choices: tuple[str, ...] = ()
+    """The values that are allowed; empty if any value of the kind is."""
     least: int | None = None
+    """The smallest number that is allowed."""
     most: int | None = None
+    """The largest number that is allowed."""
     is_memory: bool = False
+    """Whether a size such as 512M is accepted."""
     is_secret: bool = False
+    """Whether errors must not repeat the value."""
 
     @property
     def variable(self) -> str:
@@ -78,10 +86,22 @@ def resolve(record: type[Any], given: Mapping[str, object], environ: Mapping[str
     return record(**checked, sources=MappingProxyType(sources))
 
 
-def check_range(record: Any) -> None:
-    """Raise ConfigError for the first setting that is given and smaller or larger than it may be."""
+def choices_of(record: type[Any], name: str) -> tuple[str, ...]:
+    """The values that a setting allows, in the order of their declaration."""
+    return settings_of(record)[name].choices
+
+
+def check_values(record: Any) -> None:
+    """Raise ConfigError for the first setting whose value is out of range or none of its choices."""
     for name, item in settings_of(type(record)).items():
         value = getattr(record, name)
+        if item.choices and value is not None and value not in item.choices:
+            near = get_close_matches(str(value).lower(), item.choices, 1)
+            raise ConfigError(
+                f"{name} is {value!r}",
+                wanted=f"one of {', '.join(item.choices)}",
+                remedy=f"did you mean {near[0]}?" if near else f"correct {name}",
+            )
         if item.least is not None and value is not None and value < item.least:
             wanted = "a positive number" if item.least == 1 else f"{item.least} or more"
             raise ConfigError(f"{name} is {value}; it must be at least {item.least}. Give {wanted} or leave it out.")

@@ -37,9 +37,7 @@ _EXPERT = re.compile(r".*\.experts\.\d+\..*")
 
 
 def check_quantize(asked: str, kernels: KernelTable) -> None:
-    """Raise `ConfigError` for a kind that is not known, or that these kernels can not make."""
-    if asked not in ("auto", NONE) and asked not in BITS:
-        raise ConfigError(f"quantize is {asked!r}", wanted=f"auto, {NONE}, {' or '.join(BITS)}")
+    """Raise `ConfigError` for a kind that these kernels can not make; `asked` is one of `quantize`'s choices."""
     if asked in BITS and kernels.quantize_linear is None:
         raise ConfigError(
             f"this device's kernels do not quantise ({kernels.origin['linear'].partition(':')[0]} has no quantize_linear)",

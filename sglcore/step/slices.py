@@ -7,8 +7,7 @@ from sglcore.device.ledger import Row
 
 TOPIC = "prompt slices"
 PARTITION, PRIORITY, INTERLEAVE = "partition", "priority", "interleave"
-LANES = ("auto", PARTITION, PRIORITY, INTERLEAVE)
-"""How slices may stand beside decode steps."""
+"""How slices may stand beside decode steps: the choices of `prompt_lane` besides auto."""
 
 
 def slice_budget(asked: str) -> int | None:
@@ -26,12 +25,6 @@ def slice_budget(asked: str) -> int | None:
     )
 
 
-def check_lane(asked: str) -> None:
-    """Raise ConfigError for a lane that nobody knows."""
-    if asked not in LANES:
-        raise ConfigError(f"prompt_lane is {asked!r}", wanted=f"one of {', '.join(LANES)}", remedy="--prompt-lane auto")
-
-
 def slice_row(asked: str, budget: int, layers: int) -> Row:
     """What the ledger says where prompts come by slices."""
     what = f"{budget} tokens x layers" if budget else "by the clock"
@@ -41,7 +34,7 @@ def slice_row(asked: str, budget: int, layers: int) -> Row:
 
 
 def lane_row(asked: str, kind: str, why: str) -> Row:
-    """What the ledger says of the lane of slices, one of `LANES`."""
+    """What the ledger says of the lane of slices, one of the three."""
     others = {PARTITION: f"--prompt-lane {PRIORITY}", PRIORITY: f"--prompt-lane {INTERLEAVE}"}
     return Row("prompt lane", asked, kind, why, others.get(kind, ""), downgrade=asked not in ("auto", kind))
 

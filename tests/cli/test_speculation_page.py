@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from sglcore.cli.__main__ import main
-from sglcore.runtime.speculative.choice import KINDS
+from sglcore.device.config import EngineConfig
+from sglcore.device.settings import choices_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "speculation.md").read_text(encoding="utf-8")
@@ -97,7 +98,7 @@ def test_the_page_has_every_kind() -> None:
         row[0].strip("`")
         for row in rows_below("| `--speculative` | reads of the model | forwards for k proposals | file |")
     ]
-    assert set(KINDS) - {"auto", "off"} <= set(named)
+    assert set(choices_of(EngineConfig, "speculative")) - {"auto", "off"} <= set(named)
 
 
 REFUSED = rows_below("| asked for | refused with |")

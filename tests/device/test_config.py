@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglcore.device.config import EngineConfig, memory_bytes, resolve_config
+from sglcore.device.config import EngineConfig, memory_bytes, resolve_config, resolve_server_config
 from sglcore.device.errors import ConfigError
+from sglcore.device.server_config import ServerConfig
+from sglcore.device.settings import Setting, settings_of
+
+CHOSEN = [
+    (resolver, item)
+    for resolver, record in ((resolve_config, EngineConfig), (resolve_server_config, ServerConfig))
+    for item in settings_of(record).values()
+    if item.choices
+]
+"""How a record is read, and each of its settings that has choices."""
 
 
 def test_arguments_win_over_variables_and_sources_are_kept() -> None:
@@ -53,6 +64,27 @@ def test_a_value_of_another_kind_names_itself(given: dict[str, Any]) -> None:
     name = next(iter(given))
     with pytest.raises(ConfigError, match=name):
         resolve_config(given, {})
+
+
+@pytest.mark.parametrize(("resolver", "item"), CHOSEN, ids=[item.name for _, item in CHOSEN])
+def test_a_setting_with_choices_takes_each_of_them_and_names_them_for_another_word(
+    resolver: Any, item: Setting
+) -> None:
+    for choice in item.choices:
+        assert getattr(resolver({item.name: choice}, {}), item.name) == choice
+    for given in ({item.name: "ghost"}, {item.name: item.choices[-1].upper()}):
+        with pytest.raises(ConfigError, match=f"{item.name} is .*; wanted one of {', '.join(item.choices)}"):
+            resolver(given, {})
+    with pytest.raises(ConfigError, match=rf"did you mean {item.choices[-1]}\?"):
+        resolver({item.name: f"{item.choices[-1]}s"}, {})
+
+
+@pytest.mark.parametrize(("resolver", "item"), CHOSEN, ids=[item.name for _, item in CHOSEN])
+def test_the_help_of_a_setting_explains_each_choice(resolver: Any, item: Setting) -> None:
+    words = set(re.findall(r"[\w-]+", item.help))
+    assert set(item.choices) <= words, "words of --help"
+    default = getattr(resolver({}, {}), item.name)
+    assert default is None or default in item.choices
 
 
 def test_unknown_names_are_errors_with_a_suggestion() -> None:

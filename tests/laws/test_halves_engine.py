@@ -144,5 +144,5 @@ def test_one_rank_does_not_try_whether_halves_are_faster(tmp_path: Path, told: T
 
 
 def test_another_word_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="two_batch_overlap is 'yes'.*off or on or auto"):
+    with pytest.raises(ConfigError, match="two_batch_overlap is 'yes'; wanted one of off, on, auto"):
         TokenEngine(save(llama(max_position_embeddings=CONTEXT), tmp_path), two_batch_overlap="yes")

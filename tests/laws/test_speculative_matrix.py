@@ -99,6 +99,7 @@ def test_whatever_proposes_changes_no_text(
 
 def test_everything_that_proposes_has_a_row() -> None:
     assert {each.kind for each in PROPOSERS.values()} == {*WITHOUT_MODEL, *MODELS}
+    assert {"auto", "off", *WITHOUT_MODEL, *MODELS} == set(choices_of(EngineConfig, "speculative"))
     assert {each.kind for each in PROPOSERS.values() if each.is_tree} == {*IN_TREES}
     assert {each.drafter for each in PROPOSERS.values()} == drafter_classes()
 

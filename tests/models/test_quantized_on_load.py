@@ -220,11 +220,6 @@ def test_a_device_that_does_not_quantise_is_an_error_before_anything_is_read(tmp
         load(folder, quantize="int8")
 
 
-def test_an_unknown_kind_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="quantize is 'int3'; wanted auto, none, int8 or int4"):
-        load(save(llama(), tmp_path), quantize="int3")
-
-
 def test_the_configuration_reaches_the_loader(oracle_and_folder) -> None:
     _, folder = oracle_and_folder
     device, ledger = Recorder(), DecisionLedger()

@@ -142,8 +142,6 @@ def test_one_with_a_file_runs_by_it_unless_the_other_is_asked_for(tmp_path: Path
 
 
 def test_what_can_not_be_served_is_one_line_that_says_why(foreign: Path) -> None:
-    with pytest.raises(ConfigError, match="model_impl is 'both'"):
-        chosen(foreign, "both")
     with pytest.raises(ConfigError, match="no file of the architecture 'Exaone4ForCausalLM'; .*leave --model-impl out"):
         chosen(foreign, "native")
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}

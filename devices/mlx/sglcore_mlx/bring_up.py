@@ -23,7 +23,7 @@ from sglcore.device.worker import Limits
 from sglcore.models.implementation import choose_implementation
 from sglcore.step.hisparse import parse_hisparse_config
 from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools
-from sglcore.step.slices import INTERLEAVE, check_lane, lane_row, slice_budget, slice_row, whole_row
+from sglcore.step.slices import INTERLEAVE, lane_row, slice_budget, slice_row, whole_row
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.select import select_attention
 from sglcore_mlx.hardware import Hardware, open_hardware
@@ -222,7 +222,6 @@ def slices(config: EngineConfig, model: Model, speculation: Speculation | None, 
     """Token·layers of a slice of a prompt, 0: by the clock; None: prompts come whole. Raises ConfigError for a setting that can not be
     read."""
     asked = config.prompt_slices
-    check_lane(config.prompt_lane)
     budget = slice_budget(asked)
     if budget is None:
         return None

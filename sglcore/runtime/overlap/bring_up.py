@@ -24,7 +24,6 @@ from sglcore.step.slices import (
     INTERLEAVE,
     PARTITION,
     PRIORITY,
-    check_lane,
     lane_row,
     slice_budget,
     slice_row,
@@ -55,8 +54,7 @@ class Lane:
 def lane(
     config: EngineConfig, package: DevicePackage, facts: Facts, device: torch.device, groups: Groups | None = None
 ) -> Lane:
-    """The lane that was asked for, or the best that there is. Raises ConfigError for a setting that can not be read."""
-    check_lane(config.prompt_lane)
+    """The lane that was asked for, or the best that there is. Raises ConfigError for slices that can not be read."""
     between = _why_between(config, facts, groups)
     if between:
         return Lane(INTERLEAVE, between)

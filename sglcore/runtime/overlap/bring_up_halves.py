@@ -9,7 +9,6 @@ import torch
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.cut import THETA, CutTerms, Staggers
-from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.hisparse.coordinator import HiSparseCoordinator
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from sglcore.runtime.parallel.group import Groups
 
 TOPIC = "two-batch overlap"
-ASKED = ("off", "on", "auto")
 NEVER = 1 << 30
 """More rows than a step has."""
 
@@ -38,11 +36,8 @@ def cut_terms(
     hisparse: HiSparseCoordinator | None = None,
     groups: Groups | None = None,
 ) -> CutTerms | None:
-    """Which batches run as two halves; None: none do. Raises ConfigError for a word that is none of `ASKED`; waits for all ranks
-    where it measures."""
+    """Which batches run as two halves; None: none do. Waits for all ranks where it measures."""
     asked = config.two_batch_overlap
-    if asked not in ASKED:
-        raise ConfigError(f"two_batch_overlap is {asked!r}", wanted=" or ".join(ASKED))
     if asked == "off":
         if groups is not None:
             ledger.record(Row(TOPIC, asked, "off", "it was not asked for", "--two-batch-overlap on or auto"))

@@ -48,9 +48,8 @@ EAGLE, EAGLE3, MTP, STANDALONE, DFLASH, FROZEN = MODELS = (
     "frozen-mtp",
 )
 """Kinds of models that propose."""
-KINDS = ("auto", "off", *WITHOUT_MODEL, *MODELS)
-COUPLED, REJECTION, BLOCK = RULES = ("coupled", "rejection", "block")
-"""The first is the rule by which a proposal is right if it is what the target draws."""
+COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
+"""The choices of `speculative_verify`. The first is the rule by which a proposal is right if it is what the target draws."""
 DRAFT_LOADER: Ref = "sglcore.models.draft:load_draft"
 DRAFT_KIND: Ref = "sglcore.models.draft:kind_of"
 OFFERED: Ref = "sglcore.models.draft:offered_head"
@@ -178,15 +177,9 @@ def choose_speculation(
     no_trees: str = "",
     in_shards: bool = False,
 ) -> Speculation | None:
-    """As the configuration asks; `no_trees`: why proposals are chains whatever was asked for; `is_divided`: on several ranks, which verify as many proposals each step; `in_shards`: which have requests of their own. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
+    """As the configuration asks; `no_trees`: why proposals are chains whatever was asked for; `is_divided`: on several ranks, which verify as many proposals each step; `in_shards`: which have requests of their own. Raises ConfigError for a model that can not take a token back, and
     what loading the draft raises."""
     asked, rule = config.speculative or "not asked", config.speculative_verify
-    for setting, value, allowed in (
-        ("speculative", config.speculative or "off", KINDS),
-        ("speculative_verify", rule, RULES),
-    ):
-        if value not in allowed:
-            raise ConfigError(f"{setting} is {value!r}", wanted=f"one of {', '.join(allowed)}")
     kind, why, is_tried = _kind(config, model, folder)
     if config.draft_model is not None and kind not in MODELS:
         remedy = "leave one of --draft-model and --speculative out"

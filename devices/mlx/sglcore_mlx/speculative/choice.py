@@ -88,14 +88,12 @@ def choose_speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculat
     """As the configuration asks. No model is read. Raises ConfigError for what this device does not have, by its name."""
     kind = config.speculative
     _check_rule(config.speculative_verify)
-    if kind not in (None, "auto", "off", *SERVED):
-        if kind in GAPS:
-            raise ConfigError(
-                f"speculative is {kind!r}, and {GAPS[kind]}",
-                wanted=f"one of {', '.join(SERVED)}, off",
-                remedy="--speculative ngram, or --device cpu",
-            )
-        raise ConfigError(f"speculative is {kind!r}", wanted=f"one of auto, off, {', '.join((*SERVED, *GAPS))}")
+    if kind is not None and kind in GAPS:
+        raise ConfigError(
+            f"speculative is {kind!r}, and {GAPS[kind]}",
+            wanted=f"one of {', '.join(SERVED)}, off",
+            remedy="--speculative ngram, or --device cpu",
+        )
     if config.draft_model is not None:
         raise ConfigError(
             f"a draft model is given, and {_NO_MODEL}", remedy="leave --draft-model out, or use --device cpu"
@@ -130,12 +128,9 @@ def check_model(speculation: Speculation | None, model: Described) -> None:
 
 
 def _check_rule(rule: str) -> None:
-    if rule == COUPLED:
-        return
     if rule in RULE_GAPS:
         raise ConfigError(
             f"speculative_verify is {rule!r}, and {RULE_GAPS[rule]}",
             wanted=COUPLED,
             remedy="leave --speculative-verify out, or use --device cpu",
         )
-    raise ConfigError(f"speculative_verify is {rule!r}", wanted=f"one of {', '.join((COUPLED, *RULE_GAPS))}")
