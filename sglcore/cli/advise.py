@@ -9,19 +9,19 @@ import typer
 
 
 def advise(
-    model: Annotated[Path, typer.Argument(help="A checkpoint folder; its config.json is enough.")],
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder; only its config.json is read.")],
     cluster: Annotated[
-        Path, typer.Option(help="A TOML file with the numbers of devices and links (docs/multi-node.md).")
+        Path, typer.Option(help="TOML file that describes the devices and links of the cluster (docs/multi-node.md).")
     ],
-    requests: Annotated[int, typer.Option(help="Requests that are open at any time.")] = 256,
-    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 2048,
-    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 512,
-    top: Annotated[int, typer.Option(help="Forms to show, the fastest first.")] = 6,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, of all forms.")] = False,
+    requests: Annotated[int, typer.Option(help="Number of concurrent requests.")] = 256,
+    input_len: Annotated[int, typer.Option(help="Prompt length in tokens.")] = 2048,
+    output_len: Annotated[int, typer.Option(help="Output length in tokens.")] = 512,
+    top: Annotated[int, typer.Option(help="Number of parallel layouts to show, fastest first.")] = 6,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all layouts as JSON.")] = False,
 ) -> None:
-    """Predict what each form of ranks would do with a load on a cluster that is described by a file, and name the fastest.
+    """Estimate the throughput of each parallel layout (tp, dp, ep) on a cluster, and print the command of the fastest.
 
-    Predictions are bounds by the numbers in the file. Nothing is started, and no device is asked.
+    The estimates are upper bounds computed from the cluster file. No model is loaded and no device is used.
     """
     from sglcore.cli.render import json_text
     from sglcore.engine.forms.advice import Load, advise_folder, text_of

@@ -31,26 +31,24 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(options)
-    app.command("generate", cls=Command, short_help="Complete a prompt on the terminal.")(
-        with_settings(generate, EngineConfig)
-    )
-    app.command("chat", cls=Command, short_help="Talk with a model, here or on a server.")(
+    app.command("generate", cls=Command, short_help="Complete a prompt.")(with_settings(generate, EngineConfig))
+    app.command("chat", cls=Command, short_help="Chat with a local model or a server.")(
         with_settings(chat, EngineConfig)
     )
-    app.command("serve", cls=Command, short_help="Serve a model over HTTP, with a page to chat.")(
+    app.command("serve", cls=Command, short_help="Serve a model over HTTP, with a chat page.")(
         with_settings(serve, EngineConfig, ServerConfig)
     )
     app.add_typer(make_bench(), name="bench")
-    app.command(cls=Command, short_help="What is installed, found and chosen.")(devices)
-    app.command("explain", cls=Command, short_help="Every decision of a start, and how to get another.")(
+    app.command(cls=Command, short_help="List the devices: installed, found, chosen.")(devices)
+    app.command("explain", cls=Command, short_help="Show every start-up decision and how to change it.")(
         with_settings(explain, EngineConfig)
     )
-    app.command(cls=Command, short_help="In which form a cluster would run a model fastest.")(advise)
-    app.command(cls=Command, short_help="Why something does not run here.")(doctor)
-    app.command(cls=Command, context_settings={"allow_extra_args": True}, short_help="Prove a device, law by law.")(
-        conform
-    )
-    app.command(cls=Command, short_help="Write a device package to begin with.")(new_device)
+    app.command(cls=Command, short_help="Estimate the fastest parallel layout for a cluster.")(advise)
+    app.command(cls=Command, short_help="Diagnose why something does not run here.")(doctor)
+    app.command(
+        cls=Command, context_settings={"allow_extra_args": True}, short_help="Run the conformance tests on a device."
+    )(conform)
+    app.command(cls=Command, short_help="Generate the skeleton of a device package.")(new_device)
     return app
 
 

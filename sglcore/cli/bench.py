@@ -24,59 +24,65 @@ if TYPE_CHECKING:
     from sglcore.bench.record import Record
     from sglcore.bench.workload import Job, Workload
 
-NumPrompts = Annotated[int, typer.Option(help="Requests in all.")]
-InputLen = Annotated[str, typer.Option(help="Tokens of each prompt: a number, or a span such as 32..256.")]
-OutputLen = Annotated[str, typer.Option(help="Tokens of each answer: a number, or a span.")]
-SharedPrefix = Annotated[int, typer.Option(help="Tokens with which every prompt begins, besides its own.")]
+NumPrompts = Annotated[int, typer.Option(help="Total number of requests.")]
+InputLen = Annotated[str, typer.Option(help="Prompt length in tokens: a number, or a range such as 32..256.")]
+OutputLen = Annotated[str, typer.Option(help="Output length in tokens: a number, or a range.")]
+SharedPrefix = Annotated[int, typer.Option(help="Number of tokens in a common prefix that is added to every prompt.")]
 Seed = Annotated[
     int,
-    typer.Option(help="Repeats prompts, lengths and arrivals; a server that runs finds those prompts in its cache."),
+    typer.Option(
+        help="Random seed of prompts, lengths and arrivals. With the same seed, a running server has the prompts in its cache."
+    ),
 ]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the figures and every request to this file.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw the load to this PNG file; needs matplotlib.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the results and every request to this file.")]
+Plot = Annotated[Path | None, typer.Option(help="Plot the results to this PNG file; needs matplotlib.")]
 Goodput = Annotated[
     list[str] | None,
-    typer.Option(help="A goal in milliseconds, such as ttft:200, tpot:50 or e2e:5000; may be given several times."),
+    typer.Option(help="Latency goal in milliseconds, such as ttft:200, tpot:50 or e2e:5000; may be repeated."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
+ApiKey = Annotated[str, typer.Option(help="API key of the server.", envvar="SGLCORE_API_KEY", show_envvar=True)]
+VocabSize = Annotated[
+    int | None, typer.Option(help="Vocabulary size; prompts use token ids below it. Default: read from /server_info.")
+]
+RequestRate = Annotated[str, typer.Option(help="Requests per second (Poisson arrivals); inf sends all at once.")]
+MaxConcurrency = Annotated[
+    int | None, typer.Option(help="Maximum number of requests in flight; the client holds back the rest.")
+]
+LongPrompts = Annotated[
+    int, typer.Option(help="Number of extra long prompts, to measure how much they delay the tokens of other requests.")
+]
 
 
 def serve(
-    url: Annotated[str, typer.Option(help="The server, such as http://127.0.0.1:8000.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str, typer.Option(help="The server's key.", envvar="SGLCORE_API_KEY", show_envvar=True)] = "",
-    model_name: Annotated[str | None, typer.Option(help="As the server names it; left out, its first.")] = None,
-    vocab_size: Annotated[
-        int | None, typer.Option(help="Prompts are of token ids below this; left out, /server_info is asked.")
-    ] = None,
+    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
+    api_key: ApiKey = "",
+    model_name: Annotated[str | None, typer.Option(help="Model name on the server; default: the first one.")] = None,
+    vocab_size: VocabSize = None,
     num_prompts: NumPrompts = 100,
-    request_rate: Annotated[
-        str, typer.Option(help="Requests per second, arriving at random (Poisson); inf: all at once.")
-    ] = "inf",
-    max_concurrency: Annotated[int | None, typer.Option(help="Requests in flight at most; others wait here.")] = None,
+    request_rate: RequestRate = "inf",
+    max_concurrency: MaxConcurrency = None,
     random_input_len: InputLen = "32..128",
     random_output_len: OutputLen = "32..64",
     shared_prefix: SharedPrefix = 0,
     seed: Seed = 0,
     temperature: Temperature = 0.0,
-    long_prompts: Annotated[
-        int,
-        typer.Option(help="Long prompts beside the requests, to see how much longer those wait for their next token."),
-    ] = 0,
-    long_tokens: Annotated[int, typer.Option(help="Tokens of each long prompt.")] = 8192,
-    long_every: Annotated[float, typer.Option(help="Seconds before each long prompt.")] = 5.0,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 600.0,
+    long_prompts: LongPrompts = 0,
+    long_tokens: Annotated[int, typer.Option(help="Length of each long prompt in tokens.")] = 8192,
+    long_every: Annotated[float, typer.Option(help="Seconds between long prompts.")] = 5.0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request counts as failed.")] = 600.0,
     goodput: Goodput = None,
     json_file: Json = None,
     plot: Plot = None,
     quiet: Quiet = False,
 ) -> None:
-    """Offer a load to a running server, by streaming /v1/completions.
+    """Benchmark a running server with streaming requests to /v1/completions.
 
-    With a finite --request-rate the load is open: requests arrive at times of their own, whether or not the server keeps
-    up, and latency counts from the time a request was due. A wait in this client, or for --max-concurrency, is part of
-    it; counting from the sending would hide exactly the waits that a slow server causes. "lag" says how late requests
-    were sent. With inf there are no such times, and latency counts from the sending.
+    With a finite --request-rate, requests arrive at random times, whether or not the server keeps up. Latency is measured
+    from the time at which a request was due, so it includes waiting in this client and for --max-concurrency: otherwise a
+    slow server would hide the waits that it causes. "lag" is how late requests were sent. With --request-rate inf,
+    latency is measured from the time of sending.
     """
     from sglcore.bench import workload
     from sglcore.bench.address import address, served_model
@@ -119,7 +125,7 @@ def offline(
     verbose: options.Verbose = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Measure the engine alone, in this process, on the load that `bench serve` would offer all at once."""
+    """Benchmark the engine without a server, in this process, with the load of `bench serve --request-rate inf`."""
     from sglcore.bench import workload
     from sglcore.bench.figures import goals_of
     from sglcore.bench.offline import run_offline
@@ -142,13 +148,15 @@ def offline(
 def make_bench() -> typer.Typer:
     """The commands below `sglcore bench`."""
     app = typer.Typer(
-        help="Measure a server, the engine alone, or what links ranks.", no_args_is_help=True, rich_markup_mode=None
+        help="Benchmark a server, the engine alone, or the links between ranks.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
     )
-    app.command(cls=Command, short_help="Offer a load to a running server.")(serve)
-    app.command("offline", cls=Command, short_help="The same load on the engine alone, in this process.")(
+    app.command(cls=Command, short_help="Benchmark a running server.")(serve)
+    app.command("offline", cls=Command, short_help="Benchmark the engine without a server, in this process.")(
         with_settings(offline, EngineConfig)
     )
-    app.command("links", cls=Command, short_help="Time collectives of ranks on this machine.")(
+    app.command("links", cls=Command, short_help="Benchmark collectives between ranks on this machine.")(
         with_settings(links, EngineConfig)
     )
     return app

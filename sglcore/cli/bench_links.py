@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def links(
-    smallest: Annotated[int, typer.Option(help="Bytes of the smallest tensor on each rank.")] = 1 << 10,
-    largest: Annotated[
-        int, typer.Option(help="Bytes of the largest; from one to the next there are four times as many.")
-    ] = 1 << 26,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    smallest: Annotated[int, typer.Option(help="Size of the smallest tensor per rank, in bytes.")] = 1 << 10,
+    largest: Annotated[int, typer.Option(help="Size of the largest tensor in bytes; sizes grow by a factor of 4.")] = 1
+    << 26,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Time sums and exchanges among the ranks that --tp N would make on this machine, and fit a start-up time and a rate to
-    them, as a cluster's file for `sglcore advise` wants them. No model is loaded.
+    """Benchmark all-reduce and all-to-all between the ranks of --tp N on this machine, without a model.
+
+    Prints latency and bandwidth fitted to the results, in the units of the cluster file of `sglcore advise`.
     """
     from sglcore.engine.ranks.links import measure_links
 

@@ -33,23 +33,30 @@ Ctrl-C stops an answer; what came of it stays in the conversation."""
 
 def chat(
     model: options.ModelArgument = None,
-    url: Annotated[str | None, typer.Option(help="Talk to this server instead, such as http://127.0.0.1:8000.")] = None,
-    api_key: Annotated[str, typer.Option(help="The server's key.", envvar="SGLCORE_API_KEY", show_envvar=True)] = "",
-    model_name: Annotated[str | None, typer.Option(help="As the server names it; left out, its first.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Chat with this server instead, such as http://127.0.0.1:8000.")
+    ] = None,
+    api_key: Annotated[
+        str, typer.Option(help="API key of the server.", envvar="SGLCORE_API_KEY", show_envvar=True)
+    ] = "",
+    model_name: Annotated[str | None, typer.Option(help="Model name on the server; default: the first one.")] = None,
     system: Annotated[str, typer.Option(help="The system prompt.")] = "",
     max_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of an answer at most; left out, what the context holds.")
+        int | None, typer.Option(help="Maximum number of output tokens; default: what the context length allows.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; left out, the checkpoint's own, or 1.")
+        float | None, typer.Option(help="Sampling temperature, 0 is greedy; default: the checkpoint's, or 1.")
     ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes every answer repeatable.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the answers.")] = False,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the most likely tokens whose probabilities add up to this (nucleus sampling)."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed; makes every answer reproducible.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the answers.")] = False,
     verbose: options.Verbose = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Talk with a model. Each line is a message; /help lists what else there is."""
+    """Chat with a model. Each line is a message; /help lists the commands."""
     given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     fields = {name: value for name, value in given.items() if value is not None}
     here = engine_settings(settings)

@@ -21,24 +21,32 @@ from sglcore.device.selection import find_installed
 def conform(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help='The device, or "reference" for the kit\'s own.')] = "",
-    level: Annotated[str, typer.Option(help="Run the laws up to this level: C0 to C4.")] = "C4",
-    law: Annotated[list[str] | None, typer.Option(help="Run this law only; may be given several times.")] = None,
+    level: Annotated[str, typer.Option(help="Run the conformance tests up to this level, C0 to C4.")] = "C4",
+    law: Annotated[
+        list[str] | None, typer.Option(help="Run only this conformance test (law); may be repeated.")
+    ] = None,
     setting: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of every engine, such as dtype=bfloat16.")
+        list[str] | None, typer.Option("--set", help="Engine setting, such as dtype=bfloat16; may be repeated.")
     ] = None,
     mutants: Annotated[
-        bool, typer.Option("--mutants", help="Run each law on the broken devices it must catch.")
+        bool, typer.Option("--mutants", help="Check that each test fails on the seeded bugs (mutants) it must catch.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     result: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
-    hardware: Annotated[str, typer.Option(help='What the device is; "simulated" where it is none.')] = "",
-    record: Annotated[Path | None, typer.Option(help="Write the steps of a run on this device to a file.")] = None,
-    replay: Annotated[Path | None, typer.Option(help="Feed recorded steps to this device and compare.")] = None,
-    table: Annotated[Path | None, typer.Option(help="Print the support table of the results in this folder.")] = None,
-    into: Annotated[Path | None, typer.Option(help="Write that table between its marks in this document.")] = None,
-    plugin: Annotated[list[str] | None, typer.Option("-p", "--plugin", help="A pytest plugin to load.")] = None,
+    hardware: Annotated[str, typer.Option(help='Description of the hardware; "simulated" if there is none.')] = "",
+    record: Annotated[Path | None, typer.Option(help="Record the steps of a run on this device to a file.")] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="Replay recorded steps on this device and compare the results.")
+    ] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="Print the support table for the result files in this folder.")
+    ] = None,
+    into: Annotated[Path | None, typer.Option(help="Write the table between its markers in this document.")] = None,
+    plugin: Annotated[
+        list[str] | None, typer.Option("-p", "--plugin", help="pytest plugin to load; may be repeated.")
+    ] = None,
 ) -> None:
-    """Prove a device: laws by level, each against the reference. Words after -- go to pytest."""
+    """Run the conformance tests (laws) on a device and compare it with the reference. Arguments after -- go to pytest."""
     if table is not None:
         _show_table(table, into)
         return

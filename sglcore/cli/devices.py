@@ -33,11 +33,11 @@ class Survey:
 
 
 def devices(
-    name: str = typer.Argument("", help="Show this device only."),
+    name: str = typer.Argument("", help="Show only this device."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
-    bring_up: bool = typer.Option(False, "--bring-up", help="Print the order in which the device NAME starts."),
+    bring_up: bool = typer.Option(False, "--bring-up", help="Print the start-up steps of the device NAME."),
 ) -> None:
-    """List the device packages, what they find on this machine, and which one would run."""
+    """List the device packages, what they detect on this machine, and which one would be used."""
     from sglcore.cli import render
 
     found = discover()

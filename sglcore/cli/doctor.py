@@ -89,7 +89,7 @@ Examination = Callable[[], Iterable[Check]]
 
 
 def doctor(as_json: bool = False) -> None:
-    """Check this machine and say what to do about each finding."""
+    """Check this machine and print a remedy for each problem."""
     sys.exit(main(("--json",) if as_json else ()))
 
 

@@ -14,13 +14,13 @@ from sglcore.device.settings import settings_of
 
 def explain(
     topic: Annotated[
-        str | None, typer.Argument(help="One topic, such as attention, or a model; left out, all topics.")
+        str | None, typer.Argument(help="Topic, such as attention, or a model; default: all topics.")
     ] = None,
     model: Annotated[str | None, typer.Option(help=settings_of(EngineConfig)["model"].help)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Start as `generate` would, then say what was asked for, what was chosen, why, and how to get something else."""
+    """Load the model, then print each start-up decision: requested, chosen, reason, and how to change it."""
     from sglcore.cli.banner import ledger_table
     from sglcore.cli.render import json_text
     from sglcore.device.errors import ConfigError

@@ -23,24 +23,27 @@ if TYPE_CHECKING:
 def generate(
     model: options.ModelArgument = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help='The text to complete; "-", or left out, reads standard input.')
+        str | None, typer.Option("--prompt", "-p", help='Text to complete; "-" or no prompt reads standard input.')
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens this likely relative to the best.")] = 0.0,
-    seed: Annotated[
-        int | None, typer.Option(help="Makes sampling repeatable; left out, a fresh one is reported.")
-    ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the text.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a chat message of the user.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of output tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 is off.")] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Sample from the most likely tokens whose probabilities add up to this (nucleus sampling)."),
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens whose probability is below this fraction of the most likely one's.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Random seed; default: a new one, which is printed.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-sequence token.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the generated text.")] = False,
     verbose: options.Verbose = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Complete a prompt and print the text as it comes; the banner and the figures go to the error stream."""
+    """Complete a prompt and stream the text; banner and statistics go to standard error."""
     params = _params(
         max_tokens=max_tokens,
         temperature=temperature,

@@ -9,8 +9,8 @@ import typer
 
 
 def new_device(
-    name: Annotated[str, typer.Argument(help="What --device will call it: a lower-case word.")],
-    path: Annotated[Path | None, typer.Option(help="Where to write the package; left out, ./NAME.")] = None,
+    name: Annotated[str, typer.Argument(help="Name of the device for --device, in lower case.")],
+    path: Annotated[Path | None, typer.Option(help="Folder to write the package to; default: ./NAME.")] = None,
     module: Annotated[
         str | None,
         typer.Option(
@@ -21,7 +21,7 @@ def new_device(
         ),
     ] = None,
 ) -> None:
-    """Write a device package to begin with."""
+    """Generate the skeleton of a device package."""
     from sglcore.conformance.new_device import next_steps, write_package
 
     folder = path if path is not None else Path(name)

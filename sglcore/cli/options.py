@@ -10,4 +10,4 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.settings import settings_of
 
 ModelArgument = Annotated[str | None, typer.Argument(help=settings_of(EngineConfig)["model"].help)]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print every decision of the start, and why.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print every start-up decision and its reason.")]

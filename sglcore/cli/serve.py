@@ -36,15 +36,15 @@ LAST_WORDS = 10.0
 def serve(
     model: options.ModelArgument = None,
     model_path: Annotated[
-        str | None, typer.Option(*flag_names("model"), help="The same, as a flag. [SGLCORE_MODEL]")
+        str | None, typer.Option(*flag_names("model"), help="MODEL as a flag. [SGLCORE_MODEL]")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the address and nothing else.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the address.")] = False,
     verbose: options.Verbose = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Serve a model over HTTP by the protocols of OpenAI and Anthropic, with a page at /.
+    """Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, and a chat page at /.
 
-    Every flag is also a variable, whose name stands in brackets; a flag wins.
+    Each flag can be set by the environment variable in brackets; the flag takes precedence.
     """
     given = settings or {}
     if model is not None and model_path is not None and model != model_path:

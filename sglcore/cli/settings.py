@@ -26,7 +26,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.device.settings import Setting, settings_of
 
-OTHERS = "As other engines say it"
+OTHERS = "Flags of other engines"
 PARTS: Mapping[type, str] = MappingProxyType({EngineConfig: "Engine", ServerConfig: "Server"})
 """Under what help lists a record's flags."""
 
@@ -40,7 +40,7 @@ _NODES, _CONFIG = (flag.removeprefix("--").replace("-", "_") for flag in (NODES_
 _OTHERS: Mapping[str, Any] = MappingProxyType(
     {
         _NODES: Annotated[
-            int | None, typer.Option(NODES_FLAG, help="--draft-tokens, and one more.", rich_help_panel=OTHERS)
+            int | None, typer.Option(NODES_FLAG, help="Number of draft tokens plus one.", rich_help_panel=OTHERS)
         ],
         _CONFIG: Annotated[
             str | None,
@@ -50,7 +50,9 @@ _OTHERS: Mapping[str, Any] = MappingProxyType(
                 rich_help_panel=OTHERS,
             ),
         ],
-        "always": Annotated[bool | None, typer.Option(*ALWAYS, help="What is so in any case.", rich_help_panel=OTHERS)],
+        "always": Annotated[
+            bool | None, typer.Option(*ALWAYS, help="Accepted without effect: always on.", rich_help_panel=OTHERS)
+        ],
     }
 )
 """Flags of other engines that say what several of ours do, or say it otherwise."""

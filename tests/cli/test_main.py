@@ -87,7 +87,7 @@ def test_help_fits_eighty_columns_and_breaks_no_flag(
     assert main((*command, "-h")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80 and not [line for line in lines if line.endswith("-")]
-    assert "Engine:" in lines and "As other engines say it:" in lines
+    assert "Engine:" in lines and "Flags of other engines:" in lines
     assert main(command[:1] if len(command) > 1 else ()) == 2
     assert capsys.readouterr().err.startswith("Usage: sglcore")
 

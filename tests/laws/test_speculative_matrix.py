@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from sglcore.conformance.matcher import HashedMatcher
+from sglcore.device.config import EngineConfig
+from sglcore.device.settings import choices_of
 from sglcore.runtime.speculative.choice import IN_TREES, MODELS, WITHOUT_MODEL
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.request import Request
