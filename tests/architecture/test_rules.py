@@ -72,7 +72,7 @@ MUTANTS: tuple[tuple[Rule, str, str], ...] = (
     (rules.monkey_patches, "sglcore/x.py", "from a import B\ndel B.c"),
     (rules.budgets, "sglcore/x.py", LONG_FUNCTION),
     (rules.budgets, "sglcore/x.py", NEARLY_LONG),
-    (rules.budgets, "devices/one/sglcore_one/x.py", "pass\n" * 401),
+    (rules.budgets, "devices/one/sglcore_one/x.py", "pass\n" * 351),
     (rules.undocumented, "sglcore/x.py", "x = 1"),
     (rules.undocumented, "sglcore/x.py", '"""Doc."""\ndef f(): ...'),
     (rules.undocumented, "sglcore/x.py", '"""Doc."""\nclass A:\n    """Doc."""\n    def f(self): ...'),
@@ -101,7 +101,8 @@ HARMLESS: tuple[tuple[Rule, str, str], ...] = (
     (rules.guessed_attributes, "sglcore/x.py", "def f(x):\n    return hasattr(x, 'y')  # foreign: tokenizers"),
     (rules.monkey_patches, "sglcore/x.py", "import time\ndef f(time):\n    time.now = 1"),
     (rules.monkey_patches, "sglcore/x.py", "import a\na.flag = 1  # foreign: the library's own switch"),
-    (rules.budgets, "sglcore/x.py", "def work():\n" + "    pass\n" * 28),
+    (rules.budgets, "sglcore/x.py", "def work():\n" + "    pass\n" * 18),
+    (rules.budgets, "sglcore/x.py", "def work():\n" + '    """Doc.' + "\n" * 400 + '"""\n' + "    # Why.\n" * 400),
     (
         rules.undocumented,
         "sglcore/x.py",
