@@ -21,7 +21,7 @@ from results import machine, write_results
 
 from sglcore import LLM, SamplingParams
 from sglcore.engine.outputs import RequestOutput
-from tools.demo_text import document, long_document
+from tools.demo.text import document, long_document
 
 KINDS = ("ngram", "eagle3", "mtp", "dflash")
 DRAFTS, WRITTEN, SEED = 4, 96, 1001

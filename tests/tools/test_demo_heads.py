@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sglcore import LLM
 from tests.drafts import DFlashLayer
-from tools.demo_acceptance import (
+from tools.demo.acceptance import (
     BLOCK_DRAFTS,
     DRAFTS,
     RECORD,
@@ -30,9 +30,9 @@ from tools.demo_acceptance import (
     walks,
     written,
 )
-from tools.demo_dflash import FOLDER as DFLASH
-from tools.demo_dflash import READ_LAYERS, SIZE, DFlash, load_dflash
-from tools.demo_heads import (
+from tools.demo.dflash import FOLDER as DFLASH
+from tools.demo.dflash import READ_LAYERS, SIZE, DFlash, load_dflash
+from tools.demo.heads import (
     AUX_LAYERS,
     DRAFT,
     Eagle3,
@@ -46,8 +46,8 @@ from tools.demo_heads import (
     unroll,
     unrolled_attention,
 )
-from tools.demo_layers import FOLDER as LAYERS
-from tools.demo_layers import NextTokenLayers, load_layers
+from tools.demo.layers import FOLDER as LAYERS
+from tools.demo.layers import NextTokenLayers, load_layers
 
 FOLDER = Path(__file__).resolve().parents[2] / "sglcore" / "assets" / "demo"
 PROMPTS = 4

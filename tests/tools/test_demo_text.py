@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jinja2 import Environment
 from tokenizers import Tokenizer
 
-from tools.demo_text import CATEGORIES, arithmetic, chat, document, facts, functions, long_document, records, stories
-from tools.demo_text.words import TOYS
+from tools.demo.text import CATEGORIES, arithmetic, chat, document, facts, functions, long_document, records, stories
+from tools.demo.text.words import TOYS
 
 FOLDER = Path(__file__).resolve().parents[2] / "sglcore" / "assets" / "demo"
 SEED = 20240

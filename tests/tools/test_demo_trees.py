@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from sglcore import LLM
 from sglcore.runtime.speculative import beams, tree
 from tests.planted import planted
-from tools.demo_acceptance import asked, held_out
+from tools.demo.acceptance import asked, held_out
 
 FOLDER = Path(__file__).resolve().parents[2] / "sglcore" / "assets" / "demo"
 PROMPTS, WRITTEN, DEPTH = 12, 48, 4

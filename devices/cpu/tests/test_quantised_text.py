@@ -17,7 +17,7 @@ from tests.models.steps import Steps, load
 from tests.models.test_causal_models import prompt
 
 DOCUMENTS = Path(__file__).with_name("held_out_documents.json")
-"""Eight of each kind that the model was taught, from seeds that it was not: `tools/demo_text`, split "test"."""
+"""Eight of each kind that the model was taught, from seeds that it was not: `tools/demo/text`, split "test"."""
 
 
 def perplexity(**settings: Any) -> float:

@@ -1,4 +1,4 @@
-"""Train a draft head of the demo model and ship it beside it: python -m tools.train_demo_heads mtp --minutes 10; eagle3, dflash, mtp-layers.
+"""Train a draft head of the demo model and ship it beside it: python -m tools.demo.train_heads mtp --minutes 10; eagle3, dflash, mtp-layers.
 
 A head learns the target's softmax, unrolled over the depths that drafting uses or in blocks behind random tokens, on the generated text and on what the
 target itself writes, greedily and at temperature 1. The learning rate follows the processor's clock.
@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sglcore import LLM
-from tools.demo_acceptance import TEMPERATURES, Text, asked, encoded, held_out, record, tau, walks, written
-from tools.demo_dflash import MASK, SIZE, DFlash, load_dflash, save_dflash
-from tools.demo_heads import (
+from tools.demo.acceptance import TEMPERATURES, Text, asked, encoded, held_out, record, tau, walks, written
+from tools.demo.dflash import MASK, SIZE, DFlash, load_dflash, save_dflash
+from tools.demo.heads import (
     Eagle3,
     Head,
     NextToken,
@@ -32,11 +32,11 @@ from tools.demo_heads import (
     save_eagle3,
     save_next_token,
 )
-from tools.demo_layers import FOLDER as LAYERS
-from tools.demo_layers import NextTokenLayers, load_layers, save_layers
-from tools.demo_model import Decoder, DemoConfig
-from tools.demo_text import document, long_document
-from tools.train_demo_model import IGNORED, OUTPUT, Packer, Progress, learning_rate, make_optimizers
+from tools.demo.layers import FOLDER as LAYERS
+from tools.demo.layers import NextTokenLayers, load_layers, save_layers
+from tools.demo.model import Decoder, DemoConfig
+from tools.demo.text import document, long_document
+from tools.demo.train_model import IGNORED, OUTPUT, Packer, Progress, learning_rate, make_optimizers
 
 DEPTHS = 4
 DEPTH_WEIGHT = 0.8

@@ -17,9 +17,9 @@ from torch import Tensor
 from sglcore import LLM, SamplingParams
 from sglcore.sampling.noise import fixed_scale, seed_words
 from sglcore.sampling.race import RaceTables, draw_race, gaps_below_best, make_race_tables, row_keys
-from tools.demo_heads import Head, read
-from tools.demo_model import Decoder
-from tools.demo_text import document
+from tools.demo.heads import Head, read
+from tools.demo.model import Decoder
+from tools.demo.text import document
 
 RECORD = "acceptance.json"
 DRAFTS = 4

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tools.demo_text import documents, long_document
-from tools.demo_text.chat import BOS, END, PAD, ROLE_TOKENS
+from tools.demo.text import documents, long_document
+from tools.demo.text.chat import BOS, END, PAD, ROLE_TOKENS
 
 SPECIAL = (PAD, BOS, END, *ROLE_TOKENS)
 VOCAB_SIZE = 4096

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tools.demo_heads import Head, delayed, published
-from tools.demo_model import Decoder, DemoConfig, Layer, RMSNorm, rotate, save_weights
+from tools.demo.heads import Head, delayed, published
+from tools.demo.model import Decoder, DemoConfig, Layer, RMSNorm, rotate, save_weights
 
 FOLDER = "dflash"
 """The folder of the head, in the model's: that of its kind."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tools.demo_model import MLP, Decoder, DemoConfig, DemoModel, RMSNorm, rotate, save_weights
+from tools.demo.model import MLP, Decoder, DemoConfig, DemoModel, RMSNorm, rotate, save_weights
 
 AUX_LAYERS = (1, 3, 5)
 """The layers whose input EAGLE-3 reads; published files name the layers whose output it is, 0, 2 and 4."""

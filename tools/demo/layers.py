@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tools.demo_heads import Head, NextToken, delayed, published
-from tools.demo_model import Decoder, DemoConfig, save_weights
+from tools.demo.heads import Head, NextToken, delayed, published
+from tools.demo.model import Decoder, DemoConfig, save_weights
 
 FOLDER = "mtp-layers"
 """The folder of the head, in the model's."""

@@ -1,4 +1,4 @@
-"""Train the demo model that sglcore ships, from nothing but this repository: python -m tools.train_demo_model --minutes 40.
+"""Train the demo model that sglcore ships, from nothing but this repository: python -m tools.demo.train_model --minutes 40.
 
 Writes the folder of a Llama-architecture model that transformers can load. The learning rate follows the clock, so that
 a run ends well whatever the speed of the machine; --resume continues from the last checkpoint. On a machine that is
@@ -21,12 +21,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tools.demo_model import DemoConfig, DemoModel, save_model
-from tools.demo_text import long_document
-from tools.demo_text.corpus import document
-from tools.demo_tokenizer import make_tokenizer, save_tokenizer
+from tools.demo.model import DemoConfig, DemoModel, save_model
+from tools.demo.text import long_document
+from tools.demo.text.corpus import document
+from tools.demo.tokenizer import make_tokenizer, save_tokenizer
 
-OUTPUT = Path(__file__).resolve().parents[1] / "sglcore" / "assets" / "demo"
+OUTPUT = Path(__file__).resolve().parents[2] / "sglcore" / "assets" / "demo"
 IGNORED = -100
 WARM_UP = 0.02
 FLOOR = 0.01

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tools.demo_text import CATEGORIES, arithmetic, chat, facts, functions, records
-from tools.demo_text.corpus import document
+from tools.demo.text import CATEGORIES, arithmetic, chat, facts, functions, records
+from tools.demo.text.corpus import document
 
-FOLDER = Path(__file__).resolve().parents[1] / "sglcore" / "assets" / "demo"
+FOLDER = Path(__file__).resolve().parents[2] / "sglcore" / "assets" / "demo"
 SEED = 1001
 BATCH = 50
 
