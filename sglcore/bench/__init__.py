@@ -1,1 +1,1 @@
-"""Load for a server or an engine, and what came of it: workload, client, figures, plot. It knows no device."""
+"""Load generator and statistics of `sglcore bench`: workload, client, figures, plot."""

@@ -1,1 +1,2 @@
-"""What a checkpoint says, as host data: no tensor library, so that every device may read it."""
+"""What a checkpoint says: configuration, quantization, GGUF and safetensors headers. Host data
+only, no tensor library."""

@@ -1,4 +1,5 @@
-"""The kit that a device's maker runs: laws by level, each with the broken devices that it must catch, gaps as data.
+"""The conformance kit for device packages: laws by level, the mutants that each law must catch, and
+known gaps as data.
 
 Begin with `law.py` (what a law is), then `catalogue.py` (all of them). The kit drives any `ModelWorker`; laws that look
 inside a torch device say so in what they need. pytest is needed by `plugin.py` and `suite.py` only.

@@ -1,1 +1,1 @@
-"""The engine: text in, text out, over the scheduler and a worker."""
+"""The engine: text in, text out, on top of the scheduler and a worker."""

@@ -1,1 +1,1 @@
-"""The parts models are made of."""
+"""The layers that models are made of."""

@@ -1,1 +1,2 @@
-"""One file for each architecture, in the published checkpoint's own names, and what reads their checkpoints."""
+"""Architectures, one file each, with the parameter names of the published checkpoints; weight
+loading; draft models; models that run by transformers' classes."""

@@ -1,1 +1,1 @@
-"""The device-neutral torch runtime: batches on the device, buffers, contexts, attention, model runners, workers."""
+"""The torch runtime, for any device: forward batches, buffers, model runner, worker."""

@@ -1,4 +1,5 @@
-"""Sampling: parameters, penalties, masks, and the integer sampler that draws the same token on every device.
+"""Sampling: parameters, penalties, masks, and the sampler that draws the same token on every
+device.
 
 `params`, `noise`, `reference` and `batch` are host code; the other files are their torch twins. This module loads neither.
 """

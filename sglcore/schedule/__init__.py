@@ -1,4 +1,5 @@
-"""Who runs next: requests, scheduler, pages, prefix cache, overlap. Host data only; it knows neither text nor devices.
+"""The scheduler: requests, pages, prefix cache, preemption, overlap. Host data only; it knows
+neither text nor devices.
 
 Read `loop.py` first, then `scheduler.py`. Nothing here is thread-safe: one thread owns a loop and its scheduler.
 """

@@ -1,1 +1,2 @@
-"""The host half of a step, which workers of every tensor library share: numpy arrays in and out, no tensors."""
+"""The host half of a step, shared by workers of every tensor library: numpy arrays in and out, no
+tensors."""

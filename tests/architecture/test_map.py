@@ -1,4 +1,4 @@
-"""docs/map.md names every file of the core, and no file that is not there."""
+"""docs/map.md has a row for each folder of the core, and follows a token through files that there are."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import re
 from pathlib import Path
 
 from sglcore.models.registry import ARCHITECTURES
+from tools.write_map import table, written
 
 ROOT = Path(__file__).resolve().parents[2]
 MAP = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
 
 
-def named_files(text: str) -> set[str]:
-    """Every `something.py` in the text, without its folders."""
-    return {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", text)}
+def test_the_table_of_folders_is_that_of_the_tree() -> None:
+    assert written(MAP, table()) == MAP, "python -m tools.write_map"
 
 
-def core_files() -> set[str]:
-    return {file.name for file in (ROOT / "sglcore").rglob("*.py") if not file.name.startswith("__")}
-
-
-def test_every_file_of_the_core_is_on_the_map() -> None:
-    assert core_files() - named_files(MAP) == set()
-
-
-def test_the_map_names_no_file_that_is_not_there() -> None:
-    tools = {file.name for folder in ("tools", "devices", "ci", "simulator") for file in (ROOT / folder).rglob("*.py")}
-    assert named_files(MAP) - core_files() - tools == set()
+def test_each_folder_says_in_a_sentence_or_two_what_it_is(tmp_path: Path) -> None:
+    rows = [row.strip("| ").split(" | ") for row in table().splitlines()[2:]]
+    assert len(rows) > 30 and all(len(row) == 3 and 10 < len(row[2]) < 200 for row in rows)
+    (tmp_path / "sglcore" / "new").mkdir(parents=True)
+    for folder, text in (("", "The core."), ("new", "A new folder.")):
+        (tmp_path / "sglcore" / folder / "__init__.py").write_text(f'"""{text}"""')
+    (tmp_path / "sglcore" / "new" / "x.py").write_text("")
+    assert table(tmp_path).splitlines()[2:] == ["| `sglcore/new/` | 1 | A new folder. |"]
 
 
 def test_every_architecture_with_a_language_model_is_in_the_table_of_models() -> None:

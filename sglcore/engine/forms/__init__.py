@@ -1,1 +1,1 @@
-"""Forms in which ranks may hold a model, and what each would cost: numbers in, numbers out."""
+"""Parallel layouts (tp, dp, ep) of a model on a cluster and their estimated cost: `sglcore advise`."""

@@ -1,1 +1,2 @@
-"""Prompts on one engine, decoding on another: the pages of a prompt's KV cache go from the first to the second."""
+"""Prefill/decode disaggregation: one engine prefills, another decodes, and the KV pages of the
+prompt are sent between them."""

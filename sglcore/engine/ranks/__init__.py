@@ -1,1 +1,2 @@
-"""Several processes behind one worker: each has a part of the model."""
+"""Several processes behind one worker, each with a part of the model: start, launch on hosts or by
+Ray, watch, messages."""

@@ -1,1 +1,1 @@
-"""Layers of which each rank has a part."""
+"""Tensor-parallel layers: each rank holds a part."""

@@ -1,1 +1,1 @@
-"""The formats in which checkpoints store quantised weights: which tensors a layer has, and what they mean."""
+"""Formats of quantized weights in checkpoints: the tensors of a layer and their meaning."""

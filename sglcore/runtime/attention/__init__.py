@@ -1,1 +1,1 @@
-"""The attention contract, its selection, and the reference backend."""
+"""The attention contract, the choice of a backend, and the reference backend."""

@@ -1,1 +1,1 @@
-"""Graphs of every stream device: the policies (which sizes, what is padded) and the mechanisms over one stream capture."""
+"""Captured graphs: which sizes are captured and what is padded, and capture and replay on a stream."""

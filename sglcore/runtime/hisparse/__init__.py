@@ -1,1 +1,2 @@
-"""Rows of which attention reads few lie in host memory: what the device keeps of them, and how it gets the others."""
+"""KV cache of sparse attention in host memory: what stays on the device, and how the rest is
+loaded."""

@@ -1,1 +1,2 @@
-"""The kernel table and its reference semantics."""
+"""The kernel table: every operation with its formula, its reference, and the choice of an
+implementation."""

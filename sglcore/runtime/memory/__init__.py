@@ -1,1 +1,1 @@
-"""Device pools: the page table and the KV cells."""
+"""Device memory: pools of the KV cache and of recurrent states, page tables, sizes."""

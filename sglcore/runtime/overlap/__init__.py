@@ -1,1 +1,1 @@
-"""Two batches at once: a batch as two halves that take turns, and prompts by slices of layers beside decode steps."""
+"""Two batches at once: two-batch overlap (micro-batches), and layered prefill next to decode."""

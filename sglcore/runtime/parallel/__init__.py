@@ -1,1 +1,1 @@
-"""What ranks exchange."""
+"""Collectives between ranks: all-reduce, all-to-all of experts, and their dispatchers."""

@@ -1,1 +1,1 @@
-"""Speculative decoding: a drafter proposes tokens, the model verifies them in one forward, the text stays the same."""
+"""Speculative decoding: drafters, verification, acceptance rules, draft trees."""

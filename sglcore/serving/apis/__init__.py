@@ -1,1 +1,1 @@
-"""The room of protocols: bodies to requests, what comes of them to events. Each folder is one protocol."""
+"""The protocols, one folder each: from request bodies to runs, and from events to answers."""

@@ -1,1 +1,1 @@
-"""The room of chats: messages to a prompt, and a model's text to content, reasoning and calls."""
+"""Chat: from messages to a prompt, and from a model's text to content, reasoning and tool calls."""

@@ -1,1 +1,1 @@
-"""The room of HTTP: connections, the application, and how every answer is sent. It may import all other rooms."""
+"""HTTP: connections, the application, streams, errors. May import all other folders of the server."""

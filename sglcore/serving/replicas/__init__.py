@@ -1,1 +1,2 @@
-"""The room of engines: processes, what crosses to them and back, and the frontend over them all."""
+"""Engine processes: starting and supervising them, messages to and from them, routing, and the
+frontend."""

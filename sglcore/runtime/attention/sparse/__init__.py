@@ -1,1 +1,1 @@
-"""Attention over latent, chosen and compressed rows: the layers' side, the plans and the backends."""
+"""Sparse attention over latent, selected and compressed entries: layers, plans, backends."""

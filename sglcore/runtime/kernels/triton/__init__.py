@@ -1,4 +1,5 @@
-"""The kernel table in Triton, for any device that Triton compiles for; what differs between devices is `Tuning`, data.
+"""Kernels in Triton, for any device that Triton compiles for. What differs between devices is data
+(`Tuning`).
 
 Needs the library `triton`, which nothing else in the core imports. Under `TRITON_INTERPRET=1`, set before this package
 is imported, the same kernels run on the host.

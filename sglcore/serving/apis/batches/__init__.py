@@ -1,1 +1,1 @@
-"""OpenAI's files and batches, in a folder of this machine."""
+"""OpenAI's Files and Batch APIs, stored in a folder of this machine."""

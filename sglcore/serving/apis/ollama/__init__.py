@@ -1,1 +1,1 @@
-"""Ollama's protocol: its paths below /api, its streams of lines, its errors."""
+"""Ollama's API below /api."""

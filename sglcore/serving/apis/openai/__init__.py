@@ -1,1 +1,1 @@
-"""OpenAI's completions, chats, embeddings and models."""
+"""OpenAI's Completions, Chat Completions, Embeddings and Models APIs."""

@@ -1,1 +1,1 @@
-"""Endpoints that other servers have of their own, over the same runs: llama-server's and SGLang's."""
+"""Endpoints of llama-server and of SGLang."""

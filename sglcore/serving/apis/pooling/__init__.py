@@ -1,1 +1,1 @@
-"""Vectors and scores of texts: embeddings, pairs, documents in order of relevance, labels."""
+"""Embeddings, scores, reranking and classification."""

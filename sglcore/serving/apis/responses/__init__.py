@@ -1,1 +1,1 @@
-"""OpenAI's responses."""
+"""OpenAI's Responses API."""

@@ -1,1 +1,1 @@
-"""This server's own endpoints: probes, what runs, what is counted, tokens."""
+"""The server's own endpoints: health, server info, metrics, tokenization, control."""

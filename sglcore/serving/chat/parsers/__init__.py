@@ -1,1 +1,1 @@
-"""How models write reasoning and calls, read however the text is split."""
+"""Parsers of reasoning and tool calls, incremental."""

@@ -1,4 +1,4 @@
-"""What stands between the network and the app: each part is plain ASGI, knows one danger, and streams through."""
+"""ASGI middleware: each part handles one concern and streams through."""
 
 from __future__ import annotations
 

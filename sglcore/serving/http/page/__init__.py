@@ -1,1 +1,1 @@
-"""The page at `/`."""
+"""The chat page at `/`."""
