@@ -8,8 +8,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeGuard
 
 ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -56,6 +58,83 @@ FOREIGN = "# foreign:"
 """Ends a line that asks or sets something on an object of somebody else's library, and says why."""
 
 LONGEST_FILE, LONGEST_FUNCTION, MOST_FUNCTIONS = 350, 60, 20
+
+MANY_FIELDS = 8
+"""A record of this many fields documents each of them below it."""
+RECORD_MARKS = frozenset({"dataclass", "batch_record"})
+"""Decorators that make a class a record."""
+RECORD_BASES = frozenset({"Struct", "NamedTuple", "Protocol"})
+"""Base classes that make a class a record."""
+UNCONVERTED: frozenset[str] = frozenset(
+    {
+        "Completion",
+        "DraftRows",
+        "ChatRequest",
+        "Notation",
+        "Tuning",
+        "ForwardInputs",
+        "LayerShape",
+        "SamplingNeeds",
+        "Advice",
+        "Mamba2Config",
+        "BatchResult",
+        "Scope",
+        "FieldSpec",
+        "RankSpec",
+        "AttentionFacts",
+        "SwapShape",
+        "EngineOutput",
+        "Replaced",
+        "AttentionCall",
+        "Law",
+        "Drive",
+        "InputBuffer",
+        "Shape",
+        "EngineConfig",
+        "Mutant",
+        "StepPlan",
+        "LatentConfig",
+        "ModelShape",
+        "EngineStats",
+        "ModelConfig",
+        "Placement",
+        "Request",
+        "ModelInfo",
+        "StepVote",
+        "MoeConfig",
+        "StepOutput",
+        "SchedulerStats",
+        "Gathering",
+        "Record",
+        "Names",
+        "Speculation",
+        "ServerConfig",
+        "Job",
+        "SamplingParams",
+        "Limits",
+        "OpenPrompt",
+        "Order",
+        "ToolFamily",
+        "Figures",
+        "MemorySizes",
+        "_Written",
+        "Member",
+        "Started",
+        "CompressedConfig",
+        "SamplingBatch",
+        "BatchRecord",
+        "DecodeRows",
+        "SamplingState",
+        "ScheduleBatch",
+        "Levels",
+        "PlanRecord",
+        "Workload",
+        "ChatFormat",
+    }
+)
+"""Records that do not document their fields yet; the list only shrinks."""
+SAYS_ITSELF = "setting"
+"""The call that declares a field together with its help text, which documents it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,5 +477,5 @@ def _public(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | a
 
 def _may_inherit(node: ast.ClassDef) -> bool:
     """Whether a method may have its docstring from a base of ours or of another library."""
-    bases = {_last_name(base.value if isinstance(base, ast.Subscript) else base) for base in node.bases}
+    bases = {_base_name(base) for base in node.bases}
     return bool(bases - {"Protocol", "Generic", "ABC", "NamedTuple", "Enum", "IntEnum", "StrEnum"})
