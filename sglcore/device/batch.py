@@ -95,98 +95,141 @@ def _one_shot(default: T) -> Callable[[], OneShot[T]]:
 
 @dataclass(slots=True)
 class ScheduleBatch:
-    """One step for the worker, B rows (requests) and T tokens; slots, so an undeclared attribute is impossible.
+    """One step for the worker: B rows (requests) and T tokens, as host arrays.
 
-    `slots` int32[B]: each row's place in the device tables (0 only in an EMBED batch, which needs none).
-    `seq_lens` int32[B]: tokens of the request once this forward has run; `prefix_lens` int32[B]: cells computed before.
-    `token_offsets` int32[B + 1] and `input_ids` int32[T]: the row's tokens. A negative id -s stands for the last token
-    sampled for slot s, which only the device knows yet.
-    `page_counts` int32[B]: page-table entries the device already has for the slot; `new_page_offsets` int32[B + 1] and
-    `new_pages` int32[N]: the entries to append to them.
-    `emits` bool[B]: the row samples a token (a chunk that is not the last of its prompt does not).
-    `composition`: equal in two batches only if rows, order and sampling state are equal (lengths and tokens may differ).
-    `history_offsets` int32[B + 1], `history_ids`: all tokens known of a row whose sampling needs its history, sent when
-    the row enters a slot. `next_ids` int32[B]: the prompt token after the chunk (-1: to be sampled), and
-    `prompt_logprobs` int32[B] (-1: none, else how many alternatives), when a row asks for prompt log-probabilities.
-    `mask_rows` int32[M] and `masks` int32[M, ceil(V / 32)]: rows that emit under a grammar, ascending, and the tokens that
-    each may draw (lowest bit first, 1 = allowed). They belong to this step alone, whatever the composition. `mask_nodes`
-    int32[M], in a decode step of a worker that proposes: after how many proposals each mask holds, from 0 upwards in each
-    row; proposals behind a row's last mask are not verified.
-    `change_ids` int32[E] and `change_values` float32[E]: what this step adds to single logits of rows with a mask,
-    `change_rows` int32[E], ascending, each token once in a row, after `change_nodes` int32[E] proposals.
-    `state_from` int32[B]: what each slot's state becomes before the forward: -1 what it is, 0 zeros, n a copy of snapshot n.
-    `state_to` int32[B]: 0 nothing, n copy the slot's state into snapshot n after the forward. The worker copies in, runs,
-    copies out, step by step as submitted; a batch names no snapshot twice in `state_to`. Both are None where no row
-    moves a state, where the worker keeps none (`Limits.keeps_state`), and in an EMBED batch, whose rows begin with zeros.
-    `window_starts` int32[B]: tokens of the row before its first window page, a multiple of the page size; None only where
-    the worker keeps no window pages (`Limits.num_window_pages`) and in an EMBED batch. `window_offsets` int32[B + 1] and
-    `window_pages` int32[N]: the whole new list of window pages of each row whose list changed (it entered a slot, grew, or
-    lost its first pages), nothing for the others; None where no list changed. Token t of a row is in cell
-    (t - window_starts) % page_size of window page (t - window_starts) // page_size of its list, which holds all of
-    `seq_lens`; what the window does not see is never read. The worker takes the lists in the order of submission, each before
-    its forward: a window page may be in another row's list as soon as no row submitted later has it in its own.
-    `cell_limits` int32[B]: cells of the row that are in its pages and that its output can need, or a tree of its last token; None
-    where the worker proposes nothing (`Limits.draft_tokens`). A decode row of a worker that does brings as many tokens as the worker verifies, its
-    last one and proposals, of which `input_ids` has the first; `seq_lens` is then the most that the request can have once this
-    forward has run, and exact where no other step is in flight.
-    `proposals` int32[B, k], in a decode step of a worker that takes them (`Limits.takes_proposals`): what is proposed after each row's
-    last token, k being `Limits.draft_tokens`, -1 from where nothing is. A row whose first is -1 keeps what the worker proposes. The
-    batch was planned with all last tokens known. None: no row has any.
-    `token_type_ids` int32[T]: the segment of each token in its text, in an EMBED batch where some are not of the first.
-    `embed_rows` int32[N] and `prompt_embeds` float32[N, H]: tokens of the step whose embedding is given, ascending, and it.
-    `mrope_positions` int32[3, T]: time, height and width of each token where some differ. `ngram_starts`,
-    `ngram_lens` int32[B]: where each row's tokens are in its slot's history, of a worker that reads it, and how many.
-    `layers` int32[2]: the first of the model's layers that this step runs, and the one after the last; None: all. A step from layer 0 on
-    opens a prompt, forgetting one that was open, and brings its whole batch, which is an EXTEND one; steps without rows take it on, and
-    that with the last layer brings the results of the batch that opened it. The others bring none. `decode_rows`: how many rows decode
-    beside a prompt that this step opens.
-    `step_plan`: what the shards agreed on, of a worker whose requests are in several; each of them is submitted a batch in each step,
-    one that has nothing to run an IDLE batch of no rows.
+    The scheduler's BatchBuilder makes it. N parts of different lengths are one array and
+    int32[N + 1] offsets into it. The class has slots, so an undeclared attribute is impossible.
     """
 
     step: int
+    """The number of the step. Steps are numbered in the order of submission."""
     forward_mode: ForwardMode
+    """What the forward does with the rows."""
     slots: Ints
+    """int32[B]: each row's request slot, its index in the device tables. 0 only in an EMBED batch,
+    which needs no slots."""
     seq_lens: Ints
+    """int32[B]: tokens of the request after this forward. For a decode row of a worker that makes
+    draft tokens it is the most that the request can have then, and exact where no other step is in
+    flight."""
     prefix_lens: Ints
+    """int32[B]: tokens of the request in the KV pool before this forward."""
     token_offsets: Ints
+    """int32[B + 1]: where each row's tokens begin in `input_ids`."""
     input_ids: Ints
+    """int32[T]: the tokens of all rows. A negative id -s stands for the last token sampled for slot
+    s, which only the device knows yet. Of a decode row it has the last token only, even where the
+    worker verifies draft tokens after it."""
     page_counts: Ints
+    """int32[B]: page-table entries that the device already has for the slot."""
     new_page_offsets: Ints
+    """int32[B + 1]: where each row's entries begin in `new_pages`."""
     new_pages: Ints
+    """int32[N]: page-table entries to append to those of each slot."""
     emits: NDArray[np.bool_]
+    """bool[B]: the row samples a token. A chunk that is not the last of its prompt does not."""
     composition: int = 0
+    """The version of the rows. It is equal in two batches only if their rows, the order and the
+    sampling state are equal; lengths and tokens may differ."""
     sampling: HostSampling | None = None
+    """The sampling state of the rows. None: no row samples."""
     history_offsets: Ints | None = None
+    """int32[B + 1] (optional): where each row's tokens begin in `history_ids`. None: no row brings
+    history."""
     history_ids: Ints | None = None
+    """int32[N] (optional): all known tokens of each row that enters a slot and that needs its
+    history, for its sampling or for the worker (`Limits.reads_history`, `Limits.keeps_history`)."""
     next_ids: Ints | None = None
+    """int32[B] (optional): the prompt token after the row's chunk; -1: the next token is to be
+    sampled. Given where a row requests prompt log-probabilities, and with chunks of a worker that
+    has a `Limits.lookahead`."""
     prompt_logprobs: Ints | None = None
+    """int32[B] (optional): how many alternatives the row requests for each of its prompt tokens;
+    -1: no log-probabilities. None: no row requests them."""
     mask_rows: Ints | None = None
+    """int32[M] (optional): the row of each grammar mask, ascending. These rows sample in this step.
+    Masks belong to this step alone, whatever `composition` says. None: no row has a mask."""
     mask_nodes: Ints | None = None
+    """int32[M] (optional): after how many draft tokens each mask holds, from 0 upwards in each row.
+    Draft tokens after a row's last mask are not verified. None except in a decode step of a worker
+    that makes draft tokens."""
     masks: Ints | None = None
+    """int32[M, ceil(V / 32)] (optional): the tokens that each mask allows, lowest bit first, 1 =
+    allowed."""
     change_rows: Ints | None = None
+    """int32[E] (optional): the row of each logit change, ascending. Only rows with a mask have
+    changes."""
     change_nodes: Ints | None = None
+    """int32[E] (optional): after how many draft tokens each logit change holds."""
     change_ids: Ints | None = None
+    """int32[E] (optional): the token of each logit change, at most once in a row after the same
+    draft tokens."""
     change_values: NDArray[np.float32] | None = None
+    """float32[E] (optional): what is added to that token's logit in this step."""
     state_from: Ints | None = None
+    """int32[B] (optional): what the state in each slot becomes before the forward. -1: it stays, 0:
+    zeros, n: a copy of state checkpoint n. None: no row moves a state, the worker keeps none
+    (`Limits.keeps_state`), or the batch is an EMBED one, whose rows begin with zeros."""
     state_to: Ints | None = None
+    """int32[B] (optional): n: copy the slot's state into checkpoint n after the forward, 0: do
+    nothing. The worker copies in, runs and copies out, step by step as submitted. A batch names no
+    checkpoint twice here. None as `state_from`."""
     window_starts: Ints | None = None
+    """int32[B] (optional): tokens of the row before its first sliding-window page, a multiple of
+    the page size. None only in an EMBED batch, and where the worker keeps no such pages
+    (`Limits.num_window_pages`). Token t of a row is at (t - window_starts) % page_size of page (t -
+    window_starts) // page_size of the row's list, which holds all of `seq_lens`. KV slots outside
+    the window are never read."""
     window_offsets: Ints | None = None
+    """int32[B + 1] (optional): where each row's list begins in `window_pages`. None: no list
+    changed."""
     window_pages: Ints | None = None
+    """int32[N] (optional): the whole new list of sliding-window pages of each row with a changed
+    list (it entered a slot, grew, or lost its first pages); nothing for other rows. The worker
+    takes the lists in the order of submission, each before its forward: a page may be in another
+    row's list as soon as no row submitted later has it."""
     token_type_ids: Ints | None = None
+    """int32[T] (optional): the segment of each token in its text, in an EMBED batch. None: all are
+    of segment 0."""
     embed_rows: Ints | None = None
+    """int32[N] (optional): tokens of the step with a given embedding, ascending. None: no token has
+    one."""
     prompt_embeds: NDArray[np.float32] | None = None
+    """float32[N, H] (optional): the embedding of each token in `embed_rows`."""
     mrope_positions: Ints | None = None
+    """int32[3, T] (optional): the positions of each token by time, height and width. None: no
+    token's three positions differ."""
     ngram_starts: Ints | None = None
+    """int32[B] (optional): where each row's tokens begin in the history of its slot. None except
+    for a worker that reads it (`Limits.reads_history`)."""
     ngram_lens: Ints | None = None
+    """int32[B] (optional): how many tokens each row has there. None as `ngram_starts`."""
     cell_limits: Ints | None = None
+    """int32[B] (optional): KV slots of the row that are in its pages and that its output, or a
+    draft tree after its last token, can need. None: the worker makes no draft tokens
+    (`Limits.draft_tokens`)."""
     proposals: Ints | None = None
+    """int32[B, k] (optional): the scheduler's draft tokens after each row's last token, k =
+    `Limits.draft_tokens`, -1 from the end of the draft on. A row that begins with -1 keeps the
+    worker's own. Only in a decode step of a worker that takes them (`Limits.takes_proposals`),
+    planned with all last tokens known. None: no row has any."""
     layers: Ints | None = None
+    """int32[2] (optional): the first of the model's layers that this step runs, and the one after
+    the last. A step from layer 0 on opens a prompt (EXTEND), replaces one that was open, and brings
+    the whole batch. Steps without rows run further layers; the one with the last layer brings the
+    results, the others none. None: the step runs all layers."""
     decode_rows: int = 0
+    """Requests that decode while the prompt that this step opens is computed layer by layer."""
     step_plan: StepPlan | None = None
+    """What the data-parallel shards of requests agreed on for this step. Each shard is submitted a
+    batch in each step; one with nothing to run an IDLE batch of no rows. None: the requests are in
+    one shard."""
     capture_hidden_mode: OneShot[CaptureHiddenMode] = field(default_factory=_one_shot(CaptureHiddenMode.NONE))
+    """Which hidden states this forward returns; for one forward only."""
     seq_lens_cpu_cache: OneShot[Ints | None] = field(default_factory=_one_shot(None))
+    """int32[B] to stage in place of `seq_lens`; for one forward only. None: `seq_lens`."""
     return_hidden_states_before_norm: OneShot[bool] = field(default_factory=_one_shot(False))
+    """Return the hidden states from before the last norm; for one forward only."""
 
     @property
     def batch_size(self) -> int:

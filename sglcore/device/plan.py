@@ -11,27 +11,36 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """`global_num_tokens` are the token rows of every shard of requests; an idle one has none. `is_padded`: where shards exchange
-    rows each brings as many as the largest, else as many as it has. `bucket`: every shard replays the graph of so many rows
-    (None: nobody replays). `cuts`: rows of the first half of every shard, if ranks run this step as two halves (None: some shard has no two);
-    `is_decode`: no shard has rows of prompts, by which all of them order their halves.
-    `shard`: whose part of the step this is, which is all in which the plans of a step differ.
+    """What the data-parallel shards of requests agreed on for one step, by `schedule/agree.py`.
 
-    Where tokens are proposed a step is several forwards, of the target and of what proposes, and every shard runs all of them: decodes
-    verify `verified` proposals of each request, and `proposed` are made of each that emits. By shard, `emitting` is how many emit,
-    `verifying` how many decode, and `going_on` how many prompts a step has of which some began in another one."""
+    Every shard gets an equal plan except for `shard`. A step with speculation is several forwards,
+    of the target and of the drafter, and every shard runs all of them.
+    """
 
     global_num_tokens: tuple[int, ...]
+    """Token rows of every shard; 0 of an idle one."""
     is_padded: bool = False
+    """Where shards exchange rows, each brings as many as the largest shard. False: each brings its
+    own number."""
     bucket: int | None = None
+    """Every shard replays the graph of this many rows. None: no shard replays a graph."""
     shard: int = 0
+    """The shard for which this plan is."""
     cuts: tuple[int, ...] | None = None
+    """Rows of the first half of every shard, where ranks run this step as two halves. None: some
+    shard has no two halves."""
     is_decode: bool = False
+    """No shard has rows of prompts. All shards order their two halves by it."""
     verified: int = 0
+    """Draft tokens of each request that decodes that are verified."""
     proposed: int = 0
+    """Draft tokens that are made of each request that samples."""
     emitting: tuple[int, ...] = ()
+    """By shard, requests that sample."""
     verifying: tuple[int, ...] = ()
+    """By shard, requests that decode."""
     going_on: tuple[int, ...] = ()
+    """By shard, prompts of a step in which some continue earlier chunks; 0 where none does."""
 
     def of_shard(self, shard: int) -> StepPlan:
         """The same for one of the shards."""

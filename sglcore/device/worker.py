@@ -24,60 +24,87 @@ def most_window_pages(window: int, max_batch_tokens: int, page_size: int, lookah
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a worker can hold and do, fixed when it is built.
+    """What a worker can hold and do. The worker makes it when it is built, and it never changes.
 
-    `num_pages` counts the usable pages 1..num_pages (page 0 swallows the writes of padding rows); `max_requests` counts the usable slots
-    1..max_requests (slot 0 belongs to padding rows). One request of `max_model_len` tokens always fits. `lookahead` is how many following
-    tokens a page's contents depend on. `runs_ahead`: submit returns before the step has run. `can_overlap`: submit may be called before the
-    previous ticket was collected, and slices of a prompt that bring nothing are in flight beside. `takes_masks`: sampling keeps to the
-    batch's `masks`, so requests may have a grammar; `takes_changes`: and adds what the batch says to single logits of such rows, so they
-    may ask for DRY. `keeps_state`: beside its cells a request has a state in its slot, which belongs to all of its tokens so far and to no
-    shorter prefix; 1..num_snapshots are places for copies of such states. `window`: the longest window of layers that have one: a query
-    sees itself and the `window` - 1 tokens before it. 1..num_window_pages are the pages, of `page_size` tokens too, in which such layers
-    keep what is seen (0: all, in the pages of the other layers; window page 0 belongs to padding rows). Bytes, on each device: `kv_bytes`
-    of the pages, `window_bytes` of the window pages, `state_bytes` of the slots' states, and `snapshot_bytes`; `host_bytes` of the pages in
-    host memory. `num_labels`: what is answered to a prompt to embed are so many scores (0: a vector). `embed_size`: prompts may be
-    embeddings of so many numbers a token (0: not); `takes_mrope`: with positions by three axes. `reads_history`: all tokens of a request
-    are remembered, for embeddings of several at once; `keeps_history`: for proposals. A decode row brings up to `draft_tokens` proposals,
-    and making them writes up to so many cells behind the text. `draft_cells`: those of trees, which a row has behind its last token too, as
-    it has those of a tree's nodes. `takes_proposals`: those of the batch too; `draft_lengths`: with a plan of shards one of these (none:
-    `draft_tokens`). `sliced_layers`: a prompt may come by slices of so many layers (0: whole); `slice_budget`: each of so many token·layers
-    (0: as few as running requests hardly feel).
+    One request of `max_model_len` tokens always fits. Sizes in bytes are on each device.
     """
 
     max_model_len: int
+    """Tokens of the longest request, prompt and output together."""
     max_requests: int
+    """Request slots, numbered 1..max_requests. Slot 0 belongs to padding rows."""
     page_size: int
+    """Tokens (KV slots) in a page."""
     num_pages: int
+    """Usable KV pages, numbered 1..num_pages. Page 0 takes the writes of padding rows."""
     max_batch_tokens: int
+    """The most tokens in a step."""
     vocab_size: int
+    """Tokens in the vocabulary."""
     allows_mixed_batches: bool = True
+    """One step may hold prefill chunks and decode rows."""
     can_overlap: bool = True
+    """`submit` may be called before the previous ticket was collected. Slices of a prompt that
+    bring no results are in flight in addition."""
     runs_ahead: bool = False
+    """`submit` returns before the step has run."""
     lookahead: int = 0
+    """How many following tokens the contents of a page depend on."""
     generates: bool = True
+    """The worker generates text. False: it embeds or scores prompts only."""
     takes_masks: bool = False
+    """Sampling applies the batch's `masks`, so requests may have a grammar."""
     takes_changes: bool = False
+    """Sampling adds the batch's logit changes to rows with a mask, so such requests may use DRY."""
     keeps_state: bool = False
+    """A request has a recurrent state in its slot, in addition to its KV slots. It belongs to all
+    of the request's tokens so far and to no shorter prefix."""
     num_snapshots: int = 0
+    """State checkpoints, numbered 1..num_snapshots, for copies of such states."""
     window: int = 0
+    """The longest sliding window, in tokens: a query sees itself and the `window` - 1 tokens before
+    it. 0: no layer has one."""
     num_window_pages: int = 0
+    """Pages of `page_size` tokens in which sliding-window layers keep what is seen, numbered
+    1..num_window_pages; page 0 belongs to padding rows. 0: they keep all tokens, in the pages of
+    the other layers."""
     kv_bytes: int = 0
+    """Bytes of the KV pages."""
     window_bytes: int = 0
+    """Bytes of the sliding-window pages."""
     state_bytes: int = 0
+    """Bytes of the states in all slots."""
     snapshot_bytes: int = 0
+    """Bytes of the state checkpoints."""
     host_bytes: int = 0
+    """Bytes of the pages in host memory."""
     num_labels: int = 0
+    """Scores in the answer to a prompt to embed. 0: the answer is a vector."""
     embed_size: int = 0
+    """Elements of one token's embedding where prompts may be embeddings. 0: they may not."""
     takes_mrope: bool = False
+    """Prompts that are embeddings may have positions by three axes (time, height, width)."""
     reads_history: bool = False
+    """The worker remembers all tokens of a request, for embeddings of several tokens at once
+    (n-grams)."""
     keeps_history: bool = False
+    """The worker remembers all tokens of a request, for its drafter."""
     draft_tokens: int = 0
+    """The most draft tokens that a decode row brings to a step. Making them writes up to that many
+    KV slots after the text. 0: no speculation."""
     draft_cells: int = 0
+    """KV slots after the text that a draft tree needs, for its nodes and for making it. A row has
+    them after its last possible token too. 0: drafts are chains."""
     takes_proposals: bool = False
+    """The worker verifies draft tokens of the batch (`ScheduleBatch.proposals`) too."""
     draft_lengths: tuple[int, ...] = ()
+    """Numbers of draft tokens, ascending, from which a plan of several shards chooses. Empty:
+    `draft_tokens` only."""
     sliced_layers: int = 0
+    """Layers of the model by which a prompt may come in slices. 0: prompts come whole."""
     slice_budget: int = 0
+    """Tokens times layers of each slice. 0: by the clock, so small that running requests are hardly
+    slowed."""
 
     @property
     def capacity(self) -> int:
@@ -106,27 +133,35 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What one step produced, row for row of its batch.
-
-    Row i emitted `token_ids[token_offsets[i]:token_offsets[i + 1]]` (none for a chunk that was not the last; several where proposals were
-    right). `proposed` int32[B]: how many proposals the step verified of each row (None: of none). `drafts` int32[B, k]: what is proposed to
-    follow, -1 from where nothing is, if the batch had masks. `bad_rows` bool[B] marks rows whose logits were not finite. `logprobs` runs
-    along `token_ids`. `prompt_logprobs` maps a row to one entry per token of this chunk (its token at chunk index j predicts the token
-    after it). `embeddings` is float32[B, hidden]. `path` says what ran ("eager", or the graph's kind and bucket). `swaps`: of rows in host
-    memory.
-    """
+    """What one step produced, row by row of its batch. The worker's `collect` makes it."""
 
     step: int
+    """The number of the step."""
     token_offsets: NDArray[np.int32]
+    """int32[B + 1]: row i sampled `token_ids[token_offsets[i]:token_offsets[i + 1]]`. A chunk that
+    is not the last samples nothing; a row with accepted draft tokens has several."""
     token_ids: NDArray[np.int32]
+    """int32[N]: the sampled tokens of all rows."""
     bad_rows: NDArray[np.bool_]
+    """bool[B]: the row's logits were not finite."""
     logprobs: TokenLogprobs | None = None
+    """One entry for each of `token_ids`. None: no row requests log-probabilities."""
     prompt_logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    """By row, one entry for each token of this chunk: the token at chunk index j predicts the next
+    one."""
     embeddings: NDArray[np.float32] | None = None
+    """float32[B, hidden], the vectors or scores of prompts to embed. None: the step was not one of
+    EMBED."""
     path: str = "eager"
+    """What ran: "eager", or the graph's kind and bucket."""
     proposed: NDArray[np.int32] | None = None
+    """int32[B] (optional): how many draft tokens the step verified of each row. None: it verified
+    none."""
     drafts: NDArray[np.int32] | None = None
+    """int32[B, k] (optional): the worker's next draft tokens, -1 from the end of the draft on.
+    Given if the batch had masks."""
     swaps: SwapCounts | None = None
+    """Counts of KV rows in host memory. None: the worker keeps none there."""
 
 
 class ModelWorker(Protocol):

@@ -17,32 +17,40 @@ from sglcore.schedule.request import Request
 
 @dataclass(slots=True)
 class BatchRecord:
-    """One step between its planning and its collect.
-
-    `requests` row for row; the last `len(spans)` rows are chunks over tokens start..end-1. `slots` int32: of the rows
-    that emit a token. `finishing` emit their last token in this step. `released` gave up their slot and pages while this
-    step was the last to name them: both go back at its collect. `has_stale_rows`: since the step was planned, some
-    row's request ended or was retracted. `is_masked`: some row emits under a grammar, so that its next mask needs what this
-    step brings. `layers`: the interval of them that this step runs, over `sliced_tokens`, where prompts come by slices; `is_partial`: it
-    is not the last slice, and brings nothing. `seconds` it took to submit and to collect, so far;
-    `ended`: when it was collected, by the same clock.
-    """
+    """One step between its planning and its collect. The scheduler makes it."""
 
     step: int
+    """The number of the step."""
     requests: list[Request]
+    """The requests, row by row. The last `len(spans)` rows are prefill chunks."""
     slots: NDArray[np.int32]
+    """int32: the slots of the rows that sample a token."""
     spans: list[tuple[int, int]] = field(default_factory=list)
+    """Each chunk's tokens, start..end-1."""
     finishing: list[Request] = field(default_factory=list)
+    """Requests that sample their last token in this step."""
     released: list[Request] = field(default_factory=list)
+    """Requests that gave up their slot and pages while this step was the last with a row of theirs.
+    Both go back at its collect."""
     has_stale_rows: bool = False
+    """Some row's request ended or was preempted after the step was planned."""
     is_masked: bool = False
+    """Some row samples under a grammar, so its next mask needs the result of this step."""
     layers: tuple[int, int] | None = None
+    """The layers that this step runs, first..end-1, where prompts come in slices. None: it runs
+    all."""
     sliced_tokens: int = 0
+    """Tokens of the prompt that is computed in slices; 0: none."""
     is_partial: bool = False
+    """It is not the prompt's last slice, and brings no result."""
     seconds: float | None = None
+    """The seconds that it took to submit and to collect, so far. None: not measured."""
     ended: float = 0.0
+    """When it was collected, in seconds of the same clock."""
     batch: ScheduleBatch | None = None
+    """The batch that the worker got. None: not submitted, or collected."""
     ticket: Ticket | None = None
+    """The worker's ticket. None: not submitted, or collected."""
 
     def add_finishing(self, request: Request) -> None:
         """This step emits the request's last token, and its slot and pages go back when it is collected."""

@@ -82,85 +82,136 @@ class Awaited:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One generation or embedding.
+    """One generation or embedding, from its arrival to its end.
 
-    `rid` is its own name, `request_id` that of the request whose sample `sample_index` it is (none given: `rid`). `seed` is
-    the resolved 64-bit seed. A sampled token in `stop_ids` ends the request ("stop"). `leader`: a sibling with the same
-    prompt, whose published prompt this one waits for. `token_types` int32[P] are the segments of a text to embed that has
-    several. `embeds` stand in place of the prompt's tokens; its pages are then its own, and shared with nobody.
-    Results: `output_ids` (a stop token included); `logprobs`, one entry of N = 1 per emitted token; `prompt_logprobs`,
-    entries that together cover prompt tokens 1..P-1. `stop_cause` is the stop token's id or the stop string found.
-    `matcher`: has accepted all of `output_ids` but a stop token, and is dropped when the request ends.
-    `change`: the matcher again, where it adds to logits too.
-    `drafts`: what the worker proposes after `output_ids`, of a request with a matcher.
-    `cached_tokens`: prompt tokens that the prefix cache had when the request first ran (-1: not yet).
-    Everything below `cached_tokens` belongs to the scheduler. `cached_share`: quarters of the prompt, begun ones too, that
-    these are. `is_broken`: a step that named it failed, so its cells may hold anything, however it ended. `is_duplicate`:
-    another running request has published a page that it computed too.
-    `restored`: the snapshot with which its state begins. `cuts`: the lengths after which it is to leave a snapshot for
-    others. `snapshots`: by length, the places with copies of its state; that of length `spare` is renewed while it runs.
-    `is_remote`: another engine computes its prompt. `is_lent`: another engine may read or write its pages, which it outlives.
-    `window_pages`: its list of them, of the pages from `window_first` on; the device has it from `sent_window_first` on.
-    `window_ends`: numbers of pages after which others are to go on; `kept_windows`: window pages that this takes, by page,
-    which have left the list and are not published yet. `standing`: where its text is in the prefix cache, if proposals come from there.
+    The engine makes it and adds it to the scheduler. The first fields are the order, those from
+    `output_ids` on the results, and all after `cached_tokens` belong to the scheduler and its
+    memory.
     """
 
     rid: str
+    """Its own name, unique among the requests of an engine."""
     prompt_ids: Ints
+    """int32[P]: the tokens of the prompt."""
     params: SamplingParams
+    """The sampling parameters."""
     seed: int = 0
+    """The resolved 64-bit seed."""
     sample_index: int = 0
+    """Which sample of `request_id` it is."""
     stop_ids: frozenset[int] = frozenset()
+    """Tokens that end the request ("stop") when sampled."""
     task: Literal["generate", "embed"] = "generate"
+    """"generate" makes text, "embed" a vector or scores."""
     token_types: Ints | None = None
+    """int32[P] (optional): the segment of each token of a text to embed. None: all are of segment
+    0."""
     embeds: PromptEmbeds | None = None
+    """Embeddings in place of the prompt's tokens. Its pages are then its own and never shared.
+    None: plain tokens."""
     leader: Request | None = None
+    """A sibling with the same prompt. This request waits until the sibling's prompt is published.
+    None: it waits for no sibling."""
     matcher: Matcher | None = None
+    """The state of its grammar, which has accepted all of `output_ids` but a stop token. It is
+    dropped when the request ends. None: no grammar."""
     change: LogitChange | None = None
+    """The matcher again, where it adds to logits too. None: it does not."""
     drafts: list[int] = field(default_factory=list)
+    """The worker's draft tokens after `output_ids`, of a request with a matcher."""
     request_id: str = ""
+    """The name of the request of which it is one sample. Empty when made: `rid`."""
 
     output_ids: list[int] = field(default_factory=list)
+    """The sampled tokens, a stop token included."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One entry of N = 1 for each sampled token, if requested."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Entries that together cover prompt tokens 1..P-1, if requested."""
     embedding: NDArray[np.float32] | None = None
+    """float32[hidden]: the result of an "embed" request. None: no result yet, or a "generate"
+    request."""
     finish_reason: FinishReason | None = None
+    """Why it ended. None: it has not ended."""
     stop_cause: int | str | None = None
+    """The id of the stop token, or the stop string that was found. None: it ended for another
+    reason."""
     error: str = ""
+    """Why it failed; empty: it did not."""
     cached_tokens: int = -1
+    """Prompt tokens that the prefix cache had when the request first ran. -1: it has not run
+    yet."""
 
     cached_share: int = 0
+    """The share of `cached_tokens` in the prompt, in quarters, rounded up."""
     state: State = State.WAITING
+    """Where the request is in its life."""
     arrival: int = -1
+    """Its number in the order of arrival. -1: the scheduler does not have it yet."""
     slot: int = 0
+    """Its request slot in the device tables. 0: it does not run."""
     num_cells: int = 0
+    """KV slots that are written once all submitted steps ran. Of a decode row the scheduler's
+    `DecodeRows` has it."""
     target: int = 0
+    """Tokens known when it was admitted. It prefills up to here and then samples."""
     final_seq_len: int = 0
+    """The `num_cells` with which it samples its last possible token."""
     most_cells: int = 0
+    """The most KV slots that it may ever have: `final_seq_len`, and those of a draft tree after
+    it."""
     last_step: int = -1
+    """The last step that has a row of it. -1: none since it was admitted."""
     pages: list[int] = field(default_factory=list)
+    """Its KV pages, in the order of its tokens."""
     sent_pages: int = 0
+    """Entries of `pages` that the device has."""
     shared: int = 0
+    """Leading entries of `pages` that belong to the prefix cache, found there or published."""
     node: Node | None = None
+    """The prefix cache's node of the last of these; the root where there is none. None: it was
+    never admitted."""
     leaving: bool = False
+    """It gives up its slot and pages at the collect of the last step that has a row of it."""
     prompt_published: bool = False
+    """All full pages of its prompt are in the prefix cache."""
     scored_tokens: int = 0
+    """Prompt tokens for which `prompt_logprobs` has an entry."""
     is_duplicate: bool = False
+    """Another running request has published a page that this one computed too."""
     is_broken: bool = False
+    """A step with a row of it failed. Its KV slots may hold anything, however it ended."""
     awaited: Awaited | None = None
+    """The running request that computes a prefix for it. None: it waits for none."""
     compared: int = 0
+    """The version of the running prompts with which it was compared last."""
     restored: int = 0
+    """The state checkpoint with which its state begins. 0: zeros."""
     cuts: set[int] = field(default_factory=set)
+    """Lengths in tokens at which it is to leave a state checkpoint for others."""
     snapshots: dict[int, int] = field(default_factory=dict)
+    """Its state checkpoints: length in tokens to the checkpoint's number."""
     spare: int = 0
+    """The length of the checkpoint that is renewed while it runs. 0: it has none."""
     is_remote: bool = False
+    """Another engine computes its prompt."""
     is_lent: bool = False
+    """Another engine may read or write its pages. They stay until that engine lets go, even after
+    the request ended."""
     window_first: int = 0
+    """The index of its first page that `window_pages` has."""
     window_pages: list[int] = field(default_factory=list)
+    """Its list of sliding-window pages, from page `window_first` on."""
     sent_window_first: int = 0
+    """The `window_first` of the list that the device has."""
     window_ends: set[int] = field(default_factory=set)
+    """Numbers of leading pages after which other requests are to continue."""
     kept_windows: dict[int, int] = field(default_factory=dict)
+    """Sliding-window pages that left the list and are still to be published: index of the page to
+    its number."""
     standing: Standing | None = None
+    """Where its text is in the prefix cache, which makes draft tokens from it. None: not looked up
+    yet."""
 
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.rid

@@ -70,103 +70,142 @@ class NgramEmbeddingInfo(Generic[Array]):
 
 @batch_record(ScheduleBatch)
 class ForwardInputs(Generic[Array]):
-    """B requests and T tokens; a padded view has more rows than `num_token_non_padded` says are real.
+    """The inputs of one forward: B requests and T tokens, staged from a ScheduleBatch by its
+    worker.
 
-    Negative input ids stand for tokens that only the device knows; on decode all are. Cells are indices into the KV pool.
-    `extend_*` are None when every row brings one token. `*_cpu` are host mirrors, None
-    only where the device alone knows the lengths, which never is on one whose facts say `needs_host_lengths`.
-    `window_*` is the same as layers with windows see it, whose requests begin at `ScheduleBatch.window_starts` and whose
-    cells are indices into a pool of their own; None where the worker keeps none.
-    `width`: a decode has so many rows of each request, whose tokens follow one another, the last of them perhaps of slot 0 instead,
-    and the host's lengths are the most that they can be; None: one row, and its length.
-    `visible` int32[B]: bit 31 - d of a row says whether it sees the cell d before its own; cells from 32 before it on are seen always,
-    and -1 is a row that sees all. Where it is given a row's cell is at `seq_lens` - 1, and `positions` are where it stands in its text.
-    `run_*` int32[T], on decodes of several rows of each request, by a model with states: those of one request are a run, whose first
-    row has the slot of its state, the slot that the state is written to (0: none) and how many rows it has, and all others 0; and each
-    row's place among what is kept of such a decode, counted from 1, 0 for nobody's.
-    `features` [T, F]: what a target model made of each token, for the model that proposes the next ones.
-    `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank; `step_plan` is what all of them agreed on.
+    A padded view has more rows than the `num_token_non_padded` real ones. `*_cpu` fields are host
+    mirrors; they are None only where the device alone knows the lengths, which never happens on a
+    device with `needs_host_lengths` among its facts. A KV slot is an index into the KV pool.
     """
 
     forward_mode: ForwardMode = batch_field(axis=NONE, split=Split.COPY, read="forward_mode", default=ForwardMode.IDLE)
+    """What the forward does."""
     batch_size: int = batch_field(axis=NONE, split=Split.CLIP, read="batch_size", default=0)
+    """Requests, B."""
     num_tokens: int = batch_field(axis=NONE, split=Split.CLIP, read="num_tokens", default=0)
+    """Tokens, T."""
     width: int | None = batch_field(axis=NONE, split=Split.COPY, owner="speculative")
+    """Rows that a decode has of each request: consecutive tokens, the last of them perhaps of slot
+    0 instead. The host's lengths are then upper bounds. None: one row of each request, with exact
+    lengths."""
 
     req_pool_indices: Array = batch_field(axis=REQUESTS, dtype="int32", padding=zero(), read="slots")
+    """int32[B]: request slots, the indices into the page table."""
     seq_lens: Array = batch_field(axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_seq_lens)
+    """int32[B]: tokens of each request after this forward."""
     visible: Array | None = batch_field(
         axis=REQUESTS, dtype="int32", padding=sentinel(-1), owner="speculative", when=IF_GIVEN
     )
+    """int32[B] (optional): bit 31 - d says whether the row sees the KV slot d before its own; slots
+    from 32 before it on are always seen, and -1 sees all. Where given, a row's own slot is at
+    `seq_lens` - 1, and `positions` are its token positions in the text. None: rows see all slots
+    before them."""
     run_slots: Array | None = batch_field(
         axis=REQUESTS, dtype="int32", padding=zero(), owner="speculative", when=IF_GIVEN
     )
+    """int32[T] (optional): for decodes of several rows of each request, by a model with states. The
+    rows of one request are a run: the first row has the slot of its state, the others 0."""
     run_targets: Array | None = batch_field(
         axis=REQUESTS, dtype="int32", padding=zero(), owner="speculative", when=IF_GIVEN
     )
+    """int32[T] (optional): at the first row of a run the slot to which the state is written (0:
+    none); others 0."""
     run_lens: Array | None = batch_field(
         axis=REQUESTS, dtype="int32", padding=zero(), owner="speculative", when=IF_GIVEN
     )
+    """int32[T] (optional): at the first row of a run how many rows it has; others 0."""
     run_rows: Array | None = batch_field(
         axis=REQUESTS, dtype="int32", padding=zero(), owner="speculative", when=IF_GIVEN
     )
+    """int32[T] (optional): each row's index, from 1, in what is kept of such a decode. 0: nothing
+    is kept of the row."""
     extend_prefix_lens: Array | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read="prefix_lens", when=EXTEND
     )
+    """int32[B]: tokens of each request in the KV pool before this forward. None: every row brings
+    one token."""
     extend_seq_lens: Array | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_extend_seq_lens, when=EXTEND
     )
+    """int32[B]: tokens that each request brings. None: every row brings one."""
     extend_start_loc: Array | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read=_extend_start_loc, when=EXTEND
     )
+    """int32[B]: where each request's tokens begin among the T. None: every row brings one."""
     input_ids: Array = batch_field(
         axis=TOKENS, dtype="int32", padding=zero(), read="input_ids", when=EXTEND, owner="token table"
     )
+    """int32[T]: token ids. Negative ids stand for tokens that only the device knows; on decode
+    steps all are."""
     positions: Array = batch_field(axis=TOKENS, dtype="int32", padding=zero(), read=_positions)
+    """int32[T]: each token's position in its text."""
     out_cache_loc: Array | None = batch_field(axis=TOKENS, dtype="int64", padding=zero(), owner="pool")
+    """int64[T]: the KV slot to which each token writes. None: the forward writes none."""
     window_seq_lens: Array | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_window_seq_lens, when=WINDOWS
     )
+    """int32[B]: `seq_lens` as sliding-window layers see it: requests begin at
+    `ScheduleBatch.window_starts`. None: the worker keeps no sliding-window pages. The same goes for
+    the next two."""
     window_positions: Array | None = batch_field(
         axis=TOKENS, dtype="int32", padding=zero(), read=_window_positions, when=WINDOWS
     )
+    """int32[T]: `positions`, counted from the same starts."""
     window_cache_loc: Array | None = batch_field(
         axis=TOKENS, dtype="int64", padding=zero(), owner="window pool", when=WINDOWS
     )
+    """int64[T]: `out_cache_loc` in the pool of the sliding-window layers."""
     num_token_non_padded: Array = batch_field(
         axis=NONE, split=Split.COUNT, dtype="int32", padding=fill_once(0), owner="registry"
     )
+    """int32[1]: how many of the token rows are real; the others are padding."""
     global_num_tokens: Array | None = batch_field(
         axis=NONE, split=Split.DROP, dtype="int32", padding=fill_once(0), owner="parallel", when=IF_GIVEN
     )
+    """int32[ranks]: tokens on every data-parallel rank. None: not given."""
 
     seq_lens_cpu: Ints | None = batch_field(axis=REQUESTS, split=Split.CLIP, mirror="seq_lens")
+    """int32[B]: the host mirror of `seq_lens`."""
     extend_prefix_lens_cpu: Ints | None = batch_field(axis=REQUESTS, split=Split.CLIP, mirror="extend_prefix_lens")
+    """int32[B]: the host mirror of `extend_prefix_lens`."""
     extend_seq_lens_cpu: Ints | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, mirror="extend_seq_lens", when=EXTEND
     )
+    """int32[B]: the host mirror of `extend_seq_lens`."""
     window_seq_lens_cpu: Ints | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, mirror="window_seq_lens", when=WINDOWS
     )
+    """int32[B]: the host mirror of `window_seq_lens`."""
 
     token_type_ids: Array | None = batch_field(
         axis=TOKENS, dtype="int32", padding=zero(), read="token_type_ids", when=IF_GIVEN
     )
+    """int32[T]: the segment of each token in its text. None: all are of segment 0."""
     mrope_positions: Array | None = batch_field(
         axis=TOKENS, dtype="int32", padding=zero(), read="mrope_positions", when=IF_GIVEN, lead=(3,)
     )
+    """int32[3, T]: positions by time, height and width. None: no token's three positions differ."""
     input_embeds: Array | None = batch_field(axis=TOKENS, owner="embedding", when=IF_GIVEN)
+    """[T, H]: embeddings in place of those of `input_ids`. None: the model looks them up."""
     features: Array | None = batch_field(axis=TOKENS, padding=zero(), owner="target model", when=IF_GIVEN)
+    """[T, F]: the target model's hidden features of each token, for the draft model. None: the
+    forward is not a draft model's, or reads none."""
     ngram_embedding_info: NgramEmbeddingInfo[Array] | None = batch_field(
         axis=NONE, split=Split.NESTED, record=NgramEmbeddingInfo, when=IF_GIVEN
     )
+    """The inputs of n-gram embeddings. None: the model has none."""
 
     capture_hidden_mode: CaptureHiddenMode = batch_field(
         axis=NONE, split=Split.COPY, read=Once("capture_hidden_mode"), default=CaptureHiddenMode.NONE
     )
+    """Which hidden states the forward returns."""
     return_hidden_states_before_norm: bool = batch_field(
         axis=NONE, split=Split.COPY, read=Once("return_hidden_states_before_norm"), default=False
     )
+    """Return the hidden states from before the last norm."""
     step_plan: StepPlan | None = batch_field(axis=NONE, split=Split.DROP, read="step_plan", when=IF_GIVEN)
+    """What the data-parallel shards agreed on. None: the requests are in one shard."""
     sampling: Any = batch_field(axis=NONE, split=Split.DROP, owner="sampler", when=IF_GIVEN)
+    """The sampler's inputs. None: the forward samples nothing."""
     spec_info: Any = batch_field(axis=NONE, split=Split.NESTED, owner="speculative", when=IF_GIVEN)
+    """What speculation passes with the batch. None: nothing."""

@@ -26,35 +26,51 @@ draw races for each of a request's b rows, and how likely each is to be right, a
 
 @dataclass(slots=True)
 class DraftRows:
-    """What a forward of the target computed, T tokens, for the drafter to go on from.
+    """What a forward of the target computed, T tokens, from which the drafter continues. The worker
+    makes it.
 
-    `batch` is the forward's, an EXTEND of prompts or a decode whose rows are `width` tokens of each request (1 for prompts). `ids`
-    int32[T] is the token after each of its tokens: the prompt's next one, or what the target drew. `features` [T, F] is what the
-    drafter asked for. R requests emitted: `select` int[R] is the token whose `ids` is the request's new root, of which the
-    target has no cell yet; `slots` and `lengths` int32[R], its slot and its cells; `limits` int32[R], cells that are in its
-    pages: what lies at or past it goes to slot 0. `most_lens` int32[R] is as much of `lengths` as the host knows: the most
-    they can be, exact where steps do not overlap. `host_limits` int32[R]: `limits` on the host. `wanted`: how many proposals to make of each; `is_chain`: each must follow the one before. `history` int32[slots + 1, context + 1] has the tokens 0..lengths of each slot, if the
-    drafter reads it. Of prompts, `begins` int32[B] is 1 where a request enters its slot with these tokens, 0 where it goes on from
-    earlier ones; `goes_on`: some do.
+    R requests sampled in this step.
     """
 
     batch: ForwardBatch
+    """The batch of the forward: an EXTEND of prompts, or a decode of `width` rows of each
+    request."""
     width: int
+    """Rows of each request; 1 for prompts."""
     ids: Tensor
+    """int32[T]: the token after each of the batch's tokens: the prompt's next one, or the one that
+    the target drew."""
     features: Tensor | None
+    """[T, F]: what the drafter reads of the target. None: it reads nothing."""
     select: Tensor
+    """int[R]: the token whose `ids` is the request's new root. The target has no KV slot of the
+    root yet."""
     slots: Tensor
+    """int32[R]: the request's slot."""
     lengths: Tensor
+    """int32[R]: the request's KV slots."""
     limits: Tensor
+    """int32[R]: KV slots that are in its pages. What lies at or past that goes to slot 0."""
     most_lens: NDArray
+    """int32[R] on the host: upper bounds of `lengths`, exact where steps do not overlap."""
     host_limits: NDArray
+    """int32[R]: `limits` on the host."""
     draw: DrawDraft
+    """Draws draft tokens as the requests' own sampling would."""
     wanted: int
+    """How many draft tokens to make of each request."""
     history: Tensor | None = None
+    """int32[slots + 1, context + 1]: tokens 0..lengths of each slot. None: the drafter does not
+    read it."""
     is_chain: bool = False
+    """Each draft token must follow the one before; no tree."""
     rank: RankDrafts | None = None
+    """Ranks the candidates of a draw, for trees. None: the shard has no rows in this step."""
     begins: Tensor | None = None
+    """int32[B], of prompts: 1 where a request enters its slot with these tokens, 0 where it
+    continues earlier ones. None: the batch is a decode."""
     goes_on: bool = False
+    """Some of these prompts continue earlier chunks."""
 
 
 def no_rows(batch: ForwardBatch, features: Tensor, wanted: int, history: Tensor | None = None) -> DraftRows:
