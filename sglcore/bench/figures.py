@@ -41,32 +41,47 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A load's outcome. Rates are per second between the first arrival and the last end, and count whole requests only. Latencies
-    are those of requests that are no long prompts.
+    """The outcome of a load. `figures` makes it.
 
-    `lag` is how late requests were sent, by the client's own delay or held back by --max-concurrency; None for a load
-    without times of its own.
-    `acceptance_length`: tokens of a step and request, over all steps; None where none were proposed.
-    `goodput` counts requests per second that met every goal; None if there were no goals.
+    Rates count requests that ended as they should, per second between the first arrival and the
+    last end. Latencies are those of requests that are not long prompts.
     """
 
     requests: int
+    """Requests of the load."""
     whole: int
+    """Requests that ended as they should, with text. Tokens and rates count these."""
     seconds: float
+    """Seconds between the first arrival and the last end."""
     input_tokens: int
+    """Prompt tokens."""
     output_tokens: int
+    """Output tokens."""
     cached_tokens: int
+    """Prompt tokens that the prefix cache had."""
     proposed_tokens: int
+    """Draft tokens that were verified."""
     accepted_tokens: int
+    """Draft tokens that were accepted."""
     acceptance_length: float | None
+    """Tokens of a step and request, over all steps. None: no draft tokens were made."""
     requests_per_s: float
+    """Requests per second."""
     input_per_s: float
+    """Prompt tokens per second."""
     output_per_s: float
+    """Output tokens per second."""
     latency: Mapping[str, Spread]
+    """The spread in milliseconds, by the names of LATENCIES."""
     lag: Spread | None
+    """How late requests were sent, by the client's own delay or held back by --max-concurrency.
+    None: the load has no times of its own, or none was late."""
     failures: Mapping[str, Failures]
+    """Requests that failed, by kind."""
     goals: Mapping[str, float]
+    """The requested latencies in milliseconds, by name."""
     goodput: float | None
+    """Requests per second that met every goal. None: there were no goals."""
 
     def as_json(self) -> dict[str, object]:
         """Plain values, rounded to what was measured."""

@@ -10,22 +10,32 @@ from sglcore.bench.reply import Fault
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request: when it was due, when it was sent, when its pieces of text came, and what went wrong (None: nothing). Of its
-    output tokens `accepted_tokens` were among `proposed_tokens` that its steps verified. `is_long`: it is one of the long prompts that
-    come beside the others."""
+    """What the client kept of one request. Times are seconds since the load began."""
 
     number: int
+    """Its number in the load."""
     due: float
+    """When it was due."""
     sent: float
+    """When it was sent."""
     end: float
+    """When it ended."""
     marks: tuple[float, ...]
+    """When each piece of text came."""
     input_tokens: int
+    """Prompt tokens."""
     output_tokens: int
+    """Output tokens."""
     cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had."""
     fault: Fault | None = None
+    """What went wrong. None: nothing."""
     proposed_tokens: int = 0
+    """Draft tokens that its steps verified."""
     accepted_tokens: int = 0
+    """Draft tokens that were accepted."""
     is_long: bool = False
+    """It is one of the long prompts that come between the others."""
 
     @property
     def is_whole(self) -> bool:

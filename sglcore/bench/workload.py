@@ -30,22 +30,26 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A load. `request_rate` is in requests per second, arriving at random (Poisson); infinity: all at once.
-
-    Every prompt begins with the same `shared_prefix` tokens; `input_len` counts the tokens after them. Beside these requests
-    `long_prompts` of `long_len` tokens come, which share nothing and want LONG_OUTPUT tokens, one every
-    `long_every` seconds.
-    """
+    """A load: how many requests, how long they are, and when they arrive."""
 
     num_prompts: int
+    """Requests, without the long prompts."""
     input_len: Span
+    """Tokens of each prompt after `shared_prefix`."""
     output_len: Span
+    """Tokens of each answer."""
     shared_prefix: int = 0
+    """Tokens with which every prompt begins."""
     request_rate: float = math.inf
+    """Requests per second, which arrive at random (Poisson). Infinity: all at once."""
     seed: int = 0
+    """The seed of tokens, lengths and times."""
     long_prompts: int = 0
+    """Long prompts in addition. They share nothing and request LONG_OUTPUT tokens."""
     long_len: int = 8192
+    """Tokens of a long prompt."""
     long_every: float = 5.0
+    """Seconds between two long prompts."""
 
     def __post_init__(self) -> None:
         if self.num_prompts < 1:

@@ -44,33 +44,48 @@ class Compression:
 
 @dataclass(frozen=True, slots=True)
 class CompressedConfig:
-    """Attention of `heads` queries of `head_dim` to rows that are key and value, the last `rope_dim` elements rotated: those of the
-    last `window` tokens, and those of complete blocks where a layer has a compression. Layers without turn by
-    `main_rope`, the others by `block_rope`. Queries come by way of `q_lora_rank` elements; the result goes in
-    `groups` of heads, each by way of `o_lora_rank`. An indexer has `index_heads` of `index_dim` and chooses `index_topk` blocks.
+    """Attention over a sliding window and over compressed blocks, and hyper-connections
+    (DeepSeek-V4). `compressed_config` makes it.
 
-    `streams` of a token are mixed by `sinkhorn_iters` iterations with `hc_eps`; `limit` holds what is inside of experts.
-    `is_hashed`: whose experts the token's id chooses. `compressions` and `is_hashed` have one entry a layer.
+    Keys and values are the same rows.
     """
 
     heads: int
+    """Query heads."""
     head_dim: int
+    """Elements of a query head, and of a row that is key and value."""
     rope_dim: int
+    """The last elements of a head and of a row, which are rotated."""
     q_lora_rank: int
+    """Elements from which the queries are made."""
     groups: int
+    """Groups of heads whose results are projected together."""
     o_lora_rank: int
+    """Elements from which each group's result is made."""
     window: int
+    """The last tokens whose own rows each query sees."""
     index_heads: int
+    """Heads of the indexer."""
     index_dim: int
+    """Elements of an indexer head."""
     index_topk: int
+    """Blocks that the indexer chooses."""
     compressions: tuple[Compression | None, ...]
+    """For each layer how it compresses. None: it has only the window."""
     main_rope: RopeConfig
+    """The rotary embedding of layers without compression."""
     block_rope: RopeConfig
+    """The rotary embedding of layers with one."""
     is_hashed: tuple[bool, ...]
+    """For each layer whether the token's id chooses its experts."""
     streams: int
+    """Streams of a token (hyper-connections)."""
     sinkhorn_iters: int
+    """Iterations of the mixing of streams."""
     hc_eps: float
+    """The epsilon of that mixing."""
     limit: float
+    """The bound of the values inside experts."""
 
     @property
     def of_next_token(self) -> CompressedConfig:

@@ -49,60 +49,88 @@ EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Sparse layers: which layers have experts, how many, how many a token uses, and their intermediate size. `normalize`
-    divides a token's weights by their sum, then `scale` multiplies them. A token's experts are of `top_groups` of `num_groups`
-    groups. `shared_size` is the intermediate size of the block that every token passes, 0 for none.
-    """
+    """The mixture of experts of a model, as its checkpoint says."""
 
     layers: tuple[bool, ...]
+    """Whether each layer has experts."""
     num_experts: int
+    """Experts in a layer."""
     experts_per_token: int
+    """Experts that a token uses."""
     intermediate_size: int
+    """The intermediate size of an expert."""
     normalize: bool
+    """A token's weights are divided by their sum."""
     scale: float = 1.0
+    """What they are multiplied with then."""
     num_groups: int = 1
+    """Groups in which the experts are."""
     top_groups: int = 1
+    """Groups from which a token's experts come."""
     shared_size: int = 0
+    """The intermediate size of the block that every token passes. 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The geometry of a model. `sliding_windows` has one entry a layer (None: full attention).
-
-    `dtype` is the checkpoint's own ("bfloat16", ...). `context_length` is how many tokens positions are defined for.
-    `raw` is `config.json` as it is, `words` the same with what the architecture takes for what is left out, in the words that most
-    use; `library` what a library that runs the model itself has read of it. `path` is the folder, or a GGUF file. `options` are those of `OPTIONS` that change something: an architecture refuses what it does not know.
-    `local_rope` is that of layers with a window, None where all layers have one. `first_position` is that of a request's first
-    token. `pooling` is what a model that embeds or scores makes of its hidden states; None for one that generates text.
-    """
+    """The geometry of a model. `read_config` makes it from the checkpoint."""
 
     path: Path
+    """The checkpoint folder, or the GGUF file."""
     architecture: str
+    """The name of its architecture, as in `architectures` of `config.json`."""
     hidden_size: int
+    """Elements of a hidden state."""
     num_hidden_layers: int
+    """Layers."""
     num_attention_heads: int
+    """Query heads."""
     num_key_value_heads: int
+    """Heads of keys and values."""
     head_dim: int
+    """Elements of a head."""
     intermediate_size: int
+    """The intermediate size of dense layers."""
     vocab_size: int
+    """Tokens in the vocabulary."""
     max_position_embeddings: int
+    """Positions, as the checkpoint says."""
     context_length: int
+    """Tokens for which positions are defined, after the extension of the rotary embedding."""
     rms_norm_eps: float
+    """The epsilon of the norms."""
     rope: RopeConfig
+    """The rotary embedding; of layers without a sliding window where `local_rope` is another."""
     sliding_windows: tuple[int | None, ...]
+    """For each layer its window in tokens. None: full attention."""
     tie_word_embeddings: bool
+    """The output layer has the weights of the embedding."""
     attention_bias: bool
+    """Attention's projections have biases."""
     mlp_bias: bool
+    """The projections of dense blocks have biases."""
     hidden_act: str
+    """The activation function."""
     dtype: str
+    """The checkpoint's own element type, such as "bfloat16"."""
     moe: MoeConfig | None
+    """The experts. None: all layers are dense."""
     pooling: Pooling | None
+    """What a model that embeds or scores makes of its hidden states. None: it generates text."""
     raw: Mapping[str, Any]
+    """`config.json` as it is."""
     words: Mapping[str, Any] = field(default_factory=dict)
+    """The same, completed with the architecture's defaults, in the words that most architectures
+    use."""
     library: Any = None
+    """What a library that runs the model itself has read of it. None: no library does."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Those of `OPTIONS` that change something. An architecture refuses an option that it does not
+    know."""
     local_rope: RopeConfig | None = None
+    """The rotary embedding of layers with a sliding window. None: all layers have `rope`."""
     first_position: int = 0
+    """The position of a request's first token."""
 
     @property
     def attention_scaling(self) -> float:

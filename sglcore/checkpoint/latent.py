@@ -18,26 +18,34 @@ INNER_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention (DeepSeek-V2, section 2.1): every token keeps `kv_rank` elements, of which each head makes its
-    key and its value, and `rope_dim` rotated ones that all heads share. `q_rank` is that of the queries, 0 for plain ones;
-    `scaling` is what scores are multiplied with.
-
-    A query sees the `top_k` tokens that an indexer chooses, of `index_heads` heads of `index_dim` (DeepSeek-V3.2); 0: all of
-    them. `indexers` has one entry a layer: FULL, or SHARED for what sees the choice of the layer before. `is_paired`: what the
-    indexer rotates are neighbours, else halves apart.
+    """Multi-head latent attention (DeepSeek-V2, section 2.1), and its indexer (DeepSeek-V3.2).
+    `latent_config` makes it.
     """
 
     q_rank: int
+    """Elements from which the queries are made. 0: plain queries."""
     kv_rank: int
+    """Elements of a token from which each head makes its key and its value."""
     nope_dim: int
+    """Elements of a key or query head that are not rotated."""
     rope_dim: int
+    """Rotated elements of a token, which all heads share."""
     value_dim: int
+    """Elements of a value head."""
     scaling: float
+    """What scores are multiplied with."""
     top_k: int = 0
+    """Tokens that the indexer chooses for a query. 0: a query sees all."""
     index_heads: int = 0
+    """Heads of the indexer."""
     index_dim: int = 0
+    """Elements of an indexer head."""
     indexers: tuple[str, ...] = ()
+    """For each layer FULL, or SHARED for one that uses the choice of the layer before. Empty: no
+    indexer."""
     is_paired: bool = False
+    """The indexer rotates pairs of neighbours. False: pairs that are half of the rotated elements
+    apart."""
 
     @property
     def query_dim(self) -> int:

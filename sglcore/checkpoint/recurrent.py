@@ -59,18 +59,26 @@ def delta_net_config(config: ModelConfig) -> DeltaNetConfig:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Config:
-    """Layers of Mamba 2: heads, their size, and the groups of heads that share their inputs and outputs of a state of `width`;
-    how many tokens, with their own, their convolution reaches over; the limits of a time step."""
+    """Layers of Mamba 2. `mamba2_config` makes it."""
 
     heads: int
+    """Heads."""
     head_dim: int
+    """Elements of a head."""
     groups: int
+    """Groups of heads that share the inputs and outputs of their states."""
     width: int
+    """Elements of a state for each element of a head."""
     taps: int
+    """Tokens over which the convolution reaches, with its own."""
     conv_bias: bool
+    """The convolution has a bias."""
     proj_bias: bool
+    """The projections have biases."""
     dt_min: float
+    """The lower bound of a time step."""
     dt_max: float
+    """The upper bound of a time step."""
 
     @property
     def inner(self) -> int:

@@ -231,6 +231,8 @@ class EngineConfig:
     )
     system_root: str | None = setting(None, "Directory in which hardware probes look for system files; default: /.")
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    """Where each value that is no default came from, by the setting's name: "argument" or the
+    environment variable."""
 
     def __post_init__(self) -> None:
         check_values(self)

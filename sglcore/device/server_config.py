@@ -117,6 +117,8 @@ class ServerConfig:
         "info", "Log level: debug, info, warning or error.", choices=("debug", "info", "warning", "error")
     )
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    """Where each value that is no default came from, by the setting's name: "argument" or the
+    environment variable."""
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -9,24 +9,35 @@ from sglcore.schedule.output import FinishReason, TokenLogprob
 
 @dataclass(slots=True)
 class Completion:
-    """One sample of a prompt. `seed` reproduces it together with `index`; `stop_cause` is the stop token or string; `refused`: it
-    could not go on, by the fault of whoever asked. `warnings`: parts of its schema that are not enforced, and that it does not keep
-    to, or why that is not known; only a server looks. Of its tokens,
-    `verified_steps` steps brought one each and, beside it, those of `proposed_tokens` that were right: `accepted_tokens`."""
+    """One sample of a prompt, as it grows and at its end."""
 
     index: int
+    """The number of the sample. With `seed` it reproduces the sample."""
     seed: int
+    """The seed of the request."""
     text: str = ""
+    """The text."""
     token_ids: list[int] = field(default_factory=list)
+    """The tokens, a stop token included."""
     logprobs: list[TokenLogprob] | None = None
+    """One record for each token. None: not requested."""
     finish_reason: FinishReason | None = None
+    """Why it ended. None: it has not ended."""
     stop_cause: int | str | None = None
+    """The stop token's id, or the stop string or pattern. None: it ended for another reason."""
     error: str = ""
+    """Why it failed; empty: it did not."""
     refused: bool = False
+    """It could not continue, by the caller's fault."""
     warnings: list[str] = field(default_factory=list)
+    """Parts of its schema that are not enforced and that it does not keep to, or why that is not
+    known. Only a server checks."""
     verified_steps: int = 0
+    """Steps that verified draft tokens; each brought one token more than it accepted."""
     proposed_tokens: int = 0
+    """Draft tokens that were verified."""
     accepted_tokens: int = 0
+    """Draft tokens that were accepted."""
 
 
 @dataclass(slots=True)

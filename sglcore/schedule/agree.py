@@ -45,21 +45,30 @@ def _vote(reducer: Reducer, neutral: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class StepVote:
-    """What one shard has for a step; without arguments that of an idle one. A new decision is one more line here.
+    """What one shard of requests has for a step; without arguments the vote of an idle shard.
 
-    `rows` are its token rows, one entry a shard. `mode` is what the forward does, MIXED where shards differ. `can_replay`: it
-    has no input that graphs do not read. `is_extend`: it has rows of prompts. `emitting`, `verifying` and
-    `going_on` are those of `StepPlan`."""
+    Each field is reduced over all shards. A new decision is one more field.
+    """
 
     rows: tuple[int, ...] = _vote(EACH, (0,))
+    """Token rows, one entry for each shard."""
     mode: ForwardMode = _vote(SAME)
+    """What the forward does. MIXED where shards differ."""
     can_replay: bool = _vote(ALL)
+    """It has no input that graphs do not read."""
     is_extend: bool = _vote(ANY)
+    """It has rows of prompts."""
     cuts: tuple[int, ...] = _vote(EACH, (0,))
+    """Rows of the first half where ranks run the step as two halves; 0: it has no two halves. One
+    entry for each shard."""
     may_cut: bool = _vote(ALL)
+    """It can be cut in two halves."""
     emitting: tuple[int, ...] = _vote(EACH, (0,))
+    """Requests that sample, one entry for each shard."""
     verifying: tuple[int, ...] = _vote(EACH, (0,))
+    """Requests that decode, one entry for each shard."""
     going_on: tuple[int, ...] = _vote(EACH, (0,))
+    """Prompts of a step in which some continue earlier chunks, one entry for each shard."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,34 +20,40 @@ def _column(begin: Callable[[Request, int], int], *, back: str = "") -> Any:
 
 @dataclass(init=False, eq=False, slots=True)
 class DecodeRows:
-    """`requests[i]` is row i; the columns are live int32[B] views of one table.
+    """The requests that decode. The columns are live int32[B] views of one table, updated in place
+    at each step.
 
-    `version` changes with the rows or their order. Views taken before rows were removed stay as they were.
+    Views taken before rows were removed stay as they were.
     """
 
     requests: list[Request]
+    """The request of each row."""
     version: int
+    """Changes with the rows or their order."""
     _table: Ints
+    """int32[columns, capacity]: the table."""
 
     slots: Ints = _column(lambda request, _: request.slot)
+    """The request slot."""
     seq_lens: Ints = _column(lambda request, _: request.num_cells, back="num_cells")
-    """Cells written once all submitted steps ran; at least, where these may bring more tokens than one."""
+    """KV slots that are written once all submitted steps ran; at least that many, where steps may
+    bring several tokens."""
     drafted_lens: Ints = _column(lambda request, _: 0)
-    """Cells that they may have written beyond those."""
+    """KV slots that steps in flight may have written in addition."""
     allocated_lens: Ints = _column(lambda request, page_size: len(request.pages) * page_size)
-    """Cells that fit in the pages held."""
+    """KV slots in the pages held."""
     final_seq_lens: Ints = _column(lambda request, _: request.final_seq_len)
-    """The `seq_lens` at which the last token is emitted."""
+    """The `seq_lens` with which the last possible token is sampled."""
     most_cells: Ints = _column(lambda request, _: request.most_cells)
-    """Cells that a row may ever have: those, and where a tree lies, some behind them."""
+    """KV slots that a row may ever have: `final_seq_lens`, and those of a draft tree after it."""
     last_steps: Ints = _column(lambda request, _: request.last_step, back="last_step")
-    """The last step that named the row."""
+    """The last step that has the row."""
     page_counts: Ints = _column(lambda request, _: request.sent_pages)
     """Page-table entries that the device has."""
     window_starts: Ints = _column(lambda request, page_size: request.window_first * page_size)
-    """Tokens before the first window page."""
+    """Tokens before the first sliding-window page."""
     sent_window_starts: Ints = _column(lambda request, page_size: request.sent_window_first * page_size)
-    """Those of the list that the device has."""
+    """The `window_starts` of the list that the device has."""
 
     def __init__(self, capacity: int) -> None:
         self.requests = []

@@ -25,31 +25,43 @@ class TokenLogprob:
 
 
 class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The tokens that sample `index` of a request emitted in a step, and why it ended if it did (then it is the last).
-
-    `logprobs` runs along `token_ids` (None: not asked for). `stop_cause`: the stop token's id, counted in `token_ids`, or
-    the stop string. `cached_tokens` (-1: not said) and `prompt_logprobs`, of prompt tokens 1 and on, come with the first
-    token. `processed` (-1: not said): prompt tokens that were handed to the device, for requests that ask for progress.
-    `refused`: the sample could never run, or not go on, by the caller's fault that `error` names; `retry_after` (0: not): it may
-    run in so many seconds, for others kept it from it. `is_unserved`: nothing of it was made, for want of what `error` names,
-    which may come back. `proposed` (-1: none could be): proposals
-    that the step verified, of which all tokens but the last were right.
+    """The tokens that one sample of a request emitted in a step. The scheduler makes it; the one
+    that says why the sample ended is its last.
     """
 
     request_id: str
+    """The name of the request."""
     index: int
+    """The number of the sample."""
     token_ids: list[int] = msgspec.field(default_factory=list)
+    """The tokens, a stop token included."""
     finish_reason: FinishReason | None = None
+    """Why the sample ended. None: it has not ended."""
     stop_cause: int | str | None = None
+    """The stop token's id, or the stop string. None: it ended for another reason."""
     error: str = ""
+    """Why it failed; empty: it did not."""
     logprobs: list[TokenLogprob] | None = None
+    """One record for each of `token_ids`. None: not requested."""
     cached_tokens: int = -1
+    """Prompt tokens that the prefix cache had, with the first token. -1: not said."""
     prompt_logprobs: list[TokenLogprob] | None = None
+    """Records of prompt tokens 1 and on, with the first token. None: not requested, or said
+    before."""
     processed: int = -1
+    """Prompt tokens that were handed to the device, for requests that follow their progress. -1:
+    not said."""
     refused: bool = False
+    """The sample could never run, or could not continue, by the caller's fault, which `error`
+    names."""
     proposed: int = -1
+    """Draft tokens that the step verified. All of `token_ids` but the last are accepted ones. -1:
+    no speculation."""
     is_unserved: bool = False
+    """Nothing was made of the sample, because something that `error` names is missing and may come
+    back."""
     retry_after: float = 0.0
+    """Seconds after which it may run, where other requests kept it from it. 0: not said."""
 
     @property
     def finished(self) -> bool:

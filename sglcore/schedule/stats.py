@@ -9,50 +9,73 @@ from sglcore.schedule.memory import Memory
 
 
 class Levels(msgspec.Struct):
-    """What is so at a moment: requests in a state (`waiting` to `in_flight`, which counts steps), pages, snapshots, window pages,
-    and the bytes of `Limits`."""
+    """What the scheduler holds at a moment. `Scheduler.stats` reads it."""
 
     waiting: int = 0
+    """Requests that wait."""
     running: int = 0
+    """Requests that run, in prefill or decode."""
     decoding: int = 0
+    """Requests that decode."""
     in_flight: int = 0
+    """Steps that are planned and not collected."""
     num_pages: int = 0
+    """KV pages."""
     free_pages: int = 0
+    """Pages that are free."""
     cached_pages: int = 0
+    """Pages in the prefix cache."""
     unused_cached_pages: int = 0
+    """Pages in the prefix cache that no request uses."""
     num_snapshots: int = 0
+    """State checkpoints that fit."""
     free_snapshots: int = 0
+    """State checkpoints that are free."""
     cached_snapshots: int = 0
+    """State checkpoints in the prefix cache."""
     num_window_pages: int = 0
+    """Sliding-window pages."""
     free_window_pages: int = 0
+    """Sliding-window pages that are free."""
     cached_window_pages: int = 0
+    """Sliding-window pages in the prefix cache."""
     kv_bytes: int = 0
+    """Bytes of the KV pages on each device, as in `Limits`. The same goes for the next four."""
     window_bytes: int = 0
+    """Bytes of the sliding-window pages."""
     state_bytes: int = 0
+    """Bytes of the states in all slots."""
     snapshot_bytes: int = 0
+    """Bytes of the state checkpoints."""
     host_bytes: int = 0
+    """Bytes of the pages in host memory."""
 
 
 class SchedulerStats(Levels):
-    """The levels, and counters since the start.
-
-    `hit_tokens` of `looked_up_tokens`: prompt tokens that the prefix cache had. `computed_prompt_tokens`: those that the
-    device worked on, again after a retraction. `snapshot_hits`: requests that began with a cached copy of a state.
-    `stale_rows`: rows that a step computed for a request that had ended meanwhile. `invalid_rows`: rows whose logits were not
-    finite.
-    """
+    """The levels, and the scheduler's counters since its start."""
 
     evicted_pages: int = 0
+    """KV pages that the prefix cache evicted."""
     evicted_snapshots: int = 0
+    """State checkpoints that it evicted."""
     snapshot_hits: int = 0
+    """Requests that began with a cached state checkpoint."""
     evicted_window_pages: int = 0
+    """Sliding-window pages that the prefix cache evicted."""
     hit_tokens: int = 0
+    """Tokens of admitted requests that the prefix cache had."""
     looked_up_tokens: int = 0
+    """Tokens of admitted requests that were looked up in it."""
     retractions: int = 0
+    """Preemptions."""
     steps: int = 0
+    """Steps that were planned."""
     computed_prompt_tokens: int = 0
+    """Prompt tokens that the device computed, again after a preemption."""
     stale_rows: int = 0
+    """Rows that a step computed for a request that had ended in the meantime."""
     invalid_rows: int = 0
+    """Rows whose logits were not finite."""
 
 
 def memory_counts(memory: Memory, limits: Limits) -> dict[str, int]:

@@ -107,21 +107,32 @@ def fill_once(value: float) -> Padding:
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """Everything there is to know about one field. `dim` is the tensor dimension of the axis, `lead` the sizes of the
-    dimensions before it; `dtype` is the name of an element type, None if the field is no tensor with a static buffer."""
+    """The declaration of one batch field. `batch_field` makes it."""
 
     name: str
+    """The field's name; of a nested record's field with dots."""
     axis: Axis
+    """What it has one entry per."""
     split: Split
+    """How the children of a split batch get it."""
     dtype: str | None
+    """The name of its element type. None: it is no tensor with a static buffer."""
     padding: Padding
+    """What padding rows hold."""
     when: When
+    """When the host has a value for it."""
     read: Read | None
+    """Where the host batch has its value. None: the host batch does not have it."""
     mirror: str
+    """The field of which it is the host's side; empty: none."""
     owner: str
+    """Who computes or brings it where the host does not; empty: none does."""
     record: type | None
+    """The type of a nested record. None: it is not nested."""
     dim: int
+    """The tensor dimension of the axis."""
     lead: tuple[int, ...]
+    """The sizes of the dimensions before the axis."""
 
     @property
     def is_buffered(self) -> bool:

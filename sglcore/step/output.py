@@ -20,19 +20,27 @@ A = TypeVar("A")
 
 @dataclass(slots=True)
 class StepOutput(Generic[A]):
-    """`tokens` of the emitting rows and `prompt` log-probabilities by row, or `embeddings` float32[B, H]; `path` is what
-    ran. `runs`: the rows are those of B requests with proposals, of which so many, int32[B], are right,
-    and so many were made. `drafts` int32[B, k]: what is proposed next, if the host is to know. `swaps`: what is counted of
-    rows in host memory. The device may not have come to them yet."""
+    """What one step computes, in arrays of the worker's library. The device may not have computed
+    them yet.
+    """
 
     rows: RowPlan
+    """Which rows of the batch sample."""
     path: str
+    """What ran, such as "eager"."""
     tokens: SampledTokens[A] | None = None
+    """The sampled tokens. None: the step samples none."""
     prompt: Mapping[int, Logprobs[A]] = field(default_factory=dict)
+    """Prompt log-probabilities, by row."""
     embeddings: A | None = None
+    """float32[B, H]: vectors or scores of prompts to embed. None: the step was not one of EMBED."""
     runs: tuple[A, A] | None = None
+    """Of a step with speculation, whose rows are those of B requests: how many draft tokens were
+    accepted, int32[B], and how many were verified, int32[B]. None: no speculation."""
     drafts: A | None = None
+    """int32[B, k]: the next draft tokens. None: the host does not read them."""
     swaps: StepSwaps[A] | None = None
+    """Counts of KV rows in host memory. None: there are none."""
 
     def arrays(self) -> list[A]:
         """Everything that the host will read, in the order that `read` knows."""

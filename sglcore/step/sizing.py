@@ -61,18 +61,25 @@ class KeptBytes(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class MemorySizes:
-    """The sizes every pool and table is made with; `num_snapshots` of states beside those of `max_requests`. `num_window_pages`
-    for layers that keep the last `window` tokens (0: such layers keep all, in the pages of the others). `geometry` is what was
-    sized."""
+    """The sizes with which every pool and table is made. `size_pools` chooses them."""
 
     page_size: int
+    """Tokens in a page."""
     num_pages: int
+    """KV pages."""
     max_model_len: int
+    """Tokens of the longest request."""
     max_requests: int
+    """Requests, each with a slot and a state."""
     num_snapshots: int = 0
+    """State checkpoints, in addition to the states of the slots."""
     window: int = 0
+    """The longest sliding window in tokens."""
     num_window_pages: int = 0
+    """Pages for layers with a sliding window. 0: they keep all tokens, in the pages of the
+    others."""
     geometry: Geometry = field(default=Geometry(0), compare=False)
+    """Bytes of what was sized."""
 
     @property
     def num_bytes(self) -> KeptBytes:
