@@ -41,17 +41,24 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
-    """How prompts are run. `stagger`: a prompt joins every so many steps (0: all at once). `chunk`: tokens of a step.
-    `scramble`: the seed of the order in which pages are handed out. `pages`: fewer pages than there are."""
+    """How the harness runs prompts."""
 
     overlap: bool = False
+    """Steps overlap."""
     stagger: int = 0
+    """Steps between the arrivals of two prompts. 0: all arrive at once."""
     chunk: int | None = None
+    """Tokens of a step. None: the device's."""
     scramble: int | None = None
+    """The seed of the order in which pages are handed out. None: the usual order."""
     pages: int | None = None
+    """KV pages, fewer than there are. None: all."""
     prefix_cache: bool = False
+    """The prefix cache is on."""
     score_prompts: bool = False
+    """Request log-probabilities of prompt tokens."""
     after_step: Callable[[Scheduler, int], None] | None = None
+    """Called with the scheduler and the step's number after each step. None: nothing is."""
 
 
 class Session:

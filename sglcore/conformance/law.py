@@ -37,20 +37,29 @@ def one_case(target: Target) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """`check(trial)` raises LawBroken, or NotApplicable; what else it raises is a broken law too. `needs` are names from
-    `Target.capabilities`. `tolerance` is by dtype of the model that runs. `cases` are its variants on a device.
-    `interpreted` are the cases that run the device's own kernels even where those are interpreted; None: all. The others
-    are about the order of work, and take the reference's kernels there, because an interpreted step takes a second."""
+    """One conformance check of a device."""
 
     name: str
+    """Its name in results and gaps."""
     level: str
+    """The level that includes it, one of LEVELS."""
     says: str
+    """What it demands, in one sentence."""
     check: Callable[[Trial], None]
+    """`check(trial)` raises LawBroken, or NotApplicable. Any other exception is a broken law
+    too."""
     mutants: tuple[Mutant, ...]
+    """Planted defects that it must find."""
     needs: frozenset[str] = frozenset()
+    """Capabilities that it needs, by their names in `Target.capabilities`."""
     tolerance: Mapping[str, float] = field(default_factory=lambda: EXACT)
+    """The allowed error, by the dtype of the model that runs."""
     cases: Callable[[Target], tuple[str, ...]] = one_case
+    """Its variants on a device."""
     interpreted: frozenset[str] | None = None
+    """Cases that run the device's own kernels even where those are interpreted; None: all. The
+    other cases check the order of work and run the reference's kernels there, because an
+    interpreted step takes a second."""
 
     def missing(self, capabilities: frozenset[str]) -> str:
         """The capabilities that this law needs and a device lacks, as text; empty if it lacks none."""

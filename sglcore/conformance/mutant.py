@@ -33,18 +33,24 @@ def _same(declared: T) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """`package` changes the declaration, and `facts` what it says of the device; `steps` change what the named steps of the
-    bring-up build; `order` changes the order itself. `needs` are the capabilities of devices in which it can be planted, as
-    laws name them. `case`: the case of its law that is nearest to it, which is tried first; empty: none is."""
+    """One planted defect, and where it is planted."""
 
     name: str
+    """Its name."""
     says: str
+    """What is wrong, in one sentence."""
     package: Callable[[DevicePackage], DevicePackage] = _same
+    """Changes the declaration of the package."""
     facts: Callable[[Facts], Facts] = _same
+    """Changes what it says of the device."""
     steps: Mapping[str, Change] = field(default_factory=lambda: MappingProxyType({}))
+    """By name of a bring-up step, changes what the step builds."""
     order: Callable[[BringUp], BringUp] | None = None
+    """Changes the order of the bring-up. None: it does not."""
     needs: frozenset[str] = frozenset()
+    """Capabilities of devices in which it can be planted, as laws name them."""
     case: str = ""
+    """The case of its law that is most likely to find it, and is tried first; empty: none is."""
 
 
 def in_runtime(name: str, says: str, facts: Callable[[Facts], Facts] = _same, **steps: Change) -> Mutant:

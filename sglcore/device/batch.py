@@ -141,8 +141,8 @@ class ScheduleBatch:
     history, for its sampling or for the worker (`Limits.reads_history`, `Limits.keeps_history`)."""
     next_ids: Ints | None = None
     """int32[B] (optional): the prompt token after the row's chunk; -1: the next token is to be
-    sampled. Given where a row requests prompt log-probabilities, and with chunks of a worker that
-    has a `Limits.lookahead`."""
+    sampled. Given where a row requests prompt log-probabilities, and with chunks of a worker with a
+    `Limits.lookahead`."""
     prompt_logprobs: Ints | None = None
     """int32[B] (optional): how many alternatives the row requests for each of its prompt tokens;
     -1: no log-probabilities. None: no row requests them."""

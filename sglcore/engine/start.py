@@ -38,17 +38,24 @@ IN_TURN = "this worker takes one step at a time"
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A running worker and how it came to be. `seconds` of each bring-up step; `overlap` as it was decided. `check` raises
-    WorkerLost if the worker can take no step any more; it does not wait."""
+    """A running worker, and how it was started."""
 
     worker: ModelWorker
+    """The worker."""
     ledger: DecisionLedger
+    """The decisions."""
     choice: Choice
+    """The chosen device."""
     facts: Facts
+    """The device's facts."""
     model_path: Path
+    """The checkpoint folder, or the GGUF file."""
     seconds: Mapping[str, float]
+    """Seconds of each bring-up step, by its name."""
     overlap: bool
+    """Steps are submitted before the previous one was collected."""
     check: Callable[[], None] = lambda: None
+    """Raises WorkerLost if the worker can take no more steps. It does not wait."""
 
 
 def no_progress(phase: str, done: int, total: int) -> None:

@@ -106,23 +106,28 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing dot unless empty.
-
-    `max_positions` bounds the positions that will occur, `index_dtype` is that of cells, `kv_cache_dtype` is EngineConfig's,
-    `drafts` are the tokens of a request that a decode step brings at most, `hisparse` says that rows of which few
-    are chosen lie in host memory, and `refusals` is told of kernels that do not take what a layer calls them with.
-    """
+    """The scope in which a layer is built: its name, and what all layers of a model share."""
 
     config: ModelConfig
+    """The model's configuration."""
     kernels: KernelTable
+    """The device's kernel table."""
     weights: Weights
+    """The weights that layers declare."""
     max_positions: int
+    """The bound of the positions that will occur."""
     index_dtype: torch.dtype = torch.int64
+    """The type of KV slot indices."""
     refusals: Refusals | None = None
+    """Where kernels that do not take a layer's calls are recorded. None: nowhere."""
     kv_cache_dtype: str = "auto"
+    """The element type of the KV cache, as in EngineConfig."""
     drafts: int = 1
+    """The most tokens of a request in a decode step, the last one drawn and the draft tokens."""
     hisparse: bool = False
+    """Rows of layers that choose a few of them lie in host memory."""
     prefix: str = field(default="")
+    """The layer's name in the checkpoint, with a dot at its end unless empty."""
 
     def at(self, *names: str | int) -> Self:
         """The scope of a part of this layer."""

@@ -18,21 +18,31 @@ from sglcore.models.registry import model_class
 
 
 class Names(NamedTuple):
-    """What a checkpoint calls the parts, below `prefix`, in which {} is the number of the layer, counted from `first`, None: from the
-    number of the model's layers. What is no such part and begins with `layer` is of the layer; `shared` are the model's own
-    once more. `hidden_first`: the projection takes what was made of the token before first. `has_blank`: the token at position 0
-    counts as zeros."""
+    """How a checkpoint names its multi-token prediction layers. `LAYOUTS` has the known ones.
+
+    Names are below `prefix` and end with a dot.
+    """
 
     prefix: str
+    """What stands before all names of a layer; {} is the layer's number."""
     token_norm: str
+    """The norm of the token's embedding."""
     hidden_norm: str
+    """The norm of the hidden state."""
     proj: str
+    """The projection of both."""
     norm: str
+    """The last norm."""
     layer: str = ""
+    """What stands before the names of the decoder layer itself."""
     shared: tuple[str, ...] = ("embed_tokens.", "shared_head.head.")
+    """The model's own parts, which the checkpoint repeats here."""
     hidden_first: bool = False
+    """The projection takes the hidden state first. False: the embedding first."""
     has_blank: bool = False
+    """The embedding of the token at position 0 counts as zeros."""
     first: int | None = None
+    """The number of the first layer. None: the number of the model's layers."""
 
     @property
     def parts(self) -> Mapping[str, str]:

@@ -63,18 +63,29 @@ Put = tuple[nn.Module, str, Layer]
 
 @dataclass(slots=True)
 class Replaced:
-    """What stands in place of a model's own parts, and what attention it then asks for."""
+    """What replaces parts of a model of transformers, and what attention the model then calls.
+    `replace` makes it.
+    """
 
     calls: tuple[AttentionCall, ...] = ()
+    """The calls of attention, in order."""
     layers: list[Replacement] = field(default_factory=list)
+    """Linear layers, gated blocks and norms."""
     routers: list[Router] = field(default_factory=list)
+    """Routers of experts."""
     blocks: list[SparseBlock] = field(default_factory=list)
+    """Blocks with experts."""
     ends: Ends = field(default_factory=Ends)
+    """The embedding and the output layer."""
     rotaries: list[Rotary] = field(default_factory=list)
+    """Modules that make cosines and sines."""
     turns: Mapping[nn.Module, Turn] = field(default_factory=dict)
+    """By attention module, the function that rotates its queries and keys."""
     angles: Mapping[nn.Module, Mapping[Any, tuple[Any, Any]]] = field(default_factory=dict)
-    """What modules that make cosines and sines are called with, as `RotaryTrace` has them."""
+    """By module that makes cosines and sines, the calls with which it is made to give them, as in
+    `RotaryTrace`."""
     owns: list[Own] = field(default_factory=list)
+    """Modules that compute attention by themselves."""
 
     def place(self, build: Build) -> None:
         """Declare weights, choose kernels and make tables, once the other weights have their places. Raises `ConfigError` for

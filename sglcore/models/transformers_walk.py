@@ -48,20 +48,31 @@ _UNTOUCHED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of attention: which module made it, and what it asks for. `sinks` is the parameter's name; `cells` the number of
-    the first call with the same keys and values, if that asked for the same; `slopes` those of its heads, by the place of a key."""
+    """One call of attention in a model of transformers. `walk` records it."""
 
     module: nn.Module
+    """The module that called."""
     num_heads: int
+    """Query heads."""
     num_kv_heads: int
+    """Heads of keys and values."""
     head_dim: int
+    """Elements of a key head."""
     value_dim: int
+    """Elements of a value head."""
     scaling: float
+    """What scores are multiplied with."""
     window: int | None
+    """The sliding window in tokens. None: full attention."""
     softcap: float | None
+    """The bound to which scores are bent. None: none."""
     sinks: str | None
+    """The name of the parameter with the heads' sinks. None: there are none."""
     cells: int
+    """The number of the first call with the same keys and values, if that had the same shape. These
+    calls share KV slots."""
     slopes: tuple[float, ...] | None = None
+    """For each head the slope of its position bias (ALiBi). None: there is none."""
 
 
 @dataclass(slots=True)

@@ -50,24 +50,33 @@ SourceFn = Callable[["ForwardBatch", FillContext], "Tensor | None"]
 
 @dataclass(slots=True)
 class InputBuffer:
-    """One static buffer: its declaration, who fills it, and the memory. `name` is the batch field it feeds; dots reach into a
-    nested record. `width` is the size of one without an axis, `trail` the sizes of the dimensions after the axis. `tensor` is
-    empty, as is its `host` side, until the registry makes it.
+    """One static buffer: the batch field that it feeds, who fills it, and its memory.
 
-    `post_fill(view, batch, ctx)` computes the padded view in place after the copies; `source_fn(batch, ctx)` returns
-    what to copy into the head (None: nothing this step). A computed or sourced buffer is always exposed.
+    A buffer with `post_fill` or `source_fn` is always exposed.
     """
 
     spec: FieldSpec
+    """The declaration of the field."""
     width: int = 1
+    """Elements, of a buffer without an axis."""
     trail: tuple[int, ...] = ()
+    """The sizes of the dimensions after the axis."""
     post_fill: PostFill | None = None
+    """`post_fill(view, batch, ctx)` computes the padded view in place after the copies. None:
+    nothing does."""
     source_fn: SourceFn | None = None
+    """`source_fn(batch, ctx)` returns the values to copy into the first entries, None for nothing
+    in this step. None: the batch's field has them."""
     tensor: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The device's memory; empty until the registry makes it."""
     host: NDArray | None = None
+    """The host's side. None: not made, or the host does not stage it."""
     name: str = field(init=False)
+    """The batch field that it feeds. Dots reach into a nested record."""
     _record: str = field(init=False)
+    """The part of `name` before the last dot; empty without a dot."""
     _field: str = field(init=False)
+    """The part of `name` after it."""
 
     def __post_init__(self) -> None:
         self.name = self.spec.name

@@ -34,17 +34,24 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
-    """What was true when attention was planned: by whom, for which sizes, over which pool generation, for the lengths of which
-    epoch (None: of this batch alone) and for how many forwards over them."""
+    """What was true when attention was planned for a batch. `mark_forward_metadata_ready` makes it."""
 
     plan: AttentionPlan
+    """The plan."""
     planner: AttentionBackend
+    """The attention backend that made it."""
     batch_size: int
+    """Requests of the batch."""
     num_tokens: int
+    """Tokens of the batch."""
     generation: int
+    """The generation of the KV pool."""
     replan_equivalent: bool
+    """If sizes have changed, planning again is right. False: it is an error."""
     epoch: int | None = None
+    """The epoch of lengths for which it holds. None: for this batch alone."""
     steps: int = 1
+    """Forwards over these lengths that may use the plan."""
 
 
 @batch_record(ScheduleBatch)

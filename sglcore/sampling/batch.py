@@ -37,15 +37,23 @@ class SamplingNeeds:
     """Which code a batch runs: host values only, hashable, so they can key a captured graph."""
 
     all_greedy: bool = True
+    """All rows are greedy."""
     any_greedy: bool = True
+    """Some row is greedy, or there is no row."""
     any_top_k: bool = False
+    """Some row without XTC has a top_k."""
     any_top_p: bool = False
+    """Some row without XTC has a top_p."""
     any_min_p: bool = False
+    """Some row without XTC has a min_p."""
     any_penalty: bool = False
+    """Some row has a penalty."""
     any_bias: bool = False
+    """Some row has a logit bias or a banned token."""
     top_logprobs: int | None = None
-    """Most alternatives that any row wants; None = no row wants logprobs."""
+    """The most alternatives that a row requests. None: no row requests log-probabilities."""
     any_xtc: bool = False
+    """Some row has XTC."""
 
     @property
     def any_cutoff(self) -> bool:
@@ -70,33 +78,45 @@ def _offset_field() -> Any:
 
 @dataclass(slots=True, eq=False)
 class SamplingBatch:
-    """Host arrays of R rows. Greedy rows hold neutral cut-offs, so `needs` names only work that can change a token."""
+    """The sampling parameters of R rows, as host arrays. Greedy rows hold neutral cut-offs, so
+    `needs` names only work that can change a token.
+    """
 
     scale: np.ndarray = _row_field(np.float32)
-    """2**16 / temperature."""
+    """float32[R]: 2**16 / temperature; 1 for greedy rows."""
     greedy: np.ndarray = _row_field(np.bool_)
+    """bool[R]: the row is greedy."""
     top_k: np.ndarray = _row_field(np.int32)
+    """int32[R]: tokens kept; `noise.OFF`: all."""
     top_p: np.ndarray = _row_field(np.int32)
-    """In units of 2**-24."""
+    """int32[R], in units of 2**-24."""
     min_p: np.ndarray = _row_field(np.int32)
-    """Largest gap kept, in 2**-16 nat."""
+    """int32[R]: the largest gap kept, in 2**-16 nat."""
     xtc_chance: np.ndarray = _row_field(np.int32)
-    """How likely a draw is to leave out its top tokens, in units of 2**-24; 0 = never."""
+    """int32[R]: how likely a draw is to leave out its top tokens, in units of 2**-24. 0: never."""
     xtc_share: np.ndarray = _row_field(np.int32)
-    """The share of the weight that makes a token one of them, in units of 2**-24."""
+    """int32[R]: the share of the weight that makes a token one of them, in units of 2**-24."""
     seed_words: np.ndarray = _row_field(np.int32)
-    """Seed and sample index, mixed; position is added on the device."""
+    """int32[R, 2]: seed and sample index, mixed. The position is added on the device."""
     repetition: np.ndarray = _row_field(np.float32)
+    """float32[R]: the repetition penalty. 1: none."""
     presence: np.ndarray = _row_field(np.float32)
+    """float32[R]: the presence penalty. 0: none."""
     frequency: np.ndarray = _row_field(np.float32)
+    """float32[R]: the frequency penalty. 0: none."""
     prompt_len: np.ndarray = _row_field(np.int32)
+    """int32[R]: tokens of the prompt."""
     top_logprobs: np.ndarray = _row_field(np.int32)
-    """Alternatives wanted; -1 = no logprobs."""
+    """int32[R]: requested alternatives. -1: no log-probabilities."""
     bias_offsets: np.ndarray = _offset_field()
+    """int32[R + 1]: where each row's entries begin in the next three."""
     bias_ids: np.ndarray = _entry_field(np.int32)
+    """int32[E]: the token of each entry."""
     bias_values: np.ndarray = _entry_field(np.float32)
+    """float32[E]: what is added to its logit; -inf bans it."""
     bias_until: np.ndarray = _entry_field(np.int32)
-    """The entry counts while the drawn token's position is below this: int32 max for a bias, else a min_tokens ban."""
+    """int32[E]: the entry counts while the drawn token's position is below this: `noise.OFF` for a
+    bias, else the end of a min_tokens ban."""
 
     @classmethod
     def from_rows(cls, rows: Sequence[SamplingRow], stream: int = 0) -> "SamplingBatch":

@@ -43,52 +43,71 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 128
-    """Tokens to generate; None = as many as the context holds."""
+    """Tokens to generate. None: as many as the context holds."""
     temperature: float = 1.0
-    """0 = greedy, and so is anything below MIN_TEMPERATURE."""
+    """The temperature of the draw. Anything below MIN_TEMPERATURE is greedy."""
     top_k: int = 0
-    """Keep exactly this many tokens, ties to the lowest id; 0 and -1 = off."""
+    """Keep exactly this many tokens, ties to the lowest id. 0 and -1: off."""
     top_p: float = 1.0
+    """Keep the most likely tokens that together have this probability. 1: off."""
     min_p: float = 0.0
+    """Keep tokens with at least this share of the best token's probability. 0: off."""
     xtc_probability: float = 0.0
-    """With this probability a draw leaves out all tokens that have at least `xtc_threshold` of the probability but the least
-    likely of them; never where it is greedy."""
+    """With this probability a draw leaves out all tokens that have at least `xtc_threshold` of the
+    probability, except the least likely of them. Never where the draw is greedy."""
     xtc_threshold: float = 0.1
+    """The probability that makes a token one of them."""
     presence_penalty: float = 0.0
+    """Subtracted once from the logits of tokens that are in the output."""
     frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that it is in the output."""
     repetition_penalty: float = 1.0
     """Over prompt and output: positive logits are divided by it, others multiplied."""
     dry_multiplier: float = 0.0
-    """0 = no DRY: see `Repetition`, whose fields the next ones are."""
+    """DRY's factor, 0: off. See `Repetition` for this field and the next four."""
     dry_base: float = 1.75
+    """The base of DRY's penalty."""
     dry_allowed_length: int = 2
+    """The shortest repetition, in tokens, that DRY makes less likely."""
     dry_penalty_last_n: int = -1
+    """Tokens over which DRY looks back. -1: all, 0: off."""
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    """Texts over which no repetition reaches."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    """Token id -> added to the logit after penalties, before temperature."""
+    """By token id, what is added to the logit after penalties, before temperature."""
     stop: tuple[str, ...] = ()
+    """Strings that end the text."""
     stop_regex: tuple[str, ...] = ()
     """Regular expressions, as `stop_pattern` follows them: the text ends where one has matched."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output."""
     ignore_eos: bool = False
+    """End-of-sequence tokens do not end the output."""
     min_tokens: int = 0
-    """Stop ids cannot be drawn before this many output tokens, and a stop string or pattern that they complete is text."""
+    """Stop ids cannot be drawn before this many output tokens, and a stop string or pattern that
+    they complete is text."""
     logprobs: int | None = None
-    """Top alternatives to report per output token; 0 = only the chosen token, None = nothing."""
+    """Top alternatives to report for each output token. 0: only the chosen token, None: nothing."""
     prompt_logprobs: int | None = None
+    """The same for each prompt token. 0: only the token, None: nothing."""
     n: int = 1
+    """Samples."""
     seed: int | None = None
-    """0..2**64-1; None = the engine draws one with fresh_seed()."""
+    """0..2**64-1. None: the engine draws one with fresh_seed()."""
     priority: int = 0
-    """Of requests that wait, those with the lowest start first, and those with the highest give up their place first."""
+    """Of waiting requests those with the lowest start first, and those with the highest are
+    preempted first."""
     skip_special_tokens: bool = True
+    """The text is decoded without special tokens."""
     include_stop_str_in_output: bool = False
+    """The text includes the stop string that ended it."""
     grammar: Grammar | None = None
-    """What the output must follow; it ends by an end-of-sequence token, so that may neither be ignored nor banned."""
+    """What the output must follow. It ends by an end-of-sequence token, so that may neither be
+    ignored nor banned. None: no grammar."""
     token_rules: TokenRules | None = None
-    """Which tokens alone may come, and which words may not."""
+    """Which tokens alone may come, and which words may not. None: no rules."""
     thinking: Thinking | None = None
-    """Reasoning that comes first; the grammar binds what follows."""
+    """Reasoning that comes first. The grammar binds what follows. None: no reasoning."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():

@@ -58,30 +58,36 @@ class Exclusion(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class SamplingState(Generic[A, P]):
-    """What one sampling call needs; `P` are the library's penalties. A part that no row wants is None, except where wider
-    `needs` were asked for."""
+    """What one sampling call of B rows needs, in the library's arrays. A part that no row needs is
+    None, except where wider `needs` were requested.
+    """
 
     needs: SamplingNeeds
+    """Which code the call runs."""
     positions: A
     """int32[B]: the sequence index of the token to be drawn."""
     seed_words: A
-    """int32[B, 2]"""
+    """int32[B, 2]: seed and sample index, mixed."""
     scale: A
     """float32[B]: 2**16 / temperature."""
     greedy: A
-    """bool[B]"""
+    """bool[B]: the row is greedy."""
     top_k: A | None = None
-    """int32[B]"""
+    """int32[B]: tokens kept."""
     top_p: A | None = None
-    """int32[B], in 2**-24"""
+    """int32[B], in units of 2**-24."""
     min_p: A | None = None
-    """int32[B], the largest gap kept"""
+    """int32[B]: the largest gap kept, in 2**-16 nat."""
     penalties: P | None = None
+    """Penalties, in the library's own form."""
     bias: Bias[A] | None = None
+    """Logit biases and bans."""
     masks: Masks[A] | None = None
+    """Grammar masks."""
     xtc: Exclusion[A] | None = None
+    """XTC, of the rows that have it."""
     changes: Bias[A] | None = None
-    """What one step adds, beside `bias`."""
+    """Logit changes of this step alone, in addition to `bias`."""
 
 
 @dataclass(frozen=True, slots=True)

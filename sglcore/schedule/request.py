@@ -102,7 +102,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end the request ("stop") when sampled."""
     task: Literal["generate", "embed"] = "generate"
-    """"generate" makes text, "embed" a vector or scores."""
+    """Either "generate", which makes text, or "embed", which makes a vector or scores."""
     token_types: Ints | None = None
     """int32[P] (optional): the segment of each token of a text to embed. None: all are of segment
     0."""

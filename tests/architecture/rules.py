@@ -65,47 +65,6 @@ RECORD_MARKS = frozenset({"dataclass", "batch_record"})
 """Decorators that make a class a record."""
 RECORD_BASES = frozenset({"Struct", "NamedTuple", "Protocol"})
 """Base classes that make a class a record."""
-UNCONVERTED: frozenset[str] = frozenset(
-    {
-        "ChatRequest",
-        "Notation",
-        "Tuning",
-        "LayerShape",
-        "SamplingNeeds",
-        "Advice",
-        "Scope",
-        "RankSpec",
-        "AttentionFacts",
-        "SwapShape",
-        "Replaced",
-        "AttentionCall",
-        "Law",
-        "Drive",
-        "InputBuffer",
-        "Shape",
-        "Mutant",
-        "ModelShape",
-        "EngineStats",
-        "Placement",
-        "ModelInfo",
-        "Gathering",
-        "Names",
-        "Speculation",
-        "Job",
-        "SamplingParams",
-        "OpenPrompt",
-        "Order",
-        "ToolFamily",
-        "_Written",
-        "Member",
-        "Started",
-        "SamplingBatch",
-        "SamplingState",
-        "PlanRecord",
-        "ChatFormat",
-    }
-)
-"""Records that do not document their fields yet; the list only shrinks."""
 SAYS_ITSELF = "setting"
 """The call that declares a field together with its help text, which documents it."""
 
@@ -423,6 +382,62 @@ def _code_lines(source: Source) -> list[int]:
     }
     lines = enumerate(map(str.strip, source.lines), 1)
     return [number for number, line in lines if line and not line.startswith("#") and number not in text]
+
+
+def fields_without_docstring(root: Path) -> list[str]:
+    """Records of `MANY_FIELDS` or more whose fields do not all have a docstring below them.
+
+    A record is a dataclass, a batch record, a msgspec.Struct (by way of a base too), a NamedTuple or a Protocol. What
+    `setting` declares has its help text. Models of request bodies (pydantic) are not records: their fields are other
+    people's APIs.
+    """
+    found: list[str] = []
+    structs = _structs(root)
+    for source in sources(root):
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.ClassDef) or not _is_record(node, structs):
+                continue
+            fields = [(each, after) for each, after in pairwise((*node.body, None)) if _is_field(each)]
+            bare = [_last_name(each.target) for each, after in fields if not _is_documented(each, after)]
+            if bare and len(fields) >= MANY_FIELDS:
+                found.append(source.finding(node, f"{node.name} has no docstring below {', '.join(bare)}"))
+    return found
+
+
+def _structs(root: Path) -> frozenset[str]:
+    """Names of the classes of the tree that derive from `RECORD_BASES`, directly or by way of one another."""
+    bases = {
+        node.name: {_base_name(base) for base in node.bases}
+        for source in sources(root)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    known = set(RECORD_BASES)
+    while more := {name for name, of in bases.items() if of & known} - known:
+        known |= more
+    return frozenset(known)
+
+
+def _is_record(node: ast.ClassDef, structs: frozenset[str]) -> bool:
+    marks = {_last_name(mark.func if isinstance(mark, ast.Call) else mark) for mark in node.decorator_list}
+    return bool(marks & RECORD_MARKS) or any(_base_name(base) in structs for base in node.bases)
+
+
+def _base_name(base: ast.expr) -> str:
+    return _last_name(base.value if isinstance(base, ast.Subscript) else base)
+
+
+def _is_field(node: ast.stmt | None) -> TypeGuard[ast.AnnAssign]:
+    return isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation)
+
+
+def _is_documented(field: ast.AnnAssign, after: ast.stmt | None) -> bool:
+    declares = isinstance(field.value, ast.Call) and _last_name(field.value.func) == SAYS_ITSELF
+    return declares or _is_text(after)
+
+
+def _is_text(node: ast.stmt | None) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def undocumented(root: Path) -> list[str]:

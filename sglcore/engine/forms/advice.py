@@ -43,21 +43,31 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A form: so many `copies` of the model, each divided by `topology`. `step` are the seconds of a decode step and what they go for,
-    `prompt_rate` tokens of prompts a second and `rate` tokens of answers a second of all copies together, prompts between
-    them counted; `running` of the requests run at once, `cache_tokens` fit. `rate` is 0 where not one request fits. As two halves
-    a step of prompts would be `halved_prompts` times as fast, and a decode step `halved_step` times."""
+    """One parallel configuration and what is predicted for it. `advise` makes it.
+
+    Rates are of all copies together, with prefill and decode counted.
+    """
 
     topology: Topology
+    """How the ranks of one copy divide the model."""
     copies: int
+    """Copies of the model."""
     step: Seconds
+    """Seconds of a decode step, by what they go for."""
     prompt_rate: float
+    """Prompt tokens per second."""
     rate: float
+    """Output tokens per second. 0: not one request fits."""
     running: int
+    """Requests of the load that run at the same time."""
     cache_tokens: int
+    """Tokens that fit in the KV cache."""
     weight_bytes: float
+    """Bytes of weights on each device."""
     halved_prompts: float = 1.0
+    """How many times as fast a prefill step is in two halves."""
     halved_step: float = 1.0
+    """How many times as fast a decode step is in two halves."""
 
     @property
     def is_for_halves(self) -> bool:

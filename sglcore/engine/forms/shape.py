@@ -25,21 +25,29 @@ MXFP4 = 17 / 32
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One layer, in elements. Of attention's weights `whole` are on every rank, a gate among them, `by_heads` are divided among them,
-    `by_keys` are divided as far as there are heads of keys. A token keeps `cache_whole` on every rank and `cache_by_keys`
-    divided so, and each token before it costs a query `score_flops` over all heads. `window` bounds those tokens. `block` is
-    what every row passes, divided among all ranks in `num_blocks` blocks; `expert` is one expert, 0 where there are none."""
+    """The sizes of one layer, in elements unless said. `shape_of` counts them."""
 
     whole: int
+    """Attention weights that every rank has, and the router of experts."""
     by_heads: int
+    """Attention weights that are divided among ranks by query heads."""
     by_keys: int
+    """Attention weights that are divided among ranks by heads of keys, as far as there are
+    enough."""
     cache_whole: int
+    """KV cache of a token that every rank keeps."""
     cache_by_keys: int
+    """KV cache of a token that is divided among ranks by heads of keys."""
     score_flops: int
+    """Floating-point operations of a query for each token before it, over all heads."""
     window: int | None
+    """The sliding window in tokens. None: full attention."""
     block: int
+    """Weights that every row passes, divided among all ranks."""
     num_blocks: int
+    """Blocks in which these are."""
     expert: int
+    """Weights of one expert. 0: the layer has no experts."""
 
     def seen(self, length: int) -> int:
         """Of so many tokens those that the next one sees."""
@@ -48,21 +56,30 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model: `hidden` and `vocabulary` in elements, `kv_heads` of each layer, `experts` of which a token takes `chosen`; bytes of an
-    element of rows and cache (`row_bytes`), of attention's weights, of blocks' and of experts'. `tables` are the embedding
-    and the output layer, in elements of `row_bytes`."""
+    """The sizes of a model, from its configuration. `shape_of` makes it."""
 
     layers: tuple[LayerShape, ...]
+    """Each layer."""
     hidden: int
+    """Elements of a hidden state."""
     vocabulary: int
+    """Tokens in the vocabulary."""
     tables: int
+    """Elements of the embedding and the output layer, of `row_bytes` each."""
     kv_heads: int
+    """Heads of keys and values in a layer."""
     experts: int
+    """Experts in a layer. 0: the model has none."""
     chosen: int
+    """Experts that a token uses."""
     row_bytes: float
+    """Bytes of an element of hidden states and KV cache."""
     attention_bytes: float
+    """Bytes of an element of attention's weights."""
     block_bytes: float
+    """Bytes of an element of dense blocks' weights."""
     expert_bytes: float
+    """Bytes of an element of experts' weights."""
 
     @property
     def parameters(self) -> int:

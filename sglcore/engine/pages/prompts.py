@@ -23,17 +23,26 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Job:
-    """A prompt that a peer asked for. `sent` pages of it are written or need not be; `last` is the output that ended it."""
+    """A prompt that a peer requested, which this engine computes and whose pages it sends."""
 
     peer: int
+    """The number of the peer."""
     lease: int
+    """The peer's number of the request."""
     request: Request
+    """The request that computes it."""
     first_page: int
+    """The first page of the prompt that the peer wants."""
     target: Ints
+    """int32: the peer's pages, from `first_page` on."""
     sent: int
+    """Leading pages of the prompt that are written, or need not be."""
     transfers: list[Transfer] = field(default_factory=list)
+    """The transfers that were started."""
     last: EngineOutput | None = None
+    """The output with which the request ended. None: it has not ended."""
     is_cancelled: bool = False
+    """The peer does not want it any more."""
 
 
 class PromptSide:

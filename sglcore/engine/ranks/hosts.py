@@ -46,20 +46,30 @@ class NodeFacts(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a node is told: the places of its ranks; the leader's address, as most reach it, where it listens for ranks and where
-    they find each other; the seconds after which a silent leader is gone; and what the leader has decided of the configuration, which
-    else is the node's own, as its device is."""
+    """What the leader tells a node. The rest of the configuration is the node's own, as its device
+    is.
+    """
 
     ranks: list[dict[str, Any]]
+    """The places of the node's ranks."""
     address: str
+    """The leader's address, as most nodes reach it."""
     port: int
+    """Where the leader listens for ranks."""
     meeting_port: int
+    """Where ranks find each other."""
     epoch: int
+    """The number of this start of the ranks."""
     secret: str
+    """What a rank shows to be let in."""
     beat: float
+    """Seconds between two signs of life."""
     silence: float
+    """Seconds without one after which the leader is gone."""
     interface_variables: tuple[str, ...]
+    """Environment variables that are set to the network interface."""
     decided: dict[str, Any]
+    """What the leader has decided of the configuration."""
 
 
 class HostSpec(msgspec.Struct, frozen=True):
@@ -201,17 +211,26 @@ class RemoteHost:
 
 @dataclass
 class Gathering:
-    """Nodes 1..nodes - 1 on their way to a leader. One that does not fit ends the start, there and here."""
+    """Nodes 1..nodes - 1, while they join a leader. A node that does not fit ends the start, on
+    both sides.
+    """
 
     listener: socket.socket
+    """The leader's socket."""
     nodes: int
+    """Nodes, the leader among them."""
     shared: Mapping[str, Any]
+    """What all nodes must have in common."""
     progress: Callable[[str, int, int], None]
+    """Reports the phase, and how many of how many nodes are there."""
     check: Callable[[NodeFacts, str], None]
-    """Raises ConfigError for a node, by its address, that has too little."""
+    """`check(facts, address)` raises ConfigError for a node that has too little."""
     found: dict[int, Joined] = field(default_factory=dict)
+    """The nodes that joined, by number."""
     _waiting: list[Channel] = field(default_factory=list)
+    """Connections that have said nothing yet."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    """Waits for the listener and for these connections."""
 
     def wait(self, seconds: float, where: str) -> list[Joined]:
         """All of them, by number, once all are there. Raises ConfigError for one that does not fit, and WorkerLost where some are

@@ -26,19 +26,26 @@ WAYS = "--node-rank R --leader HOST:PORT on each host, torchrun, a LeaderWorkerS
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Node `node` of `nodes`, the one numbered `local` of the `neighbours` on this machine. The leader listens at `leader`, host and
-    port; `cluster` is the address of a Ray cluster that starts the others. `launcher` and `reason` are for a person; one that
-    starts all of them again when one ends is named by `restarter`, with its way to say so."""
+    """Which node of how many this process is, and who says so. `find_placement` makes it."""
 
     launcher: str
+    """Who starts the nodes, for a person."""
     reason: str
+    """Why this was chosen, for a person."""
     nodes: int = 1
+    """Nodes."""
     node: int = 0
+    """The number of this node."""
     leader: tuple[str, int] = ("", 0)
+    """Host and port where the leader listens."""
     local: int = 0
+    """The number of this node among those on this machine."""
     neighbours: int = 1
+    """Nodes on this machine."""
     cluster: str = ""
+    """The address of a Ray cluster that starts the other nodes; empty: none does."""
     restarter: str = ""
+    """What starts all nodes again when one ends, and by which option; empty: nothing does."""
 
     def row(self, requested: str, met: str = "") -> Row:
         """What was decided. `met`: how the hosts reach each other."""

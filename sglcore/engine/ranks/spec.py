@@ -17,19 +17,28 @@ from sglcore.device.topology import Place
 
 
 class RankSpec(msgspec.Struct, frozen=True):
-    """One line of JSON on a process's standard input. `config` and `place` are plain values, `chosen` is the device of this
-    rank; the leader listens at `address` for who knows `secret`, and hears of the rank every `beat` seconds. `own_address` is that
-    of this machine as other hosts reach it, if there are any; `interface_variables` are told its network interface."""
+    """What the process of a rank is started with: one line of JSON on its standard input. `spec_of`
+    makes it.
+    """
 
     config: dict[str, Any]
+    """The configuration as plain values."""
     chosen: str
+    """The rank's device, as `ChosenDevice.encode` writes it."""
     place: dict[str, Any]
+    """The rank's place as plain values."""
     address: str
+    """Where the leader listens."""
     epoch: int
+    """The number of this start of the ranks."""
     secret: str
+    """What the rank shows to be let in."""
     beat: float = 1.0
+    """Seconds between two signs of life of the rank."""
     own_address: str = ""
+    """The address of this machine as other hosts reach it; empty: there are none."""
     interface_variables: tuple[str, ...] = ()
+    """Environment variables that are set to the network interface."""
 
 
 HOST_GONE = 256

@@ -35,20 +35,29 @@ class Patience:
 
 @dataclass(slots=True)
 class Member:
-    """What is known of one rank."""
+    """What the supervisor knows of one rank."""
 
     rank: int
+    """Its number."""
     process: RankProcess
+    """Its process."""
     control: Channel
+    """Its control channel."""
     heard: float
+    """When it was heard last, in seconds of `time.monotonic`."""
     phase: str = "starting"
+    """What it does, for a person."""
     step: int = -1
+    """The last step of which it told. -1: none."""
     ready: dict[str, Any] | None = None
+    """What it told when it had come up. None: it has not."""
     report: tuple[str, bool, int, str] | None = None
-    """Its last word: the text, whether it follows from another's end, the exit code it wants, its phase."""
+    """Its last word: the text, whether it follows from another's end, the exit code it wants, its
+    phase. None: it runs."""
     is_gone: bool = False
+    """Its channel has closed."""
     host: str = ""
-    """The host of its process, if that is another one."""
+    """The host of its process; empty: this one."""
 
     @property
     def name(self) -> str:

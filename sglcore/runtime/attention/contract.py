@@ -30,21 +30,25 @@ class Unavailable(ImportError):
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What a backend can do, read by selection. None means any; `padding_len` is the
-    sequence length that a padding row must show; `features` name what it serves beyond causal attention over pages.
-
-    `takes_stored`: it reads new keys and values from their cells alone, so attention works where k and v are None.
-    `layouts` are those of pools whose storage it reads; None where it reads by `read_cells` alone.
-    """
+    """What an attention backend can do. Each backend declares it, and selection reads it."""
 
     index_dtype: str | None = None
+    """The type of KV slot indices. None: any."""
     page_sizes: tuple[int, ...] | None = None
+    """Page sizes in tokens. None: any."""
     head_dims: tuple[int, ...] | None = None
+    """Elements of a head. None: any."""
     dtypes: tuple[str, ...] | None = None
+    """Element types. None: any."""
     padding_len: int = 1
+    """The sequence length that a padding row must show."""
     features: frozenset[str] = frozenset()
+    """Features beyond causal attention over pages."""
     takes_stored: bool = False
+    """It reads new keys and values from the KV pool alone, so attention works where k and v are
+    None."""
     layouts: tuple[str, ...] | None = (CELL_MAJOR,)
+    """Layouts of the pools that it reads. None: any, because it reads by `read_cells` alone."""
 
     def takes_layout(self, layout: str) -> bool:
         """Whether it reads a pool of this layout."""

@@ -21,18 +21,27 @@ INT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class SwapShape:
-    """Of the layers `names`, id to the name of what lies in host memory, each `kept`, those in `indexers` choose for themselves and
-    for the ones behind them; `top_k` rows a token. Of a request of `pages` pages, `buffer_rows` of each layer stay on the
-    device; `rooms` staging rooms are for all requests."""
+    """The layers whose rows lie in host memory, and what the device keeps of them. `swap_shape`
+    makes it.
+    """
 
     names: Mapping[int, str]
+    """By the layer's id, the name of its rows that lie in host memory."""
     indexers: tuple[int, ...]
+    """Ids of the layers that choose rows, each for itself and for the layers after it until the
+    next indexer."""
     kept: KeptRows
+    """The form of the rows."""
     top_k: int
+    """Rows that a token reads."""
     buffer_rows: int
+    """Rows of each layer and request that stay on the device."""
     page_size: int
+    """Tokens in a page."""
     pages: int
+    """Pages of the longest request."""
     rooms: int
+    """Staging rooms, for all requests together."""
 
     @property
     def rows_per_page(self) -> int:

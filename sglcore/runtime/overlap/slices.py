@@ -54,17 +54,24 @@ class SlicedModel(Protocol):
 
 @dataclass(slots=True)
 class OpenPrompt:
-    """A prompt of which `done` layers have run: the batch that opened it, what was staged and planned of it, and the state that the
-    next layer takes."""
+    """A prompt that is computed layer by layer. `Slices.open` makes it."""
 
     host: ScheduleBatch
+    """The batch that opened it."""
     rows: RowPlan
+    """Which of its rows sample a token."""
     staged: ForwardBatch
+    """The batch as it was staged."""
     arrays: StagedArrays | None
+    """Further staged arrays. None: there are none."""
     inputs: SamplingInputs
+    """The inputs of sampling."""
     view: ForwardBatch
+    """The batch with which its layers run, with the plan of attention."""
     state: Any
+    """What the next layer takes."""
     done: int = 0
+    """Layers that have run."""
 
 
 class Slices:

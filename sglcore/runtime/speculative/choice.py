@@ -86,19 +86,25 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Proposals of this `kind`, as many a step as one of `lengths`, ascending. `draft` is the model that makes them (None: none
-    does); `aux_layers` as in `StepShape`, None where it reads nothing of the target but its tokens. `rule`: by which they are
-    accepted. `is_tried`: only if it turns out to be faster than no proposals. `tree`: that which they are, None for chains. `heads`: layers of
-    the draft of which each proposes one token (1: one proposes all)."""
+    """What a start has decided about speculation. `choose_speculation` makes it."""
 
     kind: str
+    """The kind of drafter, one of WITHOUT_MODEL or MODELS."""
     lengths: tuple[int, ...]
+    """Numbers of draft tokens that a step may have, ascending."""
     draft: LoadedModel | None = None
+    """The draft model. None: the kind needs none."""
     aux_layers: tuple[int, ...] | None = None
+    """The target's layers that the drafter reads, as in `StepShape`. None: it reads only tokens of
+    the target."""
     rule: str = COUPLED
+    """The rule by which draft tokens are accepted."""
     is_tried: bool = False
+    """Keep it only if a trial shows that it is faster than no speculation."""
     tree: TreeShape | None = None
+    """The shape of draft trees. None: drafts are chains."""
     heads: int = 1
+    """Layers of the draft model that each make one token. 1: one layer makes all."""
 
     @property
     def summary(self) -> str:

@@ -230,21 +230,28 @@ def _notated_value(
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a template writes around the parts of calls in tags."""
+    """What a template writes around the parts of calls in tags. `_written` finds it in a passed
+    test of the template.
+    """
 
     before: str
+    """Before the first call's function name."""
     head: str
     """Between a function's name and its first parameter, or its end."""
     key: str
+    """Before a parameter's name."""
     middle: str
     """Between a parameter's name and its value."""
     value_end: str
+    """Directly after a value."""
     gap: str
     """After a parameter."""
     end: str
+    """After the last parameter of a function."""
     between: str | None
-    """Between two calls."""
+    """Between two calls. None: the test had one call only."""
     after: str
+    """After the last call."""
 
 
 def _written(tags: Tags, family: ToolFamily, sample: Sample) -> _Written:

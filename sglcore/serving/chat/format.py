@@ -41,19 +41,31 @@ class ChatFormat:
     """How a checkpoint's conversations are written and read. Made by `detect`."""
 
     template: ChatTemplate
+    """The chat template."""
     form: MessageForm
+    """The shape of messages that the template wants."""
     tool_parser: str | None
+    """The name of the tool parser. None: tools are off."""
     tool_reason: str
+    """Why this tool parser."""
     reasoning_parser: str | None
+    """The name of the reasoning parser. None: reasoning is not recognised."""
     reasoning_reason: str
+    """Why this reasoning parser."""
     rows: tuple[Row, ...]
+    """The ledger's rows of both decisions."""
     skip_special_tokens: bool
     """False if markers are special tokens, so that the text has to be decoded with them."""
     _tools: ToolFamily | None = None
+    """The format of tool calls. None: tools are off."""
     _reasoning: ReasoningFamily | None = None
+    """The format of reasoning. None: none is recognised."""
     _sample: Sample | None = None
+    """Calls as the template writes them, from the parser's test. None: no test was passed."""
     _controls: tuple[str, ...] = ()
+    """Special tokens that are no markers, where the text is decoded with special tokens."""
     _added: Mapping[str, int] = field(default_factory=dict)
+    """Ids of the tokenizer's added tokens, by their text."""
 
     @classmethod
     def detect(cls, codec: TextCodec, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ChatFormat:

@@ -33,25 +33,32 @@ steps."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A conversation and what is wanted next, in OpenAI's shapes whatever protocol it came in.
-
-    `tool_choice`: "none", "auto", "required", or `{"type": "function", "function": {"name": ...}}`.
-    `parallel_tool_calls` false keeps the first call of an answer alone. `form` is the field of the request that binds the
-    answer, if one does. `thinking_token_budget`: tokens of reasoning after which it is ended.
-    """
+    """A conversation and what is wanted next, in OpenAI's shapes, whatever protocol it came in."""
 
     messages: Sequence[Mapping[str, Any]]
+    """The messages."""
     params: SamplingParams
+    """The sampling parameters."""
     tools: Sequence[Mapping[str, Any]] | None = None
+    """The tools that the model may call. None: none."""
     tool_choice: ToolChoice = "auto"
+    """One of "none", "auto", "required", or `{"type": "function", "function": {"name": ...}}`."""
     parallel_tool_calls: bool = True
+    """An answer may have several calls. False: only its first call is kept."""
     progress: bool = False
+    """Report how far the prompt is computed."""
     chat_template_kwargs: Mapping[str, Any] | None = None
+    """Further variables of the chat template. None: none."""
     add_generation_prompt: bool = True
+    """The prompt ends with the beginning of an answer."""
     continue_final_message: bool = False
+    """The answer continues the last message."""
     request_id: str | None = None
+    """The name of the request. None: it gets one."""
     form: str = "response_format"
+    """The field of the client's request that binds the answer's form, if one does."""
     thinking_token_budget: int | None = None
+    """Tokens of reasoning after which it is ended. None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,23 +96,30 @@ class Phase(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, tag="info"):
-    """What a started engine runs: device and decisions, limits, and how long each step of the bring-up took (seconds).
-
-    `ledger`: rows as plain values. `limits`: the fields of `device.worker.Limits`, with the requests of all shards.
-    `fingerprint` changes with anything that may change a number: versions, device, model, decisions.
-    """
+    """What a started engine runs, as it tells the frontend."""
 
     device: str
+    """The device."""
     device_evidence: str
+    """What its probe found."""
     distribution: str
+    """The Python distribution of the device package."""
     version: str
+    """The version of that distribution."""
     ledger: tuple[dict[str, Any], ...]
+    """The decisions, rows as plain values."""
     limits: dict[str, Any]
+    """The fields of `device.worker.Limits`, with the requests of all shards."""
     max_model_len: int
+    """Tokens of the longest request, prompt and output together."""
     generates: bool
+    """It generates text. False: it embeds or scores."""
     eos_ids: tuple[int, ...]
+    """End-of-sequence tokens, ascending."""
     seconds: dict[str, float]
+    """Seconds of each bring-up step, by its name."""
     fingerprint: str
+    """Changes with anything that may change a number: versions, device, model, decisions."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -161,28 +168,39 @@ class Embedded(msgspec.Struct, array_like=True, tag=5, gc=False):
 
 
 class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
-    """Counters of one engine since its start: those of its scheduler, and its own. Times are seconds.
-
-    `paths` counts steps by what ran. `host_seconds`: the part of `step_seconds`, over `host_steps`, in which the host
-    neither waited for the device nor was itself the device. `drafts`: what came of proposals, by `DraftCell`.
-    Of rows in host memory, as `SwapCounts` has them: `swap_rows`, `swap_hits`, `loaded_bytes`, `stored_bytes`, `swap_waits`.
-    """
+    """Counters of one engine since its start: those of its scheduler, and its own."""
 
     compiling: int = 0
+    """Requests that wait for their grammar."""
     failed_steps: int = 0
+    """Steps that failed."""
     requests: int = 0
+    """Requests that were accepted."""
     prompt_tokens: int = 0
+    """Prompt tokens of these."""
     generation_tokens: int = 0
+    """Output tokens."""
     host_seconds: float = 0.0
+    """The part of `step_seconds` in which the host neither waited for the device nor was itself the
+    device."""
     host_steps: int = 0
+    """Steps that `step_seconds` counts."""
     step_seconds: float = 0.0
+    """Seconds of all steps."""
     paths: dict[str, int] = msgspec.field(default_factory=dict)
+    """Steps by what ran."""
     drafts: dict[tuple[int, int, int, int], int] = msgspec.field(default_factory=dict)
+    """What came of draft tokens: steps of requests by `DraftCell`."""
     swap_rows: int = 0
+    """KV rows in host memory that layers chose in decode steps, as in `SwapCounts`."""
     swap_hits: int = 0
+    """Those of them that were on the device."""
     swap_waits: int = 0
+    """Steps that waited for rows of the host."""
     loaded_bytes: int = 0
+    """Bytes that came from host memory."""
     stored_bytes: int = 0
+    """Bytes that went to host memory."""
 
 
 class Failed(msgspec.Struct, array_like=True, tag=7, gc=False):

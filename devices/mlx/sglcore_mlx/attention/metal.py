@@ -88,19 +88,32 @@ Launcher = Callable[[Launch, Sequence[Any]], list[mx.array]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes and types of one call: everything on which its launches depend. Checked when made (ConfigError)."""
+    """The sizes and types of one call, on which its launches depend. Checked when made
+    (ConfigError).
+    """
 
     rows: int
+    """Decode rows."""
     heads: int
+    """Query heads."""
     kv_heads: int
+    """Heads of keys and values."""
     head_dim: int
+    """Elements of a head."""
     pages: int
+    """Pages in a row of the page table."""
     page_size: int
+    """Positions in a page."""
     window: int | None
+    """The sliding window in positions. None: full attention."""
     dtype: mx.Dtype
+    """The type of queries and output."""
     kv_dtype: mx.Dtype
+    """The type of keys and values."""
     has_softcap: bool = False
+    """Scores are bent to a bound."""
     has_sinks: bool = False
+    """Heads have sinks."""
 
     def __post_init__(self) -> None:
         """Refuse what the kernels do not compute."""

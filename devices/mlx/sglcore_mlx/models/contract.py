@@ -13,18 +13,25 @@ from sglcore_mlx.forward_batch import ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The attention of one layer: `scale` multiplies the scores; `sliding_window` counts the token itself (None: all). Not
-    `causal`: a token sees the later ones too, and the window reaches both ways. `softcap` c bends a scaled score s to
-    c * tanh(s / c); `sinks` [heads] are the scores of one more key, which has no value."""
+    """The attention of one layer, as its model declares it."""
 
     num_heads: int
+    """Query heads."""
     num_kv_heads: int
+    """Heads of keys and values."""
     head_dim: int
+    """Elements of a head."""
     sliding_window: int | None
+    """Tokens that a query sees, itself among them. None: all."""
     scale: float
+    """What scores are multiplied with."""
     causal: bool = True
+    """A token sees itself and the tokens before it. False: it sees those after it too, and the
+    window reaches both ways."""
     softcap: float | None = None
+    """c bends a scaled score s to c * tanh(s / c). None: scores stay as they are."""
     sinks: mx.array | None = None
+    """[heads]: the scores of one more key, which has no value. None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,85 +64,133 @@ MOE_TILES = (
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The launch of every kernel, by the entry it serves. Results do not depend on them beyond the order of float additions."""
+    """How every Triton kernel is launched. A device package makes it.
+
+    Results do not depend on it beyond the order of float additions. A field named as a kernel entry
+    is that entry's launch.
+    """
 
     lanes: int = 32
     """Threads of one warp."""
     float8: str | None = None
-    """The form of 8-bit floats that the device converts by an instruction; others, or with None all, are read by their bits."""
+    """The format of 8-bit floats that the device converts by an instruction. Other formats, or with
+    None all, are converted by their bits."""
     elements: int = 2048
-    """Elements that one program of an elementwise kernel or norm holds; a longer row is held whole."""
+    """Elements that one program of an elementwise kernel or norm holds. A longer row is held
+    whole."""
     rms_norm: LaunchConfig = LaunchConfig(256, 1)
+    """RMS norm."""
     add_rms_norm: LaunchConfig = LaunchConfig(256, 1)
+    """Residual add and RMS norm."""
     silu_and_mul: LaunchConfig = LaunchConfig(128, 1)
+    """The gated activations."""
     rotary: LaunchConfig = LaunchConfig(128, 1)
+    """Rotary embedding."""
     rotary_and_store: LaunchConfig = LaunchConfig(128, 1)
+    """Rotary embedding, and storing keys and values."""
     store_kv: LaunchConfig = LaunchConfig(128, 1)
+    """Storing keys and values in the KV pool."""
     cache_locations: LaunchConfig = LaunchConfig(128, 1)
+    """Finding the KV slots of tokens in the page table."""
     place_proposals: LaunchConfig = LaunchConfig(32, 1)
+    """Placing draft tokens in the rows of a decode step."""
     accept_proposals: LaunchConfig = LaunchConfig(32, 1)
+    """Accepting draft tokens of chains."""
     tree_walk: LaunchConfig = LaunchConfig(32, 1)
+    """Accepting draft tokens of trees."""
     tree_expand: LaunchConfig = LaunchConfig(128, 1)
+    """Choosing the next beams of a draft tree."""
     tree_build: LaunchConfig = LaunchConfig(128, 1)
+    """Choosing the nodes of a draft tree."""
     tree_place: LaunchConfig = LaunchConfig(32, 1)
+    """Writing draft trees into the tables of their slots."""
     programs: int = 256
-    """Programs that keep the device busy; attention over long requests is split until there are as many."""
+    """Programs that keep the device busy. Attention over long requests is split until there are as
+    many."""
     most_splits: int = 64
+    """The most parts into which attention over one request is split."""
     decode_tokens: int = 64
-    """Tokens of the cache in one iteration of decode attention, while their keys fit into `tile_bytes`."""
+    """Tokens of the cache in one iteration of decode attention, while their keys fit into
+    `tile_bytes`."""
     decode: LaunchConfig = LaunchConfig(128, 2)
+    """Decode attention."""
     merge: LaunchConfig = LaunchConfig(128, 1)
+    """Merging the parts of split attention."""
     extend_queries: int = 64
-    """Query rows (tokens times heads of a group) of one program of extend attention."""
+    """Query rows (tokens times heads of a group) of one program of prefill attention."""
     extend_tokens: int = 64
+    """Tokens of the cache in one iteration of prefill attention, while their keys fit into
+    `tile_bytes`."""
     extend: LaunchConfig = LaunchConfig(128, 2)
+    """Prefill attention."""
     tile_bytes: int = 16 << 10
-    """Keys of one iteration; several such tiles are in flight in memory that a few programs share."""
+    """Bytes of the keys of one iteration. Several such tiles are in flight in memory that a few
+    programs share."""
     sparse_heads: int = 64
-    """Heads of one program of attention over rows that all heads share, in half types; what it holds grows with them."""
+    """Heads of one program of attention over rows that all heads share, in 16-bit types. The memory
+    of a program grows with them."""
     sparse_tokens: int = 16
-    """Rows of one iteration of it."""
+    """Rows of one iteration of that attention."""
     sparse_mqa: LaunchConfig = LaunchConfig(256, 2)
+    """Attention over chosen rows that all heads share."""
     index_tokens: int = 64
     """Rows of one iteration of the indexer's scores."""
     index_logits: LaunchConfig = LaunchConfig(128, 2)
+    """The indexer's scores."""
     index_scanned: int = 4096
     """Scores of one iteration of the search for the highest."""
     index_top_k: LaunchConfig = LaunchConfig(512, 1)
+    """The search for the highest scores of the indexer."""
     compress: LaunchConfig = LaunchConfig(128, 1)
+    """Making compressed rows."""
     top_k_routing: LaunchConfig = LaunchConfig(128, 1)
+    """Choosing experts."""
     moe: tuple[MoeTile, ...] = field(default=MOE_TILES)
+    """Tiles of expert products, ascending by `most_rows`."""
     moe_sort: LaunchConfig = LaunchConfig(128, 1)
+    """Sorting token rows by expert."""
     moe_sum: LaunchConfig = LaunchConfig(128, 1)
+    """Adding up the experts' results of each token."""
     conv_tokens: int = 16
     """Tokens of a row in one program of a convolution over prompts."""
     conv_channels: int = 256
+    """Channels in one program of a convolution."""
     causal_conv: LaunchConfig = LaunchConfig(128, 1)
+    """The causal convolution."""
     state_columns: int = 32
-    """Values of a head whose part of the recurrent state one program holds."""
+    """Values of a head of which one program holds the part of the recurrent state."""
     gated_delta_rule: LaunchConfig = LaunchConfig(128, 1)
+    """The gated delta rule."""
     scan_tokens: int = 32
     """Tokens of one chunk of a selective scan over prompts."""
     selective_scan: LaunchConfig = LaunchConfig(128, 1)
+    """The selective scan."""
     gated_rms_norm: LaunchConfig = LaunchConfig(128, 1)
+    """The gated RMS norm."""
     rope_tail: LaunchConfig = LaunchConfig(128, 1)
-    """Latent rows and index keys too."""
+    """Rotating the last elements of rows; storing latent rows and index keys too."""
     window_rows: LaunchConfig = LaunchConfig(128, 1)
-    """`block_rows` too."""
+    """Finding the rows of a sliding window, and those of blocks (`block_rows`)."""
     compress_plan: LaunchConfig = LaunchConfig(128, 1)
+    """Planning which tokens complete a compressed row."""
     swap_in: LaunchConfig = LaunchConfig(512, 1)
+    """Finding the chosen rows that are not on the device."""
     copy_programs: int = 1024
-    """Programs that share the copies of all requests; `elements` words of each are on their way at a time."""
+    """Programs that share the copies of all requests. Each copies `elements` words at a time."""
     copy_rows: LaunchConfig = LaunchConfig(128, 1)
+    """Copying rows between host memory and the device."""
     hc_split: int = 1024
-    """Elements of a token's streams of which one program adds up what mixes them."""
+    """Elements of a token's streams of which one program adds up the mixing (hyper-connections)."""
     hc_depth: int = 64
+    """Elements of one iteration of that sum."""
     hc_pre: LaunchConfig = LaunchConfig(128, 2)
-    """`hc_head` too."""
+    """Mixing streams into one before a block (`hc_head` too)."""
     hc_post: LaunchConfig = LaunchConfig(128, 1)
+    """Mixing one stream into all after a block."""
     draw_tokens: int = 4096
     """Vocabulary entries of one program of the draw."""
     draw: LaunchConfig = LaunchConfig(256, 1)
+    """Drawing tokens."""
 
     def options(self, config: LaunchConfig) -> dict[str, Option]:
         """The launch options of a kernel."""

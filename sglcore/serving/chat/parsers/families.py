@@ -16,23 +16,27 @@ from sglcore.serving.chat.parsers.parser import ReasoningFamily, ToolScan
 
 @dataclass(frozen=True, slots=True)
 class ToolFamily:
-    """A way to write tool calls."""
+    """One format of tool calls. `TOOLS` has the known ones."""
 
     name: str
+    """The name of the parser."""
     evidence: tuple[str, ...]
-    """Chosen for a template that writes all of these."""
+    """Texts in a chat template. The family is chosen for a template that writes all of them."""
     opening: tuple[str, ...]
     """What a call may begin with."""
     marks: tuple[str, ...]
-    """What nobody should see of a well-formed call."""
+    """Markers of a well-formed call, which no client should see."""
     calls: ToolScan
+    """The parser."""
     aliases: tuple[str, ...] = ()
     """Names that other engines use."""
     has_short_ids: bool = False
+    """Ids of calls are short."""
     has_numbered_ids: bool = False
-    """A call's id is `functions.NAME:NUMBER`, and the template has the name from there."""
+    """A call's id is `functions.NAME:NUMBER`, and the template reads the name from there."""
     write: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
-    """Writes calls as content, for templates that have no place for them."""
+    """Writes calls as content, for templates that have no place for them. None: there is no
+    need."""
     stops: tuple[str, ...] = ()
     """Tokens that end the model's turn, whatever the checkpoint says."""
 

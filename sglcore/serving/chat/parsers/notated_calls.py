@@ -31,16 +31,18 @@ _ENDS = (",", "]", "}", ")")
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """A way to write calls; called, it reads them."""
+    """A notation of calls. Called, it reads them."""
 
     begin: str
+    """Before the calls."""
     end: str
+    """After the calls."""
     around: tuple[str, str]
-    """The arguments."""
+    """Before and after the arguments."""
     assign: str
     """Between a parameter's name and its value."""
     quotes: tuple[str, ...]
-    """Around text, the model's own first; in quotes of one character a backslash escapes."""
+    """Around text, the model's own first. In quotes of one character a backslash escapes."""
     prefix: str = ""
     """Before a function's name."""
     joint: str = ","
