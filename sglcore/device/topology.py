@@ -17,17 +17,21 @@ different shards of requests; those that share experts; the stages of a pipeline
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """By what a device's ranks exchange tensors: the name of the back end in torch.distributed, that of the back end for host
-    tensors, and whether captured graphs may hold its collectives. `interface_variable`: the variable by which the back end is
-    told its network interface; `cluster_resource`: what a cluster's scheduler counts one device as. `dispatchers` are what
-    libraries of the device carry rows to their experts with, the preferred one first: references to a `MakeDispatcher`, by name."""
+    """By what the devices of one kind exchange tensors. The device package declares it."""
 
     backend: str
+    """The name of the back end in torch.distributed."""
     host_backend: str = "gloo"
+    """The name of the back end for tensors on the host."""
     in_graphs: bool = False
+    """Captured graphs may hold its collectives."""
     interface_variable: str = ""
+    """The environment variable that tells the back end its network interface; empty: none does."""
     cluster_resource: str = ""
+    """What a cluster's scheduler counts one device as; empty: nothing."""
     dispatchers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """By name, what libraries of the device carry rows to their experts with, the preferred one
+    first: references to a `MakeDispatcher`."""
 
 
 @dataclass(frozen=True, slots=True)

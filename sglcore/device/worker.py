@@ -101,7 +101,8 @@ class Limits:
     """Numbers of draft tokens, ascending, from which a plan of several shards chooses. Empty:
     `draft_tokens` only."""
     sliced_layers: int = 0
-    """Layers of the model by which a prompt may come in slices. 0: prompts come whole."""
+    """Layers of the model, where a prompt may be computed in slices of layers. 0: prompts come
+    whole."""
     slice_budget: int = 0
     """Tokens times layers of each slice. 0: by the clock, so small that running requests are hardly
     slowed."""
@@ -122,13 +123,19 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (natural logarithm, of the model's raw logits) of N tokens: `chosen` float32[N]; `ranks` int32[N], 1 for the most
-    likely; `top_ids` int32[N, K] and `top_logprobs` float32[N, K], most likely first, where K is the largest number asked for in a batch."""
+    """Log-probabilities of N tokens: natural logarithms, of the model's raw logits.
+
+    K is the largest number of alternatives that a row of the batch requests.
+    """
 
     chosen: NDArray[np.float32]
+    """float32[N]: of the token itself."""
     ranks: NDArray[np.int32]
+    """int32[N]: its rank; 1 is the most likely token."""
     top_ids: NDArray[np.int32]
+    """int32[N, K]: the alternatives, the most likely first."""
     top_logprobs: NDArray[np.float32]
+    """float32[N, K]: of the alternatives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +194,18 @@ class ModelWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Two workers over the same weights, tables and pages, of which a start keeps the faster one: `bold`, described by `summary`, and
-    `plain`. They take turns; each may be dropped while the other goes on. `prompt` int32[N] begins a text. `leave` frees what is
-    there for the bold one alone."""
+    """Two workers over the same weights, tables and pages. A start keeps the faster one.
+
+    They take turns; each may be dropped while the other goes on.
+    """
 
     summary: str
+    """Describes the bold worker, for a person."""
     bold: ModelWorker
+    """The worker that may be faster."""
     plain: ModelWorker
+    """The other worker."""
     prompt: NDArray[np.int32]
+    """int32[N]: the beginning of a text, with which they are tried."""
     leave: Callable[[], None]
+    """Frees what is there for the bold worker alone."""

@@ -32,20 +32,20 @@ class Segments(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """One forward's control configuration.
-
-    `batch` and `layers` (the model's attention layers, by id) let an operation that is opaque to a compiler find what
-    it works on. What must not be captured asks `segments` to run it between two of them; None: nothing is captured in pieces.
-    `state_pool` is there for models that have layers with states, and `history`, the
-    tokens of each slot, int32[slots + 1, context + 1], for models that read it.
-    """
+    """One forward's control configuration."""
 
     attn_backend: AttentionBackend
+    """The attention backend."""
     batch: ForwardBatch | None = None
+    """The batch, for operations that are opaque to a compiler. None: no operation needs it."""
     layers: tuple[Attention, ...] = ()
+    """The model's attention layers, by id, for the same operations."""
     segments: Segments | None = None
+    """Runs between two graphs what must not be captured. None: nothing is captured in pieces."""
     state_pool: StatePool | None = None
+    """The states, of models that have layers with states. None: the model has none."""
     history: Tensor | None = None
+    """int32[slots + 1, context + 1]: the tokens of each slot. None: the model does not read it."""
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("sglcore_forward_context", default=None)

@@ -96,10 +96,10 @@ class ForwardInputs(Generic[Array]):
     visible: Array | None = batch_field(
         axis=REQUESTS, dtype="int32", padding=sentinel(-1), owner="speculative", when=IF_GIVEN
     )
-    """int32[B] (optional): bit 31 - d says whether the row sees the KV slot d before its own; slots
-    from 32 before it on are always seen, and -1 sees all. Where given, a row's own slot is at
-    `seq_lens` - 1, and `positions` are its token positions in the text. None: rows see all slots
-    before them."""
+    """int32[B] (optional): bit 31 - d says whether the row sees the KV slot d before its own; KV
+    slots from 32 before it on are always seen, and -1 sees all. Where given, a row's own KV slot is
+    at `seq_lens` - 1, and `positions` are its positions in the text. None: rows see all KV slots
+    before their own."""
     run_slots: Array | None = batch_field(
         axis=REQUESTS, dtype="int32", padding=zero(), owner="speculative", when=IF_GIVEN
     )

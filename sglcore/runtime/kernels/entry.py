@@ -14,22 +14,27 @@ Function = TypeVar("Function", bound=Kernel)
 
 @dataclass(eq=False)
 class Entry(Generic[K]):
-    """One declared operation. A table's attribute of its name is the function that runs there.
-
-    `reference` defines it; a device may replace it. One that `is_optional` only a device has (None elsewhere), and it goes
-    when an entry that it `rests_on` is replaced. It `writes` the arguments of these names, which are its results, and may
-    write those that it `spoils`; no other. `shapes` are those of arguments that may have any value, T the number of rows, a
-    star for float32 whatever the others are, and the arguments that are no tensors; entries without them take what the kit
-    makes for them alone.
+    """One declared operation of the kernel table. A table's attribute of its name is the function
+    that runs there.
     """
 
     reference: Kernel
+    """The function that defines it. A device may replace it."""
     is_optional: bool = False
+    """Only a device has it; elsewhere it is None."""
     rests_on: tuple[str, ...] = ()
+    """The entries on which it depends. A table loses this entry when a device replaces one of
+    them."""
     writes: tuple[str, ...] = ()
+    """The arguments that are its results."""
     spoils: tuple[str, ...] = ()
+    """The arguments that it may write besides. It writes no others."""
     shapes: tuple[tuple[Any, ...], ...] = ()
+    """The shapes of arguments that may have any value: T is the number of rows, a star means
+    float32 whatever the others are, and arguments that are no tensors stand as they are. Empty: the
+    conformance kit makes its arguments."""
     name: str = ""
+    """Its name in the table."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
