@@ -31,7 +31,7 @@ NEARLY_LONG = "\n".join(f"def work{n}():\n" + "    pass\n" * 35 for n in range(3
 FIELDS = '    a: int\n    """Doc."""\n' * 7
 RECORD = f"@dataclass(slots=True)\nclass A:\n{FIELDS}"
 STRUCTS = f"class A(msgspec.Struct): ...\nclass B(A):\n{FIELDS}"
-DOCSTRINGS = f"class A:\n{FIELDS}" + "pass\n" * 390
+DOCSTRINGS = f"class A:\n{FIELDS}" + "pass\n" * 330
 
 MUTANTS: tuple[tuple[Rule, str, str], ...] = (
     (rules.import_direction, "sglcore/device/x.py", "from sglcore.runtime.y import z"),
