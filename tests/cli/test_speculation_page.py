@@ -15,7 +15,7 @@ from sglcore.device.settings import choices_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "speculation.md").read_text(encoding="utf-8")
-TITLES = {"eagle3": "EAGLE-3", "mtp": "next-token layer", "mtp-layers": "next-token layers, four", "dflash": "DFlash"}
+TITLES = {"eagle3": "EAGLE-3", "mtp": "MTP layer", "mtp-layers": "MTP layers, four", "dflash": "DFlash"}
 SHOWN_COST, SHOWN_BATCH = 0.1, 8
 
 
@@ -47,18 +47,19 @@ def measured() -> Iterator[list[str]]:
 
 
 def test_the_page_has_the_recorded_acceptance() -> None:
-    assert rows_below("| head | proposals | greedy | temperature 1 |") == list(recorded())
+    assert rows_below("| head | draft tokens | greedy | temperature 1 |") == list(recorded())
 
 
 def test_the_page_has_what_trees_bring() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "draft_trees.json").read_text())
-    assert rows_below("| head | proposed | greedy | temperature 1 |") == [
+    assert rows_below("| head | draft | greedy | temperature 1 |") == [
         [TITLES[kind], name, f"{own['0.0']:.2f}", f"{own['1.0']:.2f}"]
         for kind, shapes in found["tokens_of_a_step"].items()
         for name, own in shapes.items()
     ]
-    for taken in found["microseconds"].values():
-        assert f"{taken['build']:.0f} us to build" in PAGE and f"{taken['walk']:.0f} us to find" in PAGE
+    costs = rows_below("| | build the trees (us) | find the accepted paths (us) |")
+    taken = [[f"{each['build']:.0f}", f"{each['walk']:.0f}"] for each in found["microseconds"].values()]
+    assert sorted(row[1:] for row in costs) == sorted(taken)
 
 
 def by_forwards() -> Iterator[list[str]]:
@@ -77,12 +78,12 @@ def by_forwards() -> Iterator[list[str]]:
 
 
 def test_the_page_has_what_trees_bring_by_forwards_of_the_draft() -> None:
-    heading = "| head | forwards | beams | chain, greedy | tree, greedy | chain, drawn | tree, drawn | gained | most |"
+    heading = "| head | forward passes | beams | chain, greedy | tree, greedy | chain, sampled | tree, sampled | gain | maximum |"
     assert rows_below(heading) == list(by_forwards())
 
 
 def test_the_page_has_the_measured_latency() -> None:
-    heading = "| head | proposals | tokens of a step | ms of a step | ms a token | times as fast |"
+    heading = "| head | draft tokens | tokens per step | ms per step | ms per token | speed-up |"
     assert rows_below(heading) == list(measured())
 
 
@@ -96,12 +97,12 @@ def test_drawn_acceptance_is_the_same_whatever_was_cached() -> None:
 def test_the_page_has_every_kind() -> None:
     named = [
         row[0].strip("`")
-        for row in rows_below("| `--speculative` | reads of the model | forwards for k proposals | file |")
+        for row in rows_below("| `--speculative` | input from the target | forward passes for k draft tokens | file |")
     ]
     assert set(choices_of(EngineConfig, "speculative")) - {"auto", "off"} <= set(named)
 
 
-REFUSED = rows_below("| asked for | refused with |")
+REFUSED = rows_below("| requested | error |")
 
 
 @pytest.mark.parametrize(("words", "says"), REFUSED, ids=[words.strip("`") for words, _ in REFUSED])

@@ -110,7 +110,7 @@ def test_something_goes_and_something_is_refused() -> None:
 
 def test_the_page_says_it_as_the_data_do() -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
-    start = lines.index("| beside | refused |") + 2
+    start = lines.index("| together with | refused |") + 2
     found = lines[start : lines.index("", start)]
     wanted = []
     for each in COMBINATIONS.values():
