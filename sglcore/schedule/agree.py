@@ -1,7 +1,8 @@
-"""Every decision that several shards of requests must make alike, as one pure function of what each of them has.
+"""Compute the plan that all shards (DP ranks) run, as one pure function of their votes.
 
-A decision that a rank made for itself, from what it alone sees, would send it into another collective than the others. So a
-shard votes, the votes are reduced by name, and all of them run the plan that comes out.
+A rank must not decide from its own state alone, or it enters a different collective than the
+others. So each shard votes, the votes are reduced field by field, and all shards run the resulting
+plan.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from sglcore.device.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """What becomes of two votes of one name; `neutral` is the vote of who has nothing to say, and changes none."""
+    """How two votes for a field are combined. `neutral` is the vote of an idle shard; it changes no
+    result.
+    """
 
     join: Callable[[Any, Any], Any]
     neutral: Any
@@ -73,8 +76,10 @@ class StepVote:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is so at every step: `width` ranks share the rows of a shard, `buckets` are the captured sizes, ascending.
-    `needs_equal_rows`: what carries rows between ranks takes equally many of each."""
+    """Constants of all steps. `width` ranks share the token rows of a shard; `buckets` are the
+    captured graph sizes, ascending. `needs_equal_rows`: the transport between ranks needs the same
+    number of rows from each shard.
+    """
 
     width: int = 1
     buckets: tuple[int, ...] = ()
@@ -83,15 +88,18 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """How many of each request are `verified` in a step, and `proposed` for the next: said by who sees all shards, and no vote."""
+    """Draft tokens of each request: `verified` in this step, and `proposed` for the next one. The
+    caller sees all shards and chooses them, so they are not voted on.
+    """
 
     verified: int = 0
     proposed: int = 0
 
 
 def vote_of(batch: ScheduleBatch | None, cut: CutTerms | None = None, width: int = 1) -> StepVote:
-    """The vote of a shard with this step, None for one that has nothing to run. `cut`: which steps it would run as two halves;
-    a decode runs `width` rows of each request."""
+    """Return the vote of a shard for a step; `batch` None is an idle shard. `cut` says which steps
+    the shard would run as two micro-batches. A decode step runs `width` rows of each request.
+    """
     if batch is None:
         return StepVote()
     mode, where = batch.forward_mode, 0
@@ -113,7 +121,9 @@ def vote_of(batch: ScheduleBatch | None, cut: CutTerms | None = None, width: int
 
 
 def reduced(votes: Sequence[StepVote]) -> StepVote:
-    """All votes as one, each name by its reducer; `rows` in the order of the shards."""
+    """Combine all votes into one, each field with its reducer. `rows` keeps the order of the
+    shards.
+    """
     found = {}
     for item in fields(StepVote):
         reducer: Reducer = item.metadata["reducer"]
@@ -122,11 +132,14 @@ def reduced(votes: Sequence[StepVote]) -> StepVote:
 
 
 def agree(votes: Sequence[StepVote], terms: Terms = Terms(), proposals: Proposals = Proposals()) -> StepPlan:
-    """The plan that every shard runs, whatever they voted. Idle shards decide nothing: they follow.
+    """Return the plan that every shard runs. Idle shards have no influence; they follow.
 
-    All replay, in the smallest bucket that holds the largest shard and is not more than twice its rows, or nobody does. Rows
-    are padded where the transport or a graph needs it; else where gathering the largest moves no more than summing all, which
-    steps with prompts, whose sizes differ most, never try. All have two halves, idle ones two empty ones, or nobody has."""
+    All shards replay a graph or none does: in the smallest bucket that holds the largest shard, if
+    that bucket is at most twice the size of that shard. Rows are padded if the transport or the
+    graph needs it. Without graphs, decode steps are also padded if gathering padded rows moves no
+    more data than summing all rows; steps with prompts never are, because their sizes differ most.
+    All shards run two micro-batches or none does; an idle shard runs two empty ones.
+    """
     total = reduced(votes)
     shards, rounded = len(total.rows), [-(-count // terms.width) * terms.width for count in total.rows]
     largest = max(rounded, default=0)
@@ -154,7 +167,9 @@ def agree(votes: Sequence[StepVote], terms: Terms = Terms(), proposals: Proposal
 
 
 def _bucket(rows: int, buckets: tuple[int, ...]) -> int | None:
-    """The smallest that holds so many, if it does not waste more than it runs."""
+    """Return the smallest bucket that holds `rows`, or None if it would be more than twice as
+    large.
+    """
     place = bisect_left(buckets, rows)
     fits = rows and place < len(buckets) and buckets[place] <= 2 * rows
     return buckets[place] if fits else None

@@ -1,4 +1,6 @@
-"""How many proposals all shards of requests verify in a step, chosen once for all of them: by what came of all, where all can be seen."""
+"""Choose the number of draft tokens of a step once for all shards (DP ranks), from the results of
+all shards.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,13 @@ from sglcore.schedule.agree import Proposals
 
 
 class AgreedLength:
-    """One controller for all shards. Were each to choose, the larger or the smaller of two choices would have to be run by both: the
-    smaller takes from one what pays there, the larger makes both pay for it. All wait for the slowest anyway, so what is worth its
-    time is a question of their tokens together, and its answer comes with the plan."""
+    """One draft-length controller for all shards.
+
+    If each shard chose its own length, all would have to run either the largest or the smallest
+    choice, and one of them would lose. All shards wait for the slowest one anyway, so the
+    controller compares the step's time with the tokens of all shards together, and the plan carries
+    its answer.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._length = LengthController(limits.draft_lengths or (limits.draft_tokens,))
@@ -25,19 +31,23 @@ class AgreedLength:
         self._numbers = count(1)
 
     def begin(self, batches: Sequence[ScheduleBatch | None]) -> tuple[int, Proposals]:
-        """A number for a step that is to be submitted, of what each shard has, and how many proposals it verifies and makes."""
+        """Return a number for the step that is about to be submitted, and the draft tokens that it
+        verifies and proposes. `batches` holds each shard's batch; None is an idle shard.
+        """
         number, verified = next(self._numbers), self._length.tokens
         busy = [batch for batch in batches if batch is not None]
         decodes = [batch for batch in busy if batch.forward_mode.is_decode]
         if decodes:
             requests = sum(batch.batch_size for batch in decodes)
             self._length.choose(requests)
-            # Beside prompts a step's time tells nothing of proposals.
+            # The time of a step that also prefills says nothing about draft tokens.
             is_steady = len(decodes) == len(busy) and self._length.tokens == verified
             self._times.begin(Started(number, requests, verified, time.perf_counter(), is_steady))
         return number, Proposals(verified, self._length.tokens)
 
     def end(self, number: int, results: Sequence[BatchResult]) -> None:
-        """The step of this number has been collected; `results` are those of shards that verified."""
+        """Take the collected step `number`; `results` are those of the shards that verified draft
+        tokens.
+        """
         accepted = [np.zeros(0, np.int32), *(accepted_of(result) for result in results)]
         self._times.took(number, np.concatenate(accepted), self._length)

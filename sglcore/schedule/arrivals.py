@@ -1,7 +1,7 @@
-"""Requests whose prompts another engine computes: who waits for pages here, whose pages are being written, and pages that
-another may still read or write although their request has ended.
+"""Requests that another engine prefills (disaggregated prefill), and the pages that they hold here.
 
-Pages have two owners, the request and the other engine, and are free when both have let go.
+A page has two owners, the request and the other engine. It is free when both have released it, so
+pages may stay in use after their request has ended.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from sglcore.schedule.request import Request, State
 
 
 class Arrivals:
-    """`waiting` have no pages yet; `arriving` have them, and they are being written; `written` wait for a slot; `lent` have ended,
-    and their pages have not come back."""
+    """Requests that another engine prefills, by state.
+
+    `waiting`: no pages yet. `arriving`: the other engine writes their pages. `written`: prefilled,
+    waiting for a request slot. `lent`: ended, but the other engine may still access their pages.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self.waiting = WaitingQueue()
@@ -24,22 +27,27 @@ class Arrivals:
 
     @property
     def holders(self) -> list[Request]:
-        """Those that hold pages and no slot."""
+        """Requests that hold pages but no request slot."""
         return [*self.arriving, *self.written, *self.lent]
 
     @property
     def num_elsewhere(self) -> int:
-        """Requests that no step here can help."""
+        """Number of requests that no step of this engine can advance."""
         return len(self.waiting) + len(self.arriving)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are in no step yet."""
+        """Number of requests that are not in any step yet."""
         return self.num_elsewhere + len(self.written)
 
     def reserve(self, promised: int) -> Request | None:
-        """Give the first that waits pages for its prompt, of which those it shares are written already, beside `promised` pages
-        and one for each that comes; None: it has to wait. The others come after it, however small."""
+        """Allocate the prompt's pages for the first waiting request and return it; None if it must
+        wait.
+
+        Pages of a shared prefix are already written. `promised` pages and one page for each
+        arriving request are kept for others. Later requests wait for the first one, even if they
+        are smaller.
+        """
         request = next(iter(self.waiting), None)
         if request is None or not self._memory.admit(request, promised + len(self.arriving) + len(self.written) + 1):
             return None
@@ -52,7 +60,9 @@ class Arrivals:
         return request
 
     def take_written(self, request: Request) -> None:
-        """The pages of a prompt are there and nobody writes to them any more; others may share them."""
+        """Mark the prompt of a request as prefilled. The other engine no longer writes its pages,
+        so other requests may share them.
+        """
         self.arriving.remove(request)
         self.written.append(request)
         request.is_remote = request.is_lent = False
@@ -61,12 +71,16 @@ class Arrivals:
         request.prompt_published = True
 
     def leave(self, request: Request) -> None:
-        """A request without a slot ends; its pages go back, or are lent until `let_go`."""
+        """Remove a request that ends without a request slot. Its pages are freed, or lent until
+        `let_go`.
+        """
         (self.arriving if request in self.arriving else self.written).remove(request)
         self.give_back(request)
 
     def give_back(self, request: Request) -> None:
-        """The request lets go of its pages. A retracted one goes on, so it lends nothing."""
+        """Release the pages of a request. A preempted request continues later, so it never lends
+        its pages.
+        """
         if request.is_lent and request.finish_reason is not None:
             self.lent.append(request)
             return
@@ -74,7 +88,7 @@ class Arrivals:
         self._memory.release(request, 0 if has_failed else request.num_cells)
 
     def let_go(self, request: Request) -> None:
-        """The other engine neither reads nor writes a request's pages any more."""
+        """Note that the other engine no longer reads or writes the pages of a request."""
         request.is_lent = False
         if request in self.lent:
             self.lent.remove(request)

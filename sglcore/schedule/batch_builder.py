@@ -1,4 +1,6 @@
-"""Builds the batch that crosses the worker seam: decode rows first, in a stable order, then the chosen chunks."""
+"""Build the batch that a worker receives: decode rows first, in a stable order, then the chosen
+prompt chunks.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ Ints = NDArray[np.int32]
 Compose = Callable[[Sequence[Request]], HostSampling | None]
 Chunk = tuple[Request, int]
 KEEP = -1
-"""In `state_from`: the slot's state stays as it is."""
+"""Value in `state_from`: the state of this request slot does not change."""
 
 
 class BatchBuilder:
-    """Turns the scheduler's choice into arrays. `last_tokens` int32[slots]: the last token collected for each slot."""
+    """Convert the scheduler's choice to arrays. `last_tokens` int32[slots]: the last collected
+    token of each request slot.
+    """
 
     def __init__(self, limits: Limits, compose: Compose, first_composition: int, memory: Memory | None = None) -> None:
-        """`memory`: where proposals come from, of a worker that takes them."""
+        """`memory`: the source of draft tokens from the prefix cache, if the worker takes them."""
         self.last_tokens = np.zeros(limits.max_requests + 1, dtype=np.int32)
         self.requests: list[Request] = []
         self.slots: Ints = np.zeros(0, dtype=np.int32)
@@ -57,10 +61,12 @@ class BatchBuilder:
         collected: int,
         saves: Ints | None = None,
     ) -> ScheduleBatch:
-        """A batch of the chosen decode rows, whose `seq_lens` are this step's already, and of chunks.
+        """Build a batch of the chosen decode rows and of chunks. `rows.seq_lens` must already
+        include this step.
 
-        Tokens of steps after `collected` are not known here: such a row carries minus its slot. `saves` int32[chosen]: the
-        snapshots that take the decode rows' states.
+        Tokens of steps after `collected` are not known on the host: the input id of such a row is
+        minus its request slot. `saves` int32[chosen]: snapshots that receive the states of the
+        decode rows.
         """
         self._steady = None
         extended = [request for request, _ in chunks]
@@ -109,9 +115,9 @@ class BatchBuilder:
         return batch
 
     def build_decode(self, step: int, rows: DecodeRows, collected: int, saves: Ints | None = None) -> ScheduleBatch:
-        """A batch of all decode rows; the same object as long as the rows stay the same.
+        """Build a batch of all decode rows. Returns the same object while the rows do not change.
 
-        Its arrays are live: the next batch overwrites them, so only a copy may be kept.
+        The next call overwrites its arrays, so keep only a copy.
         """
         batch = self._steady
         if batch is None or self._steady_version != rows.version:
@@ -126,7 +132,7 @@ class BatchBuilder:
         np.subtract(batch.seq_lens, 1 + self._drafts, out=batch.prefix_lens)
         if batch.mrope_positions is not None:
             add_embeds(batch, self.requests)
-        # Every row took part in the step before, so all the last tokens are known or none is.
+        # Every row was in the step before, so either all last tokens are known or none is.
         batch.input_ids = self._placeholders if collected < step - 1 else self.last_tokens[rows.slots]
         fresh = np.flatnonzero(rows.allocated_lens > rows.page_counts * self._page_size)
         batch.window_offsets = batch.window_pages = None
@@ -144,7 +150,9 @@ class BatchBuilder:
         return batch
 
     def build_embed(self, step: int, requests: list[Request]) -> ScheduleBatch:
-        """A batch of whole prompts to embed: no slots, no pages, no tokens emitted."""
+        """Build a batch of whole prompts to embed. It has no request slots and no pages, and emits
+        no tokens.
+        """
         self._steady = None
         self._set_rows(requests, True)
         lengths = np.array([len(request.prompt_ids) for request in requests], dtype=np.int32)
@@ -190,7 +198,9 @@ class BatchBuilder:
         self._had_chunks = has_chunks
 
     def _add_proposals(self, batch: ScheduleBatch, collected: int) -> None:
-        """What followed the rows' texts before, where all of their tokens are known; masks go along it."""
+        """Add draft tokens from the prefix cache if all tokens of the rows are known. Grammar masks
+        follow them.
+        """
         if self._proposals is None or not batch.forward_mode.is_decode:
             return
         batch.proposals = found = None if collected < batch.step - 1 else self._proposals.propose(self.requests)
@@ -200,13 +210,15 @@ class BatchBuilder:
                     request.drafts = found[row].tolist()
 
     def _add_rest(self, batch: ScheduleBatch, collected: int) -> None:
-        """What few batches have."""
+        """Add the optional inputs: draft tokens, masks, prompt embeddings."""
         self._add_proposals(batch, collected)
         self._add_masks(batch)
         add_embeds(batch, self.requests)
 
     def _add_masks(self, batch: ScheduleBatch) -> None:
-        """What each constrained row may draw after all of its tokens, and after what is proposed to follow them."""
+        """Add the masks of each row with a grammar: for its next token, and for the token after
+        each draft token.
+        """
         if not self._constrained:
             return
         emitting = [(row, request) for row, request in self._constrained if batch.emits[row]]
@@ -227,14 +239,18 @@ class BatchBuilder:
         batch.masks, batch.mask_nodes = words[is_filled], np.nonzero(is_filled)[1].astype(np.int32)
 
     def _cell_limits(self, rows: DecodeRows, chosen: NDArray[np.intp] | slice, extended: list[Request]) -> Ints:
-        """What its pages hold of the cells that each row may ever have."""
+        """Return the KV slots that each row may use: those of its pages, up to the most that it can
+        ever need.
+        """
         limits = np.minimum(rows.allocated_lens[chosen], rows.most_cells[chosen])
         return _join(limits, [min(len(request.pages) * self._page_size, request.most_cells) for request in extended])
 
     def _add_windows(
         self, batch: ScheduleBatch, rows: DecodeRows, chosen: NDArray[np.intp], extended: list[Request]
     ) -> None:
-        """Where each row's window pages begin, and the lists of rows that grew or whose first pages are gone."""
+        """Add the start of each row's window pages, and the page lists of rows that gained or
+        dropped window pages.
+        """
         size = self._page_size
         starts = _join(rows.window_starts[chosen], [request.window_first * size for request in extended])
         sent = _join(rows.sent_window_starts[chosen], [request.sent_window_first * size for request in extended])
@@ -259,7 +275,9 @@ class BatchBuilder:
 
 
 def emits_after(request: Request, count: int) -> bool:
-    """A chunk of `count` tokens is the request's last one before it samples."""
+    """Return whether a chunk of `count` tokens is the last one of the prefill, so that the request
+    samples.
+    """
     return request.num_cells + count == request.target
 
 
@@ -274,7 +292,7 @@ def _join(column: Ints, values: list[int]) -> Ints:
 
 
 def _token_types(requests: list[Request]) -> Ints | None:
-    """Those of all tokens, if some are not of their text's first segment."""
+    """Return the segment ids of all tokens, or None if no prompt has several segments."""
     if all(request.token_types is None for request in requests):
         return None
     types = [request.token_types for request in requests]
@@ -283,7 +301,9 @@ def _token_types(requests: list[Request]) -> Ints | None:
 
 
 def _add_history(batch: ScheduleBatch, decodes: int, extended: list[Request], reads_history: bool) -> None:
-    """Rows that enter a slot bring all their tokens, if their sampling or the model depends on them."""
+    """Add all known tokens of rows that enter a request slot, if their sampling or the model
+    depends on them.
+    """
     entering = [request.last_step < 0 and (reads_history or request.params.needs_history) for request in extended]
     if not any(entering):
         return
@@ -297,7 +317,9 @@ def _add_history(batch: ScheduleBatch, decodes: int, extended: list[Request], re
 
 
 def _add_states(batch: ScheduleBatch, decodes: int, chunks: list[Chunk], saves: Ints | None) -> None:
-    """Rows that enter a slot bring zeros or a snapshot; rows that end where one was planned leave one."""
+    """Add the state copies of the chunks: rows that enter a request slot start from zeros or a
+    snapshot, and rows that end at a planned snapshot write one.
+    """
     state_from = np.full(batch.batch_size, KEEP, dtype=np.int32)
     state_to = np.zeros(batch.batch_size, dtype=np.int32)
     if saves is not None:
@@ -311,7 +333,9 @@ def _add_states(batch: ScheduleBatch, decodes: int, chunks: list[Chunk], saves: 
 
 
 def _add_prompt_logprobs(batch: ScheduleBatch, decodes: int, chunks: list[Chunk], reads_next: bool) -> None:
-    """Prompt log-probabilities that are asked for, and the tokens after chunks, which they and some workers (`reads_next`) need."""
+    """Add the requests for prompt log-probabilities, and the token after each chunk. Prompt
+    log-probabilities need that token, and so do workers with `reads_next`.
+    """
     scores = any(request.scores_prompt for request, _ in chunks)
     if not scores and not (reads_next and chunks):
         return

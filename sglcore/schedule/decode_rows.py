@@ -1,4 +1,4 @@
-"""The requests that decode, in a stable order, with what a steady step needs in arrays that are updated in place."""
+"""The decoding requests in a stable order. A steady step updates its inputs in place, in arrays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from sglcore.schedule.request import Ints, Request, State
 
 
 def _column(begin: Callable[[Request, int], int], *, back: str = "") -> Any:
-    """Declare a column: its value for a request that begins to decode, given the page size, and the request's attribute
-    that takes it back when the row is removed ("": none)."""
+    """Declare a column. `begin` returns its value for a request that starts to decode, from the
+    request and the page size. `back` names the request's attribute that receives the value when the
+    row is removed ("": none).
+    """
     return field(metadata={"begin": begin, "back": back})
 
 
@@ -62,37 +64,41 @@ class DecodeRows:
         self._view()
 
     def room_for(self, reach: int) -> Ints:
-        """int32[B]: the cells that a row must have for a step that may write `reach` cells more, or as many as it may ever
-        have."""
+        """Return int32[B]: the KV slots that each row needs for a step that may write `reach` more,
+        limited to the most that the row can ever need.
+        """
         if reach == 1:
             return self.seq_lens + 1
         return np.minimum(self.seq_lens + self.drafted_lens + reach, self.most_cells)
 
     @property
     def any_final(self) -> bool:
-        """Some row has emitted its last token, or will by a step in flight."""
+        """Whether a row has emitted its last token, or will in a step in flight."""
         return bool((self.seq_lens >= self.final_seq_lens).any())
 
     def begin_step(self, chosen: NDArray[np.intp] | slice, drafts: int) -> None:
-        """A step is planned in which the chosen rows emit a token, and up to `drafts` more."""
+        """Account for a planned step: each chosen row emits one token, and up to `drafts` more."""
         self.seq_lens[chosen] += 1
         if drafts:
             self.drafted_lens[chosen] += drafts
 
     def end_step(self, slots: Ints, counts: Ints, drafts: int) -> None:
-        """A step is collected in which the rows of `slots`, those of them that are still here, emitted `counts` tokens."""
+        """Account for a collected step: the rows in `slots` emitted `counts` tokens each. Rows that
+        have left are ignored.
+        """
         if len(slots) == len(self.slots) and (slots == self.slots).all():
             gained, drafted = counts - 1, drafts
         else:
             by_slot = np.zeros((2, int(max(slots.max(), self.slots.max(initial=0))) + 1), dtype=np.int32)
             by_slot[0, slots], by_slot[1, slots] = counts - 1, drafts
             gained, drafted = by_slot[:, self.slots]
-        # A step that was planned before this one was known may have had nothing left to write.
+        # A step that was planned before these results were known may have had no token left to
+        # emit.
         np.minimum(self.seq_lens + gained, self.final_seq_lens, out=self.seq_lens)
         self.drafted_lens -= drafted
 
     def append(self, request: Request, page_size: int) -> None:
-        """A request has been submitted up to its last known token and decodes from now on."""
+        """Add a request whose known tokens are all submitted; it decodes from now on."""
         row = len(self.requests)
         self.requests.append(request)
         request.state = State.DECODING
@@ -100,11 +106,13 @@ class DecodeRows:
         self._view()
 
     def remove(self, request: Request) -> None:
-        """Take one request out."""
+        """Remove one request."""
         self.remove_rows([self.requests.index(request)])
 
     def remove_rows(self, rows: list[int]) -> None:
-        """Take rows (ascending) out; their progress goes back into the requests, the others keep their order."""
+        """Remove rows (ascending). Their progress is written back to the requests; the other rows
+        keep their order.
+        """
         for row in rows:
             for column, name in _BACK:
                 setattr(self.requests[row], name, int(self._table[column, row]))

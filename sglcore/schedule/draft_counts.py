@@ -1,4 +1,6 @@
-"""What came of proposals, counted in one table of which every figure is a sum: lengths, rates at each place, and by what they depend."""
+"""Counts of proposed and accepted draft tokens in one table. Each reported figure is a sum over it:
+acceptance lengths, acceptance rates by position, and what they depend on.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,16 @@ from typing import NamedTuple
 from sglcore.schedule.request import Request
 
 CACHED = ("0", "0.25", "0.5", "0.75", "1")
-"""The most of a prompt that the prefix cache had, by the number that `DraftCell.cached` is."""
+"""Upper bound of the share of a prompt that the prefix cache had, indexed by `DraftCell.cached`."""
 
 
 class DraftCell(NamedTuple):
-    """Of a request in a step: the power of two below which its tokens are, as an exponent; how much of its prompt the prefix cache
-    had (`CACHED`); how many proposals were verified, and how many of them were right."""
+    """Key of the table, for one request in one step.
+
+    `context`: bit length of the request's token count. `cached`: share of its prompt that the
+    prefix cache had, an index into `CACHED`. `proposed`: draft tokens that were verified.
+    `accepted`: draft tokens that were accepted.
+    """
 
     context: int
     cached: int
@@ -23,13 +29,15 @@ class DraftCell(NamedTuple):
 
 
 DraftCounts = Mapping[tuple[int, int, int, int], int]
-"""Steps of requests by `DraftCell`."""
+"""Number of request steps by `DraftCell`. A request step is one request in one step."""
 
 
 def cells_of(
     requests: Sequence[Request], proposed: Iterable[int], emitted: Iterable[int]
 ) -> list[tuple[int, int, int, int]]:
-    """The `DraftCell`s, as plain tuples, in which a step of these requests is counted that proposed and emitted so many of each."""
+    """Return the `DraftCell` of each request in a step, as plain tuples, from the draft tokens and
+    the emitted tokens of each request.
+    """
     return [
         (request.num_tokens.bit_length(), request.cached_share, made, count - 1)
         for request, made, count in zip(requests, proposed, emitted, strict=True)
@@ -37,7 +45,9 @@ def cells_of(
 
 
 class DraftSums(NamedTuple):
-    """Of so many steps of requests: proposals, and those that were right. A step emits one token more."""
+    """Sums over `steps` request steps: proposed and accepted draft tokens. Each request step also
+    emits one token that is no draft token.
+    """
 
     steps: int = 0
     proposed: int = 0
@@ -45,17 +55,17 @@ class DraftSums(NamedTuple):
 
     @property
     def length(self) -> float | None:
-        """Mean acceptance length: tokens that a step brought a request; None before the first."""
+        """Mean acceptance length: tokens per request step; None before the first."""
         return 1 + self.accepted / self.steps if self.steps else None
 
 
 def sums_of(counts: DraftCounts) -> DraftSums:
-    """Of all."""
+    """Return the sums over all counts."""
     return sums_by(counts, lambda _: 0).get(0, DraftSums())
 
 
 def sums_by(counts: DraftCounts, key: Callable[[DraftCell], int]) -> dict[int, DraftSums]:
-    """Of those with the same key, ascending."""
+    """Return the sums for each value of `key`, in ascending order of the key."""
     found: dict[int, DraftSums] = {}
     for place, count in counts.items():
         cell = DraftCell(*place)
@@ -66,7 +76,9 @@ def sums_by(counts: DraftCounts, key: Callable[[DraftCell], int]) -> dict[int, D
 
 
 def at_places(counts: DraftCounts) -> list[tuple[int, int]]:
-    """For the first, second, ... proposal of a step: steps that had one, and those in which it and all before it were right."""
+    """Return (steps, accepted) for each draft position: the request steps that proposed a token
+    there, and those that accepted it and all draft tokens before it.
+    """
     had, right = Counter[int](), Counter[int]()
     for (_, _, proposed, accepted), count in counts.items():
         had.update(dict.fromkeys(range(proposed), count))

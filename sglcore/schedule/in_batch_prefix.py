@@ -1,4 +1,6 @@
-"""Prompts that come at once with a common prefix: one computes it, the others wait until it is cached."""
+"""Share a common prefix among prompts that arrive together: one request prefills it, the others
+wait until it is cached.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,17 @@ from sglcore.schedule.memory import Memory
 from sglcore.schedule.request import Awaited, Ints, Request, State
 
 LEAST_TOKENS = 64
-"""Fewer tokens are computed sooner than the end of a step is waited for."""
+"""Shorter common prefixes are not worth the wait: to prefill them costs less than to wait for the
+end of a step.
+"""
 LEAST_SHARE = 0.25
-"""Of what a request has to compute itself, that waiting must save."""
+"""Share of a request's own prefill that waiting must save."""
 MOST_COMPARED = 8
-"""Running prompts, the youngest, that a waiting one is compared with."""
+"""Number of running prompts, the youngest ones, with which a waiting prompt is compared."""
 
 
 class InBatchPrefixes:
-    """The prompts that running requests compute at the moment."""
+    """The prompts that running requests prefill at the moment."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -24,18 +28,20 @@ class InBatchPrefixes:
         self._version = 0
 
     def add(self, request: Request) -> None:
-        """A request that was admitted computes its prompt from here on."""
+        """Note that an admitted request starts its prefill."""
         self._computing = [*(other for other in self._computing if other is not request and _computes(other)), request]
         self._version += 1
 
     def must_wait(self, request: Request) -> bool:
-        """Whether a waiting request should let a running one compute what both begin with. Compares at most once for each
-        admission."""
+        """Return whether a waiting request should wait until a running one has prefilled their
+        common prefix. A request is compared at most once for each admission.
+        """
         if request.awaited is not None and self._goes_on(request.awaited):
             return True
         if request.compared == self._version:
             return False
-        # Whom it did not wait for when they were new it does not wait for later, when they have less left to give.
+        # Compare only with requests that are new: an older one that was not worth the wait has less
+        # left to share now.
         new = MOST_COMPARED if request.awaited else min(self._version - request.compared, MOST_COMPARED)
         request.compared = self._version
         request.awaited = self._find(request, self._computing[-new:])
@@ -65,7 +71,9 @@ class InBatchPrefixes:
         return Awaited(leader, pages)
 
     def _common_pages(self, tokens: Ints, other: Ints) -> int:
-        """Pages of `tokens` that the cache will have once `other` is computed."""
+        """Return the number of pages of `tokens` that the cache will have once `other` is
+        prefilled.
+        """
         size, lookahead = self._memory.page_size, self._memory.cache.lookahead
         if not np.array_equal(tokens[:size], other[:size]):
             return 0
@@ -76,6 +84,8 @@ class InBatchPrefixes:
 
 
 def _computes(request: Request) -> bool:
-    """Its prompt will be in the cache, with its last step if that emits its last token."""
+    """Return whether the request is still prefilling, or its last prompt chunk is in flight: its
+    prompt will enter the cache.
+    """
     is_running = request.state is State.EXTENDING or request.state is State.DECODING
     return is_running and not request.prompt_published

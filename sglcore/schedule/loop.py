@@ -1,4 +1,4 @@
-"""The loop that serves every device: submit the next step, then collect the one before it."""
+"""The loop for every device: submit the next step, then collect the step before it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from sglcore.schedule.scheduler import Scheduler
 
 
 class Loop:
-    """One scheduler on one worker; not thread-safe. With overlap, one step is planned while one is in flight, unless the
-    next one depends on its tokens. A slice of a prompt that brings nothing is submitted beside the step behind it."""
+    """One scheduler on one worker; not thread-safe.
+
+    With overlap, one step is planned while another is in flight, unless the next step needs its
+    tokens. After a prompt slice without results, the following step is submitted at once.
+    """
 
     def __init__(self, scheduler: Scheduler, worker: ModelWorker, *, overlap: bool = True) -> None:
         self.scheduler = scheduler
@@ -23,15 +26,16 @@ class Loop:
 
     @property
     def has_work(self) -> bool:
-        """A call of `step` has something to do."""
+        """Whether a call of `step` has something to do."""
         return bool(self._unsent) or self.scheduler.has_work
 
     def step(self) -> list[EngineOutput]:
-        """Submit a step and collect the one before; returns the outputs. Waits for the device.
+        """Submit a step and collect the one before it; returns the outputs. Waits for the device.
 
-        If the worker raises, everything in flight is collected or dropped, the requests of the failed steps finish with
-        "error", and the exception goes on to the caller. The outputs are then in `drain`: take them before another request
-        is ended by name. Further calls go on with the other requests.
+        If the worker raises, everything in flight is collected or dropped, the requests of the
+        failed steps end with "error", and the exception propagates. `drain` then returns the
+        outputs: take them before you end another request by name. Later calls continue with the
+        other requests.
         """
         if self._unsent:
             return self._take_unsent()
@@ -44,19 +48,24 @@ class Loop:
         return self._collect(running)
 
     def drain(self) -> list[EngineOutput]:
-        """Collect what is in flight and submit nothing; returns the outputs. Waits for the device."""
+        """Collect what is in flight and submit nothing; returns the outputs. Waits for the device.
+        """
         running, self._running = self._running, []
         return self._take_unsent() + self._collect(running)
 
     def _step_in_turn(self) -> list[EngineOutput]:
-        """Collect, then submit what depends on it; if that raises, the outputs wait for `drain`."""
+        """Collect, then submit the step that needs the result. If the submit raises, the outputs
+        wait for `drain`.
+        """
         running, self._running = self._running, []
         self._unsent += self._collect(running)
         self._running = self._submit_step()
         return self._take_unsent()
 
     def _submit_step(self) -> list[BatchRecord]:
-        """A step; behind a slice that brings nothing the next one at once, so that the device has it when the one before ends."""
+        """Submit a step. If it is a prompt slice without results, submit the next step too, so that
+        the device has it queued when the slice ends.
+        """
         first = self._submit()
         if first is None:
             return []
@@ -101,7 +110,9 @@ class Loop:
         return self.scheduler.finish(record, result)
 
     def _abandon(self, error: BaseException) -> None:
-        """Collect what is in flight; drop the steps that have no ticket any more, or whose collect fails too."""
+        """Collect what is in flight. Drop the steps that have no ticket left, and those whose
+        collect fails too.
+        """
         self._running = []
         for record in list(self.scheduler.in_flight):
             if record.ticket is None:

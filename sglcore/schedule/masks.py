@@ -1,5 +1,6 @@
-"""The masks of a request under a grammar, and what is added to its logits: for its next token, and for those after proposals
-that the grammar allows."""
+"""Token masks and logit additions of requests with a grammar: for the next token, and for the token
+after each draft token that the grammar allows.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +10,17 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.schedule.request import Floats, Ints, Request
 
 Change = tuple[Ints, Floats]
-"""Token ids, and what is added to the logit of each."""
+"""Token ids, and the value to add to the logit of each."""
 
 
 def fill_along(request: Request, words: Ints, changes: list[Change]) -> int:
-    """How many masks were written to words int32[N, ceil(V / 32)]: one for the token after all that was emitted, and one after
-    each of `drafts` up to the first that ends the output or that the grammar forbids. `changes` get what is added to the logits
-    of each, if the request adds to any. The matcher is left as it was."""
+    """Write masks into `words` int32[N, ceil(V / 32)] and return how many.
+
+    The first mask is for the token after all emitted tokens. One more follows after each of the
+    request's `drafts`, up to the first draft token that ends the output or that the grammar
+    forbids. If the request changes logits, `changes` receives the additions for each mask. The
+    matcher's state is restored.
+    """
     matcher = request.matcher
     assert matcher is not None
     matcher.fill(words[0])
@@ -45,7 +50,9 @@ def _allows(mask: Ints, token: int) -> bool:
 
 
 def add_changes(batch: ScheduleBatch, rows: list[int], changes: list[list[Change]]) -> None:
-    """What is added to logits of each row, after so many proposals."""
+    """Add to the batch the logit additions of each row, for the next token and after each draft
+    token.
+    """
     each = [
         (row, node, *added)
         for row, own in zip(rows, changes, strict=True)

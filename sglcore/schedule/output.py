@@ -1,4 +1,6 @@
-"""What an engine tells of a request: plain values, the same from the scheduler to the server's frontend."""
+"""What an engine reports about a request: plain values, the same from the scheduler to the server's
+frontend.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token's natural-log probability under the model's raw logits; `rank` 1 is the most likely. `top` holds the
-    most likely (token id, log-probability) pairs that were asked for."""
+    """The natural-log probability of one token under the model's raw logits. `rank` 1 is the most
+    likely token. `top` holds the requested number of most likely (token id, log-probability) pairs.
+    """
 
     token_id: int
     logprob: float
@@ -65,17 +68,17 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
     @property
     def finished(self) -> bool:
-        """No further output of this sample will come."""
+        """Whether this is the last output of the sample."""
         return self.finish_reason is not None
 
     @property
     def is_progress(self) -> bool:
-        """It tells only how far the prompt is."""
+        """Whether this output reports only prefill progress."""
         return self.processed >= 0
 
 
 def token_logprobs(ids: list[int], found: TokenLogprobs, wanted: int) -> list[TokenLogprob]:
-    """Records for N tokens, each with its `wanted` most likely alternatives."""
+    """Return records for N tokens, each with its `wanted` most likely alternatives."""
     top_ids, top_values = np.asarray(found.top_ids), np.asarray(found.top_logprobs)
     return [
         TokenLogprob(

@@ -1,4 +1,6 @@
-"""Steps in flight: an isolated batch for each, and what its ticket still needs until exactly its collect."""
+"""Steps in flight: an isolated batch for each step, and the resources that its ticket needs until
+its collect.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class BatchRecord:
     """The worker's ticket. None: not submitted, or collected."""
 
     def add_finishing(self, request: Request) -> None:
-        """This step emits the request's last token, and its slot and pages go back when it is collected."""
+        """Note that this step emits the request's last token. Its request slot and pages are
+        released when the step is collected.
+        """
         request.leaving = True
         self.finishing.append(request)
         self.released.append(request)
@@ -73,15 +77,17 @@ class InFlight:
 
     @property
     def newest(self) -> BatchRecord:
-        """The step planned last."""
+        """The last planned step."""
         return self._records[-1]
 
     def open(self, record: BatchRecord) -> None:
-        """A step has been planned."""
+        """Add a planned step."""
         self._records.append(record)
 
     def close(self, record: BatchRecord) -> None:
-        """A step was collected or dropped: forget batch and ticket. Steps close in the order of their planning."""
+        """Remove a collected or dropped step and its batch and ticket. Raises ValueError unless it
+        is the oldest step in flight.
+        """
         if not self._records or self._records[0] is not record:
             open_steps = [other.step for other in self._records]
             raise ValueError(
@@ -91,23 +97,27 @@ class InFlight:
         record.batch = record.ticket = None
 
     def mark_stale(self) -> None:
-        """Some request ended or was retracted: look at each row of what is in flight when it comes."""
+        """Mark all steps in flight: a request ended or was preempted, so check each row of their
+        results.
+        """
         for record in self._records:
             record.has_stale_rows = True
 
     @property
     def newest_slice(self) -> BatchRecord | None:
-        """The step planned last that is not the last slice of a prompt."""
+        """The last planned step that is a prompt slice but not the prompt's last slice, or None."""
         return next((record for record in reversed(self._records) if record.is_partial), None)
 
     def naming(self, step: int) -> BatchRecord | None:
-        """The record of a step, if it is still in flight."""
+        """Return the record of step number `step`, or None if it is not in flight."""
         return next((record for record in self._records if record.step == step), None)
 
 
 @contextmanager
 def overlap_forward_isolation(batch: ScheduleBatch) -> Iterator[ScheduleBatch]:
-    """Yield a copy of `batch` that one forward may keep and change; if the forward fails, its one-shots come back."""
+    """Yield a copy of `batch` that one forward may keep and change. If the forward fails, `batch`
+    gets its one-shot values back.
+    """
     view = batch.copy_for_forward()
     try:
         yield view
@@ -117,7 +127,9 @@ def overlap_forward_isolation(batch: ScheduleBatch) -> Iterator[ScheduleBatch]:
 
 
 def record_batch_in_overlap(in_flight: InFlight, view: ScheduleBatch, ticket: Ticket) -> BatchRecord:
-    """Keep what the ticket still needs (the isolated batch, requests, slots and pages to release) until its collect."""
+    """Attach the isolated batch and the ticket to the step planned last, until its collect. Raises
+    ValueError for another step, or for a second submit.
+    """
     record = in_flight.newest
     if record.step != view.step or record.ticket is not None:
         raise ValueError(f"step {view.step} was submitted; wanted the step planned last, {record.step}, once")

@@ -1,10 +1,10 @@
-"""The free pages of the KV pool. Page 0 is never handed out: it swallows the writes of padding rows."""
+"""The free pages of the KV pool. Page 0 is never allocated: padding rows write to it."""
 
 from __future__ import annotations
 
 
 class PagePool:
-    """Pages 1..num_pages; taking and giving back are O(1) per page."""
+    """Pages 1..num_pages. Allocation and release are O(1) per page."""
 
     __slots__ = ("_free", "num_pages")
 
@@ -14,11 +14,11 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Number of free pages."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` pages; IndexError if there are not so many, and then none is taken."""
+        """Allocate `count` pages. Raises IndexError and allocates none if fewer are free."""
         if count > len(self._free):
             raise IndexError(f"{count} pages wanted, {len(self._free)} are free; evict or retract first")
         if count == 1:
@@ -29,9 +29,9 @@ class PagePool:
         return taken
 
     def give(self, pages: list[int]) -> None:
-        """Give pages back."""
+        """Free pages."""
         self._free.extend(pages)
 
     def free_pages(self) -> frozenset[int]:
-        """The free pages, for audits; O(num_pages)."""
+        """Return the free pages, for audits; O(num_pages)."""
         return frozenset(self._free)

@@ -1,6 +1,8 @@
-"""Who runs next: first come, first served, prompts in chunks beside decode rows, retraction when pages run out.
+"""Choose the requests of the next step: first come, first served, with chunked prefill.
 
-Follow one step from `next_batch` to `finish`. Knows requests and limits, no device.
+Decode rows and prompt chunks share a step. When pages run out, younger requests are preempted
+(retracted). Follow one step from `next_batch` to `finish`. The scheduler knows requests and limits,
+no device.
 """
 
 from __future__ import annotations
@@ -40,11 +42,13 @@ from sglcore.schedule.stats import SchedulerStats, memory_counts
 
 
 class Scheduler:
-    """One worker's requests. `next_batch` plans a step, `finish` takes in its results. Not thread-safe.
+    """The requests of one worker. `next_batch` plans a step, `finish` takes its results. Not
+    thread-safe.
 
-    `compose` makes the sampling state of a batch from its requests, row for row (SamplingRows). A step may be planned
-    while the one before it is in flight. `first_composition`: another for each scheduler of a worker, far apart. Raises
-    ConfigError if one request of max_model_len does not fit.
+    `compose` makes the sampling state of a batch from its requests, row by row (default:
+    SamplingRows). A step may be planned while the step before it is in flight. `first_composition`:
+    the first composition number; several schedulers of one worker need numbers that are far apart.
+    Raises ConfigError if one request of max_model_len tokens does not fit.
     """
 
     def __init__(
@@ -62,27 +66,29 @@ class Scheduler:
         self._arrivals = self._step = self._collected = 0
         self._prompt_tokens = self._stale_rows = self._invalid_rows = 0
         self.drafts = Counter[tuple[int, int, int, int]]()
-        """What came of proposals."""
+        """Counts of proposed and accepted draft tokens, by DraftCell."""
         self._extended_last = self._embedded_last = False
         self._slicing = Slicing(limits)
 
     @property
     def has_work(self) -> bool:
-        """Some request has not ended, or a step is in flight."""
+        """Whether a request has not ended, or a step is in flight."""
         return bool(self._requests) or len(self.in_flight) > 0
 
     @property
     def in_flight(self) -> InFlight:
-        """The steps that were planned and not yet finished or dropped."""
+        """The steps that were planned and are not yet finished or dropped."""
         return self._running.in_flight
 
     @property
     def awaits_tokens(self) -> bool:
-        """A step in flight emits under a grammar: the next one can be planned when its tokens are there."""
+        """Whether the next step needs tokens of a step in flight: one of its rows samples under a
+        grammar.
+        """
         return any(record.is_masked for record in self.in_flight)
 
     def add(self, request: Request) -> None:
-        """Queue a request; raises RequestError if it can never run here."""
+        """Queue a request. Raises RequestError if it can never run here."""
         check_request(request, self.limits)
         if request.rid in self._requests or request.arrival >= 0:
             raise RequestError(f"request {request.rid!r} was added before; give every request a name of its own")
@@ -94,25 +100,30 @@ class Scheduler:
         self._queue_of(request).add(request)
 
     def abort(self, rid: str) -> EngineOutput | None:
-        """End a request now, whatever its state; its last output, or None if it is unknown or has ended."""
+        """End a request now, in any state. Returns its last output, or None if it is unknown or has
+        ended.
+        """
         request = self._requests.get(rid)
         return None if request is None else self._end(request, "abort")
 
     def stop(self, rid: str, cause: str) -> EngineOutput | None:
-        """End a request whose text reached a stop string; its last output, or None if it is unknown or has ended."""
+        """End a request after its text reached a stop string. Returns its last output, or None if
+        it is unknown or has ended.
+        """
         request = self._requests.get(rid)
         return None if request is None else self._end(request, "stop", cause)
 
     def flush_prefix_cache(self) -> int:
-        """Forget the prefixes that no running request holds; returns how many pages they had."""
+        """Evict the cached prefixes that no running request uses. Returns the number of pages."""
         return self.memory.flush()
 
     def next_batch(self) -> ScheduleBatch | None:
-        """Plan a step as if all planned before had run; None if nothing can run before the next collect, as while the
-        scheduler `awaits_tokens`.
+        """Plan a step as if all planned steps had run. Returns None if nothing can run before the
+        next collect, for example while the scheduler `awaits_tokens`.
 
-        Decode rows come first, in a stable order; then chunks, of running prompts by arrival and of new ones. The
-        arrays are overwritten by the next call: submit a copy (`overlap_forward_isolation`).
+        Decode rows come first, in a stable order. Chunks follow: running prompts in order of
+        arrival, then new ones. The next call overwrites the arrays, so submit a copy
+        (`overlap_forward_isolation`).
         """
         if self.awaits_tokens:
             return None
@@ -122,7 +133,7 @@ class Scheduler:
         return self._embed() if self._embedded_last else batch
 
     def finish(self, record: BatchRecord, result: BatchResult) -> list[EngineOutput]:
-        """Take in the results of the oldest step in flight; returns the outputs, in row order."""
+        """Take the results of the oldest step in flight. Returns the outputs in row order."""
         self._slicing.observe(record, self.in_flight)
         check_result(record, result, self.limits.draft_tokens)
         self._close(record)
@@ -153,7 +164,9 @@ class Scheduler:
         return outputs
 
     def drop(self, record: BatchRecord, error: BaseException) -> list[EngineOutput]:
-        """The oldest step in flight brings no results: its requests end with "error". Returns their last outputs."""
+        """Close the oldest step in flight without results. Its requests end with "error". Returns
+        their last outputs.
+        """
         text = f"step {record.step} failed: {type(error).__name__}: {error}"
         for request in record.requests:
             request.is_broken = True
@@ -163,7 +176,7 @@ class Scheduler:
         return outputs
 
     def stats(self) -> SchedulerStats:
-        """Counts of requests, steps, pages, snapshots, window pages and tokens."""
+        """Return counts of requests, steps, pages, snapshots, window pages and tokens."""
         return SchedulerStats(
             waiting=len(self._waiting) + len(self._embedding) + self.remote.arrivals.num_waiting,
             running=len(self._running),
@@ -178,7 +191,9 @@ class Scheduler:
         )
 
     def audit(self) -> None:
-        """Raise AssertionError if a page, a slot, a snapshot or a window page is lost or held twice; O(num_pages)."""
+        """Raise AssertionError if a page, request slot, snapshot or window page is lost or held
+        twice. O(num_pages).
+        """
         self._running.audit()
 
     def _queue_of(self, request: Request) -> WaitingQueue:
@@ -228,7 +243,7 @@ class Scheduler:
         return batch
 
     def _go_on(self, sliced: SlicedPrompt) -> ScheduleBatch | None:
-        """A step of the decode rows and a slice of the open prompt, by turns."""
+        """Plan either a step of the decode rows or the next slice of the open prompt, in turn."""
         running = self._running
         running.slide_windows()
         if running.rows.requests and (self._extended_last or self._slicing.takes_quiet()):
@@ -254,7 +269,9 @@ class Scheduler:
         return record
 
     def _part_with_finishing(self) -> None:
-        """Rows whose last token a step in flight emits leave now, so that no later step names them."""
+        """Remove the rows that emit their last token in a step in flight, so that no later step
+        contains them.
+        """
         rows = self._running.rows
         if not rows.any_final:
             return
@@ -284,7 +301,9 @@ class Scheduler:
         self._collected = record.step
 
     def _take_tokens(self, requests: list[Request], tokens: list[int]) -> list[EngineOutput]:
-        """The common case: decode rows that emitted one good token each and whose requests are still there."""
+        """Take one token of each decode row in the common case: all tokens are good and all
+        requests still run.
+        """
         outputs = []
         for request, token in zip(requests, tokens, strict=True):
             if request.matcher is not None and not follows(request, token):
@@ -298,7 +317,9 @@ class Scheduler:
         return outputs
 
     def _take_runs(self, record: BatchRecord, result: BatchResult, proposed: list[int]) -> list[EngineOutput]:
-        """The common case of several tokens each: decode rows that are still there, and none at its end by length."""
+        """Take several tokens of each decode row in the common case: all requests still run and
+        none ends by length.
+        """
         requests, tokens, offsets = record.requests, result.token_ids.tolist(), result.token_offsets.tolist()
         outputs = []
         for request, start, end, made in zip(requests, offsets, offsets[1:], proposed, strict=False):
@@ -314,7 +335,7 @@ class Scheduler:
         return outputs
 
     def _take_rows(self, record: BatchRecord, result: BatchResult, first: int) -> list[EngineOutput]:
-        """Any rows, from `first` on."""
+        """Take the results of all rows from row `first` on, in any state."""
         outputs = []
         bad, offsets, ids = result.bad_rows.tolist(), result.token_offsets.tolist(), result.token_ids.tolist()
         proposed = None if result.proposed is None else result.proposed.tolist()
@@ -350,7 +371,9 @@ class Scheduler:
         request.prompt_published = request.prompt_published or end >= len(request.prompt_ids)
 
     def _take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
-        """Of tokens that it emitted, those up to the one with which the request ends; `start` is their place in `logprobs`."""
+        """Take the tokens that a request emitted, up to the token that ends it. `start` is the
+        index of the first token in `logprobs`.
+        """
         room, wanted = request.final_seq_len + 1 - request.num_tokens, request.params.logprobs
         kept, refused = up_to_end(request, run[:room])
         request.output_ids += kept
@@ -381,7 +404,7 @@ class Scheduler:
         error: str = "",
         output: EngineOutput | None = None,
     ) -> EngineOutput:
-        """The last output of a request that ends: `output`, or one without tokens."""
+        """End a request. Returns its last output: `output` if given, or else one without tokens."""
         output = output or request.output([])
         output.refused = reason == "error" and has_no_way(request)
         request.finish_reason, request.stop_cause, request.error = reason, cause, error
