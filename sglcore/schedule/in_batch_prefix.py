@@ -84,8 +84,9 @@ class InBatchPrefixes:
 
 
 def _computes(request: Request) -> bool:
-    """Return whether the request is still prefilling, or its last prompt chunk is in flight: its
-    prompt will enter the cache.
+    """Return whether the prompt of a request will enter the cache: it is still prefilling, or its
+    last chunk is in flight. If that chunk emits the last token, the prompt enters the cache at the
+    request's end.
     """
     is_running = request.state is State.EXTENDING or request.state is State.DECODING
     return is_running and not request.prompt_published

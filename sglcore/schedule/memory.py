@@ -1,7 +1,9 @@
-"""Which pages a request holds: shared ones from the prefix cache first, then its own, in the order of its cells.
+"""The pages that a request holds: shared pages from the prefix cache first, then its own, in token
+order.
 
-Where requests keep a state too, a prefix is shared up to its deepest page with a snapshot of the state; where layers have
-window pages, up to one before which they have all that is seen.
+If requests also keep a recurrent state, a prefix is shared only up to its deepest page with a
+snapshot of the state. If layers have a sliding window, it is shared only up to a page before which
+all window pages in sight are cached.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from sglcore.schedule.windows import Windows
 
 
 class Memory:
-    """The pool and the cache together. Every page is free, cached, or held by exactly one request.
+    """The page pool and the prefix cache. Each page is free, cached, or held by exactly one
+    request.
 
-    `takes_snapshots`: requests keep a state, and share their prefixes by snapshots of it. `keeps_windows`: with each page a
-    request takes a window page. `needs_asking`: one of these, so others share what a request computes if they ask in time.
+    `takes_snapshots`: requests keep a state and share prefixes through snapshots of it.
+    `keeps_windows`: a request takes one window page with each page. `needs_asking`: either holds,
+    so a request shares what it computes only if others ask in time.
     """
 
     def __init__(self, limits: Limits, prefix_cache: bool) -> None:
@@ -45,20 +49,22 @@ class Memory:
 
     @property
     def room(self) -> int:
-        """Pages by which a request can grow."""
+        """Pages that a request can still allocate."""
         return min(self.available, self.windows.available) if self.keeps_windows else self.available
 
     def pages_for(self, cells: int) -> int:
-        """Pages that hold so many cells."""
+        """Return the number of pages that hold `cells` tokens."""
         return -(-cells // self.page_size)
 
     def cached_pages(self, request: Request) -> int:
-        """Pages of its known tokens that the request could share; locks nothing."""
+        """Return how many pages of its known tokens the request could share. Locks nothing."""
         return self._shareable(self._match(request))
 
     def admit(self, request: Request, promised: int, promised_windows: int = 0) -> bool:
-        """Give the request its cached prefix if its known tokens fit beside `promised` pages, and what is seen of them beside
-        `promised_windows` window pages; False changes nothing."""
+        """Admit the request: lock its cached prefix if the rest of its tokens fits after `promised`
+        pages, and `promised_windows` window pages, are reserved. Returns False and changes nothing
+        otherwise.
+        """
         total = request.num_tokens
         known = self._match(request) if self.caches and request.embeds is None else []
         path = [] if request.scores_prompt else known[: self._shareable(known)]
@@ -85,7 +91,9 @@ class Memory:
         return True
 
     def grow(self, request: Request, count: int) -> bool:
-        """Append `count` own pages, evicting cached ones if need be; False, and nothing taken, if there are too few."""
+        """Append `count` pages of its own to the request, and evict cached pages if needed. Returns
+        False and allocates nothing if there are too few.
+        """
         missing = count - self.pool.free
         if missing > self.cache.num_unused or (self.keeps_windows and count > self.windows.available):
             return False
@@ -97,12 +105,14 @@ class Memory:
         return True
 
     def flush(self) -> int:
-        """Forget what is cached and in nobody's use; returns how many pages that were."""
+        """Evict all unused cached pages. Returns their number."""
         self.version += 1
         return self._evict(self.cache.num_unused)
 
     def offered_pages(self, request: Request, common: int) -> int:
-        """How many of its first `common` pages others will find in the cache because this request computes them."""
+        """Return how many of the request's first `common` pages others will find in the cache
+        because this request computes them.
+        """
         if self.takes_snapshots:
             is_offered = common > len(request.pages)
         else:
@@ -110,32 +120,36 @@ class Memory:
         return common if is_offered else max((end for end in self._expected(request) if end <= common), default=0)
 
     def will_share(self, request: Request, pages: int) -> bool:
-        """It has not published its first `pages` pages, and will while it computes its prompt."""
+        """Return whether the request will publish its first `pages` pages during its prefill and
+        has not yet.
+        """
         if self.needs_asking:
             return pages in self._expected(request)
         return request.shared < pages and not request.is_duplicate
 
     def ask(self, request: Request, pages: int) -> None:
-        """Others wait for the request's first `pages` pages, as offered."""
+        """Note that others wait for the request's first `pages` pages, as offered."""
         if pages > len(request.pages) and self.takes_snapshots:
             request.cuts.add(pages * self.page_size)
         if self.keeps_windows:
             request.window_ends.add(pages)
 
     def publish(self, request: Request, cells: int) -> None:
-        """Let others use the full pages among the first `cells` cells, which a collected ticket has written, and the snapshots
-        at their ends.
+        """Share the full pages among the first `cells` tokens, and the snapshots at their ends,
+        with other requests. A collected step must have written them.
 
-        Where another running request was first with the same page, this one keeps its own and publishes nothing after it
-        while both run: a page is locked only by those who hold it.
+        If another running request has already published the same page, this request keeps its own
+        copy and publishes nothing after it while both run: only the requests that hold a page lock
+        it.
         """
         if self.caches and request.embeds is None:
             self._publish(request, cells, leaving=False)
 
     def release(self, request: Request, cells: int) -> None:
-        """Take everything back: publish what the first `cells` cells still offer, free the rest.
+        """Release everything that the request holds: publish the full pages among its first `cells`
+        tokens and free the rest. `cells` 0 publishes nothing.
 
-        Only after the last ticket that names the request was collected. `cells` 0 publishes nothing more.
+        Call it only after the last step with this request was collected.
         """
         shares = self.caches and request.embeds is None
         duplicates = self._publish(request, cells, leaving=True) if shares else []
@@ -149,7 +163,9 @@ class Memory:
         request.node = None
 
     def audit(self, holders: Iterable[Request]) -> None:
-        """Raise AssertionError unless every page, snapshot and window page is in exactly one place; O(num_pages)."""
+        """Raise AssertionError unless each page, snapshot and window page has exactly one owner.
+        O(num_pages).
+        """
         holders, nodes = list(holders), self.cache.nodes()
         self.snapshots.audit(holders, nodes)
         self.windows.audit(holders, nodes)
@@ -173,13 +189,16 @@ class Memory:
         return self.cache.match(request.tokens(0, request.num_tokens))
 
     def _expected(self, request: Request) -> set[int]:
-        """Numbers of pages after which others will go on because of this request."""
+        """Return the page counts after which other requests will continue from this request's
+        pages.
+        """
         if not self.takes_snapshots:
             return request.window_ends
         return {end // self.page_size for end in request.cuts | (request.snapshots.keys() - {request.spare})}
 
     def _shareable(self, path: list[Node]) -> int:
-        """The most pages of `path` after which a request can go on."""
+        """Return the largest number of leading pages of `path` after which a request can continue.
+        """
         depth = len(path)
         while True:
             seen = self.windows.reachable(path[:depth]) if self.keeps_windows else depth
@@ -188,8 +207,10 @@ class Memory:
                 return depth
 
     def _ends(self, request: Request, known: list[Node]) -> set[int]:
-        """Numbers of pages after which the request should let others go on: at the end of what it has in common with others,
-        and after the last page that one with the same tokens could share."""
+        """Return the page counts after which others should be able to continue from this request:
+        the end of its common prefix with other requests, and the last page that a request with the
+        same tokens could share.
+        """
         if not self.caches or request.embeds is not None:
             return set()
         last = (request.num_tokens - max(1, self.cache.lookahead)) // self.page_size
@@ -197,7 +218,9 @@ class Memory:
         return {pages for pages in (len(known), last) if pages > deepest}
 
     def _publish(self, request: Request, cells: int, leaving: bool) -> list[int]:
-        """Returns the pages that the cache had already from others."""
+        """Publish pages, snapshots and window pages. Returns the pages for which the cache already
+        had one from another request.
+        """
         full = (min(cells, request.num_tokens) - self.cache.lookahead) // self.page_size
         duplicates = self._publish_pages(request, full, leaving)
         if request.snapshots:
@@ -207,7 +230,9 @@ class Memory:
         return duplicates
 
     def _publish_pages(self, request: Request, full: int, leaving: bool) -> list[int]:
-        """Walk on from the request's last shared page."""
+        """Publish pages from the request's last shared page on. Returns the duplicates, for a
+        request that leaves.
+        """
         size, lookahead = self.page_size, self.cache.lookahead
         node, first = request.node, request.shared
         if full <= first or node is None:
@@ -253,7 +278,9 @@ class Memory:
         request.window_ends = {end for end in request.window_ends if end > full}
 
     def _path(self, request: Request, first: int, end: int) -> list[Node | None]:
-        """The nodes of the request's pages `first`..`end` - 1, whoever published them."""
+        """Return the cache nodes of the request's pages `first`..`end` - 1, published by any
+        request; None where there is none.
+        """
         shared, above, node = request.shared, [], request.node
         for _ in range(first, shared):
             above.append(node)

@@ -1,6 +1,7 @@
-"""A radix tree whose nodes are pages: which prefixes have their cells in the pool already.
+"""A radix tree of pages: the prefixes that the KV pool already holds.
 
-A page's key is its tokens and the `lookahead` tokens after them. A node in use, and so all above it, is never evicted.
+The key of a page is its tokens and the `lookahead` tokens after them. A node in use is never
+evicted, and neither are the nodes above it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Node:
 
 
 class PrefixCache:
-    """Published pages by prefix, evicted least recently used first, leaves before their parents."""
+    """Published pages by prefix. Eviction is least recently used first, and leaves before their
+    parents.
+    """
 
     def __init__(self, page_size: int, lookahead: int) -> None:
         self.page_size = page_size
@@ -48,12 +51,14 @@ class PrefixCache:
         self._serial = 0
 
     def key(self, tokens: Ints, index: int) -> bytes:
-        """The key of page `index` of a sequence."""
+        """Return the key of page `index` of a token sequence."""
         start = index * self.page_size
         return tokens[start : start + self.page_size + self.lookahead].tobytes()
 
     def match(self, tokens: Ints) -> list[Node]:
-        """The longest cached prefix of whole pages that leaves at least one token to compute; locks nothing."""
+        """Return the longest cached prefix of whole pages that leaves at least one token to
+        compute. Locks nothing.
+        """
         path: list[Node] = []
         node = self.root
         for index in range((len(tokens) - max(1, self.lookahead)) // self.page_size):
@@ -65,13 +70,13 @@ class PrefixCache:
         return path
 
     def use(self, nodes: Sequence[Node]) -> None:
-        """Count one more user of each node."""
+        """Add one user to each node."""
         for node in nodes:
             self.num_unused -= node.users == 0
             node.users += 1
 
     def insert(self, parent: Node, key: bytes, page: int) -> Node:
-        """Publish a page below `parent`, with its writer as first user."""
+        """Publish a page below `parent`. The request that wrote it is its first user."""
         node = Node(parent, key, page)
         node.users = 1
         parent.children[key] = node
@@ -79,7 +84,7 @@ class PrefixCache:
         return node
 
     def leave(self, node: Node | None) -> None:
-        """One user less for `node` and all above it."""
+        """Remove one user from `node` and from all nodes above it."""
         self._tick += 1
         while node is not None and node.parent is not None:
             node.users -= 1
@@ -90,13 +95,15 @@ class PrefixCache:
             node = node.parent
 
     def replace(self, node: Node, page: int) -> int:
-        """The unused node stands for `page` from here on, whose writer uses it; returns the page that it stood for."""
+        """Let the unused node hold `page` instead. The request that wrote `page` becomes its user.
+        Returns the node's former page.
+        """
         self.use((node,))
         before, node.page = node.page, page
         return before
 
     def evict(self, count: int) -> list[Node]:
-        """Drop up to `count` unused pages, least recently used first; return their nodes."""
+        """Evict up to `count` unused pages, least recently used first. Returns their nodes."""
         nodes: list[Node] = []
         while len(nodes) < count and self._leaves:
             tick, _, node = heapq.heappop(self._leaves)
@@ -113,7 +120,7 @@ class PrefixCache:
         return nodes
 
     def nodes(self) -> list[Node]:
-        """All published pages, for audits; O(pages)."""
+        """Return all published pages, for audits; O(pages)."""
         found, stack = [], list(self.root.children.values())
         while stack:
             node = stack.pop()

@@ -1,10 +1,13 @@
-"""Proposals from the prefix cache: what followed a request's whole text before, in the published pages of others.
+"""Draft tokens from the prefix cache: the tokens that followed the same text in pages that other
+requests published.
 
-Lookups change nothing of the cache: they lock no page and touch no order of eviction. A page that is evicted between a lookup and
-the step costs nothing, as what was read of it are tokens, which the step verifies.
+Lookups do not change the cache: they lock no page and do not affect the eviction order. A page may
+be evicted between a lookup and the step, because the drafter copies only its tokens, which the step
+verifies.
 
-Cost: while a text follows the same page one comparison of bytes a request and step; a dictionary lookup for each page that it
-fills. Where it left all known pages, one comparison of numbers until something is published; then `MOST_LOOKED_AT` pages at most.
+Cost: while a text follows the same page, one comparison of bytes for each request and step, and one
+dictionary lookup for each page that it fills. After the text has left all known pages, one
+comparison of numbers until a page is published, and then at most `MOST_LOOKED_AT` pages.
 """
 
 from __future__ import annotations
@@ -19,15 +22,18 @@ from sglcore.schedule.prefix_cache import Node
 from sglcore.schedule.request import Ints, Request
 
 NONE = -1
-"""In place of a proposal: there is none here, nor after it."""
+"""Marks the end of the draft tokens of a row: no draft token here or after it."""
 MOST_LOOKED_AT = 64
-"""Pages after the same text, the newest first, so that a step does not grow with the cache."""
+"""Candidate pages after the same text, newest first: the limit keeps the cost of a step independent
+of the cache size.
+"""
 ID_BYTES = np.dtype(np.int32).itemsize
 
 
 class Standing:
-    """Where a text stands in the cache: below `node`, the page of its first `pages` full ones. `ahead` is the page that it follows
-    (None: none is known), as of the cache's `version`."""
+    """Position of a text in the cache: below `node`, the last of its `pages` full pages. `ahead` is
+    the page that the text currently follows (None: unknown), looked up at the cache's `version`.
+    """
 
     __slots__ = ("ahead", "node", "pages", "version")
 
@@ -39,7 +45,7 @@ class Standing:
 
 
 class PrefixProposals:
-    """Up to `count` proposals of each request, from the pages of `memory`."""
+    """Propose up to `count` draft tokens for each request from the cached pages of `memory`."""
 
     def __init__(self, memory: Memory, count: int) -> None:
         self._memory = memory
@@ -47,8 +53,9 @@ class PrefixProposals:
         self._count = count
 
     def propose(self, requests: Sequence[Request]) -> Ints | None:
-        """int32[B, count], what followed the texts of B running requests before, all of whose tokens are known; NONE from where
-        nothing is known. None: nothing is, of any."""
+        """Return int32[B, count]: draft tokens of B running requests, with NONE after the last one
+        of a row; None if no request has any. All tokens of the requests must be known.
+        """
         if not self._cache.num_pages:
             return None
         found = [(row, tokens) for row, request in enumerate(requests) if (tokens := self.following(request))]
@@ -60,7 +67,7 @@ class PrefixProposals:
         return proposals
 
     def following(self, request: Request) -> list[int]:
-        """Up to `count` tokens that followed the request's text."""
+        """Return up to `count` draft tokens for the request."""
         if request.embeds is not None or request.node is None:
             return []
         standing, version = self._standing(request), self._memory.version
@@ -74,7 +81,9 @@ class PrefixProposals:
         return [] if ahead is None else self._read(ahead, len(rest))
 
     def _standing(self, request: Request) -> Standing:
-        """The one that is known, unless its page was evicted since; else from the pages that the request holds."""
+        """Return the request's known position, unless its page was evicted; otherwise the position
+        after the shared pages that the request holds.
+        """
         known = request.standing
         if known is None or (known.node.parent is None and known.node is not self._cache.root):
             assert request.node is not None
@@ -82,7 +91,9 @@ class PrefixProposals:
         return known
 
     def _descend(self, request: Request, standing: Standing) -> bytes:
-        """Follow the text through its full pages; the bytes of what is behind the last one that is there."""
+        """Follow the text through its full pages. Returns the bytes of the tokens after the last
+        page found.
+        """
         cache, size, total = self._cache, self._cache.page_size, request.num_tokens
         rest = request.tokens(standing.pages * size, total)
         while len(rest) >= size + cache.lookahead:
@@ -94,7 +105,9 @@ class PrefixProposals:
         return rest.tobytes()
 
     def _read(self, node: Node, begin: int) -> list[int]:
-        """The tokens of `node` from byte `begin` of its key, and of what was last used behind it."""
+        """Return the tokens of `node` from byte `begin` of its key, then those of the most recently
+        used pages after it.
+        """
         text, wanted, overlap = node.key[begin:], self._count * ID_BYTES, self._cache.lookahead * ID_BYTES
         while len(text) < wanted and (
             following := latest(node, node.key[len(node.key) - overlap :] if overlap else b"")
@@ -105,7 +118,9 @@ class PrefixProposals:
 
 
 def latest(node: Node, text: bytes) -> Node | None:
-    """The page below `node` that begins with `text` and was used last; of those in use the one published last."""
+    """Return the most recently used page below `node` that begins with `text`. Pages in use come
+    first, the newest of them before the others.
+    """
     found, best = None, -1
     for child in islice(reversed(node.children.values()), MOST_LOOKED_AT):
         if child.key.startswith(text):

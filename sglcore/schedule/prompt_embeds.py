@@ -1,4 +1,4 @@
-"""Prompts as embeddings: what stands in place of the rows that a model's own table has for their tokens."""
+"""Prompts as embeddings, which replace the rows of the model's embedding table for their tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeds:
-    """A prompt of P tokens by their embeddings [P, H], transformers' `inputs_embeds`. `token_ids` [P], where they are
-    known, are what penalties, prompt log-probabilities and n-grams read. `positions` [3, P] are those of time, height and width of a
-    model that turns heads by three (None: the places in the prompt); tokens after the prompt go on behind the largest.
+    """A prompt of P tokens as embeddings [P, H]: `inputs_embeds` of transformers.
+
+    `token_ids` [P], if known, are used by penalties, prompt log-probabilities and n-grams.
+    `positions` [3, P] are the time, height and width positions of a model with three-axis rotary
+    embeddings (None: indices in the prompt). Tokens after the prompt continue after the largest
+    position.
     """
 
     embeds: ArrayLike
@@ -30,7 +33,7 @@ class PromptEmbeds:
     positions: ArrayLike | None = None
 
     def __post_init__(self) -> None:
-        """Raises RequestError for arrays of another shape or kind."""
+        """Convert the arrays. Raises RequestError for a wrong shape or type."""
         try:
             embeds = np.ascontiguousarray(self.embeds, np.float32)
             positions = None if self.positions is None else np.ascontiguousarray(self.positions, np.int32)
@@ -51,7 +54,7 @@ class PromptEmbeds:
 
     @property
     def ids(self) -> Sequence[int]:
-        """The token ids, or zeros."""
+        """The token ids, or zeros if unknown."""
         return self.token_ids if self.token_ids is not None else [0] * len(self.rows)
 
     @property
@@ -67,12 +70,12 @@ class PromptEmbeds:
 
     @property
     def delta(self) -> int:
-        """What is added to the place of a token after the prompt to give its position."""
+        """Offset from the index of a token after the prompt to its position."""
         return int(self.axes.max()) + 1 - len(self.rows)
 
 
 def check_embeds(request: Request, embeds: PromptEmbeds, limits: Limits) -> None:
-    """Raise RequestError for embeddings that a worker with these limits does not take."""
+    """Raise RequestError for embeddings that a worker with these limits does not accept."""
     if embeds.rows.shape[1] != limits.embed_size:
         wanted = f"{limits.embed_size} numbers a token" if limits.embed_size else "text or token ids"
         raise RequestError(f"the embeddings of this request have {embeds.rows.shape[1]} numbers a token; give {wanted}")
@@ -94,8 +97,9 @@ def check_embeds(request: Request, embeds: PromptEmbeds, limits: Limits) -> None
 
 
 def add_embeds(batch: ScheduleBatch, requests: Sequence[Request]) -> None:
-    """Give a step the embeddings of the prompt tokens that its rows bring, and positions by three axes if some differ.
-    `requests` are those of its rows."""
+    """Add to the batch the embeddings of its prompt tokens, and three-axis positions if a request
+    has its own. `requests` are those of its rows.
+    """
     given = [(row, request.embeds) for row, request in enumerate(requests) if request.embeds is not None]
     if not given:
         return

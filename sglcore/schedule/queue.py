@@ -1,4 +1,5 @@
-"""Waiting requests by priority, and in order of arrival; a retracted one returns to its place."""
+"""Waiting requests by priority, then by arrival. A preempted request returns to its old position.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from sglcore.schedule.request import Request
 
 
 def by_turn(request: Request) -> tuple[int, int]:
-    """The order in which requests are served: a total one that never changes, so the first always comes to its end."""
+    """Return the sort key of a request. The order is total and never changes, so the first request
+    always finishes.
+    """
     return request.params.priority, request.arrival
 
 
 class WaitingQueue:
-    """Requests sorted by their turn."""
+    """Requests sorted by priority, then by arrival."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -26,11 +29,12 @@ class WaitingQueue:
         return iter(self._requests)
 
     def add(self, request: Request) -> None:
-        """Put a request in its place; O(1) for a new arrival of the last priority."""
+        """Insert a request at its position. O(1) for a new request of the last priority."""
         insort(self._requests, request, key=by_turn)
 
     def first_of(self, most: int, tokens: int) -> list[Request]:
-        """The first requests, at most so many, whose prompts have at most so many tokens together."""
+        """Return the first requests: at most `most`, with at most `tokens` prompt tokens in total.
+        """
         found: list[Request] = []
         for request in self._requests[:most]:
             tokens -= len(request.prompt_ids)
@@ -40,5 +44,5 @@ class WaitingQueue:
         return found
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it waits."""
+        """Remove a request from any position."""
         del self._requests[bisect_left(self._requests, by_turn(request), key=by_turn)]

@@ -1,4 +1,6 @@
-"""The scheduler's door for prompts that another engine computes: pages are reserved, the prompt arrives or fails."""
+"""Disaggregated prefill in the scheduler: reserve pages, then the prompt arrives from another
+engine, or fails.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ TakeRun = Callable[[Request, list[int], TokenLogprobs | None, int], EngineOutput
 
 
 class RemotePrompts:
-    """Of one scheduler, whose `requests` have not ended; `take_run` takes in tokens that one emitted, `end` ends one."""
+    """Requests of one scheduler that another engine prefills. `requests` are those that have not
+    ended; `take_run` takes emitted tokens, `end` ends a request.
+    """
 
     def __init__(
         self,
@@ -27,27 +31,34 @@ class RemotePrompts:
 
     @property
     def only_waits(self) -> bool:
-        """No step can help one of the requests, and none is in flight: another engine has to write, or let go."""
+        """Whether all requests wait for another engine and no step is in flight."""
         return not len(self._running.in_flight) and len(self._requests) == self.arrivals.num_elsewhere
 
     @property
     def holds_up(self) -> bool:
-        """Another engine has pages of this one, or requests, so that what waits here may be waiting for it."""
+        """Whether another engine still has pages or requests of this one, so that requests here may
+        have to wait for it.
+        """
         return bool(self.arrivals.num_elsewhere or self.arrivals.lent)
 
     def reserve(self) -> Request | None:
-        """Give the first request that is to come from another engine pages for its prompt; None: none waits, or it has no room."""
+        """Allocate the prompt's pages for the first request that another engine will prefill.
+        Returns None if none waits or the pages do not fit.
+        """
         return self._running.reserve()
 
     def arrive(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
-        """Another engine has written the prompt's pages, and drew the first token, whose log-probabilities are one entry."""
+        """Take a prompt whose pages another engine has written, and the first token that it
+        sampled. `logprobs` has one entry.
+        """
         self.arrivals.take_written(request)
         request.final_seq_len = self._running.final_len(request)
         return self._take_run(request, [token], logprobs, 0)
 
     def fail(self, rid: str, error: str, *, refused: bool = False, is_unserved: bool = False) -> EngineOutput | None:
-        """End a request that can not come from another engine; None if it is unknown or has ended. What the others say is
-        told with it."""
+        """End a request that another engine could not prefill. Returns None if it is unknown or has
+        ended. The output carries the other engine's `refused` and `is_unserved`.
+        """
         request = self._requests.get(rid)
         if request is None:
             return None

@@ -1,4 +1,4 @@
-"""A request as the scheduler has it. Its state, never a length, says how a row goes on."""
+"""A request as the scheduler sees it. Its state, never a length, says how a row continues."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ class RequestError(SglcoreError, ValueError):
 
 
 class ContextError(RequestError):
-    """A prompt that the context does not hold."""
+    """A prompt that is longer than the context."""
 
 
 class State(IntEnum):
-    """Where a request is. EXTENDING and DECODING are the running states; an ARRIVING one has pages that another engine writes."""
+    """The state of a request. EXTENDING (prefill) and DECODING are the running states. Another
+    engine writes the pages of an ARRIVING request.
+    """
 
     WAITING = 0
     EXTENDING = 1
@@ -43,38 +45,44 @@ class State(IntEnum):
 
 
 class Matcher(Protocol):
-    """One request's way through its grammar. It raises nothing: what goes wrong is in `error`."""
+    """The progress of one request through its grammar. It raises nothing: a failure is in `error`.
+    """
 
     @property
     def error(self) -> str:
-        """Why it gave up ("": it did not)."""
+        """Why the matcher failed ("": it did not)."""
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Go on by a token that was emitted, or proposed, and is no stop token; False if the grammar does not allow it."""
+        """Advance by an emitted token or a draft token that is no stop token. Returns False if the
+        grammar does not allow it.
+        """
         ...
 
     def rollback(self, count: int) -> None:
-        """Take back the last `count` tokens that were accepted, and whatever went wrong after them."""
+        """Take back the last `count` accepted tokens, and any failure after them."""
         ...
 
     def fill(self, words: Ints) -> None:
-        """Write the tokens that may follow, all bits of words int32[ceil(V / 32)]: lowest bit first, 1 = allowed, stop
-        tokens where the output may end. None is allowed once there is an `error`."""
+        """Write the allowed next tokens into all bits of `words` int32[ceil(V / 32)]: lowest bit
+        first, 1 = allowed; stop tokens are allowed where the output may end. After an `error` no
+        token is allowed.
+        """
         ...
 
 
 class LogitChange(Protocol):
-    """What is added to logits of a request's next token, beside a mask."""
+    """Additions to the logits of a request's next token, applied with its mask."""
 
     def change(self) -> tuple[Ints, Floats]:
-        """Token ids int32[N], each once, and what is added to the logit of each, float32[N]."""
+        """Return distinct token ids int32[N] and the value to add to the logit of each, float32[N].
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A running request that computes the first `pages` pages of another's prompt."""
+    """A running request that prefills the first `pages` pages of another request's prompt."""
 
     request: Request
     pages: int
@@ -227,20 +235,22 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: the prompt and what was emitted."""
+        """Number of known tokens: the prompt and the emitted tokens."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def scores_prompt(self) -> bool:
-        """Prompt log-probabilities are still owed, so cached cells can not stand in for the prompt."""
+        """Whether prompt log-probabilities are still missing, so that cached pages cannot replace
+        the prefill.
+        """
         return self.params.prompt_logprobs is not None and self.scored_tokens < len(self.prompt_ids) - 1
 
     def begin_with(self, cells: int) -> None:
-        """It first runs with so many cells of its prompt from the prefix cache."""
+        """Record that the request first runs with `cells` prompt tokens from the prefix cache."""
         self.cached_tokens, self.cached_share = cells, -(-4 * cells // len(self.prompt_ids))
 
     def tokens(self, start: int, end: int) -> Ints:
-        """Known tokens start..end-1, int32."""
+        """Return the known tokens start..end-1, int32."""
         prompt = len(self.prompt_ids)
         if end <= prompt:
             return self.prompt_ids[start:end]
@@ -248,7 +258,9 @@ class Request:
         return np.concatenate([self.prompt_ids[start:], outputs]) if start < prompt else outputs
 
     def output(self, token_ids: list[int]) -> EngineOutput:
-        """What to tell of tokens that it emitted last; with the first ones, what is known of its prompt."""
+        """Return the output for the newly emitted `token_ids`. The first one also carries the
+        results of the prompt.
+        """
         output = EngineOutput(self.request_id, self.sample_index, token_ids)
         if len(self.output_ids) == len(token_ids):
             output.cached_tokens = self.cached_tokens

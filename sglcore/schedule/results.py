@@ -1,4 +1,6 @@
-"""Checks at the scheduler's two doors, and the cutting of a step's log-probabilities to what each request asked for."""
+"""Checks of what enters the scheduler (requests, results), and selection of each request's
+log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from sglcore.schedule.windows import least_window_pages
 
 
 def check_limits(limits: Limits) -> None:
-    """Raise ConfigError if one request of full length does not fit."""
+    """Raise ConfigError if one request of full length does not fit, or if options exclude each
+    other.
+    """
     if limits.generates and limits.capacity < limits.max_model_len:
         raise ConfigError(
             f"the KV pool holds {limits.capacity} tokens and the context is {limits.max_model_len}",
@@ -35,7 +39,9 @@ def check_limits(limits: Limits) -> None:
 
 
 def longest_prompt(limits: Limits, *, embeds: bool = False) -> int:
-    """Tokens of a prompt at most: room for one token of output is left, and what is embedded runs in one step."""
+    """Return the maximum number of prompt tokens: generation needs room for one output token, and
+    an embedding runs in one step.
+    """
     return min(limits.max_model_len, limits.max_batch_tokens) if embeds else limits.max_model_len - 1
 
 
@@ -86,8 +92,12 @@ def _check_embedding(request: Request, limits: Limits) -> None:
 
 
 def check_result(record: BatchRecord, result: BatchResult, draft_tokens: int = 0) -> None:
-    """Raise ValueError if the result is not for this step, not one token per emitting row, or 1 to `draft_tokens` + 1 where it
-    verified proposals, or lacks its embeddings, or brings something before the last slice of a prompt."""
+    """Raise ValueError if the result does not fit the step.
+
+    It must have this step's number and one token for each emitting row, or 1 to `draft_tokens` + 1
+    after a verification; embeddings if the step embeds; and nothing before the last slice of a
+    prompt.
+    """
     rows, tokens = (0, 0) if record.is_partial else (len(record.requests), len(record.slots))
     if result.proposed is not None:
         counts = result.token_offsets[1:] - result.token_offsets[:-1]
@@ -105,7 +115,9 @@ def check_result(record: BatchRecord, result: BatchResult, draft_tokens: int = 0
 
 
 def cut_logprobs(logprobs: TokenLogprobs, start: int, end: int, alternatives: int) -> TokenLogprobs:
-    """Tokens start..end-1 with the first `alternatives` of their alternatives; copies, so the step's arrays can go."""
+    """Return copies of tokens start..end-1 with their first `alternatives` alternatives, so that
+    the arrays of the step can be freed.
+    """
     return TokenLogprobs(
         logprobs.chosen[start:end].copy(),
         logprobs.ranks[start:end].copy(),
@@ -115,7 +127,9 @@ def cut_logprobs(logprobs: TokenLogprobs, start: int, end: int, alternatives: in
 
 
 def take_prompt_logprobs(request: Request, logprobs: TokenLogprobs | None, start: int, end: int) -> None:
-    """Keep what a chunk over tokens start..end-1 says about prompt tokens up to `end`, if that is one."""
+    """Keep the prompt log-probabilities of a chunk over tokens start..end-1, if the request wants
+    them. The score of a chunk's last token is for token `end`, if that is in the prompt.
+    """
     wanted = request.params.prompt_logprobs
     count = min(end, len(request.prompt_ids) - 1) - start
     if wanted is None or logprobs is None or count <= 0 or request.scored_tokens != start:
@@ -125,15 +139,16 @@ def take_prompt_logprobs(request: Request, logprobs: TokenLogprobs | None, start
 
 
 def take_drafts(requests: list[Request], drafts: NDArray[np.int32]) -> None:
-    """Keep int32[B, k], what is proposed after this step, of those of its B requests that have a grammar."""
+    """Keep the next draft tokens int32[B, k] of the requests with a grammar."""
     for request, own in zip(requests, drafts, strict=True):
         if request.matcher is not None:
             request.drafts = own.tolist()
 
 
 def up_to_end(request: Request, tokens: list[int]) -> tuple[list[int], int | None]:
-    """Of tokens that were emitted one after the other, those up to the one that ends the request; and the one after them if the
-    request's grammar does not allow it."""
+    """Return the emitted tokens up to the one that ends the request, and the first token that the
+    grammar forbids, or None.
+    """
     if request.matcher is None and request.stop_ids.isdisjoint(tokens):
         return tokens, None
     kept: list[int] = []
@@ -147,23 +162,26 @@ def up_to_end(request: Request, tokens: list[int]) -> tuple[list[int], int | Non
 
 
 def follows(request: Request, token: int) -> bool:
-    """A stop token was in the mask only if the output may end here, or if the request asked for it by itself."""
+    """Return whether a token may follow. A stop token is always valid: the mask allows it only
+    where the output may end, or the request named it as a stop token.
+    """
     return token in request.stop_ids or (request.matcher is not None and request.matcher.accept(token))
 
 
 def why_bad(request: Request, step: int) -> str:
-    """Why a row's logits are not finite."""
+    """Return the reason for logits that are not finite."""
     if request.matcher is not None and request.matcher.error:
         return f"the grammar can not go on: {request.matcher.error}"
     return f"the logits of step {step} were not finite; check the weights and the dtype"
 
 
 def has_no_way(request: Request) -> bool:
-    """The rules of a request leave no token: that is nobody else's fault, nor ours."""
+    """Return whether the request's own rules leave no token to sample: the error is the caller's.
+    """
     return request.matcher is not None and bool(request.matcher.error)
 
 
 def why_refused(request: Request, token: int) -> str:
-    """Why a token that the device drew is not taken."""
+    """Return the reason why a sampled token is rejected."""
     assert request.matcher is not None
     return f"token {token} does not follow the grammar: {request.matcher.error or 'the device did not apply the mask'}"
