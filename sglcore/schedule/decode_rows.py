@@ -98,7 +98,7 @@ class DecodeRows:
         self.drafted_lens -= drafted
 
     def append(self, request: Request, page_size: int) -> None:
-        """Add a request whose known tokens are all submitted; it decodes from now on."""
+        """Add a request that has submitted all its known tokens; it decodes from now on."""
         row = len(self.requests)
         self.requests.append(request)
         request.state = State.DECODING

@@ -110,9 +110,7 @@ class Loop:
         return self.scheduler.finish(record, result)
 
     def _abandon(self, error: BaseException) -> None:
-        """Collect what is in flight. Drop the steps that have no ticket left, and those whose
-        collect fails too.
-        """
+        """Collect what is in flight. Drop each step that has no ticket left or fails to collect."""
         self._running = []
         for record in list(self.scheduler.in_flight):
             if record.ticket is None:

@@ -17,9 +17,13 @@ SLACK = 64
 
 
 class Node:
-    """One published page. `users` counts the running requests whose page tables hold it; `snapshot` is where a copy of the
-    state after all of its tokens is (0: nowhere). `window_page` has its tokens for layers with a window (0: none does), and
-    `window_users` counts the requests that have it in their lists."""
+    """One published page.
+
+    `users` counts the running requests that have it in their page tables. `snapshot` is the index
+    of a copy of the state after its tokens (0: none). `window_page` holds its tokens for
+    sliding-window layers (0: none), and `window_users` counts the requests that have that window
+    page in their lists.
+    """
 
     __slots__ = ("children", "key", "page", "parent", "snapshot", "tick", "users", "window_page", "window_users")
 

@@ -48,8 +48,8 @@ class RemotePrompts:
         return self._running.reserve()
 
     def arrive(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> EngineOutput:
-        """Take a prompt whose pages another engine has written, and the first token that it
-        sampled. `logprobs` has one entry.
+        """Take a prompt after another engine has written its pages and sampled its first token.
+        `logprobs` has one entry.
         """
         self.arrivals.take_written(request)
         request.final_seq_len = self._running.final_len(request)

@@ -1,6 +1,6 @@
-"""The requests that hold a slot and pages, and who must give way when pages run out.
+"""The requests that hold a request slot and pages, and preemption when pages run out.
 
-A request only ever takes pages from younger ones, so the oldest always goes on.
+A request takes pages only from younger requests, so the oldest one always progresses.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from sglcore.schedule.request import Ints, Request, State
 from sglcore.schedule.sliced import SlicedPrompt
 
 MOST_PASSED_OVER = 64
-"""Waiting requests, so that a step's planning does not grow with the queue."""
+"""Number of waiting requests that may be passed over, so that the cost of a step does not grow with
+the queue.
+"""
 
 
 class RunningRequests:
-    """`extending` requests compute known tokens, in order of arrival; `rows` decode; `waiting` takes the retracted."""
+    """Running requests: `extending` prefill, in order of arrival; `rows` decode. Preempted ones go
+    to `waiting`.
+    """
 
     def __init__(self, limits: Limits, waiting: WaitingQueue, prefix_cache: bool) -> None:
         self.memory = Memory(limits, prefix_cache)
@@ -41,12 +45,14 @@ class RunningRequests:
         self.retractions = 0
         self._has_turn = False
         self._limits = limits
-        # Every running row brings at least one token to a step, so no more of them may run than a step has tokens.
+        # Each running request needs at least one token of a step's budget, which so limits their
+        # number.
         self._most = min(limits.max_requests, limits.max_batch_tokens)
         self._spare = max(limits.draft_tokens, limits.draft_cells)
-        # Nodes and beams of a tree have as many cells however little is left of a text.
+        # A draft tree needs all its KV slots, however few tokens of the output are left.
         self._beyond = self._spare if limits.draft_cells else 0
-        # What a step may write past the cells that are known: its tokens, and then what proposing the next ones takes.
+        # KV slots that a step may write after the known ones: its tokens, then those for the next
+        # draft tokens.
         self.reach = 1 + limits.draft_tokens + self._spare
         self._free_slots = list(range(limits.max_requests, 0, -1))
         self._refused: tuple[Request, int] | None = None
@@ -56,10 +62,11 @@ class RunningRequests:
         return len(self.rows.requests) + len(self.extending)
 
     def admit_next(self) -> Request | None:
-        """Give the first waiting request that may start a slot and its cached prefix; None if it must wait.
+        """Give the first waiting request that may start a request slot and its cached prefix.
+        Returns None if it must wait.
 
-        Only those are passed over whose prefix is computed right now, by their leader or another request; slots and
-        pages that they will want are kept for them.
+        Only requests are passed over that wait for a prefix in computation, by their leader or by
+        another request. The slots and pages that they will need are reserved for them.
         """
         room, kept = min(len(self._free_slots), self._most - len(self)), list[int]()
         for request in self.waiting:
@@ -81,7 +88,9 @@ class RunningRequests:
         return request
 
     def admit_written(self) -> Request | None:
-        """Give the first whose prompt another engine has written a slot; None if there is none, or no slot."""
+        """Give a request slot to the first request that another engine has prefilled. Returns None
+        if there is no such request, or no slot.
+        """
         written = self.arrivals.written
         if not written or not self._free_slots or len(self) >= self._most:
             return None
@@ -91,23 +100,29 @@ class RunningRequests:
         return request
 
     def reserve(self) -> Request | None:
-        """Give the first request whose prompt is computed elsewhere pages for it. None: it waits, as while others do that gave
-        way before."""
+        """Allocate the prompt's pages for the first request that another engine will prefill.
+        Returns None if it must wait, also while other requests wait here: preempted ones come
+        first.
+        """
         return None if len(self.waiting) else self.arrivals.reserve(self._promised())
 
     def final_len(self, request: Request) -> int:
-        """Cells with which a request emits its last token."""
+        """Return the number of KV slots with which the request emits its last token."""
         prompt, most, context = len(request.prompt_ids), request.params.max_tokens, self._limits.max_model_len
         return (context if most is None else min(prompt + most, context)) - 1
 
     def compare_waiting(self) -> None:
-        """Where prefixes are shared by what others ask for: who waits does before the common end is passed."""
+        """If prefixes are shared only on request, let the first waiting requests ask before the
+        running ones pass the end of the common prefix.
+        """
         if self.memory.needs_asking:
             for request in islice(self.waiting, MOST_COMPARED):
                 self._follows(request)
 
     def slide_windows(self) -> None:
-        """Window pages that only the chunks of the step before saw go back, unless somebody who waits asks for them."""
+        """Free the window pages that only the chunks of the step before needed, except those that a
+        waiting request asks for.
+        """
         if not self._chunked:
             return
         self.compare_waiting()
@@ -124,9 +139,11 @@ class RunningRequests:
         self._chunked.clear()
 
     def claim_pages(self) -> bool:
-        """Pages for every decode row that has no room for the next step, taken from younger requests if need be.
+        """Allocate pages for each decode row without room for the next step; younger requests are
+        preempted if needed.
 
-        False if pages were short: some row got none and stays out of this step, or a row was retracted.
+        Returns False if pages were short: a row got none and skips this step, or a row was
+        preempted.
         """
         rows, size = self.rows, self._limits.page_size
         missing = rows.room_for(self.reach) - rows.allocated_lens
@@ -146,9 +163,13 @@ class RunningRequests:
         return all_served and rows.version == version
 
     def plan_chunks(self, budget: int, may_admit: bool) -> list[tuple[Request, int]]:
-        """Chunks for the `budget` that decode rows leave of the step's tokens: running prompts first, then new ones. Where somebody gave
-        way nobody new comes: the pages are for whom they were taken. Prompts that another engine has written hold theirs already.
-        Where prompts come by slices beside decode rows, which takes a long one many steps, the others have every second chunk."""
+        """Plan prompt chunks for the `budget` of tokens that the decode rows leave: running prompts
+        first, then prompts that another engine has written, then new ones.
+
+        If a request was preempted, no new one is admitted: the pages are for the request that took
+        them. With prompt slices, a long prompt takes many steps while others decode, so other
+        prompts get every second chunk.
+        """
         chunks: list[tuple[Request, int]] = []
         self.compare_waiting()
         self._has_turn = (
@@ -174,7 +195,9 @@ class RunningRequests:
         return chunks
 
     def _plan_in_turn(self, budget: int, may_admit: bool) -> list[tuple[Request, int]]:
-        """Chunks of those whom a long prompt would make wait: of new prompts, or else of the running one of which least is left."""
+        """Plan chunks for the prompts that a long one would delay: new prompts, or else the running
+        one with the fewest tokens left.
+        """
         chunks: list[tuple[Request, int]] = []
         while may_admit and budget and (admitted := self.admit_next()) is not None:
             count = self.take_chunk(admitted, budget)
@@ -187,7 +210,9 @@ class RunningRequests:
         return chunks
 
     def take_chunk(self, request: Request, budget: int) -> int:
-        """Tokens (at most `budget`) of the next chunk, its pages in hand; 0 if the request must sit this step out."""
+        """Allocate the pages of the request's next chunk and return its tokens, at most `budget`.
+        0: the request skips this step.
+        """
         room = len(request.pages) * self._limits.page_size - request.num_cells
         want = self.memory.snapshots.shorten(request, min(budget, request.target - request.num_cells))
         if want > room:
@@ -204,7 +229,9 @@ class RunningRequests:
         return count
 
     def advance(self, record: BatchRecord, chunks: Sequence[tuple[Request, int]]) -> None:
-        """The step of a record computes so many tokens of each of these requests; whose prompt is then whole decodes, or finishes."""
+        """Account for the chunks in the step of a record. A request with a complete prompt then
+        decodes, or finishes.
+        """
         for request, count in chunks:
             request.num_cells += count
             request.last_step = record.step
@@ -218,7 +245,9 @@ class RunningRequests:
                 self.rows.append(request, self._limits.page_size)
 
     def end_sliced(self, record: BatchRecord, sliced: SlicedPrompt) -> list[tuple[Request, int]]:
-        """The step of a record runs the last layers of the open prompt; its chunks, of the requests that are still there."""
+        """Close the open prompt: the step of a record runs its last layers. Returns the chunks of
+        the requests that have not left.
+        """
         self.sliced = None
         record.is_masked = sliced.is_masked
         record.released += sliced.released
@@ -227,7 +256,9 @@ class RunningRequests:
         return sliced.staying
 
     def _leave_sliced(self, sliced: SlicedPrompt, request: Request) -> None:
-        """A request of the open prompt leaves; a prompt that nobody wants any more is given up."""
+        """Remove a request from the open prompt. The prompt is dropped when all its requests have
+        left.
+        """
         sliced.leave(request)
         self.in_flight.mark_stale()
         if sliced.is_wanted:
@@ -240,16 +271,21 @@ class RunningRequests:
             self._release(each)
 
     def _add_spare(self, request: Request) -> None:
-        """Cells for what is proposed after a prompt's last chunk, of pages that are promised to nobody."""
+        """Allocate KV slots for the draft tokens after a prompt's last chunk, if unreserved pages
+        are free.
+        """
         wanted = min(request.target + self._spare, request.most_cells)
         pages = self.memory.pages_for(wanted) - len(request.pages)
         if 0 < pages <= self.memory.room - self._promised():
             self.memory.grow(request, pages)
 
     def save_states(self, chosen: NDArray[np.intp] | None) -> Ints | None:
-        """int32[N]: the snapshots into which the chosen decode rows (None: all), whose `seq_lens` are this step's already,
-        copy their state, 0 for none; None if no row does. A row does that fills its last page; none beside proposals, of which only
-        the device knows how far they bring a state."""
+        """Return int32[N]: the snapshots that receive the states of the chosen decode rows (None:
+        all), 0 for none; None if no row saves. `rows.seq_lens` must already include this step.
+
+        A row saves its state when it fills its last page. No row does with draft tokens, because
+        only the device knows how many of them its state includes.
+        """
         if not self.memory.takes_snapshots or self._limits.draft_tokens:
             return None
         rows = self.rows
@@ -264,7 +300,9 @@ class RunningRequests:
         return places if places.any() else None
 
     def leave(self, request: Request) -> None:
-        """Take a request out; slot and pages go back at once, or with the last ticket that names it."""
+        """Remove a request. Its request slot and pages are released at once, or with the last step
+        in flight that contains it.
+        """
         if request.state is State.EXTENDING:
             self.extending.remove(request)
         else:
@@ -281,12 +319,12 @@ class RunningRequests:
         self.in_flight.mark_stale()
 
     def release(self, record: BatchRecord) -> None:
-        """The record's ticket was collected: take back what it was the last to name."""
+        """Release the requests that a collected step was the last to contain."""
         for request in record.released:
             self._release(request)
 
     def holders(self) -> list[Request]:
-        """All requests that hold a slot, for audits."""
+        """Return all requests that hold a request slot, for audits."""
         gone = () if self.sliced is None else self.sliced.released
         return [
             *self.rows.requests,
@@ -296,11 +334,13 @@ class RunningRequests:
         ]
 
     def page_holders(self) -> list[Request]:
-        """All requests that hold pages, for audits."""
+        """Return all requests that hold pages, for audits."""
         return [*self.holders(), *self.arrivals.holders]
 
     def audit(self) -> None:
-        """Raise AssertionError if a page, a slot, a snapshot or a window page is lost or held twice; O(num_pages)."""
+        """Raise AssertionError if a page, request slot, snapshot or window page is lost or held
+        twice. O(num_pages).
+        """
         holders = self.holders()
         self.memory.audit(self.page_holders())
         slots = sorted(self._free_slots + [request.slot for request in holders])
@@ -315,15 +355,20 @@ class RunningRequests:
         return True
 
     def _own_pages(self, request: Request) -> int:
-        """Pages that one who was passed over will want besides those that it waits for."""
+        """Return the pages that a passed-over request will need in addition to the shared ones that
+        it waits for.
+        """
         awaited = request.awaited
         common = len(request.prompt_ids) // self._limits.page_size if awaited is None else awaited.pages
         return max(1, self.memory.pages_for(request.num_tokens) - common)
 
     def _promised(self) -> int:
-        """Pages spoken for: those of a step for each running request. Extending requests need none beside, where they always come first:
-        while one lacks pages for its known tokens, the step has no tokens left, there is no page, or its chunk ended early for a
-        snapshot."""
+        """Return the reserved pages: those of one step for each running request.
+
+        Extending requests that always come first need no further pages: while one lacks pages for
+        its known tokens, the step has no tokens left, no page is free, or its chunk ended early for
+        a snapshot.
+        """
         steps = len(self) * self.memory.pages_for(self.reach)
         if not (self._limits.sliced_layers or self.memory.takes_snapshots):
             return steps
@@ -349,7 +394,9 @@ class RunningRequests:
         self.compare_waiting()
 
     def _obtain(self, request: Request, count: int) -> bool:
-        """`count` more pages for the request; if they are not there, requests of a later turn are retracted, the last first."""
+        """Allocate `count` pages for the request. If they are not free, preempt requests that come
+        after it, the last one first. Returns False if the pages must be waited for.
+        """
         while not self.memory.grow(request, count):
             if self._comes_back(count):
                 return False
@@ -360,7 +407,7 @@ class RunningRequests:
         return True
 
     def _comes_back(self, count: int) -> bool:
-        """`count` pages are there once what is in flight was collected."""
+        """Return whether `count` pages will be free after all steps in flight are collected."""
         memory = self.memory
         released = [request for record in self.in_flight for request in record.released]
         released += () if self.sliced is None else self.sliced.released
@@ -369,16 +416,17 @@ class RunningRequests:
         return pages >= count and (windows >= count or not memory.keeps_windows)
 
     def _slide_rows(self, rows: list[int]) -> None:
-        """Of the decode rows that begin a page, what later steps do not see."""
+        """Free the window pages that later steps do not see, for decode rows that start a page."""
         for row in rows:
             request = self.rows.requests[row]
             self.memory.windows.slide(request, int(self.rows.seq_lens[row]))
             self.rows.window_starts[row] = request.window_first * self._limits.page_size
 
     def _retract(self, victim: Request) -> None:
-        """Back to its place in the queue; it will recompute its prompt and its output so far, less what stays cached.
+        """Preempt a request: return it to its position in the queue. It will prefill its prompt and
+        its output again, except what stays cached.
 
-        A token still in flight for it is good and is taken in when it comes.
+        A token in flight for it is valid and is taken when it arrives.
         """
         self.leave(victim)
         victim.state = State.WAITING

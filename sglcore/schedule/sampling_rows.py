@@ -1,4 +1,4 @@
-"""The sampling state of a batch, row for row: each request's row is made once, then only selected."""
+"""The sampling state of a batch, row by row: each request's row is made once and then selected."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ SLACK = 64
 
 
 class SamplingRows:
-    """Call it with a batch's requests for their SamplingBatch. `stop_ids` are kept from being drawn before `min_tokens`."""
+    """Makes the SamplingBatch of a batch's requests. `stop_ids` cannot be sampled before
+    `min_tokens`.
+    """
 
     def __init__(self) -> None:
         self._pool = SamplingBatch.from_rows([])
         self._places: dict[Request, int] = {}
 
     def __call__(self, requests: Sequence[Request]) -> SamplingBatch:
-        """A new batch of these rows, in this order."""
+        """Return a new batch with the rows of these requests, in order."""
         new = [request for request in requests if request not in self._places]
         if new:
             self._forget_ended()

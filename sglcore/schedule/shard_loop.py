@@ -1,4 +1,6 @@
-"""The loop over several shards of requests: each step all of them plan, agree, and submit, busy or not; then all are collected."""
+"""The loop over several shards (DP ranks): in each step all shards plan, agree and submit, also the
+idle ones; then all results are collected.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from sglcore.schedule.shards import Shards
 
 @dataclass(slots=True)
 class Sent:
-    """A shard's part of a step: its record, or of an idle one its ticket alone. `number` is that of the step, in all shards."""
+    """A shard's part of a step: its record, or only a ticket if the shard is idle. `number` is the
+    step's number, common to all shards.
+    """
 
     number: int
     scheduler: Scheduler
@@ -33,7 +37,7 @@ class Sent:
 
 
 class ShardLoop:
-    """Several schedulers on one worker, in step with each other; as `Loop` to whoever calls it."""
+    """Several schedulers on one worker, in step with each other. Has the interface of `Loop`."""
 
     def __init__(self, scheduler: Shards, worker: ModelWorker, *, overlap: bool = True) -> None:
         self.scheduler = scheduler
@@ -43,17 +47,18 @@ class ShardLoop:
         self._unsent: list[EngineOutput] = []
         self._idle_steps = count(1)
         self._length = AgreedLength(worker.limits)
-        # Requests that keep a state, or are read in both directions, are not cut. From how many rows on, ranks know.
+        # Requests with a recurrent state or bidirectional attention are not split into
+        # micro-batches. The ranks know the batch size from which a split pays.
         may_cut_requests = worker.limits.generates and not worker.limits.keeps_state
         self._cut = CutTerms(theta=THETA if may_cut_requests else 0.0)
 
     @property
     def has_work(self) -> bool:
-        """A call of `step` has something to do."""
+        """Whether a call of `step` has something to do."""
         return bool(self._unsent) or self.scheduler.has_work
 
     def step(self) -> list[EngineOutput]:
-        """Submit a step of every shard and collect one of each; as `Loop.step`."""
+        """Submit a step of every shard and collect one of each; see `Loop.step`."""
         if self._unsent:
             return self._take_unsent()
         if self.scheduler.awaits_tokens:
@@ -65,7 +70,8 @@ class ShardLoop:
         return self._collect(running)
 
     def drain(self) -> list[EngineOutput]:
-        """Collect what is in flight and submit nothing; returns the outputs. Waits for the device."""
+        """Collect what is in flight and submit nothing; returns the outputs. Waits for the device.
+        """
         running, self._running = self._running, []
         return self._take_unsent() + self._collect(running)
 
@@ -76,7 +82,7 @@ class ShardLoop:
         return self._take_unsent()
 
     def _submit(self) -> list[Sent]:
-        """Every shard's step, as all agreed; none if nobody has one."""
+        """Submit the agreed step of every shard; nothing if no shard has one."""
         try:
             batches = [scheduler.next_batch() for scheduler in self.scheduler.each]
             if not any(batch is not None for batch in batches):
@@ -118,7 +124,9 @@ class ShardLoop:
         return outputs
 
     def _finish(self, scheduler: Scheduler, record: BatchRecord, verified: list[BatchResult]) -> list[EngineOutput]:
-        """What comes of a shard's part; `verified` gets the results of decodes."""
+        """Collect a shard's part and return its outputs. `verified` receives the results of decode
+        steps.
+        """
         ticket, record.ticket = record.ticket, None
         assert ticket is not None and record.batch is not None
         result = self.worker.collect(ticket)
@@ -127,7 +135,7 @@ class ShardLoop:
         return scheduler.finish(record, result)
 
     def _abandon(self, error: BaseException) -> None:
-        """As that of `Loop`, in every shard."""
+        """Do what `Loop._abandon` does, in every shard."""
         self._running = []
         for scheduler, record in list(self._in_flight()):
             if record.ticket is None:
@@ -153,7 +161,7 @@ class ShardLoop:
 
 
 def idle_batch(step: int, plan: StepPlan, limits: Limits) -> ScheduleBatch:
-    """A step of no rows, for a worker with these limits."""
+    """Return a step without rows, for a worker with these limits."""
     none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
     rows: dict[str, Any] = {
         name: none.copy() for name in ("slots", "seq_lens", "prefix_lens", "input_ids", "page_counts", "new_pages")
@@ -170,8 +178,9 @@ def idle_batch(step: int, plan: StepPlan, limits: Limits) -> ScheduleBatch:
 def make_loop(
     worker: ModelWorker, shards: int = 1, *, overlap: bool = True, prefix_cache: bool = True
 ) -> tuple[Scheduler, Loop] | tuple[Shards, ShardLoop]:
-    """What schedules a worker's requests, and the loop over it: one scheduler, or one for each of `shards`, every one of which has
-    the worker's limits to itself."""
+    """Make the scheduler of a worker's requests and its loop: one scheduler, or one for each of
+    `shards`. Each shard has the worker's full limits.
+    """
     if shards == 1:
         scheduler = Scheduler(worker.limits, prefix_cache=prefix_cache)
         return scheduler, Loop(scheduler, worker, overlap=overlap)

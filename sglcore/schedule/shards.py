@@ -1,5 +1,8 @@
-"""Requests in several shards, each with a scheduler, pages and a prefix cache of its own: which takes a new one, and what they
-count together. All of them are in one process, so that what they agree on is a loop over them."""
+"""Requests in several shards (DP ranks), each with its own scheduler, pages and prefix cache:
+routing of new requests, and common counts.
+
+All shards are in one process, so to reach an agreement is a loop over them.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +19,33 @@ from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.stats import SchedulerStats
 
 ROOM = 4
-"""A shard may have so many parts of a worker's requests, one of them, more than the least busy, and still be chosen."""
+"""1/ROOM of a worker's requests, at least one, is how many requests a chosen shard may have more
+than the least busy one.
+"""
 SLACK = 64
 AT_ONCE = frozenset({"steps", "in_flight", "kv_bytes", "window_bytes", "state_bytes", "snapshot_bytes", "host_bytes"})
-"""What is so of all shards at once, or of each device: not added up."""
+"""Statistics that are common to all shards or belong to each device: they are not summed, the
+maximum is reported.
+"""
 
 
 def choose_shard(hits: Sequence[int], loads: Sequence[int], room: int) -> int:
-    """The shard for a request of which `hits` pages are cached in each, among those that have at most `room` requests more than
-    the least busy of `loads`: the one with the most pages, then the least busy, then the first."""
+    """Return the shard for a request with `hits` cached pages in each shard. Among the shards with
+    at most `room` requests more than the least busy of `loads`: most cached pages first, then least
+    busy, then lowest index.
+    """
     least = min(loads)
     fit = [shard for shard, load in enumerate(loads) if load - least <= room]
     return max(fit, key=lambda shard: (hits[shard], -loads[shard], -shard))
 
 
 class Shards:
-    """Schedulers side by side, by the names of one. Not thread-safe."""
+    """Several schedulers with the interface of one. Not thread-safe."""
 
     def __init__(
         self, limits: Limits, count: int, *, prefix_cache: bool = True, compose: Compose | None = None
     ) -> None:
-        """`limits` are those of each; the others are those of `Scheduler`."""
+        """`limits` apply to each shard. The other parameters are those of `Scheduler`."""
         self.limits = limits
         self.each = tuple(Scheduler(limits, prefix_cache=prefix_cache, compose=compose) for _ in range(count))
         self._room = max(1, limits.max_requests // ROOM)
@@ -45,22 +54,23 @@ class Shards:
 
     @property
     def has_work(self) -> bool:
-        """Some request has not ended, or a step is in flight."""
+        """Whether a request has not ended, or a step is in flight."""
         return any(scheduler.has_work for scheduler in self.each)
 
     @property
     def awaits_tokens(self) -> bool:
-        """A step in flight emits under a grammar."""
+        """Whether a row of a step in flight samples under a grammar."""
         return any(scheduler.awaits_tokens for scheduler in self.each)
 
     @property
     def drafts(self) -> Counter[tuple[int, int, int, int]]:
-        """What came of proposals."""
+        """Counts of proposed and accepted draft tokens of all shards, by DraftCell."""
         return sum((scheduler.drafts for scheduler in self.each), Counter[tuple[int, int, int, int]]())
 
     def add(self, request: Request) -> None:
-        """Queue a request in the shard that has most of its prompt, unless that is far busier; samples of one prompt stay together.
-        Raises RequestError if it can never run here."""
+        """Queue a request in the shard with most of its prompt cached, unless that shard is far
+        busier. Samples of one prompt stay together. Raises RequestError if it can never run here.
+        """
         known = self._placed.get(request.rid)
         if known is not None and known[0].state is not State.FINISHED:
             raise RequestError(f"request {request.rid!r} was added before; give every request a name of its own")
@@ -70,28 +80,28 @@ class Shards:
         self._prune()
 
     def abort(self, rid: str) -> EngineOutput | None:
-        """As that of `Scheduler`."""
+        """End a request now; see `Scheduler.abort`."""
         scheduler = self._of(rid)
         return None if scheduler is None else scheduler.abort(rid)
 
     def stop(self, rid: str, cause: str) -> EngineOutput | None:
-        """As that of `Scheduler`."""
+        """End a request after a stop string; see `Scheduler.stop`."""
         scheduler = self._of(rid)
         return None if scheduler is None else scheduler.stop(rid, cause)
 
     def flush_prefix_cache(self) -> int:
-        """Forget the prefixes that no running request holds; returns how many pages they had."""
+        """Evict the cached prefixes that no running request uses. Returns the number of pages."""
         return sum(scheduler.flush_prefix_cache() for scheduler in self.each)
 
     def stats(self) -> SchedulerStats:
-        """The sums of all shards, but for what is so of all at once."""
+        """Return the sums over all shards, except for the names in `AT_ONCE`."""
         found = [structs.asdict(scheduler.stats()) for scheduler in self.each]
         return SchedulerStats(
             **{name: (max if name in AT_ONCE else sum)(one[name] for one in found) for name in found[0]}
         )
 
     def audit(self) -> None:
-        """As that of `Scheduler`, of each."""
+        """Audit every shard; see `Scheduler.audit`."""
         for scheduler in self.each:
             scheduler.audit()
 
@@ -107,7 +117,7 @@ class Shards:
         return choose_shard(hits, [count.waiting + count.running for count in counts], self._room)
 
     def _prune(self) -> None:
-        """Forget the ended, when they may be half of all."""
+        """Forget ended requests when they may be half of all."""
         if len(self._placed) > self._pruned_at:
             self._placed = {rid: one for rid, one in self._placed.items() if one[0].state is not State.FINISHED}
             self._pruned_at = 2 * len(self._placed) + SLACK

@@ -1,4 +1,6 @@
-"""A prompt whose layers run slice by slice: it holds what it was given until its last slice, whoever leaves meanwhile."""
+"""A prompt that runs in slices of layers. It keeps its request slots and pages until its last
+slice, even if its requests leave.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from sglcore.schedule.request import Request, State
 
 @dataclass(slots=True)
 class SlicedPrompt:
-    """Chunks of which `done` layers are planned. `requests`, `slots` and `spans` are those of their BatchRecord. `released`:
-    requests that left meanwhile, whose slots and pages the device still writes."""
+    """Chunks with `done` layers planned. `requests`, `slots` and `spans` are those of their
+    BatchRecord. `released`: requests that have left; the device still writes to their slots and
+    pages.
+    """
 
     chunks: list[tuple[Request, int]]
     requests: list[Request]
@@ -25,24 +29,26 @@ class SlicedPrompt:
 
     @property
     def tokens(self) -> int:
-        """Of all chunks."""
+        """Number of tokens of all chunks."""
         return sum(count for _, count in self.chunks)
 
     @property
     def is_wanted(self) -> bool:
-        """Some of its requests is still there."""
+        """Whether a request of the prompt has not left."""
         return len(self.released) < len(self.requests)
 
     def holds(self, request: Request) -> bool:
-        """Its layers are running."""
+        """Return whether the request is part of this prompt."""
         return request in self.requests
 
     def leave(self, request: Request) -> None:
-        """The request has ended or gives way; its slot and pages stay its own until the device has done with them."""
+        """Note that the request has ended or was preempted. It keeps its slot and pages until the
+        device has finished with them.
+        """
         request.leaving = True
         self.released.append(request)
 
     @property
     def staying(self) -> list[tuple[Request, int]]:
-        """The chunks of requests that are still there."""
+        """The chunks of the requests that have not left."""
         return [(request, count) for request, count in self.chunks if request.state is State.EXTENDING]

@@ -1,7 +1,7 @@
-"""Which slice of a prompt's layers is next, and the step that runs it.
+"""Choose the next slice of a prompt's layers, and build the step that runs it.
 
-A slice is a step of its own. The first carries the whole batch of the chunks, the others no rows; the last brings the
-tokens. Pages become visible to other requests when the last one is collected, as those of any chunk.
+Each slice is a step. The first carries the whole batch of the chunks, the others no rows; the last
+returns the tokens. The pages are published when the last slice is collected, as for any chunk.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sliced import SlicedPrompt
 
 MOST_QUIET = 4
-"""Decode steps in a row that a prompt waits for their time to be known."""
+"""Most decode steps in a row that run alone to be measured while a prompt waits."""
 
 
 class Slicing:
-    """How large the next slice is, by what is asked for or by what steps take."""
+    """Size of the next slice: configured, or chosen from measured times."""
 
     def __init__(self, limits: Limits) -> None:
         self.total, self._most = limits.sliced_layers, limits.max_batch_tokens
@@ -34,17 +34,21 @@ class Slicing:
 
     @property
     def is_on(self) -> bool:
-        """The worker takes prompts by slices."""
+        """Whether the worker runs prompts in slices."""
         return self.total > 0
 
     def room(self, running: RunningRequests) -> int:
-        """Tokens of the next step: of a prompt beside decode rows, those of which a layer is not too long for them."""
+        """Return the tokens that the next step may have. While requests decode, a prompt chunk is
+        limited so that one layer of it fits in a slice.
+        """
         return self.pace.tokens(self._most) if self.is_on and running.rows.requests else self._most
 
     def begin(
         self, running: RunningRequests, record: BatchRecord, batch: ScheduleBatch, chunks: list[tuple[Request, int]]
     ) -> None:
-        """Of a step of chunks alone, what it runs of the layers; the prompt is open if that is not all."""
+        """Choose the layers of a step that has only chunks. If these are not all layers, the prompt
+        stays open.
+        """
         if not self.is_on or not chunks:
             return
         sliced = SlicedPrompt(chunks, record.requests, record.slots, record.spans, record.is_masked)
@@ -55,13 +59,13 @@ class Slicing:
             running.sliced = sliced
 
     def go_on(self, running: RunningRequests, sliced: SlicedPrompt, step: int) -> BatchRecord:
-        """The step that runs the next slice of the open prompt."""
+        """Return the record of the step that runs the next slice of the open prompt."""
         record = BatchRecord(step, sliced.requests, sliced.slots, sliced.spans)
         self._advance(running, sliced, record)
         return record
 
     def _advance(self, running: RunningRequests, sliced: SlicedPrompt, record: BatchRecord) -> None:
-        """All layers that are left where nothing decodes beside."""
+        """Plan the next layers: all that are left if no request decodes."""
         self._quiet = 0
         first, tokens, is_alone = sliced.done, sliced.tokens, not running.rows.requests
         sliced.done += (
@@ -71,15 +75,18 @@ class Slicing:
         record.is_partial = sliced.done < self.total
 
     def takes_quiet(self) -> bool:
-        """Another decode step goes first, with no slice beside it, so that its time is known. At most MOST_QUIET in a row."""
+        """Return whether another decode step must run first, without a slice, to be measured. True
+        at most MOST_QUIET times in a row.
+        """
         self._quiet += 1
         return self.pace.wants_quiet and self._quiet <= MOST_QUIET
 
     def observe(self, record: BatchRecord, in_flight: Iterable[BatchRecord] = ()) -> None:
-        """Learn from how long a step took, which others may have been submitted behind.
+        """Learn from the time of a collected step.
 
-        Of a worker that runs ahead, what a slice costs is by how much longer its decode step took from the end of the one before:
-        it may have run beside either. Elsewhere each step takes its own time.
+        On a worker that runs ahead, a slice may overlap the decode steps before and after it. Its
+        cost is then how much longer the period from one decode step's end to the next one's became.
+        On other workers each step has its own time.
         """
         if record.seconds is None or not self.is_on:
             return
@@ -93,7 +100,9 @@ class Slicing:
             self.pace.saw_decode(record.seconds)
 
     def _observe_period(self, record: BatchRecord, is_decode: bool, has_launched: bool) -> None:
-        """`has_launched`: a slice was submitted before the step was collected."""
+        """Learn from the period between two decode steps. `has_launched`: a slice was submitted
+        before this step was collected.
+        """
         if not is_decode:
             self._between.append(record)
             return
@@ -108,7 +117,7 @@ class Slicing:
 
 
 def further_slice(record: BatchRecord) -> ScheduleBatch:
-    """The step of a record without rows, which takes the open prompt on."""
+    """Return the step of a record that continues the open prompt; it has no rows."""
     none = np.zeros(0, dtype=np.int32)
     return ScheduleBatch(
         step=record.step,

@@ -1,7 +1,9 @@
-"""Copies of requests' states at page multiples: who has which place, and where a request's steps end to leave one.
+"""Snapshots: copies of requests' recurrent states at page multiples. Tracks the owner of each
+snapshot and the lengths at which a request's steps end to write one.
 
-A state belongs to the whole prefix before it: tokens are shared up to a page whose node has a snapshot, no further. The
-worker copies in the order of the steps, so a place may be planned anew once no step planned later reads what it has.
+A state depends on the whole prefix, so a prefix is shared only up to a page with a snapshot. The
+worker copies in the order of the steps: a snapshot may be reused as soon as no later planned step
+reads it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from sglcore.schedule.request import Request
 
 
 class Snapshots:
-    """Places 1..num_places, each free, a node's (`Node.snapshot`), or one request's (`Request.snapshots`)."""
+    """Snapshots 1..num_places. Each is free, or belongs to a node (`Node.snapshot`) or to one
+    request (`Request.snapshots`).
+    """
 
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
@@ -24,16 +28,18 @@ class Snapshots:
 
     @property
     def free(self) -> int:
-        """Places that nobody has."""
+        """Number of free snapshots."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Places that nodes have."""
+        """Number of snapshots that belong to nodes."""
         return len(self._nodes)
 
     def shorten(self, request: Request, count: int) -> int:
-        """At most `count` tokens of the request's next chunk: up to where a snapshot is wanted, if a place can be had."""
+        """Return at most `count` tokens for the request's next chunk: it ends at the first length
+        with a wanted snapshot, if one can be allocated.
+        """
         ends = [end for end in request.cuts if end <= request.num_cells + count]
         if not ends:
             return count
@@ -43,10 +49,11 @@ class Snapshots:
         return min(ends) - request.num_cells
 
     def save(self, request: Request, end: int) -> int:
-        """The place into which the step that ends at `end` cells, a page multiple, copies the request's state; 0 for none.
+        """Return the snapshot that receives the request's state in the step that ends at `end`
+        tokens, a page multiple; 0 for none.
 
-        Where a snapshot is wanted for others it has a place of its own, elsewhere it replaces the spare. Embeddings get none:
-        nothing is matched with them, not even what they computed themselves.
+        A snapshot that others wait for is allocated; otherwise the request's spare one is reused.
+        Prompts of embeddings save none: the prefix cache never matches them.
         """
         if request.embeds is not None:
             return 0
@@ -61,7 +68,8 @@ class Snapshots:
         return place
 
     def keep(self, request: Request, end: int) -> None:
-        """A snapshot that no node can have yet becomes the request's spare, if it is of more tokens."""
+        """Make a snapshot without a cached page the request's spare one, if it covers more tokens.
+        """
         if end > request.spare:
             self._give_back(request, request.spare)
             request.spare = end
@@ -69,7 +77,9 @@ class Snapshots:
             self._give_back(request, end)
 
     def publish(self, request: Request, end: int, node: Node) -> None:
-        """The request's snapshot of `end` cells, which a collected step has written, is the node's now."""
+        """Move the request's snapshot of `end` tokens to the node. A collected step must have
+        written it.
+        """
         place = request.snapshots.pop(end)
         if node.snapshot:
             self._free.append(place)
@@ -78,27 +88,27 @@ class Snapshots:
         self._touch(node)
 
     def restore(self, request: Request, node: Node | None) -> None:
-        """The request begins with the node's snapshot, or with zeros."""
+        """Let the request start with the node's snapshot, or with zeros."""
         request.restored = 0 if node is None else node.snapshot
         if node is not None:
             self._touch(node)
             self.hits += 1
 
     def withdraw(self, nodes: Iterable[Node]) -> None:
-        """Nodes left the cache: their places are free."""
+        """Free the snapshots of evicted nodes."""
         for node in nodes:
             if node.snapshot:
                 del self._nodes[node.snapshot]
                 self._free.append(node.snapshot)
 
     def release(self, request: Request) -> None:
-        """Take back what the request still has."""
+        """Free the request's snapshots."""
         self._free += request.snapshots.values()
         request.snapshots.clear()
         request.spare = 0
 
     def audit(self, holders: Iterable[Request], nodes: Iterable[Node]) -> None:
-        """Raise AssertionError unless every place is in exactly one place; O(nodes)."""
+        """Raise AssertionError unless each snapshot has exactly one owner. O(nodes)."""
         cached = {node.snapshot: node for node in nodes if node.snapshot}
         assert cached == self._nodes, f"nodes have {sorted(cached)}; wanted {sorted(self._nodes)}"
         held = [place for request in holders for place in request.snapshots.values()]
@@ -106,7 +116,8 @@ class Snapshots:
         assert places == list(range(1, self.num_places + 1)), f"snapshots lost or held twice: {places}"
 
     def _take(self) -> int:
-        """A free place, or that of the node least recently used; there is one of either."""
+        """Return a free snapshot, or that of the least recently used node. One of them must exist.
+        """
         if self._free:
             return self._free.pop()
         place, node = next(iter(self._nodes.items()))
@@ -116,7 +127,9 @@ class Snapshots:
         return place
 
     def _take_spare(self) -> int:
-        """Half of all places stay for what others can share."""
+        """Return a snapshot for a request's own use, or 0. Half of all snapshots stay for shared
+        prefixes.
+        """
         held = self.num_places - self.free - self.cached
         return self._take() if 2 * held < self.num_places else 0
 
@@ -131,5 +144,5 @@ class Snapshots:
 
 
 def restorable(path: list[Node]) -> int:
-    """Pages up to the deepest node of `path` that has a snapshot."""
+    """Return the number of pages up to the deepest node of `path` that has a snapshot."""
     return next((depth for depth in range(len(path), 0, -1) if path[depth - 1].snapshot), 0)

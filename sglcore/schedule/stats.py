@@ -1,4 +1,4 @@
-"""What a scheduler counts."""
+"""Statistics of a scheduler."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ class SchedulerStats(Levels):
 
 
 def memory_counts(memory: Memory, limits: Limits) -> dict[str, int]:
-    """What is counted of pages, snapshots and window pages, and of the tokens looked up in the prefix cache."""
+    """Return the counts of pages, snapshots, window pages and tokens looked up in the prefix cache,
+    by their names in `SchedulerStats`.
+    """
     snapshots, windows = memory.snapshots, memory.windows
     return {
         "num_pages": memory.pool.num_pages,

@@ -1,8 +1,10 @@
-"""Window pages: what layers with a sliding window keep of a request, in pages of their own and only as far as they see.
+"""Window pages: KV pages of sliding-window layers, in a pool of their own and only for the tokens
+in sight.
 
-A request has a list of them, one for each of its pages from the first that its next query sees. A node of the prefix cache
-may have one beside its page, with the same tokens; a prefix is shared up to a page before which no seen one is missing.
-The worker takes lists in the order of the steps, so what no step planned later has in a list is free for others at once.
+A request has a list of them, one for each of its pages from the first one in sight of its next
+token. A node of the prefix cache may also hold one with the tokens of its page. A prefix is shared
+up to a page before which all window pages in sight are cached. The worker takes lists in the order
+of the steps, so a page is free for others as soon as no later planned step lists it.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from sglcore.schedule.request import Request
 
 
 class Windows:
-    """Window pages 1..num_pages, each free, a node's (`Node.window_page`), or one request's. A node's is used by the requests
-    that have it in their lists too; one without users goes to who wants one, least recently used first.
+    """Window pages 1..num_pages. Each is free, or belongs to a node (`Node.window_page`) or to one
+    request.
 
-    `span`: pages that a request's list has at most beside those of a step's chunk. `kept`: pages in `Request.kept_windows`.
+    Requests may use a node's page through their lists. Unused pages of nodes are evicted when pages
+    are needed, least recently used first. `span`: most pages in a request's list, without those of
+    a step's chunk. `kept`: number of pages in `Request.kept_windows`.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -37,25 +41,28 @@ class Windows:
 
     @property
     def free(self) -> int:
-        """Pages that nobody has."""
+        """Number of free window pages."""
         return self._pool.free
 
     @property
     def cached(self) -> int:
-        """Pages that nodes have."""
+        """Number of window pages that belong to nodes."""
         return len(self._nodes)
 
     @property
     def available(self) -> int:
-        """Pages that are free, or a node's and unused."""
+        """Pages that are free, or belong to a node and are unused."""
         return self._pool.free + len(self._unused)
 
     def first_seen(self, pages: int) -> int:
-        """The page in which the first token is that the query after so many pages sees."""
+        """Return the index of the page with the first token in sight of the token after `pages`
+        pages.
+        """
         return max(0, pages * self._page_size - self._seen) // self._page_size
 
     def reachable(self, path: Sequence[Node]) -> int:
-        """The most pages of `path` after which a request can go on."""
+        """Return the largest number of leading pages of `path` after which a request can continue.
+        """
         depth = index = len(path)
         while index > self.first_seen(depth):
             index -= 1
@@ -64,13 +71,15 @@ class Windows:
         return depth
 
     def has_room(self, path: Sequence[Node], missing: int, promised: int) -> bool:
-        """A request can begin with `path` and go on, with `missing` pages to come, beside `promised` pages of others."""
+        """Return whether a request can start after `path` and continue with `missing` more pages
+        while `promised` pages are reserved for others.
+        """
         seen = path[self.first_seen(len(path)) :]
         locked = sum(node.window_users == 0 for node in seen)
         return min(missing, self.span - len(seen)) + promised <= self.available - locked
 
     def restore(self, request: Request, path: Sequence[Node]) -> None:
-        """The request's list begins with what is seen after `path`."""
+        """Start the request's list with the window pages in sight after `path`."""
         request.window_first = self.first_seen(len(path))
         seen = path[request.window_first :]
         request.window_pages = [node.window_page for node in seen]
@@ -79,16 +88,17 @@ class Windows:
             node.window_users += 1
 
     def grow(self, request: Request, count: int) -> None:
-        """Append `count` pages, of those that are available, to the request's list."""
+        """Append `count` available pages to the request's list."""
         for _ in range(count - self._pool.free):
             self._evict()
         request.window_pages += self._pool.take(count)
 
     def slide(self, request: Request, cells: int) -> bool:
-        """After a step that ends at `cells` cells: what later ones do not see leaves the request's list; False if it is all seen.
+        """Remove from the request's list the pages that steps after `cells` tokens do not see.
+        Returns False if all are in sight.
 
-        Others could go on from the last page that is complete then, so what is seen from there stays. Pages that the cache
-        should have for others, and that are not published yet, are kept until they are.
+        Others may continue after the last complete page, so the pages in sight from there stay.
+        Pages that the cache should get for others are kept until they are published.
         """
         first = self.first_seen((cells - self._lookahead) // self._page_size)
         count = first - request.window_first
@@ -106,7 +116,9 @@ class Windows:
         return True
 
     def publish(self, request: Request, index: int, node: Node | None) -> None:
-        """What the request has of its page `index`, which a collected step has written, is its node's too, if that has none."""
+        """Share the request's window page for its page `index` with `node`, if the node has none. A
+        collected step must have written it.
+        """
         is_kept = index in request.kept_windows
         page = request.kept_windows.pop(index) if is_kept else request.window_pages[index - request.window_first]
         self.kept -= is_kept
@@ -117,7 +129,9 @@ class Windows:
             self._drop(page)
 
     def withdraw(self, nodes: Iterable[Node]) -> None:
-        """Nodes left the cache: their window pages are free, or those of the requests that still use them."""
+        """Release the window pages of evicted nodes: they are free, or belong to the request that
+        still uses them.
+        """
         for node in nodes:
             if node.window_page:
                 del self._nodes[node.window_page]
@@ -126,7 +140,7 @@ class Windows:
                     self._pool.give([node.window_page])
 
     def release(self, request: Request) -> None:
-        """Take back what the request still has."""
+        """Free the request's window pages."""
         for page in [*request.kept_windows.values(), *request.window_pages]:
             self._drop(page)
         self.kept -= len(request.kept_windows)
@@ -134,7 +148,9 @@ class Windows:
         request.window_pages = []
 
     def audit(self, holders: Iterable[Request], nodes: Iterable[Node]) -> None:
-        """Raise AssertionError unless every page is in exactly one place and its users are counted; O(pages)."""
+        """Raise AssertionError unless each page has exactly one owner and its users are counted.
+        O(pages).
+        """
         holders = list(holders)
         cached = {node.window_page: node for node in nodes if node.window_page}
         assert cached == self._nodes, f"nodes have window pages {sorted(cached)}; wanted {sorted(self._nodes)}"
@@ -150,7 +166,7 @@ class Windows:
         assert places == list(range(1, self.num_pages + 1)), f"window pages lost or held twice: {places}"
 
     def _drop(self, page: int) -> None:
-        """One user less of a node's page; a request's own is free."""
+        """Remove one user of a node's page, or free a request's own page."""
         node = self._nodes.get(page)
         if node is None:
             self._pool.give([page])
@@ -160,7 +176,7 @@ class Windows:
             self._unused[page] = None
 
     def _evict(self) -> None:
-        """The page that is unused the longest is free, and its node has none."""
+        """Free the least recently used unused page of a node."""
         page = next(iter(self._unused))
         del self._unused[page]
         self._nodes.pop(page).window_page = 0
@@ -169,5 +185,7 @@ class Windows:
 
 
 def least_window_pages(limits: Limits) -> int:
-    """As many as one request's list may have: a worker has at least so many window pages."""
+    """Return the minimum number of window pages of a worker: the most that one request's list may
+    have.
+    """
     return most_window_pages(limits.window, limits.max_batch_tokens, limits.page_size, limits.lookahead)
