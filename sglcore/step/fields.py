@@ -1,6 +1,7 @@
-"""The declaration of a batch field: one line, from which staging, buffers, views, children, retention and poison follow.
+"""The declaration of a batch field. Staging, buffers, views, split batches, retention and poison
+all follow from it.
 
-It knows nothing of any particular batch, and no tensor library.
+This module knows no particular batch and no tensor library.
 """
 
 from __future__ import annotations
@@ -17,21 +18,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """Reads a one-shot value of the host batch, by the name of its attribute: the next forward does not see it."""
+    """Read a one-shot value of the host batch, by its attribute name. The next forward does not see
+    it.
+    """
 
     name: str
 
 
 Read = str | Once | Callable[[Any, Mapping[str, Any]], Any]
-"""Where the host batch has a value: the name of its attribute, or a function of it and of the values that were read so
-far, by the names of their fields: those of all attributes, and of the functions declared above."""
+"""Source of a value in the host batch: an attribute name, or a function of the batch and of the
+values read before it, by field name. Attributes are read first, then the functions in the order of
+their declarations.
+"""
 
 STAGED = ("int32", "float32")
-"""Types of what the host stages: a step's values travel as one block of words of four bytes."""
+"""Element types of staged values: the values of a step are copied as one block of 4-byte words."""
 
 
 class Axis(Enum):
-    """What a field has one entry per."""
+    """The dimension along which a field has entries."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -39,8 +44,12 @@ class Axis(Enum):
 
 
 class When(Enum):
-    """When the host has a value for a field: ALWAYS, on EXTEND steps, whose rows bring tokens that the host knows (all but
-    decode), always of workers that keep WINDOWS and never of others, or IF_GIVEN."""
+    """When the host has a value for a field.
+
+    ALWAYS: on each step. EXTEND: on all steps except decode, because the host knows the tokens of
+    their rows. WINDOWS: on each step of a worker that keeps window pages, never on others.
+    IF_GIVEN: when the host batch has one.
+    """
 
     ALWAYS = "always"
     EXTEND = "extend"
@@ -49,12 +58,13 @@ class When(Enum):
 
 
 class Split(Enum):
-    """How the children of a split batch get the field.
+    """How the parts of a split batch get the field.
 
-    SLICE cuts along the axis; CLIP recomputes lengths and offsets for the child's token interval; ADVANCE cuts along the
-    requests and moves each start past the request's tokens before the child; COUNT clamps a number of real tokens; COPY
-    shares the object; DROP leaves it to the parent; FRESH resets it to its default; NESTED splits the fields of the
-    value; REFUSE makes the batch unsplittable while the field is present.
+    SLICE cuts along the axis; CLIP recomputes lengths and offsets for the part's token interval;
+    ADVANCE cuts along the requests and moves each start past the request's tokens before the part;
+    COUNT clamps a number of real tokens; COPY shares the object; DROP leaves it to the whole batch;
+    FRESH resets it to its default; NESTED splits the fields of the value; REFUSE forbids the split
+    while the field is present.
     """
 
     SLICE = "slice"
@@ -69,7 +79,7 @@ class Split(Enum):
 
 
 class Fill(Enum):
-    """What rows beyond the real ones hold in a padded view."""
+    """What padding rows of a padded view hold."""
 
     VALUE = "value"
     KEEP = "keep"
@@ -78,30 +88,34 @@ class Fill(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """The rule for padding rows: VALUE writes `value` whenever the batch is padded, ONCE only when the buffer is made,
-    KEEP leaves whatever is there (for fields that no kernel indexes with)."""
+    """The rule for padding rows: VALUE writes `value` whenever the batch is padded, ONCE only when
+    the buffer is allocated. KEEP leaves the old content, for fields that no kernel uses as an
+    index.
+    """
 
     fill: Fill
     value: float = 0
 
 
 def zero() -> Padding:
-    """Padding rows are 0: slot 0, cell 0, position 0 all exist and belong to nobody."""
+    """Return the rule that padding rows are 0. Request slot 0, KV slot 0 and position 0 exist for
+    padding.
+    """
     return Padding(Fill.VALUE, 0)
 
 
 def sentinel(value: float) -> Padding:
-    """Padding rows hold `value`."""
+    """Return the rule that padding rows hold `value`."""
     return Padding(Fill.VALUE, value)
 
 
 def keep() -> Padding:
-    """Padding rows keep what they had."""
+    """Return the rule that padding rows keep their content."""
     return Padding(Fill.KEEP)
 
 
 def fill_once(value: float) -> Padding:
-    """Padding rows hold `value`, written when the buffer is made."""
+    """Return the rule that padding rows hold `value`, written when the buffer is allocated."""
     return Padding(Fill.ONCE, value)
 
 
@@ -136,22 +150,22 @@ class FieldSpec:
 
     @property
     def is_buffered(self) -> bool:
-        """A static buffer is kept for it where there are such."""
+        """Whether the field has a static buffer where the worker keeps such buffers."""
         return self.dtype is not None
 
     @property
     def is_staged(self) -> bool:
-        """The host's values are written to its buffer."""
+        """Whether values of the host are written to the field's buffer."""
         return self.is_read and self.is_buffered
 
     @property
     def is_read(self) -> bool:
-        """The host batch has it."""
+        """Whether the host batch has the field."""
         return self.read is not None or bool(self.mirror)
 
     @property
     def is_for_decode(self) -> bool:
-        """Decode steps have it too: from the host, or else from its owner."""
+        """Whether decode steps have the field, from the host or from its owner."""
         return self.when is not When.EXTEND or bool(self.owner)
 
 
@@ -169,11 +183,11 @@ def batch_field(
     lead: tuple[int, ...] = (),
     default: Any = None,
 ) -> Any:
-    """Declare a field, and who carries it: the host batch (`read`), the host's side of the field `mirror`, the fields of a
-    nested `record`, or an `owner` who computes or brings it where the host does not.
+    """Declare a field and its source: the host batch (`read`), the host copy of the field `mirror`,
+    the fields of a nested `record`, or an `owner` that computes it where the host does not.
 
-    A field without an axis must say how it is split: nothing can be right by default. Raises TypeError for a declaration
-    that leaves something open.
+    A field without an axis must declare `split`: there is no safe default. Raises TypeError for an
+    incomplete declaration.
     """
     if read is None and not (mirror or owner or record):
         raise TypeError(
@@ -196,9 +210,10 @@ def batch_field(
 
 @dataclass_transform()
 def batch_record(host: type) -> Callable[[type[T]], type[T]]:
-    """Make a class a record of declared fields that are read from batches of the type `host`.
+    """Make a class a record of declared fields that are read from batches of type `host`.
 
-    Raises TypeError if a field is not declared with `batch_field`, or if `host` has no attribute that one reads.
+    Raises TypeError if a field is not declared with `batch_field`, or reads an attribute that
+    `host` does not have.
     """
 
     def make(kind: type[T]) -> type[T]:
@@ -218,7 +233,9 @@ def batch_record(host: type) -> Callable[[type[T]], type[T]]:
 
 @cache
 def specs(batch_type: type) -> tuple[FieldSpec, ...]:
-    """The declarations of a batch type, in order. A field that bypassed `batch_field` is an error."""
+    """Return the declarations of a batch type, in order. Raises TypeError for a field that is not
+    declared with `batch_field`.
+    """
     found = []
     for item in dataclasses.fields(batch_type):
         if "spec" not in item.metadata:
@@ -229,7 +246,7 @@ def specs(batch_type: type) -> tuple[FieldSpec, ...]:
 
 @cache
 def leaves(batch_type: type) -> tuple[FieldSpec, ...]:
-    """The same with the fields of nested records, under dotted names, in the places of those."""
+    """Return the declarations, with nested records replaced by their fields under dotted names."""
     return tuple(_leaves(batch_type))
 
 
@@ -244,7 +261,7 @@ def _leaves(batch_type: type) -> Iterator[FieldSpec]:
 
 @cache
 def spec_of(batch_type: type, name: str) -> FieldSpec:
-    """One declaration by name; an unknown name is an error that lists the known ones."""
+    """Return one declaration by name. Raises KeyError, which lists the known names."""
     for spec in specs(batch_type):
         if spec.name == name:
             return spec

@@ -1,6 +1,8 @@
-"""The inputs of one forward, whatever the tensor library: each field is declared here once, in one line, and only here.
+"""The inputs of one forward, for any tensor library: each field is declared here once, and only
+here.
 
-A worker stages them by one loop over these declarations, and its batch is a `ForwardInputs` of its own arrays.
+A worker stages them in one loop over these declarations. Its batch is a `ForwardInputs` of its own
+arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Ints = NDArray[np.int32]
 REQUESTS, TOKENS, NONE = Axis.REQUESTS, Axis.TOKENS, Axis.NONE
 EXTEND, WINDOWS, IF_GIVEN = When.EXTEND, When.WINDOWS, When.IF_GIVEN
 _ONE = np.array(1, np.int32)
-"""An array, so that no scalar is converted at each step."""
+"""An array, to avoid a scalar conversion in each step."""
 
 
 def _seq_lens(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints:
@@ -57,8 +59,9 @@ def _window_positions(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints |
 
 @batch_record(ScheduleBatch)
 class NgramEmbeddingInfo(Generic[Array]):
-    """Inputs of n-gram embeddings: where in its row of the token history each request's tokens of this step start, and
-    how many there are. int32[B] each."""
+    """Inputs of n-gram embeddings, int32[B] each: the index in the token history where each
+    request's tokens of this step start, and their number.
+    """
 
     column_starts: Array | None = batch_field(
         axis=REQUESTS, split=Split.ADVANCE, dtype="int32", padding=zero(), read="ngram_starts", when=IF_GIVEN

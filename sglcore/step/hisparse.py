@@ -1,5 +1,6 @@
-"""HiSparse as it is asked for: rows of which attention reads a few lie in host memory, and the device keeps those that it read
-last."""
+"""HiSparse configuration and counts: the KV cache of sparse attention is in host memory, and the
+device keeps the most recently used entries.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +28,22 @@ REMEDY = "set --hisparse on for the defaults"
 
 @dataclass(frozen=True, slots=True)
 class HiSparseConfig:
-    """`device_buffer_size` rows of each request and layer stay on the device; None: twice those that a token reads, which the
-    model says. `host_to_device_ratio`: the host holds at most so many times the pages that the device would hold without.
-    `unused` was given and decides nothing here."""
+    """Configuration of HiSparse.
+
+    `device_buffer_size`: KV entries of each request and layer that stay on the device (None: twice
+    the number that a token of the model reads). `host_to_device_ratio`: the host holds at most this
+    many times the pages that the device would hold without HiSparse. `unused`: keys that were given
+    and have no effect here.
+    """
 
     device_buffer_size: int | None = None
     host_to_device_ratio: float = 2.0
     unused: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
 
     def buffer_rows(self, top_k: int) -> int:
-        """Rows of a request that stay on the device, where a token reads `top_k`. Raises ConfigError where those do not fit."""
+        """Return the KV entries of a request that stay on the device when a token reads `top_k`.
+        Raises ConfigError if these do not fit.
+        """
         if self.device_buffer_size is None:
             return 2 * top_k
         _check_size(self.device_buffer_size, top_k, "a token of this model reads")
@@ -45,8 +52,10 @@ class HiSparseConfig:
 
 @dataclass(frozen=True, slots=True)
 class SwapSizes:
-    """Of rows in host memory: `row_bytes` each, one for `ratio` tokens, `top_k` of which a token reads at most; `layers` are those
-    that read what each indexer chooses."""
+    """Sizes of KV entries in host memory: `row_bytes` for each entry, one entry for `ratio` tokens.
+    A token reads at most `top_k` of them. `layers`: number of layers that read the choice of each
+    indexer.
+    """
 
     row_bytes: int
     ratio: int
@@ -55,24 +64,25 @@ class SwapSizes:
     layers: tuple[int, ...]
 
     def chosen(self, batch: ScheduleBatch) -> int:
-        """Rows that indexers choose in a decode step."""
+        """Return the number of entries that the indexers choose in a decode step."""
         return len(self.layers) * int(np.minimum(batch.seq_lens // self.ratio, self.top_k).sum())
 
     def stored(self, batch: ScheduleBatch) -> int:
-        """Bytes of the rows that a step's tokens complete."""
+        """Return the bytes of the entries that the tokens of a step complete."""
         rows = int((batch.seq_lens // self.ratio - batch.prefix_lens // self.ratio).sum())
         return sum(self.layers) * rows * self.row_bytes
 
     def staged(self, batch: ScheduleBatch) -> int:
-        """Bytes of all pages that the requests of a prompt's step have."""
+        """Return the bytes of all pages of the requests in a prefill step."""
         pages = int((-(-batch.seq_lens // self.page_size)).sum())
         return sum(self.layers) * pages * (self.page_size // self.ratio) * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StepSwaps(Generic[A]):
-    """What is counted of one step. `missed` int32 [indexers], in an array of the worker's library: rows of each that had to come from the
-    host; None in a prompt's step."""
+    """Swap counts of one step. `missed` int32 [indexers], in an array of the worker's library:
+    entries of each indexer that had to come from the host; None in a prefill step.
+    """
 
     sizes: SwapSizes
     chosen: int
@@ -82,13 +92,13 @@ class StepSwaps(Generic[A]):
 
     @classmethod
     def of(cls, sizes: SwapSizes, batch: ScheduleBatch, missed: A | None) -> StepSwaps[A]:
-        """From a host batch, whose arrays are not kept."""
+        """Make the counts from a host batch; its arrays are not kept."""
         if missed is None:
             return cls(sizes, 0, sizes.staged(batch), sizes.stored(batch))
         return cls(sizes, sizes.chosen(batch), 0, sizes.stored(batch), missed)
 
     def counts(self, missed: NDArray[np.int32] | None) -> SwapCounts:
-        """From the host's own array of `missed`."""
+        """Return the counts from the host copy of `missed`."""
         found = [0] * len(self.sizes.layers) if missed is None else missed.tolist()
         loads = sum(count * layers for count, layers in zip(found, self.sizes.layers, strict=True))
         loaded = self.staged + loads * self.sizes.row_bytes
@@ -96,10 +106,12 @@ class StepSwaps(Generic[A]):
 
 
 def parse_hisparse_config(asked: str | None) -> HiSparseConfig | None:
-    """A JSON object or the file that has it, "on" for the defaults; None and "off" ask for nothing. Raises ConfigError.
+    """Parse a JSON object or the name of a file with one; "on" selects the defaults. None and "off"
+    return None. Raises ConfigError.
 
-    `device_buffer_size` and `host_to_device_ratio` count. `top_k` is the model's own and only held against the size;
-    `swap_in_block_size`, a number of threads, is the launch configuration's. They and all others are `unused`.
+    `device_buffer_size` and `host_to_device_ratio` take effect. `top_k` belongs to the model and is
+    only compared with the size; `swap_in_block_size`, a thread count, belongs to the kernel launch.
+    These two and all other keys are `unused`.
     """
     if asked is None or asked.strip() == "off":
         return None

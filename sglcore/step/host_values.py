@@ -1,4 +1,6 @@
-"""What a host batch gives one forward: the values of the declared fields, read in one go, and the batch made of them."""
+"""Read the values of the declared fields from a host batch, and make the batch of one forward from
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ Values = dict[str, Any]
 
 
 class HostReader:
-    """The loop over a batch type's declarations for decode steps, or for all others. `staged` are the fields whose values
-    become tensors; the rest of what is read stays on the host."""
+    """Reads a batch type's declared fields, for decode steps or for all others. The values of the
+    fields in `staged` become tensors; all other values stay on the host.
+    """
 
     def __init__(self, batch_type: type, is_decode: bool) -> None:
         every = {spec.name: spec for spec in leaves(batch_type) if spec.is_read}
@@ -34,16 +37,17 @@ class HostReader:
         self._read = _compiled(reads, given, mirrors)
 
     def read(self, batch: ScheduleBatch) -> Values:
-        """The values by the names of their fields, without those that were not given. One-shot values are taken."""
+        """Return the values by field name, without those that are absent. Takes one-shot values."""
         return self._read(batch)
 
 
 def _compiled(
     reads: Mapping[str, Read | None], given: Set[str], mirrors: Mapping[str, str]
 ) -> Callable[[ScheduleBatch], Values]:
-    """A function that makes the dict of values: of the attributes, then of the functions, then the mirrors of what is
-    there. It is written out and compiled, as a dataclass's own methods are: a loop over names would cost every step twice
-    as much."""
+    """Return a function that makes the dict of values: first the attributes, then the functions,
+    then the mirrors of values that are present. It is generated and compiled like the methods of a
+    dataclass, because a loop over the names takes twice as long in each step.
+    """
     once = {name: f"{read.name}.take()" for name, read in reads.items() if isinstance(read, Once)}
     paths = {name: read for name, read in reads.items() if isinstance(read, str)} | once
     functions = {name: read for name, read in reads.items() if callable(read)}
@@ -62,12 +66,14 @@ def _compiled(
 
 @cache
 def host_reader(batch_type: type, is_decode: bool) -> HostReader:
-    """The loop for this type and kind of step, compiled once."""
+    """Return the reader for this type and kind of step. Each is compiled once."""
     return HostReader(batch_type, is_decode)
 
 
 def make_batch(batch_type: type[T], fields: dict[str, Any]) -> T:
-    """A batch of values by the (dotted) names of their fields. A nested record is there if any of its fields is."""
+    """Make a batch from values by (dotted) field name. A nested record is made if any of its fields
+    is present.
+    """
     for name, record, inner in _records(batch_type):
         if not fields.keys().isdisjoint(inner):
             fields[name] = record(*(fields.pop(path, None) for path in inner))
@@ -85,12 +91,14 @@ def _records(batch_type: type) -> tuple[tuple[str, Callable[..., Any], tuple[str
 
 @cache
 def host_arrays(batch_type: type) -> tuple[FieldSpec, ...]:
-    """The fields that a batch keeps on the host, one entry per request or token."""
+    """Return the fields that stay on the host with one entry per request or token."""
     return tuple(s for s in specs(batch_type) if s.is_read and not s.is_staged and s.axis is not Axis.NONE)
 
 
 def padded(spec: FieldSpec, values: NDArray, length: int) -> NDArray:
-    """Staged values in their declared type, with padding up to `length` entries along the axis, if there is one."""
+    """Return staged values in their declared type, padded to `length` entries along the axis, if
+    the field has one.
+    """
     if spec.axis is Axis.NONE:
         length = values.shape[-1]
     made = np.full((*spec.lead, length), spec.padding.value, dtype=spec.dtype)

@@ -1,4 +1,6 @@
-"""What one step computes, in arrays of the worker's library, and what the host reads from it."""
+"""The results of one step in arrays of the worker's library, and their conversion to what the host
+reads.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class StepOutput(Generic[A]):
     """Counts of KV rows in host memory. None: there are none."""
 
     def arrays(self) -> list[A]:
-        """Everything that the host will read, in the order that `read` knows."""
+        """Return all arrays that the host reads, in the order that `read` expects."""
         if self.tokens is None:
             return [] if self.embeddings is None else [self.embeddings]
         found = [self.tokens.token_ids, self.tokens.bad_rows]
@@ -55,7 +57,7 @@ class StepOutput(Generic[A]):
         return found if self.drafts is None else [self.drafts, *found]
 
     def read(self, step: int, arrays: Sequence[NDArray]) -> BatchResult:
-        """From the host's own arrays of `arrays()`."""
+        """Return the result from the host copies of `arrays()`."""
         left = iter(arrays)
         drafts = None if self.drafts is None else next(left)
         missed = None if self.swaps is None or self.swaps.missed is None else next(left)

@@ -1,4 +1,4 @@
-"""Where the hidden states of each request of an embedding step are, as host arrays."""
+"""Token indices of each request in an embedding step, as host arrays."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from sglcore.step.rows import owners, within
 
 
 def pooled_rows(batch: ScheduleBatch) -> dict[str, NDArray[np.int32]]:
-    """Of T tokens of B requests: `owners` int32[T], the request of each, and `weights` int32[T], its place counted from 1;
-    `first`, `last` and `lengths` int32[B]."""
+    """Return, for T tokens of B requests: `owners` int32[T], the request of each token; `weights`
+    int32[T], its index in the request counted from 1; `first`, `last` and `lengths` int32[B].
+    """
     offsets = batch.token_offsets
     return {
         "owners": owners(offsets),

@@ -1,6 +1,8 @@
-"""Steps that verify proposals: a decode row becomes several rows of its slot, one for each token that is to be verified.
+"""Verification steps: each decode row becomes several rows of its request slot, one for each token
+to verify.
 
-Attention, graphs and kernels see a decode of more rows: a forward stores all cells before it attends.
+Attention, graphs and kernels see a decode with more rows: a forward stores all KV entries before it
+attends.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from sglcore.step.rows import RowPlan
 
 @dataclass(frozen=True, slots=True)
 class WideRows:
-    """What the draw of B * N rows knows while a composition lasts: the `number` of the wide one, `slots` int32[B * N], the rows'
-    `sampling`, and `plan`, what they emit."""
+    """Sampling inputs of B * N rows that stay valid for one composition: the `number` of the wide
+    composition, `slots` int32[B * N], the rows' `sampling`, and `plan`, the rows that emit.
+    """
 
     number: int
     slots: Ints
@@ -28,7 +31,7 @@ class WideRows:
 
 
 def wide_rows(batch: ScheduleBatch, width: int, number: int) -> WideRows:
-    """For `width` tokens of each row."""
+    """Make the sampling inputs of a batch with `width` tokens of each row."""
     size, sampling = batch.batch_size * width, batch.sampling
     rows = np.repeat(np.arange(batch.batch_size, dtype=np.int32), width)
     return WideRows(
@@ -40,7 +43,9 @@ def wide_rows(batch: ScheduleBatch, width: int, number: int) -> WideRows:
 
 
 def widen(batch: ScheduleBatch, wide: WideRows) -> ScheduleBatch:
-    """What the draw reads of a decode batch, with each token to verify as a row of its own. Lengths are the most that they can be."""
+    """Return the batch that sampling reads, with one row for each token to verify. Lengths are
+    upper bounds.
+    """
     width = len(wide.slots) // max(batch.batch_size, 1)
     mask_rows, masks = _wide_masks(batch, width)
     changes = _wide_changes(batch, width)
@@ -58,14 +63,16 @@ def widen(batch: ScheduleBatch, wide: WideRows) -> ScheduleBatch:
 
 
 def most_lens(batch: ScheduleBatch, width: int) -> Ints:
-    """int32[B * N]: the most tokens that each wide row can have."""
+    """Return int32[B * N]: an upper bound of the tokens of each wide row."""
     assert batch.cell_limits is not None
     ends = batch.prefix_lens[:, None] + np.arange(1, width + 1, dtype=np.int32)
     return np.minimum(ends, np.maximum(batch.cell_limits, 1)[:, None]).reshape(-1)
 
 
 def _wide_masks(batch: ScheduleBatch, width: int) -> tuple[Ints | None, Ints | None]:
-    """The wide rows that have a mask, and the masks: those for tokens beyond the width are left out."""
+    """Return the wide rows that have a mask, and their masks. Masks for tokens beyond the width are
+    left out.
+    """
     if batch.mask_rows is None or batch.mask_nodes is None or batch.masks is None:
         return None, None
     kept = batch.mask_nodes < width
@@ -73,7 +80,7 @@ def _wide_masks(batch: ScheduleBatch, width: int) -> tuple[Ints | None, Ints | N
 
 
 def _wide_changes(batch: ScheduleBatch, width: int) -> dict[str, NDArray | None]:
-    """What is added to logits of the wide rows."""
+    """Return the logit additions of the wide rows."""
     if batch.change_rows is None or batch.change_nodes is None:
         return {}
     assert batch.change_ids is not None and batch.change_values is not None
@@ -84,7 +91,9 @@ def _wide_changes(batch: ScheduleBatch, width: int) -> dict[str, NDArray | None]
 
 
 def node_limits(batch: ScheduleBatch, width: int) -> Ints | None:
-    """int32[B]: of the `width` tokens of each row, those that may be verified, as they have a mask each or need none; None: all."""
+    """Return int32[B]: how many of the `width` tokens of each row may be verified, because they
+    have a mask or need none. None: all.
+    """
     if batch.mask_rows is None:
         return None
     counts = np.bincount(batch.mask_rows, minlength=batch.batch_size).astype(np.int32)
@@ -92,7 +101,9 @@ def node_limits(batch: ScheduleBatch, width: int) -> Ints | None:
 
 
 def accepted_runs(wide: BatchResult, accepted: Ints, proposed: Ints) -> BatchResult:
-    """The result of B rows from that of their B * N: of each the first `accepted` + 1."""
+    """Return the result of B rows from that of B * N wide rows: the first `accepted` + 1 tokens of
+    each.
+    """
     nodes = wide.token_ids.reshape(len(accepted), -1)
     kept = np.arange(nodes.shape[1], dtype=np.int32) <= accepted[:, None]
     offsets = np.zeros(len(accepted) + 1, np.int32)

@@ -1,4 +1,4 @@
-"""Which rows of a step emit a token, and whose each token is. Host data only."""
+"""The rows of a step that emit a token, and the row of each token. Host data only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ Array = TypeVar("Array", bound=NDArray)
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Which rows emit: `emitting` int64[N] (None: all B), and the results' `token_offsets` int32[B + 1]."""
+    """The rows that emit: `emitting` int64[N] (None: all B rows), and the `token_offsets` int32[B +
+    1] of the results.
+    """
 
     batch_size: int
     emitting: NDArray[np.int64] | None
@@ -23,24 +25,26 @@ class RowPlan:
 
     @staticmethod
     def silent() -> RowPlan:
-        """That of a step that brings nothing."""
+        """Return the plan of a step without results."""
         return RowPlan(0, None, np.zeros(1, dtype=np.int32))
 
     @staticmethod
     def each(size: int) -> RowPlan:
-        """That of a step whose every row emits."""
+        """Return the plan of a step in which every row emits."""
         return RowPlan(size, None, np.arange(size + 1, dtype=np.int32))
 
     def select(self, values: Array) -> Array:
-        """Those of the emitting rows, of values [B, ...]."""
+        """Return the values [N, ...] of the emitting rows, from values [B, ...]."""
         return values if self.emitting is None else values[self.emitting]  # pyright: ignore[reportReturnType]
 
     def places(self, rows: Ints) -> Ints:
-        """int32[M]: where rows int32[M] that emit, ascending, stand among those that do."""
+        """Return int32[M]: the index of rows int32[M] among the emitting rows. They must emit and
+        be ascending.
+        """
         return rows if self.emitting is None else np.searchsorted(self.emitting, rows).astype(np.int32)
 
     def scatter_bad(self, bad: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """bool[B] from the flags bool[N] of the emitting rows."""
+        """Return bool[B] from the flags bool[N] of the emitting rows."""
         if self.emitting is None:
             return bad
         every = np.zeros(self.batch_size, dtype=bool)
@@ -49,22 +53,24 @@ class RowPlan:
 
 
 def plan_rows(batch: ScheduleBatch) -> RowPlan:
-    """Host work only."""
+    """Return the rows of a batch that emit. Host work only."""
     if batch.forward_mode.is_decode:
         return RowPlan(batch.batch_size, None, batch.token_offsets)
     return RowPlan(batch.batch_size, np.flatnonzero(batch.emits), offsets_of(batch.emits))
 
 
 def last_tokens(batch: ScheduleBatch, rows: RowPlan) -> Ints:
-    """int32[N]: where in the step the last token of each emitting row is."""
+    """Return int32[N]: the index in the step of each emitting row's last token."""
     return rows.select(batch.token_offsets[1:]) - np.int32(1)
 
 
 def owners(offsets: Ints) -> Ints:
-    """int32[T]: the row of each of the T elements that offsets int32[B + 1] divide among B rows."""
+    """Return int32[T]: the row of each of the T elements that offsets int32[B + 1] divide among B
+    rows.
+    """
     return np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
 
 
 def within(offsets: Ints) -> Ints:
-    """int32[T]: the place of each of these elements in its row."""
+    """Return int32[T]: the index of each of these elements in its row."""
     return np.arange(offsets[-1], dtype=np.int32) - np.repeat(offsets[:-1], np.diff(offsets))

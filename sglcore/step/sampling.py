@@ -1,4 +1,6 @@
-"""What sampling needs of a host batch, as arrays by name that a worker only has to move to its device."""
+"""The sampling inputs of a host batch, as named arrays that a worker only has to copy to its
+device.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +19,35 @@ from sglcore.sampling.state import CHANGE_ARRAYS, Logprobs, penalty_arrays, stat
 from sglcore.step.rows import RowPlan, last_tokens
 
 PROMPT_LOGITS_ELEMENTS = 1 << 24
-"""Prompt log-probabilities are worked on this many logits at a time, so that long prompts need no vocabulary-sized memory
-for every token."""
+"""Prompt log-probabilities are computed for this many logits at a time, so that a long prompt does
+not need vocabulary-sized memory for each token.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSampling:
-    """What stays while a composition lasts: its `number`, what the emitting rows' sampling `needs`, and `penalised`
-    int32[R], those of them with penalties."""
+    """Sampling inputs that stay valid for one composition: its `number`, the `needs` of the
+    emitting rows, and `penalised` int32[R], those with penalties.
+    """
 
     number: int
     needs: SamplingNeeds
     penalised: Ints
 
     def longest(self, batch: ScheduleBatch, rows: RowPlan) -> int:
-        """Tokens of the longest of the rows with penalties, of which there is at least one."""
+        """Return the tokens of the longest row with penalties. There must be at least one."""
         return int(rows.select(batch.seq_lens)[self.penalised].max())
 
 
 NO_SAMPLING = BatchSampling(-1, SamplingNeeds(), np.zeros(0, np.int32))
-"""Before the first step."""
+"""The value before the first step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRow:
-    """A row that asks for prompt log-probabilities: its tokens [start, end) of the step, where its targets start, and how
-    many alternatives it wants."""
+    """A row with prompt log-probabilities: its tokens [start, end) of the step, the index `first`
+    of its targets, and the number of alternatives.
+    """
 
     row: int
     start: int
@@ -53,13 +58,15 @@ class ScoredRow:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """What the device needs for one draw, `arrays` by name.
+    """Inputs that the device needs to sample one step, `arrays` by name.
 
-    `positions` and `last` int32[N], the emitting rows' lengths and the places of their last tokens, unless all rows emit
-    their only token; `mask_rows` int32[M], by their place among those that emit, and `masks`; what is added to logits in this
-    step, as CHANGE_ARRAYS; `targets`, the tokens that
-    the `scored` rows predict. With a composition that is `new` also `slots` int32[N], and the arrays of
-    `state_arrays` and `penalty_arrays`.
+    - `positions` and `last` int32[N]: lengths of the emitting rows and indices of their last
+      tokens, unless each row emits for its only token.
+    - `mask_rows` int32[M] (index among the emitting rows) and `masks`.
+    - CHANGE_ARRAYS: logit additions of this step.
+    - `targets`: the tokens that the `scored` rows predict.
+    - For a composition that is `new`: `slots` int32[N], and the arrays of `state_arrays` and
+      `penalty_arrays`.
     """
 
     arrays: Mapping[str, NDArray]
@@ -71,9 +78,10 @@ NO_INPUTS = SamplingInputs(MappingProxyType({}))
 
 
 def sampling_inputs(batch: ScheduleBatch, rows: RowPlan, known: int, all_rows: bool = False) -> SamplingInputs:
-    """What sampling needs of a batch where the state of composition `known` is there already. Host work only.
+    """Return the sampling inputs of a batch, for a worker that already has the state of composition
+    `known`. Host work only.
 
-    `all_rows`: penalties come for all emitting rows, not for those alone that have any.
+    `all_rows`: include penalties of all emitting rows, not only of rows that have some.
     """
     is_known = batch.composition == known
     if is_known and rows.emitting is None and batch.prompt_logprobs is None and batch.masks is None:
@@ -89,7 +97,7 @@ def sampling_inputs(batch: ScheduleBatch, rows: RowPlan, known: int, all_rows: b
 
 
 def _changes(batch: ScheduleBatch, rows: RowPlan) -> dict[str, NDArray]:
-    """What this step alone adds to single logits, as entries of a bias."""
+    """Return the logit additions of this step as entries of a bias."""
     if batch.change_rows is None or batch.change_ids is None or batch.change_values is None:
         return {}
     always = np.full_like(batch.change_ids, OFF)
@@ -110,7 +118,9 @@ def _add_state(arrays: dict[str, NDArray], batch: ScheduleBatch, rows: RowPlan, 
 
 
 def _add_targets(arrays: dict[str, NDArray], batch: ScheduleBatch) -> Sequence[ScoredRow]:
-    """Each token of an asking row predicts the prompt token after it; the one after the prompt's last is not scored."""
+    """Add the prompt token that follows each token of the scored rows. Nothing is scored for the
+    last prompt token, which no prompt token follows.
+    """
     if batch.prompt_logprobs is None or batch.next_ids is None:
         return ()
     scored: list[ScoredRow] = []
@@ -137,8 +147,12 @@ def score_prompts(
     score: Callable[[Any, Any, int], Logprobs[Any]],
     join: Callable[[list[Any]], Any],
 ) -> dict[int, Logprobs[Any]]:
-    """Prompt log-probabilities by row. `score(hidden [n, H], targets int32[n], top_n)` and `join(arrays)`, one after the
-    other, are the library's; `arrived` are the arrays of `inputs` on the device, `hidden` [T, H] the step's."""
+    """Return prompt log-probabilities by row.
+
+    The library provides `score(hidden [n, H], targets int32[n], top_n)` and `join(arrays)`, which
+    concatenates. `arrived` are the arrays of `inputs` on the device; `hidden` [T, H] are the hidden
+    states of the step.
+    """
     step = max(1, PROMPT_LOGITS_ELEMENTS // vocab_size)
     found: dict[int, Logprobs[Any]] = {}
     for part in inputs.scored:

@@ -1,8 +1,10 @@
-"""How many of a device's compute units the layers of prompts keep to beside decode steps: total functions of numbers.
+"""How many compute units (SMs) of a device prompt slices leave free for decode steps. Pure
+arithmetic.
 
-Decode steps keep to none: they go first on all units, and have those that prompts never take for themselves. That needs one graph
-for each size of a decode step, whatever the share, and on an H200 gives them their next token as soon as parts of their own do, at
-the same speed of prompts (benchmarks/unit_shares.py).
+Decode steps are not restricted: they have priority on all units, and the units that prompts never
+use are theirs alone. This needs one graph for each decode size, independent of the share. On an
+H200 it gives the next token as early as a restricted decode does, at the same prefill speed
+(benchmarks/unit_shares.py).
 """
 
 from __future__ import annotations
@@ -11,19 +13,27 @@ from bisect import bisect_right
 from fractions import Fraction
 
 THRESHOLDS = (16, 64)
-"""Rows that decode, from which on the next share holds."""
+"""Decode rows from which the next share applies."""
 KEPT = (Fraction(1, 4), Fraction(3, 8), Fraction(1, 2))
-"""Of all units, those that each share keeps free of prompts: more where more rows decode."""
+"""Fraction of all units that each share keeps free of prompts; it grows with the number of decode
+rows.
+"""
 
 
 def share(decode_rows: int) -> int:
-    """Which share holds beside so many rows: a place in `KEPT`, never a lower one for more rows."""
+    """Return the share for this number of decode rows: an index in `KEPT` that never falls with
+    more rows.
+    """
     return bisect_right(THRESHOLDS, decode_rows)
 
 
 def prompt_units(units: int, multiple: int) -> tuple[int, ...]:
-    """The units of prompts for each share, of a device that has `units` and gives them in multiples: never more for more rows, at
-    least one multiple, and one left. Empty for a device that is too small for that."""
+    """Return the units of prompts for each share, on a device with `units` units that are assigned
+    in multiples.
+
+    They never grow with the decode rows, are at least one multiple, and leave at least one unit.
+    Returns an empty tuple if the device is too small.
+    """
     most = (units - 1) // multiple * multiple
     if most < multiple or units - most < 1:
         return ()

@@ -1,4 +1,6 @@
-"""How many pages fit: from what the device says is free, what the model needs per token, and what was asked for."""
+"""Size the KV pools: from the device's free memory, the model's bytes per token, and the
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,23 @@ from sglcore.device.worker import most_window_pages
 GIB = 1 << 30
 
 SNAPSHOTS = 4
-"""Copies of states for each request that may run, where nobody asks for more or less."""
+"""Default number of state snapshots for each request that may run."""
 CACHED_WINDOWS = 1
-"""Windows in the prefix cache for each request that may run: where a text went on once, it may go on again."""
+"""Windows in the prefix cache for each request that may run: a text that was continued once may be
+continued again.
+"""
 
 
 def size_text(count: int) -> str:
-    """Bytes as people say them."""
+    """Return a byte count as readable text."""
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes of device memory: `available` is what may still be taken; `evidence` says where the figures come from."""
+    """Bytes of device memory. `available` may still be allocated; `evidence` says where the figures
+    come from.
+    """
 
     total: int
     available: int
@@ -35,10 +41,15 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What the layers of a model keep, in bytes: `page` of a page of tokens over the layers that keep all, and `host_page` in host
-    memory, which holds at most `host_ratio` times the pages that the device would; `window_page` of one
-    of the last `window` tokens over those that keep no more (0: there are none); of a request, whatever its length, `state`,
-    and `ring`, of which there are no snapshots."""
+    """Bytes that the layers of a model keep.
+
+    - `page`: of one page, over the layers that keep all tokens.
+    - `window_page`: of one page, over the layers that keep only the last `window` tokens (0: none).
+    - `state`: of one request, independent of its length.
+    - `ring`: the same, but without snapshots.
+    - `host_page`: of one page in host memory, which holds at most `host_ratio` times the pages that
+      fit on the device.
+    """
 
     page: int
     window_page: int = 0
@@ -50,7 +61,7 @@ class Geometry:
 
 
 class KeptBytes(TypedDict):
-    """Those of each kind of memory, by the names of `Limits`."""
+    """Bytes of each kind of memory, by their names in `Limits`."""
 
     kv_bytes: int
     window_bytes: int
@@ -83,7 +94,7 @@ class MemorySizes:
 
     @property
     def num_bytes(self) -> KeptBytes:
-        """One state is for padding rows."""
+        """Bytes of each kind of memory. One state is for padding rows."""
         kept = self.geometry
         page = kept.page + (0 if self.num_window_pages else kept.window_page)
         return {
@@ -104,8 +115,12 @@ def size_pools(
     budget: MemoryBudget,
     ledger: DecisionLedger,
 ) -> MemorySizes:
-    """Choose the number of requests by their states, then of window pages and pages, and the context. `context_len` is the
-    model's own; a request of the chosen `max_model_len` always fits. Raises ConfigError where what was asked for can not be held."""
+    """Choose the number of requests, limited by their states, then the window pages, pages and
+    context.
+
+    `context_len` is the model's own. A request of the chosen `max_model_len` always fits. Raises
+    ConfigError if the configuration does not fit.
+    """
     max_model_len = config.max_model_len or context_len
     given, allowed = config.kv_cache_memory, _allowed(config, budget)
     if given is not None and given > budget.available:
@@ -145,8 +160,9 @@ def size_pools(
 
 
 def _allowed(config: EngineConfig, budget: MemoryBudget) -> int:
-    """Bytes that may be taken: those that were asked for, or what a fraction of all leaves beside what is in use already, or the
-    usual share of what is free."""
+    """Return the bytes that may be allocated: `kv_cache_memory`, or what `memory_fraction` of all
+    memory leaves after what is in use, or the default share of what is free.
+    """
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     if config.memory_fraction is not None:
@@ -162,7 +178,9 @@ def _asked_text(config: EngineConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """How many requests may run by what their states take, and the snapshots beside them; bytes of all."""
+    """The number of requests that fit with their states, the number of snapshots, and the bytes of
+    both.
+    """
 
     max_requests: int
     num_snapshots: int
@@ -174,7 +192,9 @@ def _no_states(config: EngineConfig) -> _States:
 
 
 def _size_states(config: EngineConfig, geometry: Geometry, room: int, ledger: DecisionLedger) -> _States:
-    """States in `room` bytes: those of requests, and one for padding rows, before snapshots."""
+    """Size the states in `room` bytes: one for each request and one for padding rows. Snapshots get
+    the rest.
+    """
     each = geometry.state + geometry.ring
     requests = min(config.max_requests, room // each - 1)
     if requests < 1:
@@ -197,8 +217,9 @@ def _size_states(config: EngineConfig, geometry: Geometry, room: int, ledger: De
 
 
 def _size_snapshots(config: EngineConfig, each: int, requests: int, left: int, ledger: DecisionLedger) -> int:
-    """Copies of states, by what was asked for; else a quarter of what is left for them, and no more than SNAPSHOTS for each
-    request."""
+    """Return the number of snapshots: as configured, or a quarter of the memory that is left for
+    them and at most SNAPSHOTS for each request.
+    """
     asked = config.snapshot_memory
     if asked is not None and asked > left:
         raise ConfigError(
@@ -224,8 +245,12 @@ def _size_windows(
     allowed: int,
     ledger: DecisionLedger,
 ) -> int:
-    """What every request and the prefix cache can use, but no more than half of what is `allowed`, nor more window pages than
-    there can be pages, nor what a whole context needs; always enough for one request. 0 where one pool holds a longer context."""
+    """Return the number of window pages, or 0 if a common pool holds a longer context.
+
+    They are what all requests and the prefix cache can use, but at most half of `allowed`, at most
+    the number of pages, and never at the expense of a whole context. They are always enough for one
+    request.
+    """
     window = geometry.window
     if not window:
         return 0
@@ -259,7 +284,9 @@ def _tell_fewer(config: EngineConfig, count: int, reason: str, remedy: str, ledg
 
 
 def _shorter_context(config: EngineConfig, tokens: int, wanted: int, needed_bytes: int, ledger: DecisionLedger) -> int:
-    """The context that fits when the whole one does not; an explicit context is never shortened."""
+    """Return the context that fits when the whole one does not. Raises ConfigError if the context
+    was configured.
+    """
     if config.max_model_len is not None or tokens < 1:
         raise ConfigError(
             f"the KV memory holds {tokens} tokens, one request of {wanted} tokens needs {size_text(needed_bytes)}",

@@ -1,4 +1,5 @@
-"""What a start decides of prompts by slices of layers, for workers of every tensor library."""
+"""Start-up decisions for prompt slices (layer-wise prefill), for workers of every tensor library.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ from sglcore.device.ledger import Row
 
 TOPIC = "prompt slices"
 PARTITION, PRIORITY, INTERLEAVE = "partition", "priority", "interleave"
-"""How slices may stand beside decode steps: the choices of `prompt_lane` besides auto."""
+"""How slices share the device with decode steps: the values of `prompt_lane` other than auto."""
 
 
 def slice_budget(asked: str) -> int | None:
-    """Token·layers of a slice, 0: by the clock, None: prompts come whole. Raises ConfigError for anything else."""
+    """Return the token·layers of a slice; 0: chosen from measured times; None: prompts are not
+    sliced. Raises ConfigError for anything else.
+    """
     if asked == "off":
         return None
     if asked == "auto":
@@ -26,7 +29,7 @@ def slice_budget(asked: str) -> int | None:
 
 
 def slice_row(asked: str, budget: int, layers: int) -> Row:
-    """What the ledger says where prompts come by slices."""
+    """Return the ledger row for a worker with prompt slices."""
     what = f"{budget} tokens x layers" if budget else "by the clock"
     reason = f"{layers} layers, as many at a time as "
     reason += "hold that" if budget else "take at most 0.7 of a decode step, of chunks of at least 64 tokens"
@@ -34,11 +37,11 @@ def slice_row(asked: str, budget: int, layers: int) -> Row:
 
 
 def lane_row(asked: str, kind: str, why: str) -> Row:
-    """What the ledger says of the lane of slices, one of the three."""
+    """Return the ledger row for the chosen prompt lane, one of the three."""
     others = {PARTITION: f"--prompt-lane {PRIORITY}", PRIORITY: f"--prompt-lane {INTERLEAVE}"}
     return Row("prompt lane", asked, kind, why, others.get(kind, ""), downgrade=asked not in ("auto", kind))
 
 
 def whole_row(asked: str, budget: int, why: str, remedy: str) -> Row:
-    """What it says where they can not."""
+    """Return the ledger row for a worker that cannot slice prompts."""
     return Row(TOPIC, asked, "off", why, remedy, downgrade=budget > 0)

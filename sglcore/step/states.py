@@ -1,6 +1,7 @@
-"""What a step moves between the rows of a slot's state and those of its snapshots, for workers of every tensor library.
+"""The copies of a step between request states and snapshots, for workers of every tensor library.
 
-Row 0 of the states belongs to padding, rows 1..max_requests to the slots; snapshot n is row max_requests + n.
+Row 0 of the states belongs to padding and rows 1..max_requests to the request slots; snapshot n is
+row max_requests + n.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ Ints = NDArray[np.int32]
 
 
 def state_moves(batch: ScheduleBatch, max_requests: int) -> dict[str, Ints]:
-    """The rows int32[N] that a step moves, by name, those of them that there are: `state_zeroed`; `state_restored` from
-    `state_sources`, before the forward; `state_kept` to `state_copies`, after it. Nothing in a steady decode step."""
+    """Return the rows int32[N] that a step copies, by name; empty ones are left out.
+
+    Before the forward: `state_zeroed`, and `state_restored` from `state_sources`. After it:
+    `state_kept` to `state_copies`. A steady decode step has none.
+    """
     moves: dict[str, Ints] = {}
     if batch.state_from is not None:
         moves["state_zeroed"] = batch.slots[batch.state_from == 0]
@@ -30,5 +34,7 @@ def state_moves(batch: ScheduleBatch, max_requests: int) -> dict[str, Ints]:
 
 
 def entering_slots(batch: ScheduleBatch) -> Ints:
-    """The slots int32[N] that this step gives to a request: of which the device has no page yet."""
+    """Return the request slots int32[N] that this step gives to a new request: the device has no
+    page of them yet.
+    """
     return batch.slots[batch.page_counts == 0]

@@ -1,4 +1,6 @@
-"""What a batch adds to the tables that a worker keeps by slot: pages, and tokens where sampling looks back."""
+"""What a batch adds to a worker's tables by request slot: pages, and tokens if sampling needs the
+history.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ from sglcore.device.batch import Ints, ScheduleBatch
 from sglcore.step.rows import within
 
 Entries = tuple[Ints, Ints, Ints]
-"""Slots, columns and what to write there, int32[N] each."""
+"""Request slots, columns and the values to write there, int32[N] each."""
 
 
 def new_pages(batch: ScheduleBatch) -> Entries | None:
-    """The pages that came with a batch, each after those that its slot has; None if there are none."""
+    """Return the new pages of a batch, placed after the pages that their slot has; None if there
+    are none.
+    """
     if not len(batch.new_pages):
         return None
     counts = np.diff(batch.new_page_offsets)
@@ -21,15 +25,18 @@ def new_pages(batch: ScheduleBatch) -> Entries | None:
 
 
 def new_window_pages(batch: ScheduleBatch) -> Entries | None:
-    """The window pages of each row whose list changed, from its slot's first on; None if none did."""
+    """Return the window pages of each row with a changed list, from the slot's first column on;
+    None if no list changed.
+    """
     if batch.window_pages is None or batch.window_offsets is None or not len(batch.window_pages):
         return None
     return np.repeat(batch.slots, np.diff(batch.window_offsets)), within(batch.window_offsets), batch.window_pages
 
 
 def new_history(batch: ScheduleBatch) -> Entries | None:
-    """The tokens known of rows that entered a slot and whose sampling looks back, from the first on; None if the batch
-    has no history."""
+    """Return the known tokens of rows that entered a request slot and need their history, from the
+    first on; None if the batch has no history.
+    """
     if batch.history_ids is None or batch.history_offsets is None:
         return None
     return np.repeat(batch.slots, np.diff(batch.history_offsets)), within(batch.history_offsets), batch.history_ids

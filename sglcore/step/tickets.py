@@ -1,4 +1,6 @@
-"""The tickets of a worker: which are out, what is refused, and the payload, which is taken once."""
+"""The tickets of a worker: which are in flight, the limit, and the payload, which can be taken
+once.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +14,28 @@ Payload = TypeVar("Payload")
 
 
 class Tickets:
-    """Of one worker. A ticket that was dropped or collected counts no more."""
+    """Tickets of one worker. Dropped and collected tickets do not count."""
 
     def __init__(self, most: int | None = None) -> None:
-        """At most `most` may be out; None: any number."""
+        """Allow at most `most` tickets in flight; None: any number."""
         self._most = most
         self._out: list[weakref.ref[Ticket]] = []
 
     def check_room(self) -> None:
-        """Raises RuntimeError if as many are out as may be."""
+        """Raise RuntimeError if the maximum number of tickets is in flight."""
         self._out = [ref for ref in self._out if (ticket := ref()) is not None and ticket.payload is not None]
         if self._most is not None and len(self._out) >= self._most:
             raise RuntimeError(f"{self._most} steps are in flight; collect the oldest before submitting another")
 
     def issue(self, step: int, payload: object) -> Ticket:
-        """A ticket for a step that was started."""
+        """Return a ticket for a started step."""
         ticket = Ticket(step, payload)
         self._out.append(weakref.ref(ticket))
         return ticket
 
 
 def take_payload(ticket: Ticket, kind: type[Payload]) -> Payload:
-    """The payload, which is the caller's from now on. Raises ValueError the second time."""
+    """Take the payload out of a ticket. Raises ValueError the second time."""
     payload = ticket.payload
     if not isinstance(payload, kind):
         raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
@@ -42,6 +44,8 @@ def take_payload(ticket: Ticket, kind: type[Payload]) -> Payload:
 
 
 def refuse_hidden_states(batch: ScheduleBatch) -> None:
-    """Raises ValueError where a batch asks for what workers of tokens and scores do not hand back."""
+    """Raise ValueError if a batch requests hidden states: workers of tokens and scores do not
+    return them.
+    """
     if batch.capture_hidden_mode.is_set or batch.return_hidden_states_before_norm.is_set:
         raise ValueError(f"step {batch.step} asks for hidden states; this worker hands back tokens and scores only")
