@@ -19,7 +19,7 @@ from sglcore.sampling.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """One sample of one request: its parameters and the facts that parameters alone do not hold."""
+    """One sample of one request: its parameters, and what the parameters alone do not contain."""
 
     params: SamplingParams
     seed: int
@@ -27,9 +27,9 @@ class SamplingRow:
     sample_index: int = 0
     """Which of the request's n samples this row is."""
     prompt_len: int = 0
-    """Tokens of the prompt, which is also the position of the first drawn token."""
+    """Prompt length in tokens, which is also the position of the first sampled token."""
     banned_early: tuple[int, ...] = ()
-    """Ids that params.min_tokens keeps from being drawn: end of sequence and stop ids."""
+    """Ids that cannot be sampled before params.min_tokens: end of sequence and stop ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +57,24 @@ class SamplingNeeds:
 
     @property
     def any_cutoff(self) -> bool:
-        """Whether any sampled row without XTC narrows its candidates."""
+        """Whether a sampled row without XTC limits its candidates."""
         return self.any_top_k or self.any_top_p or self.any_min_p
 
 
 def _row_field(dtype: Any) -> Any:
-    """One value per row."""
+    """Declare a field with one value per row."""
     return field(metadata={"kind": "row", "dtype": dtype})
 
 
 def _entry_field(dtype: Any) -> Any:
-    """One value per bias entry; entries of row r are bias_offsets[r]..bias_offsets[r+1]."""
+    """Declare a field with one value per bias entry; the entries of row r are
+    bias_offsets[r]..bias_offsets[r+1].
+    """
     return field(metadata={"kind": "entry", "dtype": dtype})
 
 
 def _offset_field() -> Any:
-    """R + 1 offsets into the entries."""
+    """Declare the R + 1 offsets into the entries."""
     return field(metadata={"kind": "offsets", "dtype": np.int32})
 
 
@@ -120,7 +122,9 @@ class SamplingBatch:
 
     @classmethod
     def from_rows(cls, rows: Sequence[SamplingRow], stream: int = 0) -> "SamplingBatch":
-        """Arrays of these rows, about 5 us each; build once per request, then select and append."""
+        """Make the arrays of these rows, about 5 us each. Build once per request, then select and
+        append.
+        """
         values = [_row_values(row) for row in rows]
         arrays = {
             name: np.array([row[name] for row in values], _FIELDS[name].metadata["dtype"]) for name in _VALUE_NAMES
@@ -140,7 +144,7 @@ class SamplingBatch:
 
     @classmethod
     def from_params(cls, rows: Sequence[tuple], stream: int = 0) -> "SamplingBatch":
-        """As from_rows, from tuples (params, seed[, sample_index[, prompt_len[, banned_early]]])."""
+        """Do the same from tuples (params, seed[, sample_index[, prompt_len[, banned_early]]])."""
         return cls.from_rows([SamplingRow(*row) for row in rows], stream)
 
     def __len__(self) -> int:
@@ -148,7 +152,7 @@ class SamplingBatch:
 
     @property
     def needs(self) -> SamplingNeeds:
-        """The flags of this batch, from its arrays; a few microseconds."""
+        """The flags of this batch, computed from its arrays in a few microseconds."""
         tops = int(self.top_logprobs.max(initial=-1))
         return SamplingNeeds(
             all_greedy=bool(self.greedy.all()),
@@ -163,16 +167,18 @@ class SamplingBatch:
         )
 
     def penalty_rows(self) -> np.ndarray:
-        """int32: the rows with an active penalty, ascending."""
+        """Return int32: the rows with an active penalty, ascending."""
         active = (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
         return np.flatnonzero(active).astype(np.int32)
 
     def xtc_rows(self) -> np.ndarray:
-        """int32: the rows with XTC, ascending."""
+        """Return int32: the rows with XTC, ascending."""
         return np.flatnonzero(self.xtc_chance).astype(np.int32)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> "SamplingBatch":
-        """A new batch of these rows, in this order; rows may repeat. Shares no memory with this one."""
+        """Return a new batch of these rows, in this order; rows may repeat. It shares no memory
+        with this one.
+        """
         index = np.asarray(rows, np.int64)
         counts = np.diff(self.bias_offsets)[index]
         offsets = offsets_of(counts)
@@ -185,7 +191,7 @@ class SamplingBatch:
         return SamplingBatch(**taken, bias_offsets=offsets)
 
     def append(self, rows: Sequence[SamplingRow]) -> "SamplingBatch":
-        """A new batch with these rows added at the end."""
+        """Return a new batch with these rows added at the end."""
         batches = (self, SamplingBatch.from_rows(rows))
         joined = {
             name: np.concatenate([getattr(batch, name) for batch in batches])
@@ -196,9 +202,10 @@ class SamplingBatch:
         return SamplingBatch(**joined, bias_offsets=offsets_of(counts))
 
     def copy_for_forward(self) -> "SamplingBatch":
-        """An isolated copy for one forward: every declared field, so none can be forgotten.
+        """Return an isolated copy of all declared fields for one forward.
 
-        Both sides share arrays that nobody can write to any more; `select` and `append` make new ones.
+        Both batches share their arrays, which become read-only; `select` and `append` make new
+        ones.
         """
         values = _reader(type(self))(self)
         if self.scale.flags.writeable:
@@ -207,7 +214,7 @@ class SamplingBatch:
         return type(self)(*values)
 
     def bias_rows(self) -> np.ndarray:
-        """int32: the row of every bias entry."""
+        """Return int32: the row of every bias entry."""
         return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.bias_offsets))
 
 
@@ -221,7 +228,7 @@ def _reader(kind: type) -> "attrgetter[tuple]":
 
 
 def _row_values(row: SamplingRow) -> dict[str, Any]:
-    """The plain row fields of one row, by name."""
+    """Return the plain row fields of one row, by name."""
     params = row.params
     greedy = params.is_greedy
     return {
@@ -241,7 +248,7 @@ def _row_values(row: SamplingRow) -> dict[str, Any]:
 
 
 def _bias_entries(row: SamplingRow) -> list[tuple[int, float, int]]:
-    """(id, value, until) of one row: its biases, then its bans."""
+    """Return (id, value, until) of one row: its biases, then its early bans."""
     entries = [(token, value, noise.OFF) for token, value in row.params.logit_bias.items()]
     if row.params.min_tokens > 0:
         until = row.prompt_len + row.params.min_tokens

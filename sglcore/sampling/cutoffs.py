@@ -1,7 +1,8 @@
-"""Top-k, top-p and min-p on integer gaps, without sorting: a two-level histogram finds where the kept prefix ends.
+"""Top-k, top-p and min-p on integer gaps without sorting: a two-level histogram finds the end of
+the kept prefix.
 
-The order is (gap ascending, id ascending). Sums are integers, of 64 bits where weights are added and the device has them,
-so the order of addition cannot matter. No host reads.
+Candidates are ordered by (gap, id), both ascending. Sums are integers (64-bit for weights where the
+device has them), so the order of addition cannot matter. No host reads.
 """
 
 import torch
@@ -16,7 +17,9 @@ STEPS = 1 << BIN_BITS
 
 
 def token_weights(gaps: Tensor, table: Tensor) -> Tensor:
-    """exp(-gap) in units of 2**-30, int32; gaps int32 of any shape in 0..LIMIT, table int32[2, 8193]."""
+    """Return exp(-gap) in units of 2**-30, int32; gaps int32 of any shape in 0..LIMIT, table
+    int32[2, 8193].
+    """
     index = gaps.bitwise_right_shift(WEIGHT_STEP_BITS).view(-1)
     drop = table[1].index_select(0, index).view(gaps.shape)
     drop.mul_(gaps.bitwise_and((1 << WEIGHT_STEP_BITS) - 1)).bitwise_right_shift_(WEIGHT_STEP_BITS)
@@ -24,15 +27,16 @@ def token_weights(gaps: Tensor, table: Tensor) -> Tensor:
 
 
 def keep_top_k_(gaps: Tensor, top_k: Tensor) -> Tensor:
-    """Leave exactly top_k int32[B] candidates per row of gaps int32[B, V], in place."""
+    """Keep exactly top_k int32[B] candidates in each row of gaps int32[B, V], in place."""
     ones = torch.ones((), dtype=torch.int32, device=gaps.device).expand(gaps.shape)
     last, before = _prefix_end(gaps, ones, top_k)
     return _drop_after_(gaps, last, top_k - before)
 
 
 def keep_top_p_(gaps: Tensor, top_p: Tensor, table: Tensor, is_narrow: bool = False) -> Tensor:
-    """Leave the smallest prefix whose weight reaches top_p int32[B] / 2**24 of the row's candidates, in place. `is_narrow`:
-    without integers of 64 bits, which takes more operations."""
+    """Keep the smallest prefix with a weight of at least top_p int32[B] / 2**24 of the row's
+    candidates, in place. `is_narrow`: use no 64-bit integers, which takes more operations.
+    """
     weights = token_weights(gaps, table)
     if is_narrow:
         last, rest = narrow_sums.prefix_end(gaps, weights, top_p, BIN_BITS, LIMIT)
@@ -47,32 +51,36 @@ def keep_top_p_(gaps: Tensor, top_p: Tensor, table: Tensor, is_narrow: bool = Fa
 
 
 def keep_min_p_(gaps: Tensor, min_p: Tensor) -> Tensor:
-    """Leave candidates whose gap is at most min_p int32[B], in place."""
+    """Keep candidates with a gap of at most min_p int32[B], in place."""
     beyond = (gaps - min_p[:, None]).clamp_(0, 1)
     return _drop_(gaps, beyond)
 
 
 def weight_of_share(weights: Tensor, share: Tensor, is_narrow: bool = False) -> Tensor:
-    """int32[B]: the least weight that is share int32[B] / 2**24 of the sum of weights int32[B, V]; more than any where none is."""
+    """Return int32[B]: the smallest weight that reaches share int32[B] / 2**24 of the sum of
+    weights int32[B, V]. It is larger than any weight if none does.
+    """
     if is_narrow:
         return narrow_sums.weight_of_share(weights, share)
     return _share(weights.sum(-1, dtype=torch.int64), share.long()).clamp_(max=OFF).to(torch.int32)
 
 
 def _share(total: Tensor, top_p: Tensor) -> Tensor:
-    """ceil(total * top_p / 2**24) without the 2**72 product."""
+    """Return ceil(total * top_p / 2**24) without the 2**72 product."""
     high, low = total >> TOP_P_BITS, total & ((1 << TOP_P_BITS) - 1)
     return high * top_p + ((low * top_p + (1 << TOP_P_BITS) - 1) >> TOP_P_BITS)
 
 
 def _prefix_end(gaps: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The gap int32[B] at which the running weight reaches `wanted` [B] of the weights' type, and the weight before it.
+    """Return the gap int32[B] at which the running weight reaches `wanted` [B] (of the type of the
+    weights), and the weight before it.
 
     If it never does, the gap is LIMIT, after every candidate.
     """
     bins = gaps >> BIN_BITS
     reached, before = _first_reaching(_histogram(bins, weights, BINS), wanted)
-    # Other bins add zeros, spread over all columns: one column for them would serialise the additions.
+    # Other bins add zeros, spread over all columns: a single column for them would serialise the
+    # additions.
     inside = bins.bitwise_xor_(reached[:, None]).clamp_(max=1).bitwise_xor_(1)
     fine = _histogram(gaps.bitwise_and(STEPS - 1), weights * inside, STEPS)
     step, more = _first_reaching(fine, wanted - before)
@@ -85,7 +93,9 @@ def _histogram(index: Tensor, weights: Tensor, size: int) -> Tensor:
 
 
 def _first_reaching(sums: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The first column whose running sum reaches `wanted`, else the last one (int32[B]), and the sum before it."""
+    """Return the first column (int32[B]) at which the running sum reaches `wanted`, or else the
+    last one, and the sum before it.
+    """
     running = sums.cumsum(-1, dtype=sums.dtype)
     column = (running < wanted[:, None]).sum(-1, dtype=torch.int32).clamp_(max=sums.shape[1] - 1)[:, None]
     before = running.gather(1, column) - sums.gather(1, column)
@@ -93,7 +103,7 @@ def _first_reaching(sums: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _drop_after_(gaps: Tensor, last: Tensor, ties: Tensor) -> Tensor:
-    """Drop gaps beyond `last`, and of those equal to it all but the first `ties`."""
+    """Drop the gaps beyond `last`, and the gaps equal to `last` except the first `ties`."""
     side = (gaps - last[:, None]).clamp_(-1, 1)
     equal = side.abs().bitwise_xor_(1)
     late = equal.cumsum(-1, dtype=torch.int32).sub_(ties[:, None].clamp(max=LIMIT << 1).to(torch.int32)).clamp_(max=1)
@@ -101,5 +111,7 @@ def _drop_after_(gaps: Tensor, last: Tensor, ties: Tensor) -> Tensor:
 
 
 def _drop_(gaps: Tensor, dropped: Tensor) -> Tensor:
-    """Move gaps to LIMIT where `dropped` int32 is 1. LIMIT is a power of two, so an or reaches it."""
+    """Set gaps to LIMIT where `dropped` int32 is 1. LIMIT is a power of two, so a bitwise or is
+    enough.
+    """
     return gaps.bitwise_or_(dropped.mul_(LIMIT)).clamp_(max=LIMIT)

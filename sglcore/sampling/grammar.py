@@ -1,4 +1,6 @@
-"""A grammar that a request's output must follow, as its text: a frozen, checked record. It knows no compiler."""
+"""A grammar for a request's output, as text: a frozen, checked record. It knows no grammar
+compiler.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +14,37 @@ from sglcore.sampling.structural_tag import StructuralTag, TagError, read_struct
 GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "ebnf", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(GrammarKind)
 MAX_GRAMMAR_TEXT = 1 << 18
-"""Characters of a grammar's text."""
+"""Maximum number of characters of a grammar."""
 
 
 ORIGIN = "//: "
-"""Begins a line of a Lark grammar that tells errors what the rules after it were made from."""
+"""Prefix of a line in a Lark grammar that names, for error messages, the source of the rules after
+it.
+"""
 
 
 class GrammarError(SglcoreError, ValueError):
-    """A grammar that can not be read, or not be enforced."""
+    """A grammar that cannot be read or cannot be enforced."""
 
 
 class GrammarBusy(GrammarError):
-    """A grammar that could not be compiled for now, because of others; `retry_after` is in seconds."""
+    """A grammar that cannot be compiled now, because other grammars keep the compiler busy.
+    `retry_after` is in seconds.
+    """
 
     retry_after: ClassVar[float] = 10.0
 
     def __init__(self, found: str) -> None:
-        """`found` says what it waited for."""
+        """`found` says what the grammar waited for."""
         super().__init__(found, remedy="try again later")
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the output must be: JSON of a schema (`text` is the schema), any JSON object (no text), text of a regular
-    expression, of a Lark grammar or of one in the EBNF of llama.cpp, or free text with parts by structural tags (their JSON).
-    Raises GrammarError."""
+    """The format of the output, by `kind`: JSON of a schema (`text` is the schema), any JSON object
+    (no text), a regular expression, a Lark grammar, a grammar in the EBNF of llama.cpp, or free
+    text with structural tags (`text` is their JSON). Raises GrammarError.
+    """
 
     kind: GrammarKind
     text: str = ""
@@ -64,10 +71,12 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Reasoning before an output, which no grammar binds: any text up to `end`. Raises GrammarError.
+    """Reasoning before the output that no grammar constrains: any text up to `end`. Raises
+    GrammarError.
 
-    `begin` is the text of the added token that begins it, if the output begins with that; empty: it has begun with the prompt.
-    Once it has `budget` tokens, `closing` is forced, which ends with `end`. `may_stop`: the output may end inside it.
+    `begin` is the text of the added token that starts the reasoning, if the output starts with it;
+    empty if the prompt has already started it. After `budget` tokens, `closing` is forced, which
+    ends with `end`. `may_stop`: the output may end inside the reasoning.
     """
 
     end: str
@@ -85,7 +94,9 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """Ids that alone may come (none: all may), and words that may not, neither at once nor behind a space."""
+    """`allowed`: the only token ids that may be sampled (empty: all). `bad_words`: words that may
+    not occur, neither directly nor after a space.
+    """
 
     allowed: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
@@ -93,9 +104,13 @@ class TokenRules:
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """DRY: of the last `last_n` tokens of prompt and output (-1: of all), what would repeat on is made less likely: a token that
-    followed the same n tokens before, n at least `allowed_length`, loses `multiplier` * `base` ** (n - `allowed_length`). No
-    repetition reaches over a text of `breakers`."""
+    """DRY: a penalty on tokens that would continue a repetition in the last `last_n` tokens of
+    prompt and output (-1: all).
+
+    A token that followed the same n tokens before, with n at least `allowed_length`, loses
+    `multiplier` * `base` ** (n - `allowed_length`). No repetition extends over a text of
+    `breakers`.
+    """
 
     multiplier: float
     base: float
@@ -105,7 +120,9 @@ class Repetition:
 
 
 def read_tags(text: str) -> StructuralTag:
-    """Structural tags from their text; raises GrammarError if it has none, or what can not be enforced."""
+    """Parse structural tags. Raises GrammarError if the text has none, or if they cannot be
+    enforced.
+    """
     try:
         return read_structural_tag(text)
     except TagError as error:
@@ -113,7 +130,7 @@ def read_tags(text: str) -> StructuralTag:
 
 
 def read_schema(text: str) -> dict | bool:
-    """A JSON schema from its text; raises GrammarError if it is none."""
+    """Parse a JSON schema. Raises GrammarError if the text is none."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,6 @@
-"""Log-probabilities of raw logits: the chosen token's, its rank, and the best alternatives. fp32, bounded memory."""
+"""Log-probabilities of raw logits: of the chosen token, its rank, and the best alternatives. fp32,
+bounded memory.
+"""
 
 from collections.abc import Callable
 
@@ -13,9 +15,12 @@ ID_BITS = 22
 def logprobs_of(
     logits: Tensor, target_ids: Tensor, top_n: int, block_elements: int = 1 << 21, is_narrow: bool = False
 ) -> Logprobs[Tensor]:
-    """Of target_ids int[T] under logits float[T, V], with the top_n best; working memory is about 20 bytes per element
-    of a block. Targets outside the vocabulary are read as its nearest end. `is_narrow`: without integers of 64 bits. No host
-    reads; zero rows are allowed."""
+    """Return the log-probabilities of target_ids int[T] under logits float[T, V], with the top_n
+    best tokens.
+
+    Working memory is about 20 bytes per element of a block. Targets outside the vocabulary are
+    clamped to it. `is_narrow`: use no 64-bit integers. No host reads; zero rows are allowed.
+    """
     count, vocab_size = logits.shape
     top_n = min(top_n, vocab_size)
     result = Logprobs(
@@ -54,18 +59,20 @@ def _fill(
 
 
 def _top_ids(logits: Tensor, ids: Tensor, top_n: int) -> Tensor:
-    """int64[T, N]. Value and inverted id form one integer key without ties, because topk alone is not stable."""
+    """Return int64[T, N]. Value and inverted id form one integer key without ties, because topk
+    alone is not stable.
+    """
     last = (1 << ID_BITS) - 1
     keys = (_ordered(logits).long() << ID_BITS) | (last - ids)
     return last - (keys.topk(top_n, dim=-1).values & last)
 
 
 def _narrow_top_ids(logits: Tensor, ids: Tensor, top_n: int) -> Tensor:
-    """int32[T, N]: the same by a stable sort, which is slower."""
+    """Return int32[T, N] by a stable sort, which is slower."""
     return _ordered(logits).sort(dim=-1, descending=True, stable=True).indices.to(torch.int32)[:, :top_n]
 
 
 def _ordered(logits: Tensor) -> Tensor:
-    """int32 that orders as float32 does; zeros of both signs are equal."""
+    """Return int32 values in the order of the float32 values; zeros of both signs are equal."""
     bits = (logits + 0.0).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

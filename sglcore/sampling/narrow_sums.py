@@ -1,7 +1,9 @@
-"""Where top-p ends, as `cutoffs.py` finds it, on devices without integers of 64 bits. The same integers come out.
+"""The end of a top-p prefix as `cutoffs.py` finds it, for devices without 64-bit integers. The
+results are the same integers.
 
-A sum of weights has up to 52 bits and is kept as two int32: `high * 2**24 + low`. Histograms hold it as the sums of the
-weights' four bytes, none of which reaches 2**31 for any vocabulary.
+A sum of weights has up to 52 bits and is kept as two int32: `high * 2**24 + low`. Histograms keep
+it as one sum for each of the 4 bytes of the weights; these sums stay below 2**31 for every
+vocabulary.
 """
 
 from typing import NamedTuple
@@ -12,38 +14,41 @@ from torch import Tensor
 BITS = 24
 HALF = 12
 NEAR = 3
-"""By how much a quotient in float32 may be wrong here, and some more: operands round to 2**-24, and it is below 2**22."""
+"""Upper bound of the error of a float32 quotient here: operands are rounded to 2**-24 and the
+quotient is below 2**22.
+"""
 MOST_TIES = 1 << 22
 MOST = (1 << 31) - 1
 
 
 class Wide(NamedTuple):
-    """`high * 2**24 + low`, not negative; both int32 of one shape, low below 2**24."""
+    """The number `high * 2**24 + low`, not negative; both int32 of one shape, low below 2**24."""
 
     high: Tensor
     low: Tensor
 
     def at(self, column: Tensor) -> "Wide":
-        """The entries of rows at int32[B, 1]."""
+        """Return the entries at column int32[B, 1] of each row."""
         return Wide(self.high.gather(1, column), self.low.gather(1, column))
 
     def below(self, other: "Wide") -> Tensor:
-        """bool: less than another."""
+        """Return bool: whether this is less than the other."""
         return (self.high < other.high) | ((self.high == other.high) & (self.low < other.low))
 
     def plus(self, other: "Wide") -> "Wide":
-        """The sum."""
+        """Return the sum."""
         low = self.low + other.low
         return Wide(self.high + other.high + (low >> BITS), low & ((1 << BITS) - 1))
 
     def minus(self, other: "Wide") -> "Wide":
-        """The difference, which is not negative."""
+        """Return the difference, which must not be negative."""
         low = self.low - other.low
         return Wide(self.high - other.high + (low >> BITS), low & ((1 << BITS) - 1))
 
 
 def product(one: Tensor, other: Tensor) -> Wide:
-    """Of int32 up to 2**30 and int32 up to 2**24, by halves of 12 bits."""
+    """Return the product of int32 up to 2**30 and int32 up to 2**24, computed by halves of 12 bits.
+    """
     mask = (1 << HALF) - 1
     a, b, c = one & mask, (one >> HALF) & mask, one >> BITS
     x, y = other & mask, other >> HALF
@@ -54,8 +59,9 @@ def product(one: Tensor, other: Tensor) -> Wide:
 
 
 def prefix_end(gaps: Tensor, weights: Tensor, top_p: Tensor, bin_bits: int, limit: int) -> tuple[Tensor, Wide]:
-    """The gap int32[B] at which the running weight of gaps int32[B, V] reaches top_p / 2**24 of its total, and the weight
-    that is still wanted there, [B, 1]."""
+    """Return the gap int32[B] at which the running weight of gaps int32[B, V] reaches top_p / 2**24
+    of its total, and the weight still missing there, [B, 1].
+    """
     bins, steps = gaps >> bin_bits, 1 << bin_bits
     running = _running(bins, weights, (limit >> bin_bits) + 1)
     wanted = _share(running.at(torch.full_like(bins[:, :1], running.low.shape[1] - 1)), top_p[:, None])
@@ -66,7 +72,9 @@ def prefix_end(gaps: Tensor, weights: Tensor, top_p: Tensor, bin_bits: int, limi
 
 
 def weight_of_share(weights: Tensor, share: Tensor) -> Tensor:
-    """int32[B]: ceil of share int32[B] / 2**24 of the sum of weights int32[B, V], or 2**31 - 1 beyond it."""
+    """Return int32[B]: ceil of share int32[B] / 2**24 of the sum of weights int32[B, V], at most
+    2**31 - 1.
+    """
     total = _running(torch.zeros_like(weights), weights, 1)
     least = _share(total, share[:, None])
     is_beyond = least.high >= 1 << (31 - BITS)
@@ -74,7 +82,9 @@ def weight_of_share(weights: Tensor, share: Tensor) -> Tensor:
 
 
 def ties(rest: Wide, each: Tensor) -> Tensor:
-    """int32[B]: how many weights int32[B], at least 1 each, reach `rest` [B, 1]; no more than there are tokens count."""
+    """Return int32[B]: how many weights int32[B], each at least 1, reach `rest` [B, 1]. Counts
+    beyond the vocabulary size do not matter.
+    """
     guess = (rest.high.float() * (1 << BITS) + rest.low) / each[:, None]
     first = (guess.clamp(max=MOST_TIES).to(torch.int32) - NEAR).clamp_(min=0)
     counts = first + torch.arange(2 * NEAR + 1, dtype=torch.int32, device=each.device)
@@ -82,7 +92,9 @@ def ties(rest: Wide, each: Tensor) -> Tensor:
 
 
 def _running(index: Tensor, weights: Tensor, size: int) -> Wide:
-    """Running sums [B, size] of weights int32[B, V], each below 2**31, by the bins int32[B, V] that they belong to."""
+    """Return running sums [B, size] of weights int32[B, V], each below 2**31, by their bins
+    int32[B, V].
+    """
     parts = []
     for shift in (0, 8, 16, 24):
         sums = torch.zeros(index.shape[0], size, dtype=torch.int32, device=index.device)
@@ -95,14 +107,16 @@ def _running(index: Tensor, weights: Tensor, size: int) -> Wide:
 
 
 def _share(total: Wide, top_p: Tensor) -> Wide:
-    """ceil(total * top_p / 2**24)."""
+    """Return ceil(total * top_p / 2**24)."""
     rest = product(total.low, top_p)
     up = rest.high + (rest.low > 0)
     return product(total.high, top_p).plus(Wide(up >> BITS, up & ((1 << BITS) - 1)))
 
 
 def _first_reaching(running: Wide, wanted: Wide) -> tuple[Tensor, Wide]:
-    """The first column int32[B, 1] that reaches `wanted` [B, 1], else the last one, and what is wanted beyond the one before."""
+    """Return the first column int32[B, 1] that reaches `wanted` [B, 1], or else the last one, and
+    what is missing after the column before it.
+    """
     size = running.low.shape[1]
     column = running.below(wanted).sum(-1, keepdim=True, dtype=torch.int32).clamp_(max=size - 1)
     before = running.at((column - 1).clamp_(min=0))

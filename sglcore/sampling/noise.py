@@ -1,7 +1,8 @@
-"""The integers every sampler shares: fixed-point formats, the keyed hash, and two small tables.
+"""The integers that all samplers share: fixed-point formats, the keyed hash, and two small tables.
 
-Log-probabilities and noise are counted in units of 2**-16 nat, weights in units of 2**-30. Nothing here rounds twice
-or depends on a mathematics library at run time, so the same logits give the same token on every device.
+Log-probabilities and noise are in units of 2**-16 nat, weights in units of 2**-30. Nothing here
+rounds twice or depends on a mathematics library at run time, so equal logits give the same token on
+every device.
 """
 
 import math
@@ -13,8 +14,9 @@ import numpy as np
 FRACTION_BITS = 16
 ONE = 1 << FRACTION_BITS
 LIMIT = 32 * ONE
-"""A gap of 32 nats below the best token: at or beyond it a token is no candidate. Noise spans 25.3 nats, so it could
-never be drawn; the bound makes every later sum fit 32 bits."""
+"""A gap of 32 nats below the best token. A token at or beyond it is no candidate: noise spans 25.3
+nats, so it could never be drawn. The bound makes every later sum fit 32 bits.
+"""
 
 MANTISSA_BITS = 8
 INTERPOLATION_BITS = 23 - MANTISSA_BITS
@@ -28,9 +30,9 @@ TOP_P_BITS = 24
 TOP_P_OFF = (1 << TOP_P_BITS) + 1
 SHARE_BITS = 24
 COIN_ID = 1 << 22
-"""The id whose hash is a draw's coin: no vocabulary has it."""
+"""The id of the hash that is a draw's coin; no vocabulary has this id."""
 OFF = 2**31 - 1
-"""top_k and min_p of a row without that cut-off."""
+"""The value of top_k and min_p for a row without that cut-off."""
 
 MIX_1 = 0x7FEB352D
 MIX_2 = 0x846CA68B
@@ -47,10 +49,12 @@ LONG_WORD = 0xFFFFFFFFFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class NoiseTables:
-    """Read-only tables: `gumbel` int32[2, 2**14] and `weight` int32[2, 8193]; row 0 is the value, row 1 the step.
+    """Read-only tables: `gumbel` int32[2, 2**14] and `weight` int32[2, 8193]. Row 0 is the value,
+    row 1 the step.
 
-    gumbel: indexed by sign, exponent and 8 mantissa bits of the hash as a float, so that both tails are resolved alike.
-    weight: exp(-gap) at multiples of 2**-8 nat; row 1 is the (positive) drop to the next entry.
+    `gumbel` is indexed by sign, exponent and 8 mantissa bits of the hash as a float, which gives
+    both tails the same resolution. `weight` is exp(-gap) at multiples of 2**-8 nat; its row 1 is
+    the (positive) drop to the next entry.
     """
 
     gumbel: np.ndarray
@@ -59,7 +63,7 @@ class NoiseTables:
 
 @cache
 def noise_tables() -> NoiseTables:
-    """The tables, computed on first use (about 10 ms) and immutable afterwards."""
+    """Return the tables. They are computed on first use (about 10 ms) and immutable afterwards."""
     tables = NoiseTables(_gumbel_table(), _weight_table())
     tables.gumbel.flags.writeable = False
     tables.weight.flags.writeable = False
@@ -67,18 +71,22 @@ def noise_tables() -> NoiseTables:
 
 
 def gumbel_knot(negative: bool, octave: int, step: int) -> float:
-    """Gumbel noise at u = x / 2**32 (or 1 - x / 2**32 if negative), x = 2**octave * (1 + step / 256), in 2**-16 nat."""
+    """Return Gumbel noise at u = x / 2**32 (or 1 - x / 2**32 if negative), x = 2**octave * (1 +
+    step / 256), in 2**-16 nat.
+    """
     x = math.ldexp(1.0 + step / (1 << MANTISSA_BITS), octave - 32)
     return -math.log(-math.log1p(-x) if negative else -math.log(x)) * ONE
 
 
 def weight_knot(index: int) -> float:
-    """exp(-index / 2**8 nat) in units of 2**-30."""
+    """Return exp(-index / 2**8 nat) in units of 2**-30."""
     return math.exp(-index / (1 << (FRACTION_BITS - WEIGHT_STEP_BITS))) * (1 << WEIGHT_BITS)
 
 
 def gumbel_index(negative: bool, octave: int, step: int) -> int:
-    """Where a knot lies: exponent and mantissa bits of the folded float, modulo the table's size (see race.py)."""
+    """Return the index of a knot: exponent and mantissa bits of the folded float, modulo the
+    table's size (see race.py).
+    """
     exponent = 127 + octave - (32 if negative else 0)
     return ((exponent << MANTISSA_BITS) + step) % GUMBEL_SIZE
 
@@ -102,7 +110,9 @@ def _weight_table() -> np.ndarray:
 
 
 def mix32(x: int) -> int:
-    """32-bit avalanche (xorshift-multiply, the published `lowbias32` constants) of an unsigned word."""
+    """Return the 32-bit avalanche hash of an unsigned word (xorshift-multiply, the published
+    `lowbias32` constants).
+    """
     x ^= x >> 16
     x = x * MIX_1 & WORD
     x ^= x >> 15
@@ -111,7 +121,7 @@ def mix32(x: int) -> int:
 
 
 def hashed_ids(count: int) -> np.ndarray:
-    """int32[count]: the avalanche of each vocabulary id, shared by all rows."""
+    """Return int32[count]: the avalanche hash of each vocabulary id, common to all rows."""
     x = np.arange(count, dtype=np.uint32) + np.uint32(ID_OFFSET)
     x ^= x >> np.uint32(16)
     x *= np.uint32(MIX_1)
@@ -122,9 +132,10 @@ def hashed_ids(count: int) -> np.ndarray:
 
 
 def seed_words(seeds: np.ndarray, sample_indices: np.ndarray, stream: int = 0) -> np.ndarray:
-    """uint64[R] seeds and sample indices -> int32[R, 2] key words; the position is mixed in on the device.
+    """Return key words int32[R, 2] from uint64[R] seeds and sample indices; the device mixes in the
+    position.
 
-    `stream` separates independent uses of one seed (0 is the target's draw).
+    `stream` separates independent uses of one seed (0: the target model's draw).
     """
     index = sample_indices.astype(np.uint64) + (np.uint64(stream) << np.uint64(32))
     key = _mix64(seeds.astype(np.uint64) + np.uint64(SEED_OFFSET))
@@ -140,27 +151,29 @@ def _mix64(x: np.ndarray) -> np.ndarray:
 
 
 def mix64(x: int) -> int:
-    """64-bit avalanche (the `splitmix64` finaliser) of an unsigned word."""
+    """Return the 64-bit avalanche hash of an unsigned word (the `splitmix64` finaliser)."""
     x = (x ^ x >> 30) * MIX64_1 & LONG_WORD
     x = (x ^ x >> 27) * MIX64_2 & LONG_WORD
     return x ^ x >> 31
 
 
 def fixed_scale(temperature: float) -> np.float32:
-    """The one multiplier that turns a logit gap into 2**-16 nat at this temperature."""
+    """Return the multiplier that converts a logit gap to 2**-16 nat at this temperature."""
     return np.float32(ONE / temperature)
 
 
 def fixed_top_p(top_p: float) -> int:
-    """top_p in units of 2**-24, at least 1; 1.0 gives TOP_P_OFF, under which even weightless tokens stay."""
+    """Return top_p in units of 2**-24, at least 1; 1.0 gives TOP_P_OFF, which keeps even tokens of
+    weight 0.
+    """
     return TOP_P_OFF if top_p >= 1.0 else max(1, round(top_p * (1 << TOP_P_BITS)))
 
 
 def fixed_share(share: float) -> int:
-    """A number in [0, 1] in units of 2**-24."""
+    """Return a number in [0, 1] in units of 2**-24."""
     return round(share * (1 << SHARE_BITS))
 
 
 def fixed_min_p(min_p: float) -> int:
-    """The largest gap that min_p keeps, in 2**-16 nat; 0.0 gives OFF."""
+    """Return the largest gap that min_p keeps, in 2**-16 nat; 0.0 gives OFF."""
     return OFF if min_p <= 0.0 else math.floor(-math.log(min_p) * ONE)

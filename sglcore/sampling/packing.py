@@ -1,4 +1,6 @@
-"""Many small host arrays as one array of 32-bit words, so that they reach a device in one copy, and the views of it there."""
+"""Pack small host arrays into one array of 32-bit words, so that one copy moves them to a device,
+and make their views there.
+"""
 
 from collections.abc import Sequence
 
@@ -7,11 +9,11 @@ import torch
 from torch import Tensor
 
 ALIGN = 8
-"""Each array starts at a multiple of this many words: vector loads of every device want no more."""
+"""Each array starts at a multiple of this many words; no device's vector loads need more."""
 
 
 def lay_out(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
-    """The word at which each array starts, and how many words there are in all."""
+    """Return the first word of each array, and the total number of words."""
     starts, total = [], 0
     for array in arrays:
         starts.append(total)
@@ -20,14 +22,16 @@ def lay_out(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
 
 
 def write_words(words: np.ndarray, arrays: Sequence[np.ndarray], starts: Sequence[int]) -> None:
-    """Put the arrays into words int32. float32 keeps its bits; every other dtype becomes int32."""
+    """Write the arrays into words int32. float32 keeps its bits; every other dtype becomes int32.
+    """
     for array, start in zip(arrays, starts, strict=True):
         target = words[start : start + array.size]
         (target.view(np.float32) if array.dtype == np.float32 else target)[:] = array.reshape(-1)
 
 
 def read_words(words: Tensor, arrays: Sequence[np.ndarray], starts: Sequence[int]) -> list[Tensor]:
-    """Views of words int32 in the arrays' shapes: float32, or int32 for every other dtype."""
+    """Return views of words int32 in the arrays' shapes: float32, or int32 for every other dtype.
+    """
     found = []
     for array, start in zip(arrays, starts, strict=True):
         part = words[start : start + array.size]

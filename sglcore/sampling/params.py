@@ -1,6 +1,6 @@
-"""What a request may ask of the sampler: one frozen, checked record.
+"""The sampling parameters of a request: one frozen, checked record.
 
-Host data only. It knows nothing of devices, batches or tensors.
+Host data only. It knows no devices, batches or tensors.
 """
 
 import math
@@ -20,18 +20,24 @@ MIN_TEMPERATURE = 1e-4
 MAX_SEED = 2**64 - 1
 MAX_INT32 = 2**31 - 1
 MAX_STOP_TEXT = 4096
-"""Characters of all stop strings of a request: the text is searched for them with every token."""
+"""Maximum number of characters of a request's stop strings in total: the text is searched for them
+after each token.
+"""
 
 MAX_STOP_PATTERNS, MAX_PATTERN_TEXT = 16, 1024
-"""Regular expressions of a request that end its text, and characters of them all."""
+"""Maximum number of regular expressions that end a request's text, and of their characters in
+total.
+"""
 
 
 MAX_BREAKERS, MAX_BREAKER_TEXT = 64, 40
-"""Texts over which no repetition reaches, and characters of each."""
+"""Maximum number of texts over which no repetition extends, and of the characters of each."""
 
 
 class SamplingError(ValueError):
-    """A sampling parameter that cannot be honoured; one line: what was found, what was wanted, the remedy."""
+    """A sampling parameter that cannot be honoured. One line: what was found, what was wanted, the
+    remedy.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,22 +132,24 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the token is the argmax of the processed logits, whatever the seed."""
+        """Whether the token is the argmax of the processed logits for every seed."""
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
     @property
     def excludes_top(self) -> bool:
-        """Whether XTC may leave out a token: two can not have more than half of the probability each."""
+        """Whether XTC may drop a token: above a threshold of 0.5 at most one token qualifies, and
+        XTC keeps it.
+        """
         return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5 and not self.is_greedy
 
     @property
     def is_bound(self) -> bool:
-        """Whether the host has to follow the output: by a grammar, rules of tokens, or for repetitions."""
+        """Whether the host must follow the output: for a grammar, reasoning, token rules or DRY."""
         return any(each is not None for each in (self.grammar, self.thinking, self.token_rules, self.repetition))
 
     @property
     def repetition(self) -> Repetition | None:
-        """What DRY asks; None where it could change no logit."""
+        """The DRY parameters; None if DRY changes no logit."""
         if self.dry_multiplier == 0.0 or self.dry_penalty_last_n == 0:
             return None
         kept = (self.dry_allowed_length, self.dry_penalty_last_n, self.dry_sequence_breakers)
@@ -154,8 +162,9 @@ class SamplingParams:
 
 
 def fresh_seed() -> int:
-    """A seed below 2**53 from the system's entropy: readers of JSON whose numbers are 64-bit floats have it as the same number, so
-    it can be returned and used again."""
+    """Return a seed below 2**53 from the system's entropy. JSON readers with 64-bit float numbers
+    keep it exactly, so a client can send it again.
+    """
     return secrets.randbits(53)
 
 

@@ -1,6 +1,8 @@
-"""Regular expressions in Python's syntax as trees of single characters: what a matcher of one direction can follow.
+"""Parse regular expressions in Python's syntax into trees of single characters, for a matcher that
+only moves forward.
 
-Called with what `re` has compiled, so it knows that the syntax is right; what it lacks is refused by its name.
+The input must have been compiled by `re`, so its syntax is correct. Unsupported syntax is refused
+by name.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ _REFUSED = (
 
 
 DEEPEST = 50
-"""Groups within each other."""
+"""Maximum depth of nested groups."""
 
 
 class PatternError(ValueError):
-    """A regular expression that can not be followed; what is wrong with it."""
+    """A regular expression that the matcher does not support, with the reason."""
 
 
 class Anchor(IntEnum):
-    """What must stand before a place: nothing, or the end of a line."""
+    """What must precede a position: nothing (the beginning of the text), or the end of a line."""
 
     BEGINNING = 0
     LINE = 1
@@ -43,14 +45,14 @@ class Anchor(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One character, by a pattern of it."""
+    """One character, as the pattern that it must match."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Parts, one after the other."""
+    """Parts in sequence."""
 
     parts: Sequence[Node]
 
@@ -64,7 +66,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A part, `low` to `high` times (None: any number more)."""
+    """A part repeated `low` to `high` times (None: no maximum)."""
 
     part: Node
     low: int
@@ -75,7 +77,9 @@ Node = Atom | Anchor | Joined | Choice | Repeat
 
 
 def read_pattern(text: str) -> Node:
-    """The tree of a pattern that `re` can compile. Raises PatternError for what this lacks."""
+    """Return the tree of a pattern that `re` has compiled. Raises PatternError for unsupported
+    syntax.
+    """
     return _Reader(text).read()
 
 
@@ -89,7 +93,7 @@ class _Reader:
             raise PatternError("it has the flag x")
 
     def read(self) -> Node:
-        """All of it."""
+        """Read the whole pattern."""
         return self._choice()
 
     def _choice(self) -> Node:

@@ -1,4 +1,4 @@
-"""Sampling parameters as plain values, for processes that say them to each other."""
+"""Sampling parameters as plain values, to send them to another process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEFAULTS = MappingProxyType({item.name: getattr(SamplingParams(), item.name) fo
 
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults, as plain values."""
+    """Return the parameters that differ from the defaults, as plain values."""
     packed: dict[str, Any] = {}
     for name, default in _DEFAULTS.items():
         value = getattr(params, name)
@@ -24,7 +24,7 @@ def pack_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def unpack_params(packed: Mapping[str, Any]) -> SamplingParams:
-    """The parameters that `pack_params` wrote; raises SamplingError like any."""
+    """Return the parameters that `pack_params` wrote. Raises SamplingError for invalid ones."""
     values = dict(packed)
     if "grammar" in values:
         values["grammar"] = Grammar(*values["grammar"])

@@ -1,6 +1,8 @@
-"""What changes logits before the draw: penalties, bias with early bans, and masks. Elementwise, no host reads.
+"""Changes of logits before the draw: penalties, bias with early bans, and masks. Elementwise, no
+host reads.
 
-A penalty sees counts that are inputs of this forward, so nothing accumulates and running twice changes nothing.
+The token counts of a penalty are inputs of the forward. Nothing accumulates, so running twice
+changes nothing.
 """
 
 from collections.abc import Mapping
@@ -14,10 +16,12 @@ from sglcore.sampling.state import Bias, Masks
 
 @dataclass(frozen=True, slots=True)
 class PenaltyState:
-    """Penalties of R rows of the batch; every float tensor is float32[R]. Neutral rows are left bit for bit as they are."""
+    """Penalties of R rows of the batch; every float tensor is float32[R]. Rows without penalties
+    keep their logits bit for bit.
+    """
 
     rows: Tensor | None
-    """int32[R], distinct rows of the batch; None = all of them, in order (the form for captured graphs)."""
+    """int32[R], distinct rows of the batch; None = all rows, in order (for captured graphs)."""
     seen: Tensor
     """bool[R, V]: the token occurs in prompt or output."""
     output_counts: Tensor
@@ -29,8 +33,9 @@ class PenaltyState:
 
 @dataclass(frozen=True, slots=True)
 class PenaltyRows:
-    """The constant part of penalties of R rows: int32[R] `rows` as in PenaltyState, int32[R] `starts` (where each output
-    begins), and the float32[R] parameters."""
+    """The constant part of the penalties of R rows: int32[R] `rows` as in PenaltyState, int32[R]
+    `starts` (the start of each output), and the float32[R] parameters.
+    """
 
     rows: Tensor | None
     starts: Tensor
@@ -40,9 +45,11 @@ class PenaltyRows:
 
 
 def token_counts(history: Tensor, lengths: Tensor, starts: Tensor, vocab_size: int) -> Tensor:
-    """Occurrences int32[R, V] of tokens at positions starts..lengths-1 of history int32[R, L]; starts, lengths int32[R].
+    """Return occurrences int32[R, V] of tokens at positions starts..lengths-1 of history int32[R,
+    L]; starts and lengths are int32[R].
 
-    Cells outside that range may hold anything; ids outside the vocabulary (placeholders) are not counted.
+    Entries outside that range may hold anything. Ids outside the vocabulary (placeholders) are not
+    counted.
     """
     positions = torch.arange(history.shape[1], dtype=torch.int32, device=history.device)
     inside = (positions >= starts[:, None]) & (positions < lengths[:, None])
@@ -52,12 +59,16 @@ def token_counts(history: Tensor, lengths: Tensor, starts: Tensor, vocab_size: i
 
 
 def place_penalties(parts: Mapping[str, Tensor], rows: Tensor | None) -> PenaltyRows:
-    """From the device's views of `penalty_arrays`, of rows int32[R]; None = all of them."""
+    """Make the state from the device's views of `penalty_arrays`, for rows int32[R] (None: all
+    rows).
+    """
     return PenaltyRows(rows, *(parts[name] for name in ("prompt_len", "repetition", "presence", "frequency")))
 
 
 def count_penalties(rows: PenaltyRows, history: Tensor, lengths: Tensor, vocab_size: int) -> PenaltyState:
-    """The penalties at history int32[R, L] and lengths int32[R] of these rows. No host reads."""
+    """Return the penalties of these rows for history int32[R, L] and lengths int32[R]. No host
+    reads.
+    """
     return PenaltyState(
         rows.rows,
         token_counts(history, lengths, torch.zeros_like(rows.starts), vocab_size) > 0,
@@ -69,8 +80,10 @@ def count_penalties(rows: PenaltyRows, history: Tensor, lengths: Tensor, vocab_s
 
 
 def penalise(logits: Tensor, state: PenaltyState) -> Tensor:
-    """New float32[R, V]: the repetition penalty divides positive and multiplies other logits of seen tokens; then
-    frequency per occurrence and presence once are subtracted for output tokens."""
+    """Return new float32[R, V]. For seen tokens, the repetition penalty divides positive logits and
+    multiplies others. For output tokens, the frequency penalty is subtracted per occurrence and the
+    presence penalty once.
+    """
     factor = state.repetition[:, None]
     changed = torch.where(logits > 0, logits / factor, logits * factor)
     result = torch.where(state.seen, changed, logits)
@@ -87,20 +100,23 @@ def apply_penalties_(logits: Tensor, state: PenaltyState) -> Tensor:
 
 
 def apply_bias_(logits: Tensor, state: Bias[Tensor], positions: Tensor) -> Tensor:
-    """Add the entries that count at positions int32[B] to contiguous logits float32[B, V], in place."""
+    """Add the entries that are active at positions int32[B] to contiguous logits float32[B, V], in
+    place.
+    """
     active = positions.index_select(0, state.rows) < state.until
     values = torch.where(active, state.values, torch.zeros_like(state.values))
     return logits.index_put_((state.rows, state.ids), values, accumulate=True)
 
 
 def apply_masks_(logits: Tensor, state: Masks[Tensor]) -> Tensor:
-    """Set logits float[B, V] of the state's rows to -inf where a token is not allowed, in place."""
+    """Set logits float[B, V] of the state's rows to -inf for tokens that are not allowed, in place.
+    """
     banned = ~unpack_bitmask(state.words, logits.shape[1])
     return logits.index_put_((state.rows,), logits.index_select(0, state.rows).masked_fill_(banned, -torch.inf))
 
 
 def unpack_bitmask(words: Tensor, vocab_size: int) -> Tensor:
-    """bool[M, V] from int32[M, ceil(V / 32)], lowest bit first, 1 = allowed."""
+    """Return bool[M, V] from int32[M, ceil(V / 32)], lowest bit first, 1 = allowed."""
     shifts = torch.arange(32, dtype=torch.int32, device=words.device)
     bits = (words[:, :, None] >> shifts).bitwise_and_(1)
     return bits.view(words.shape[0], words.shape[1] * 32)[:, :vocab_size].bool()

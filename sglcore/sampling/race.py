@@ -1,7 +1,9 @@
-"""The integer race in torch: fixed-point gaps, keyed noise, and the draw. Elementwise, no host reads.
+"""The integer Gumbel race in torch: fixed-point gaps, keyed noise, and the draw. Elementwise, no
+host reads.
 
-The minimal set of operations for other tensor libraries: int32 xor, and, shift, wrapping multiply, int to float32,
-reinterpretation of float32 as int32, a 16384-entry gather, and a maximum. `reference.py` is the same in plain integers.
+Another tensor library needs only these operations: int32 xor, and, shift, wrapping multiply; int to
+float32; reinterpretation of float32 as int32; a gather of 16384 entries; and a maximum.
+`reference.py` is the same in plain integers.
 """
 
 from dataclasses import dataclass
@@ -21,8 +23,9 @@ def _signed(word: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RaceTables:
-    """Device constants of one vocabulary: `gumbel` int32[2, 16384], `weight` int32[2, 8193], `ids` and `hashed_ids` int32[V].
-    `is_narrow`: the device has no integers of 64 bits."""
+    """Device constants of one vocabulary: `gumbel` int32[2, 16384], `weight` int32[2, 8193], `ids`
+    and `hashed_ids` int32[V]. `is_narrow`: the device has no 64-bit integers.
+    """
 
     gumbel: Tensor
     weight: Tensor
@@ -32,7 +35,7 @@ class RaceTables:
 
     @property
     def race(self) -> tuple[Tensor, Tensor]:
-        """What `race_scores` wants of it."""
+        """The arguments of `race_scores`: hashed ids and noise table."""
         return self.hashed_ids, self.gumbel
 
 
@@ -51,17 +54,20 @@ def make_race_tables(vocab_size: int, device: torch.device | str, is_narrow: boo
 
 
 def row_keys(seed_words: Tensor, positions: Tensor) -> Tensor:
-    """Key words int32[B, 2] of one draw per row, from seed words int32[B, 2] and positions int32[B]."""
+    """Return the key words int32[B, 2] of one draw per row, from seed words int32[B, 2] and
+    positions int32[B].
+    """
     first = _mix32_(positions * _signed(noise.POSITION_FACTOR) + seed_words[:, 0])
     second = _mix32_(seed_words[:, 1] + first).bitwise_or_(1)
     return torch.stack([first, second], dim=1)
 
 
 def gaps_below_best(logits: Tensor, best: Tensor, scale: Tensor) -> Tensor:
-    """int32[B, V] in 2**-16 nat, LIMIT where a token is no candidate; logits float32[B, V], best and scale float32[B].
+    """Return int32[B, V] in 2**-16 nat, LIMIT for tokens that are no candidates; logits float32[B,
+    V], best and scale float32[B].
 
-    One subtraction and one multiplication, each rounded once, so every IEEE device gets the same integers. A row whose
-    best is not finite gets no candidates.
+    One subtraction and one multiplication, each rounded once, so every IEEE device gets the same
+    integers. A row without a finite best logit has no candidates.
     """
     gaps = best[:, None] - logits
     gaps.mul_(scale[:, None]).round_()
@@ -70,12 +76,15 @@ def gaps_below_best(logits: Tensor, best: Tensor, scale: Tensor) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, hashed_ids: Tensor, table: Tensor) -> Tensor:
-    """Keyed Gumbel noise int32[B, V] in 2**-16 nat; keys int32[B, 2], hashed_ids int32[V] or int32[B, V]."""
+    """Return keyed Gumbel noise int32[B, V] in 2**-16 nat; keys int32[B, 2], hashed_ids int32[V] or
+    int32[B, V].
+    """
     words = hashed_ids ^ keys[:, :1]
     scratch = torch.empty_like(words)
     _hash_(words, keys, scratch).bitwise_or_(1)
-    # As a signed number the word counts from the nearer end of (0, 1): its float exponent is the octave of the tail.
-    # Negative words move 32 octaves down, so that exponent and mantissa alone are the index.
+    # As a signed number the word is the distance from the nearer end of (0, 1), so its float
+    # exponent is the octave of the tail. Negative words move down by 32 octaves, so that exponent
+    # and mantissa alone are the index.
     ends = torch.nn.functional.leaky_relu_(words.to(torch.float32), negative_slope=-FOLD)
     bits = ends.view(torch.int32)
     torch.bitwise_right_shift(bits, INTERPOLATION_BITS, out=scratch)
@@ -87,39 +96,48 @@ def gumbel_noise(keys: Tensor, hashed_ids: Tensor, table: Tensor) -> Tensor:
 
 
 def coins(keys: Tensor) -> Tensor:
-    """int32[B] in 0..2**24-1, each as likely: one of each draw under keys int32[B, 2], which tells nothing of its noise."""
+    """Return int32[B]: one uniform number in 0..2**24-1 for each draw under keys int32[B, 2],
+    independent of the draw's noise.
+    """
     words = keys[:, :1] ^ _signed(noise.mix32((noise.COIN_ID + noise.ID_OFFSET) & noise.WORD))
     _hash_(words, keys, torch.empty_like(words))
     return (words[:, 0] >> (32 - noise.SHARE_BITS)).bitwise_and_((1 << noise.SHARE_BITS) - 1)
 
 
 def race_scores(gaps: Tensor, keys: Tensor, hashed_ids: Tensor, table: Tensor) -> Tensor:
-    """noise - gap, int32[B, V]. A drafter races on its own gaps with the target's keys and hashed target ids."""
+    """Return noise - gap, int32[B, V]. A drafter races on its own gaps with the target model's keys
+    and hashed ids.
+    """
     return gumbel_noise(keys, hashed_ids, table).sub_(gaps)
 
 
 def lowest_argmax(scores: Tensor, ids: Tensor) -> Tensor:
-    """int32[B]: the first maximum of int32[B, V], by arithmetic, because argmax ties differ between devices.
+    """Return int32[B]: the first maximum of int32[B, V]. Computed by arithmetic, because argmax
+    breaks ties differently on each device.
 
-    Two scores of a row may differ by less than 2**31.
+    Two scores of a row must differ by less than 2**31.
     """
     behind = scores.amax(-1, keepdim=True) - scores
     return torch.add(ids, behind.clamp_(max=1), alpha=MAX_VOCAB).amin(-1)
 
 
 def draw_race(gaps: Tensor, keys: Tensor, tables: RaceTables) -> Tensor:
-    """The drawn token int32[B] of rows of gaps int32[B, V] under keys int32[B, 2]."""
+    """Return the drawn token int32[B] for rows of gaps int32[B, V] under keys int32[B, 2]."""
     return lowest_argmax(race_scores(gaps, keys, *tables.race), tables.ids)
 
 
 def _fold_(words: Tensor, shift: int, scratch: Tensor) -> Tensor:
-    """words ^= words >>> shift; int32 has only the arithmetic shift, so the copies of the sign are masked off."""
+    """Compute words ^= words >>> shift. int32 has only the arithmetic shift, so copies of the sign
+    bit are masked off.
+    """
     torch.bitwise_right_shift(words, shift, out=scratch)
     return words.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
 
 
 def _hash_(words: Tensor, keys: Tensor, scratch: Tensor) -> Tensor:
-    """Hashed ids, with the first key word already in them, become the hashes under keys int32[B, 2]."""
+    """Replace hashed ids, already combined with the first key word, by their hashes under keys
+    int32[B, 2].
+    """
     _fold_(words, 16, scratch).mul_(keys[:, 1:])
     _fold_(words, 15, scratch).mul_(_signed(noise.MIX_2))
     return _fold_(words, 16, scratch)

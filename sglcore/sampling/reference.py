@@ -1,6 +1,8 @@
-"""The sampler, slow and obvious, in Python integers: this defines correct for every device.
+"""The reference sampler in plain Python integers, slow and obvious: it defines correct results for
+every device.
 
-Also the golden draws: stored inputs with the token that everyone must draw, for those who port the race elsewhere.
+It also has the golden draws: stored inputs with the token that every implementation must draw, for
+ports of the race.
 """
 
 import json
@@ -20,7 +22,7 @@ GOLDEN_FILE = Path(__file__).with_name("golden.json")
 
 
 def row_key(seed: int, sample_index: int, position: int, stream: int = 0) -> tuple[int, int]:
-    """The two unsigned key words of one draw; the second is odd, because it multiplies."""
+    """Return the two unsigned key words of one draw. The second is odd, because it multiplies."""
     key = mix64((seed + noise.SEED_OFFSET) & noise.LONG_WORD)
     key = mix64((key + (sample_index + (stream << 32)) * noise.INDEX_FACTOR) & noise.LONG_WORD)
     low, high = key & WORD, key >> 32
@@ -29,7 +31,7 @@ def row_key(seed: int, sample_index: int, position: int, stream: int = 0) -> tup
 
 
 def token_hash(key: tuple[int, int], token: int) -> int:
-    """The unsigned 32-bit hash of a vocabulary id under a row key."""
+    """Return the unsigned 32-bit hash of a vocabulary id under a row key."""
     x = mix32((token + noise.ID_OFFSET) & WORD) ^ key[0]
     x ^= x >> 16
     x = x * key[1] & WORD
@@ -39,9 +41,11 @@ def token_hash(key: tuple[int, int], token: int) -> int:
 
 
 def gumbel(word: int) -> int:
-    """Gumbel noise of a hash in 2**-16 nat: u = (word | 1) / 2**32, interpolated between 256 knots per octave.
+    """Return Gumbel noise of a hash in 2**-16 nat: u = (word | 1) / 2**32, interpolated between 256
+    knots per octave.
 
-    Octaves are counted from the nearer end of (0, 1), so that both tails have the same relative resolution.
+    Octaves are counted from the nearer end of (0, 1), so that both tails have the same relative
+    resolution.
     """
     word |= 1
     negative = word >> 31 == 1
@@ -53,14 +57,16 @@ def gumbel(word: int) -> int:
 
 
 def weight(gap: int) -> int:
-    """exp(-gap) in units of 2**-30, for a gap in 2**-16 nat; never grows with the gap."""
+    """Return exp(-gap) in units of 2**-30, for a gap in 2**-16 nat. It never grows with the gap."""
     index, fraction = divmod(gap, 1 << noise.WEIGHT_STEP_BITS)
     value, drop = noise_tables().weight[:, index].tolist()
     return value - (drop * fraction >> noise.WEIGHT_STEP_BITS)
 
 
 def gaps_below_best(logits: Sequence[float], temperature: float) -> list[int]:
-    """How far each token lies below the best one after temperature, in 2**-16 nat, at most LIMIT (= no candidate)."""
+    """Return the distance of each token from the best one after temperature, in 2**-16 nat, at most
+    LIMIT (= no candidate).
+    """
     scale = noise.fixed_scale(temperature)
     row = np.asarray(logits, np.float32)
     best = row.max()
@@ -72,7 +78,7 @@ def gaps_below_best(logits: Sequence[float], temperature: float) -> list[int]:
 
 
 def candidates(gaps: Sequence[int], params: SamplingParams) -> list[int]:
-    """Token ids that survive top_k, then top_p, then min_p; sorted by (gap, id)."""
+    """Return the token ids that remain after top_k, then top_p, then min_p, sorted by (gap, id)."""
     order = sorted((gap, token) for token, gap in enumerate(gaps) if gap < LIMIT)
     if params.top_k > 0:
         order = order[: params.top_k]
@@ -85,21 +91,24 @@ def candidates(gaps: Sequence[int], params: SamplingParams) -> list[int]:
 
 
 def without_top(kept: Sequence[int], gaps: Sequence[int], params: SamplingParams) -> list[int]:
-    """What XTC leaves of candidates that are sorted by (gap, id), once its coin has fallen so."""
+    """Return the candidates that XTC keeps when its coin applies it. `kept` is sorted by (gap, id).
+    """
     share, total = noise.fixed_share(params.xtc_threshold), sum(weight(gaps[token]) for token in kept)
     top = [token for token in kept if weight(gaps[token]) << noise.SHARE_BITS >= share * total]
     return [token for token in kept if token not in top[:-1]]
 
 
 def coin(key: tuple[int, int]) -> int:
-    """0..2**24-1 under a row key."""
+    """Return the draw's coin under a row key, 0..2**24-1."""
     return token_hash(key, noise.COIN_ID) >> (32 - noise.SHARE_BITS)
 
 
 def reference_draw(
     logits: Sequence[float], params: SamplingParams, seed: int, sample_index: int, position: int
 ) -> tuple[int, bool]:
-    """(token, is bad) for one row of processed logits; a row with NaN, +inf or nothing but -inf is bad and draws 0."""
+    """Return (token, is bad) for one row of processed logits. A row with NaN, +inf or only -inf is
+    bad and draws 0.
+    """
     best = max((float(logit) for logit in logits), key=lambda x: math.inf if math.isnan(x) else x)
     if not math.isfinite(best):
         return 0, True
@@ -118,7 +127,9 @@ def reference_draw(
 
 
 def _float32_parts(magnitude: int) -> tuple[int, int]:
-    """Exponent and 23 mantissa bits of an integer as a float, rounded to nearest, ties to even."""
+    """Return exponent and 23 mantissa bits of an integer as a float, rounded to nearest, ties to
+    even.
+    """
     octave = magnitude.bit_length() - 1
     if octave <= 23:
         return octave, (magnitude << (23 - octave)) - (1 << 23)
@@ -143,7 +154,7 @@ class GoldenDraw:
 
 
 def golden_draws() -> tuple[GoldenDraw, ...]:
-    """The draws that every device must reproduce, from golden.json."""
+    """Return the draws that every device must reproduce, from golden.json."""
     return tuple(
         GoldenDraw(
             case["name"],
@@ -159,7 +170,9 @@ def golden_draws() -> tuple[GoldenDraw, ...]:
 
 
 def _golden_logits(source: Any) -> tuple[float, ...]:
-    """A list of multiples of 1/64 (null = -inf), or {"scramble": count}: multiples of 1/16 in [-8, 8) made by a formula."""
+    """Return logits from a list of multiples of 1/64 (null = -inf), or from {"scramble": count}:
+    multiples of 1/16 in [-8, 8), computed by a formula.
+    """
     if isinstance(source, dict):
         return tuple(((v * 2654435761 & WORD) >> 24) / 16 - 8 for v in range(source["scramble"]))
     return tuple(-math.inf if value is None else value / 64 for value in source)

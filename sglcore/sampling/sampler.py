@@ -1,6 +1,8 @@
-"""The batched sampler: processed logits in, tokens out, the same on every device and in every batch.
+"""The batched sampler: processed logits in, tokens out, the same on every device and in every
+batch.
 
-Host flags decide which code runs, never device values: there is no host read, so all of it can be captured in a graph.
+Host flags select the code that runs, never device values: there are no host reads, so a graph can
+capture all of it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,13 +29,13 @@ from sglcore.sampling.xtc import left_out
 
 
 class SamplingState(OfAnyLibrary[Tensor, PenaltyState]):
-    """What one sampling call needs, on the device."""
+    """The inputs of one sampling call, on the device."""
 
     __slots__ = ()
 
 
 def place_state(needs: SamplingNeeds, positions: Tensor, parts: Mapping[str, Tensor]) -> SamplingState:
-    """From the device's views of `state_arrays`; flags may have come as int32."""
+    """Make the state from the device's views of `state_arrays`. Flags may arrive as int32."""
     bias = None
     if needs.any_bias:
         bias = Bias(*(parts[f"bias_{name}"] for name in ("rows", "ids", "values", "until")))
@@ -52,26 +54,37 @@ def place_state(needs: SamplingNeeds, positions: Tensor, parts: Mapping[str, Ten
 
 
 Draw = Callable[[Tensor, SamplingState, RaceTables], tuple[Tensor, Tensor]]
-"""`draw(logits float[B, V], state, tables) -> (tokens int32[B], bad bool[B])`, after all processing of the logits."""
+"""`draw(logits float[B, V], state, tables) -> (tokens int32[B], bad bool[B])`: the draw after all
+processing of the logits.
+"""
 
 Greedy = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""`greedy(logits float[B, V]) -> (tokens int32[B], bad bool[B])`: the draw where every row is greedy."""
+"""`greedy(logits float[B, V]) -> (tokens int32[B], bad bool[B])`: the draw when every row is
+greedy.
+"""
 
 BLOCK_ELEMENTS = 1 << 16
-"""Logits that `draw_rows` works on at a time: near the cache of a host."""
+"""Number of logits that `draw_rows` processes at a time: about the size of a CPU cache."""
 
 CONTENDERS = 8
-"""Of the first so many of a race one is taken to be what is drawn, where their chances are told."""
+"""Number of leading tokens of a race among which `chances` divides the probability: the drawn token
+is assumed to be one of them.
+"""
 SPREAD, OWN = 2.0, 0.1
-"""A contender that comes in g nats behind the first is what is drawn as often as exp(-SPREAD * sqrt(g)), times its own probability to
-the power of OWN. Logits of a draft and of its target differ little most of the time and much at times, so that chances fall with
-g far slower than an exponential; and one that the noise carried there is less often right. Both fit how often tokens of each place
-were right in 64 stories of the embedded model, by both of its heads, greedy and drawn; those that benchmarks/draft_trees.py writes
-are not among them."""
+"""A contender g nats after the first is drawn in proportion to exp(-SPREAD * sqrt(g)) times its own
+probability to the power of OWN.
+
+Draft and target logits mostly differ little but sometimes much, so the chance falls with g far
+slower than an exponential. A token that reached its rank through the noise is accepted less often.
+Both constants are fitted to acceptance rates by rank in 64 stories of the embedded model, with both
+of its draft heads, greedy and sampled; the stories of benchmarks/draft_trees.py are not among them.
+"""
 
 
 class Sampler:
-    """Draws tokens for one vocabulary on one device. Holds constants only, so one serves any number of batches."""
+    """Draws tokens for one vocabulary on one device. It holds constants only, so it serves any
+    number of batches.
+    """
 
     def __init__(
         self,
@@ -82,8 +95,10 @@ class Sampler:
         greedy: Greedy | None = None,
         is_narrow: bool = False,
     ) -> None:
-        """`draw` and `greedy` are the device's own; without them, torch's by `block_elements`. `is_narrow`: the device has no
-        integers of 64 bits. None ever changes a token."""
+        """`draw` and `greedy` are the device's own implementations; the default is torch, in blocks
+        of `block_elements`. `is_narrow`: the device has no 64-bit integers. None of these changes a
+        token.
+        """
         self.tables = make_race_tables(vocab_size, device, is_narrow)
         self.vocab_size = vocab_size
         self._draw = partial(draw_rows, block_elements=block_elements) if draw is None else draw
@@ -102,12 +117,15 @@ class Sampler:
         return SampledTokens(tokens, bad, logprobs)
 
     def decided(self, *found: Tensor) -> tuple[Tensor, ...]:
-        """What a draw by other means came to, tensors of one shape and dtype, as it counts for all who hold the model."""
+        """Return the results of a draw by other means, tensors of one shape and dtype, as all ranks
+        of the model use them.
+        """
         return found
 
     def probabilities(self, logits: Tensor, state: SamplingState) -> Tensor:
-        """float32[B, V]: how likely a draw from processed logits float[B, V] is to bring each token; all of a greedy row is at its
-        token. Zeros where a row is bad."""
+        """Return float32[B, V]: the probability of each token under processed logits float[B, V]. A
+        greedy row has 1 at its token. Bad rows are zero.
+        """
         logits = logits.float()
         best, first = logits.max(-1)
         gaps = candidate_gaps(logits, best, state, self.tables)
@@ -118,12 +136,16 @@ class Sampler:
         return weights.div_(weights.sum(-1, keepdim=True).clamp_(min=1.0))
 
     def leaders(self, logits: Tensor, state: SamplingState, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` first of each row's race on logits float[B, V], by the row's noise (a greedy row: the likeliest), and how
-        likely each is to be what is drawn by other logits that are about the same: tokens int32[B, count] and logarithms float32[B,
-        count] as `chances` has them, -inf where there is no candidate."""
+        """Return the first `count` tokens of each row's race on logits float[B, V], and an estimate
+        of their acceptance.
+
+        The race uses the row's noise (a greedy row: none, the most likely tokens). Returns tokens
+        int32[B, count] and log chances float32[B, count] (see `chances`) that another model with
+        similar logits draws the token; -inf if it is no candidate.
+        """
         logits = logits.float()
         if state.needs.any_greedy:
-            # A greedy row has no temperature of its own.
+            # A greedy row has no temperature: use 1.
             state = replace(state, scale=state.scale.masked_fill(state.greedy, ONE))
         gaps = candidate_gaps(logits, logits.amax(-1), state, self.tables)
         scores = -gaps
@@ -136,16 +158,19 @@ class Sampler:
         return tokens[:, :count].to(torch.int32), found[:, :count]
 
     def draw_by_weight(self, weights: Tensor, seed_words: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """One token a row by weights float32[B, V] of any sum, and which rows have none: int32[B], bool[B]. The noise is that of
-        `positions` int32[B] under seed words int32[B, 2]."""
+        """Draw one token per row by weights float32[B, V] of any sum. Returns int32[B], and bool[B]
+        for rows without any weight. The noise is keyed by `positions` int32[B] and seed words
+        int32[B, 2].
+        """
         scale = torch.full_like(weights[:, 0], ONE)
         needs = SamplingNeeds(all_greedy=False, any_greedy=False)
         state = SamplingState(needs, positions, seed_words, scale, torch.zeros_like(scale, dtype=torch.bool))
         return self._draw(weights.log(), state, self.tables)
 
     def process(self, logits: Tensor, state: SamplingState) -> Tensor:
-        """Logits after penalties, then bias and early bans, then what this step adds, then masks, then XTC: a new
-        float32[B, V], or `logits` itself."""
+        """Apply penalties, then bias and early bans, then the additions of this step, then masks,
+        then XTC. Returns a new float32[B, V], or `logits` itself if nothing applies.
+        """
         if not any((state.penalties, state.bias, state.changes, state.masks, state.xtc)):
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -163,14 +188,18 @@ class Sampler:
 
 
 def chances(nats: Tensor, own: Tensor) -> Tensor:
-    """float32[B, c]: logarithms of how likely each of c contenders is to be what is drawn, by where they come in and by the logarithms of
-    their own probabilities, float32[B, c] each; -inf for one that is none."""
+    """Return float32[B, c]: the log chance that each of c contenders is the drawn token, from their
+    scores in the race and the logarithms of their own probabilities, float32[B, c] each. -inf for
+    tokens that are no candidates.
+    """
     marks = OWN * own - SPREAD * (nats[:, :1] - nats).sqrt()
     return (marks - marks.logsumexp(-1, keepdim=True)).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
 
 def candidate_gaps(logits: Tensor, best: Tensor, state: SamplingState, tables: RaceTables) -> Tensor:
-    """Gaps int32[B, V] after temperature and cut-offs; LIMIT = no candidate. logits float32[B, V], best float32[B]."""
+    """Return gaps int32[B, V] after temperature and cut-offs; LIMIT = no candidate. logits
+    float32[B, V], best float32[B].
+    """
     gaps = gaps_below_best(logits, best, state.scale)
     if state.top_k is not None:
         keep_top_k_(gaps, state.top_k)
@@ -182,7 +211,9 @@ def candidate_gaps(logits: Tensor, best: Tensor, state: SamplingState, tables: R
 
 
 def apply_xtc_(logits: Tensor, xtc: Exclusion[Tensor], state: SamplingState, tables: RaceTables) -> Tensor:
-    """Leave the candidates of the rows of XTC in logits float32[B, V], in place; `state` is that of all rows."""
+    """Set the logits float32[B, V] of the rows with XTC to -inf for all tokens that are not kept,
+    in place. `state` covers all rows.
+    """
     names = ("positions", "seed_words", "scale")
     own = {name: getattr(state, name).index_select(0, xtc.rows) for name in names}
     narrowed = replace(state, **own, top_k=xtc.top_k, top_p=xtc.top_p, min_p=xtc.min_p)
@@ -195,7 +226,9 @@ def apply_xtc_(logits: Tensor, xtc: Exclusion[Tensor], state: SamplingState, tab
 def draw_rows(
     logits: Tensor, state: SamplingState, tables: RaceTables, block_elements: int = BLOCK_ELEMENTS
 ) -> tuple[Tensor, Tensor]:
-    """The draw in torch, on any device. `block_elements` logits at a time never change a token."""
+    """Draw in torch, on any device, `block_elements` logits at a time. The block size never changes
+    a token.
+    """
     tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     bad = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
     keys = row_keys(state.seed_words, state.positions)
@@ -224,20 +257,22 @@ def _blocks(logits: Tensor, needs: SamplingNeeds, block_elements: int) -> Iterat
 
 
 def draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's first largest logit: tokens int32[B] and bad rows bool[B], as a draw of greedy rows gives them."""
+    """Return each row's first largest logit: tokens int32[B], and bad rows bool[B] as defined for
+    `Draw`.
+    """
     tokens = logits.argmax(-1, keepdim=True).to(torch.int32)
     bad = ~logits.gather(1, tokens)[:, 0].isfinite()
     return tokens[:, 0].masked_fill_(bad, 0), bad
 
 
 def _row_parts(state: SamplingState) -> list[tuple[str, Tensor]]:
-    """Fields with one entry per row of the batch."""
+    """Return the fields with one entry per row of the batch."""
     parts = [(item.name, getattr(state, item.name)) for item in fields(state)]
     return [(name, part) for name, part in parts if isinstance(part, Tensor)]
 
 
 def _narrow(state: SamplingState, rows: slice) -> SamplingState:
-    """The state of a block of rows; processors have run by then."""
+    """Return the state of a block of rows, without the processors, which have run."""
     return replace(
         state,
         **{name: part[rows] for name, part in _row_parts(state)},

@@ -1,4 +1,5 @@
-"""What a draw needs and gives, in arrays `A` of whichever library draws, and the host arrays that it is made of.
+"""Inputs and outputs of a draw in arrays `A` of any library, and the host arrays from which the
+inputs are made.
 
 No tensor library.
 """
@@ -19,7 +20,9 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class Bias(Generic[A]):
-    """Additions to single logits, E entries. One counts while the position to be drawn is below its `until`."""
+    """Additions to single logits, E entries. An entry is active while the position of the sampled
+    token is below its `until`.
+    """
 
     rows: A
     """int[E]"""
@@ -33,7 +36,7 @@ class Bias(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class Masks(Generic[A]):
-    """The tokens that M rows may draw. Other rows are left bit for bit as they are."""
+    """The tokens that M rows may sample. Other rows keep their logits bit for bit."""
 
     rows: A
     """int[M], distinct rows of the batch."""
@@ -43,14 +46,16 @@ class Masks(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class Exclusion(Generic[A]):
-    """XTC of M rows, which replaces their cut-offs: theirs apply before it, and the draw has none for them."""
+    """XTC of M rows with their cut-offs, which apply before XTC; the draw itself uses no cut-offs
+    for these rows.
+    """
 
     rows: A
-    """int[M], distinct rows of the batch. What follows is int32[M]."""
+    """int[M], distinct rows of the batch. The next fields are int32[M]."""
     chance: A
-    """Of leaving out the top tokens, in 2**-24."""
+    """Probability of dropping the top tokens, in 2**-24."""
     share: A
-    """Of the weight, that makes a token one of them, in 2**-24."""
+    """Share of the total weight from which a token is a top token, in 2**-24."""
     top_k: A | None
     top_p: A | None
     min_p: A | None
@@ -92,7 +97,9 @@ class SamplingState(Generic[A, P]):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs(Generic[A]):
-    """Of N rows. Ranks and lists order by (logprob descending, id ascending), so entry i of a list has rank i + 1."""
+    """Log-probabilities of N rows. Ranks and lists are ordered by (logprob descending, id
+    ascending), so entry i of a list has rank i + 1.
+    """
 
     chosen: A
     """float32[N]"""
@@ -106,7 +113,9 @@ class Logprobs(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens(Generic[A]):
-    """token_ids int32[B]; bad_rows bool[B]: logits held NaN, +inf or nothing else than -inf, and the token is 0."""
+    """token_ids int32[B]; bad_rows bool[B]: the logits had NaN, +inf or only -inf, and the token is
+    0.
+    """
 
     token_ids: A
     bad_rows: A
@@ -114,7 +123,7 @@ class SampledTokens(Generic[A]):
 
 
 def state_arrays(batch: SamplingBatch, needs: SamplingNeeds) -> dict[str, np.ndarray]:
-    """What the state of a host batch is made of, by name; penalties apart."""
+    """Return the arrays of a host batch's sampling state, by name, without penalties."""
     arrays = {"seed_words": batch.seed_words, "scale": batch.scale, "greedy": batch.greedy}
     plain = batch.xtc_chance == 0
     if needs.any_top_k:
@@ -134,26 +143,26 @@ def state_arrays(batch: SamplingBatch, needs: SamplingNeeds) -> dict[str, np.nda
 
 
 CUT_OFFS: Mapping[str, int] = MappingProxyType({"top_k": OFF, "top_p": TOP_P_OFF, "min_p": OFF})
-"""And what each is in a row without it."""
+"""The cut-offs, and their values in a row that has none."""
 
 
 def _cut_offs(batch: SamplingBatch, rows: np.ndarray) -> dict[str, np.ndarray | None]:
-    """Those of the rows of XTC, None where none of them has one."""
+    """Return the cut-offs of the rows with XTC; None for a cut-off that none of them has."""
     found = {name: (getattr(batch, name)[rows], off) for name, off in CUT_OFFS.items()}
     return {f"xtc_{name}": values if (values != off).any() else None for name, (values, off) in found.items()}
 
 
 CHANGE_ARRAYS = ("change_rows", "change_ids", "change_values", "change_until")
-"""The arrays of what a step adds to single logits."""
+"""Names of the arrays with the logit additions of one step."""
 
 
 def place_changes(parts: Mapping[str, A]) -> Bias[A] | None:
-    """It, from the device's arrays; None: nothing."""
+    """Return the logit additions from the device's arrays, or None if there are none."""
     return Bias(*(parts[name] for name in CHANGE_ARRAYS)) if CHANGE_ARRAYS[0] in parts else None
 
 
 def place_exclusion(needs: SamplingNeeds, parts: Mapping[str, A]) -> Exclusion[A] | None:
-    """XTC from the device's arrays of those of `state_arrays`."""
+    """Return the XTC inputs from the device's copies of `state_arrays`, or None."""
     if not needs.any_xtc:
         return None
     always = (parts[f"xtc_{name}"] for name in ("rows", "chance", "share"))
@@ -161,7 +170,9 @@ def place_exclusion(needs: SamplingNeeds, parts: Mapping[str, A]) -> Exclusion[A
 
 
 def penalty_arrays(batch: SamplingBatch, all_rows: bool = False) -> dict[str, np.ndarray]:
-    """What the penalties of a host batch are made of, by name: of its `penalty_rows`, or of all rows."""
+    """Return the arrays of a host batch's penalties, by name: for its `penalty_rows`, or for all
+    rows.
+    """
     rows = None if all_rows else batch.penalty_rows()
     own = batch if rows is None else batch.select(rows)
     arrays = {} if rows is None else {"penalty_rows": rows}

@@ -1,7 +1,8 @@
-"""Regular expressions that end a text: read one character after the other, each once, whatever the pattern.
+"""Regular expressions that end a text. Each character is read once, for any pattern.
 
-Python's syntax without what looks ahead or back. A pattern becomes a position automaton (Glushkov, 1961): sets of its
-characters are the bits of an integer, so a character costs one step for each place at which a match may have begun.
+Supports Python's syntax without lookaround. A pattern becomes a position automaton (Glushkov,
+1961). Sets of pattern characters are bit masks, so a text character costs one operation for each
+position at which a match may have started.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ from typing import Any, NamedTuple
 from sglcore.sampling.pattern_syntax import Anchor, Atom, Choice, Joined, Node, PatternError, Repeat, read_pattern
 
 MAX_PLACES = 128
-"""Characters of a pattern with its repetitions written out: a step takes time by them."""
+"""Maximum number of characters of a pattern with its repetitions written out; the time of a step
+grows with it.
+"""
 MAX_PARTS = 8192
-"""Parts of such a pattern, empty ones too."""
+"""Maximum number of parts of such a pattern, including empty ones."""
 LONGEST_CUT = 1024
-"""Characters of a match that are held back and cut; what comes before them in a longer match has been shown."""
+"""Maximum number of characters of a match that are held back and cut. Earlier characters of a
+longer match have already been sent.
+"""
 KEPT_PATTERNS, KEPT_STEPS = 64, 1024
 
 
 class Where(IntEnum):
-    """What stands before a place of the text."""
+    """What precedes a position in the text."""
 
     BEGINNING = 0
     LINE = 1
@@ -34,7 +39,9 @@ class Where(IntEnum):
 
 
 class Ends(NamedTuple):
-    """Of a part of a pattern: which of its characters may come first and last, and whether it may be empty."""
+    """For a part of a pattern: the characters that may come first and last (bit masks), and whether
+    it may be empty.
+    """
 
     first: int
     last: int
@@ -46,14 +53,16 @@ EMPTY, NEVER = Ends(0, 0, True), Ends(0, 0, False)
 
 @dataclass(frozen=True, slots=True)
 class Automaton:
-    """A pattern where a certain set of its anchors holds: `follow[i]` may come after character i."""
+    """A pattern under a given set of satisfied anchors: `follow[i]` may come after pattern
+    character i.
+    """
 
     ends: Ends
     follow: list[int]
 
 
 class StopPattern:
-    """One pattern, shared by all texts that look for it. Raises PatternError."""
+    """One pattern, shared by all texts that search for it. Raises PatternError."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -76,11 +85,11 @@ class StopPattern:
         self._steps: tuple[dict[int, int], ...] = tuple({} for _ in Where)
 
     def __len__(self) -> int:
-        """Its characters with repetitions written out."""
+        """Return the number of pattern characters with repetitions written out."""
         return len(self._places)
 
     def mask(self, character: str) -> int:
-        """The characters of the pattern that this one may be."""
+        """Return the pattern characters that match this text character."""
         found = self._masks.get(character)
         if found is None:
             fits = {each for each, test in self._tests.items() if test.fullmatch(character)}
@@ -89,15 +98,21 @@ class StopPattern:
         return found
 
     def first(self, where: Where) -> int:
-        """The characters of the pattern with which a match may begin there."""
+        """Return the pattern characters with which a match may start. `where` is what precedes them
+        in the text.
+        """
         return self._automata[where].ends.first
 
     def last(self, where: Where) -> int:
-        """Those with which it may be complete, if that is what stands behind them."""
+        """Return the pattern characters with which a match may end. `where` is what precedes the
+        text position after them.
+        """
         return self._automata[where].ends.last
 
     def after(self, hits: int, where: Where) -> int:
-        """The characters of the pattern that may come after any of `hits`."""
+        """Return the pattern characters that may come after any of `hits`. `where` is what precedes
+        the text position after `hits`.
+        """
         steps = self._steps[where]
         found = steps.get(hits)
         if found is None:
@@ -109,23 +124,29 @@ class StopPattern:
 
 
 class Match(NamedTuple):
-    """Where a match begins and ends in a text."""
+    """Start and end of a match in a text."""
 
     start: int
     end: int
 
 
 class PatternScan:
-    """One growing text and one pattern. Of the matches that are complete first it takes the one that begins first."""
+    """One growing text and one pattern. Finds the match that ends first; if several end there, the
+    one that starts first.
+    """
 
     def __init__(self, pattern: StopPattern) -> None:
         self.pattern = pattern
         self._begun: list[tuple[int, int]] = []
-        """Places at which a match may have begun, in order, each with what may come next that no earlier one waits for."""
+        """Positions at which a match may have started, ascending. Each has the pattern characters
+        that may come next and that no earlier position waits for.
+        """
         self._length, self._where = 0, Where.BEGINNING
 
     def feed(self, new: str, *, may_end: bool = True) -> Match | None:
-        """Read what the text has grown by, up to the first match; with `may_end` False what is complete there is none."""
+        """Read new text up to the first match. With `may_end` False, matches that complete in this
+        text are ignored.
+        """
         for character in new:
             mask = self.pattern.mask(character)
             if not self._begun and not mask & self.pattern.first(self._where):
@@ -138,11 +159,13 @@ class PatternScan:
 
     @property
     def held_back(self) -> int:
-        """Characters at the end of the text that may belong to a match, of which LONGEST_CUT count."""
+        """Number of characters at the end of the text that may belong to a match, at most
+        LONGEST_CUT.
+        """
         return min(self._length - self._begun[0][0], LONGEST_CUT) if self._begun else 0
 
     def _step(self, character: str, mask: int) -> int | None:
-        """One character; where the match that it completes began."""
+        """Read one character. Returns the start of the match that it completes, or None."""
         begun = [*self._begun, (self._length, self.pattern.first(self._where))]
         self._move(character)
         last, after, where = self.pattern.last(self._where), self.pattern.after, self._where
@@ -168,7 +191,7 @@ class PatternScan:
 
 @lru_cache(maxsize=KEPT_PATTERNS)
 def stop_pattern(text: str) -> StopPattern:
-    """The pattern of a text, made once. Raises PatternError."""
+    """Return the pattern of a text; it is compiled once. Raises PatternError."""
     return StopPattern(text)
 
 
@@ -186,7 +209,9 @@ def _bits(word: int) -> Iterator[int]:
 
 
 def _build(root: Node) -> tuple[list[str], Automaton, Automaton, Automaton]:
-    """The characters of a pattern, each as a pattern of one, and the automata, one for each `Where`."""
+    """Return the characters of a pattern, each as a pattern of its own, and the automata, one for
+    each `Where`.
+    """
     anchors = (frozenset(Anchor), frozenset({Anchor.LINE}), frozenset[Anchor]())
     builders = [_Builder(holding) for holding in anchors]
     found = [Automaton(builder.ends(root), builder.follow) for builder in builders]
@@ -194,7 +219,9 @@ def _build(root: Node) -> tuple[list[str], Automaton, Automaton, Automaton]:
 
 
 class _Builder:
-    """Numbers a pattern's characters in the order in which it meets them, which is the same whatever anchors hold."""
+    """Numbers a pattern's characters in order of appearance, which does not depend on the satisfied
+    anchors.
+    """
 
     def __init__(self, holding: frozenset[Anchor]) -> None:
         self._holding = holding
@@ -203,7 +230,7 @@ class _Builder:
         self.follow: list[int] = []
 
     def ends(self, node: Node) -> Ends:
-        """Those of a part, whose characters are numbered now."""
+        """Number the characters of a part and return its ends."""
         self._parts += 1
         if self._parts > MAX_PARTS or len(self.places) > MAX_PLACES:
             raise PatternError(f"with its repetitions written out it has more than {MAX_PLACES} characters")

@@ -1,6 +1,7 @@
-"""Structural tags, as their text: free text in which certain words begin a part that a schema binds. A frozen, checked record.
+"""Structural tags as text: free text in which certain words start a part that a schema constrains.
+A frozen, checked record.
 
-It reads both ways in which clients write them: `structures` and `triggers`, and a `format` of `triggered_tags`.
+Reads both forms that clients send: `structures` and `triggers`, and a `format` of `triggered_tags`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from typing import Any
 from sglcore.device.errors import SglcoreError
 
 MOST_TAGS, LONGEST_MARK = 128, 1024
-"""Tags and triggers, and characters of each trigger, beginning and end."""
+"""Maximum number of tags and of triggers, and of the characters in each trigger, beginning and end.
+"""
 
 
 class TagError(SglcoreError, ValueError):
-    """Structural tags that can not be read, or not be enforced."""
+    """Structural tags that cannot be read or cannot be enforced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """A part: `begin`, a value of the JSON `schema` (its text), `end`."""
+    """A part of the text: `begin`, a value of the JSON `schema` (as text), `end`."""
 
     begin: str
     schema: str
@@ -31,19 +33,21 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """Free text up to a trigger; what begins with that is one of the tags that do. `is_last`: nothing follows the first one."""
+    """Free text up to a trigger; a tag that begins with this trigger follows. `is_last`: nothing
+    follows the first tag.
+    """
 
     tags: tuple[Tag, ...]
     triggers: tuple[str, ...]
     is_last: bool = False
 
     def of(self, trigger: str) -> list[tuple[int, Tag]]:
-        """The tags that begin with it, each with its number."""
+        """Return the tags that begin with the trigger, each with its index."""
         return [(number, tag) for number, tag in enumerate(self.tags) if tag.begin.startswith(trigger)]
 
 
 def read_structural_tag(text: str) -> StructuralTag:
-    """From the JSON of either way. Raises TagError, which names what can not be enforced."""
+    """Parse the JSON of either form. Raises TagError, which names what cannot be enforced."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
