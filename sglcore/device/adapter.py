@@ -1,7 +1,9 @@
-"""What packages written for the contract's number before this one lack: all that the core knows of an older contract.
+"""Adapters for packages that were written for an older API number of the contract: all that the
+core knows of older contracts.
 
-`DevicePackage` hands the keywords of every declaration to `adapted`, so that whoever gets a package gets one of today's
-number. A function of an older contract that a declaration refers to is put right by a function around it (`refs.wrapped`).
+`DevicePackage` passes the keywords of every declaration to `adapted`, so the core only sees
+packages of the current number. If a declaration refers to a function of an older contract, an
+adapter wraps the reference (`refs.wrapped`).
 """
 
 from __future__ import annotations
@@ -11,16 +13,19 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 Keywords: TypeAlias = Mapping[str, Any]
-"""What a package calls `DevicePackage` with."""
+"""The keywords with which a package calls `DevicePackage`."""
 
 ADAPTERS: Mapping[int, Callable[[Keywords], Keywords]] = MappingProxyType({})
-"""By the number that a package declares: `from_N(keywords) -> keywords` of number N + 1. It names what is new, renames what has
-another name now, and wraps references. Empty as long as `package.understood()` is one number."""
+"""Adapters by the API number that a package declares: `from_N(keywords) -> keywords` of number N +
+1. An adapter adds new names, renames changed ones, and wraps references. Empty while
+`package.understood()` has one number.
+"""
 
 
 def adapted(given: Keywords, adapters: Mapping[int, Callable[[Keywords], Keywords]] = ADAPTERS) -> Keywords:
-    """The keywords of a declaration in today's number, with `written_for` as the number that it had; of a number without an
-    adapter, as they are."""
+    """Return the keywords of a declaration in the current API number, with its own number as
+    `written_for`. Keywords of a number without an adapter are returned unchanged.
+    """
     number = given.get("api", 0)
     if number not in adapters:
         return given

@@ -1,6 +1,7 @@
-"""The host batch that crosses the worker seam: numpy arrays with CSR offsets, no tensors, no pools, no requests.
+"""The host batch that a worker receives: numpy arrays with CSR offsets; no tensors, pools or
+requests.
 
-One declaration per field; the isolated copy that a forward sees is generated from it.
+Each field is declared once. The isolated copy for a forward is generated from the declarations.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ Ints = NDArray[np.int32]
 
 
 class ForwardMode(IntEnum):
-    """What a forward does. Decided by request state, never by how many tokens a row brings."""
+    """The kind of forward. It follows from the states of the requests, never from the number of
+    tokens in a row.
+    """
 
     IDLE = 0
     DECODE = 1
@@ -32,12 +35,12 @@ class ForwardMode(IntEnum):
 
     @property
     def is_decode(self) -> bool:
-        """Every row brings exactly its last sampled token."""
+        """Whether every row has exactly its last sampled token as input."""
         return self is ForwardMode.DECODE
 
 
 class CaptureHiddenMode(IntEnum):
-    """Which hidden states a forward hands back."""
+    """The hidden states that a forward returns."""
 
     NONE = 0
     LAST = 1
@@ -45,7 +48,9 @@ class CaptureHiddenMode(IntEnum):
 
 
 class OneShot(Generic[T]):
-    """A value for one forward only: the first `take` returns it, every later one returns the default."""
+    """A value for one forward only: the first `take` returns it, every later one returns the
+    default.
+    """
 
     __slots__ = ("_default", "_value")
 
@@ -64,28 +69,29 @@ class OneShot(Generic[T]):
 
     @property
     def is_set(self) -> bool:
-        """A value is waiting to be taken."""
+        """Whether a value has been set and not taken."""
         return self._value is not self._default
 
     def move(self) -> OneShot[T]:
-        """A new one-shot that holds this one's value; this one is left empty."""
+        """Return a new one-shot with this one's value, and clear this one."""
         moved = OneShot(self._default)
         moved._value, self._value = self._value, self._default
         return moved
 
 
 def offsets_of(lengths: Sequence[int] | np.ndarray) -> Ints:
-    """int32[N + 1]: where each of N parts begins, and where the last one ends."""
+    """Return int32[N + 1]: the start of each of N parts, and the end of the last one."""
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 class HostSampling(Protocol):
-    """Sampling state of a batch's rows, as the seam sees it."""
+    """Sampling state of a batch's rows, as the contract sees it."""
 
     def copy_for_forward(self) -> HostSampling:
-        """A copy that one forward may keep; later changes to the original do not reach it."""
+        """Return a copy that one forward may keep. Later changes to the original do not affect it.
+        """
         ...
 
 
@@ -233,16 +239,18 @@ class ScheduleBatch:
 
     @property
     def batch_size(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.slots)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens over all rows."""
+        """Number of tokens in all rows."""
         return len(self.input_ids)
 
     def copy_for_forward(self) -> ScheduleBatch:
-        """An isolated copy for one forward: arrays copied, one-shot values moved, sampling state forward-only."""
+        """Return an isolated copy for one forward: arrays are copied, one-shot values are moved,
+        the sampling state is forward-only.
+        """
         array, scalars = np.ndarray, _SCALARS
         values = [
             value if (kind := type(value)) in scalars else value.copy() if kind is array else _isolate(value)
@@ -251,7 +259,7 @@ class ScheduleBatch:
         return type(self)(*values)
 
     def take_back(self, view: ScheduleBatch) -> None:
-        """Return one-shot values that a failed forward never took."""
+        """Return one-shot values that a failed forward did not take."""
         read = _reader(type(self))
         for mine, other in zip(read(self), read(view), strict=True):
             if isinstance(mine, OneShot) and other.is_set:
@@ -260,7 +268,7 @@ class ScheduleBatch:
 
 @cache
 def _reader(kind: type[ScheduleBatch]) -> Callable[[ScheduleBatch], tuple[Any, ...]]:
-    """Reads all declared fields of this kind of batch, in order."""
+    """Return a function that reads all declared fields of this kind of batch, in order."""
     return attrgetter(*(declared.name for declared in fields(kind)))
 
 
@@ -268,5 +276,7 @@ _SCALARS = frozenset({int, ForwardMode, type(None)})
 
 
 def _isolate(value: Any) -> Any:
-    """Copy, by kind, what is neither scalar nor array; a kind nobody thought about is an error here, not a leak later."""
+    """Copy a value that is neither scalar nor array. An unknown kind raises here, so that it cannot
+    leak between forwards.
+    """
     return value.move() if type(value) is OneShot else value.copy_for_forward()

@@ -1,7 +1,7 @@
-"""Bring-up: an explicit order of steps whose needs are checked before any work.
+"""Bring-up: an explicit order of steps. The needs of all steps are checked before any of them runs.
 
-A step is a function. Its name is what it provides; its parameters are what it needs. A package edits the order with
-`insert`, `replace` and `remove`, each of which gives a new order.
+A step is a function. Its name is what it provides; its parameters are what it needs. A package
+edits the order with `insert`, `replace` and `remove`; each returns a new order.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ StepFunction: TypeAlias = Callable[..., object]
 
 @runtime_checkable
 class Closeable(Protocol):
-    """Something that a step built and that must be released when a later step fails."""
+    """Something that a step built and that must be released if a later step fails."""
 
     def close(self) -> None:
-        """Release what it holds; called once."""
+        """Release all resources; called once."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A function of the order. `optional` are its parameters with defaults: they may be absent, but never come later."""
+    """A function of the order. `optional` are its parameters with defaults: their values may be
+    absent, but no later step may provide them.
+    """
 
     provides: str
     function: StepFunction
@@ -38,7 +40,9 @@ class Step:
 
     @staticmethod
     def of(function: StepFunction, provides: str = "") -> Step:
-        """Read name and needs from a function; raises `BringUpError` when they can not be read from its signature."""
+        """Read the name and the needs of a function. Raises `BringUpError` if its signature does
+        not tell them.
+        """
         name = getattr(function, "__name__")  # noqa: B009  a Callable need not declare its name to the type checker
         parameters = inspect.signature(function).parameters.values()
         for parameter in parameters:
@@ -54,12 +58,13 @@ class Step:
         )
 
     def call(self, known: Mapping[str, Any]) -> Any:
-        """What the function makes of what is known."""
+        """Call the function with the known values that it needs. Returns its result."""
         wanted = (*self.needs, *(name for name in self.optional if name in known))
         return self.function(**{name: known[name] for name in wanted})
 
     def line(self, width: int = 0) -> str:
-        """What it provides, which function does when that has another name, and its needs."""
+        """Return one line: what the step provides, the function if its name differs, and the needs.
+        """
         name = getattr(self.function, "__name__")  # noqa: B009
         label = self.provides if name == self.provides else f"{self.provides} ({name})"
         needs = ", ".join((*self.needs, *(f"{name}?" for name in self.optional)))
@@ -68,9 +73,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The functions of earlier `steps` once more, whichever they are in a package's order, with other things in place of what
-    they need: `instead` has the name of each by the need that it stands for. It provides what the last of them makes, or None
-    where one of those things is None."""
+    """Run the functions of earlier `steps` again, as a package's order has them, with other inputs:
+    `instead` maps a need to the name of the value that replaces it. Provides the result of the last
+    step, or None if one of these values is None.
+    """
 
     provides: str
     steps: tuple[str, ...]
@@ -80,16 +86,16 @@ class Again:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The things that stand in for others."""
+        """The names of the replacement values."""
         return tuple(self.instead.values())
 
     def line(self, width: int = 0) -> str:
-        """What it provides, the steps, and what they take instead."""
+        """Return one line: what it provides, the steps, and the replacements."""
         label = f"{self.provides} ({', '.join(self.steps)} again)"
         return f"{label:<{width}}  <- {', '.join(f'{need}={thing}' for need, thing in self.instead.items())}"
 
     def run(self, order: BringUp, known: Mapping[str, Any]) -> Any:
-        """What the last of the steps of `order` makes."""
+        """Run the steps of `order` again. Returns the result of the last one."""
         given = {**known, **{need: known[thing] for need, thing in self.instead.items()}}
         if any(given[need] is None for need in self.instead):
             return None
@@ -108,7 +114,7 @@ class BringUp:
     steps: tuple[Step | Again, ...]
 
     def __init__(self, steps: Iterable[StepFunction | Step | Again]) -> None:
-        """Raises `BringUpError` when two steps provide the same thing."""
+        """Raises `BringUpError` if two steps provide the same value."""
         self.steps = tuple(step if isinstance(step, (Step, Again)) else Step.of(step) for step in steps)
         names = [step.provides for step in self.steps]
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -120,7 +126,7 @@ class BringUp:
     def insert(
         self, step: StepFunction, *, before: StepFunction | str | None = None, after: StepFunction | str | None = None
     ) -> BringUp:
-        """A new order with one more step, next to a step of this one."""
+        """Return a new order with one more step, next to a step of this one."""
         if before is not None and after is None:
             place = self._index(before)
         elif after is not None and before is None:
@@ -130,18 +136,22 @@ class BringUp:
         return BringUp((*self.steps[:place], Step.of(step), *self.steps[place:]))
 
     def replace(self, old: StepFunction | str, new: StepFunction) -> BringUp:
-        """A new order where `new` provides what `old` provided, whatever the name of its function."""
+        """Return a new order in which `new` provides what `old` provided; the name of the function
+        may differ.
+        """
         place = self._index(old)
         step = Step.of(new, provides=self.steps[place].provides)
         return BringUp((*self.steps[:place], step, *self.steps[place + 1 :]))
 
     def remove(self, step: StepFunction | str) -> BringUp:
-        """A new order without one step."""
+        """Return a new order without one step."""
         place = self._index(step)
         return BringUp((*self.steps[:place], *self.steps[place + 1 :]))
 
     def check(self, given: Collection[str]) -> None:
-        """Raise `BringUpError` unless every need of every step is given or provided by an earlier step."""
+        """Raise `BringUpError` unless each need of each step is given or provided by an earlier
+        step.
+        """
         known = set(given)
         for place, step in enumerate(self.steps):
             if step.provides in known:
@@ -153,11 +163,11 @@ class BringUp:
             known.add(step.provides)
 
     def run(self, given: Mapping[str, object], report: Callable[[str, float], None] | None = None) -> Mapping[str, Any]:
-        """Check, then call every step; gives what was built, in order. `report` is called after each step with what it
-        provided and its seconds.
+        """Check the order, then call every step. Returns the built values, in order. `report` is
+        called after each step with the name of its value and its time in seconds.
 
-        When a step fails, what was built before it is closed in reverse order; the exception keeps its own traceback and
-        gets a note with the name of the step.
+        If a step fails, the values built before it are closed in reverse order. The exception keeps
+        its traceback and gets a note with the name of the step.
         """
         self.check(given.keys())
         known = dict(given)
@@ -176,7 +186,7 @@ class BringUp:
         return MappingProxyType(built)
 
     def text(self) -> str:
-        """The order with the needs of each step, one line a step."""
+        """Return the order with the needs of each step, one line per step."""
         width = max((len(step.line().split("  <-")[0]) for step in self.steps), default=0)
         return "".join(f"{step.line(width)}\n" for step in self.steps)
 
@@ -190,7 +200,7 @@ class BringUp:
 
 
 def _close_in_reverse(built: Mapping[str, object], failure: BaseException) -> None:
-    """Close every `Closeable`, the last built first, each once; what goes wrong then becomes notes on the failure."""
+    """Close every `Closeable` once, the last built first. Errors become notes on the failure."""
     closed: set[int] = set()
     for name, thing in reversed(tuple(built.items())):
         if not isinstance(thing, Closeable) or id(thing) in closed:

@@ -1,4 +1,4 @@
-"""What is known of each installed package before one is chosen: what its probe says, or what went wrong."""
+"""What is known of each installed package before one is chosen: its probe report, or its error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from sglcore.device.system import System, host_system
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An installed package with what its probe said, or else what loading or probing it raised."""
+    """An installed package with its probe report, or with the error that loading or probing it
+    raised.
+    """
 
     installed: Installed
     report: ProbeReport | None = None
@@ -23,37 +25,40 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """What `--device` calls it."""
+        """The name for `--device`."""
         return self.installed.name
 
     @property
     def is_host(self) -> bool:
-        """It is known to be the processor itself."""
+        """Whether the package declares that its device is the processor itself."""
         return self.installed.package is not None and self.installed.package.is_host
 
     @property
     def is_present(self) -> bool:
-        """Its probe saw the hardware."""
+        """Whether its probe found the hardware."""
         return self.report is not None and self.report.present
 
     @property
     def is_hidden(self) -> bool:
-        """It is present, and somebody hides every device of it from this process."""
+        """Whether it is present, but a variable hides all its devices from this process."""
         return self.is_present and self.probed().hiding is not None
 
     @property
     def is_usable(self) -> bool:
-        """Its probe found that all four facts hold."""
+        """Whether its probe found that all four facts hold."""
         return self.report is not None and self.report.usable
 
     def probed(self) -> ProbeReport:
-        """What its probe said; raises what loading or probing it raised, with the traceback that had."""
+        """Return its probe report. Raises the error of loading or probing it, with its traceback.
+        """
         if self.report is None:
             raise self.error or DeviceError(f"device {self.name!r} was not probed")
         return self.report
 
     def trouble(self) -> tuple[str, str]:
-        """What loading or probing it raised, in a line, and the remedy; both empty if nothing."""
+        """Return the error of loading or probing it in one line, and the remedy; both are empty
+        without an error.
+        """
         if self.error is None:
             return "", ""
         where = "loaded" if self.installed.package is None else "probed"
@@ -66,8 +71,9 @@ class Candidate:
 
 
 def run_probe(package: DevicePackage, named: bool, system: System | None = None) -> ProbeReport:
-    """Call a package's probe on `system` (None: `host_system()`). What it raises keeps its own traceback and gets a note
-    that names the package."""
+    """Call a package's probe on `system` (None: `host_system()`). Its exceptions keep their
+    traceback and get a note that names the package.
+    """
     try:
         report = resolve(package.probe, package.name)(named, system or host_system())
     except SystemExit as error:
@@ -81,7 +87,9 @@ def run_probe(package: DevicePackage, named: bool, system: System | None = None)
 
 
 def try_package(item: Installed, named: bool, system: System | None = None) -> Candidate:
-    """Load and probe an installed package; raises nothing that it raises."""
+    """Load and probe an installed package. Its exceptions are returned in the Candidate, not
+    raised.
+    """
     try:
         return Candidate(item, run_probe(item.loaded(), named, system))
     except Exception as error:
@@ -89,14 +97,17 @@ def try_package(item: Installed, named: bool, system: System | None = None) -> C
 
 
 def claims_of(installed: Sequence[Installed]) -> frozenset[PciClaim]:
-    """What the packages that loaded claim of the PCI bus."""
+    """Return the PCI claims of all packages that could be loaded."""
     return frozenset().union(*(item.package.pci for item in installed if item.package is not None))
 
 
 def likely_devices(candidate: Candidate, known: frozenset[PciClaim], bus: Sequence[PciDevice]) -> tuple[PciDevice, ...]:
-    """The devices on the bus that a package which raised would probably have found: those that it claims and that are
-    accelerators beyond doubt, or, where it can not say, the accelerators of vendors of which nothing in `known`, the claims
-    of all that loaded, is."""
+    """Return the PCI devices that a package which raised would probably have found.
+
+    These are the devices that it claims and that are certainly accelerators. If its claims are
+    unknown, these are accelerators of vendors that no claim in `known`, the claims of all loaded
+    packages, covers.
+    """
     package = candidate.installed.package
     if package is not None and (package.pci or package.is_host):
         return tuple(device for device in bus if any(claim.is_sure_of(device) for claim in package.pci))

@@ -1,5 +1,6 @@
-"""The device that was asked for, and the one that was chosen, as values: a parent hands the choice to its children, which
-verify it and refuse anything else."""
+"""The requested and the chosen device as values. A parent process passes the choice to its
+children, which verify it and refuse anything else.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +18,22 @@ VARIABLE = "SGLCORE_DEVICE"
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The device that was asked for by name, and where, and which of several; no name means that the choice is automatic."""
+    """The requested device: its name, where the request came from, and the device's index. No name
+    means an automatic choice.
+    """
 
     name: str | None = None
     source: str = ""
     index: int | None = None
 
     def __str__(self) -> str:
-        """The request as a ledger row shows it."""
+        """Return the request as a ledger row shows it."""
         number = "" if self.index is None else f":{self.index}"
         return f"{self.name}{number} (from {self.source})" if self.name else "automatic"
 
     @staticmethod
     def parse(text: str, source: str) -> Requested:
-        """`NAME` or `NAME:INDEX`; raises DeviceError for anything else."""
+        """Parse `NAME` or `NAME:INDEX`. Raises DeviceError for anything else."""
         name, colon, number = text.partition(":")
         if not name or (colon and not number.isdecimal()):
             raise DeviceError(f"the device is {text!r}, from {source}", wanted="NAME, or NAME:INDEX")
@@ -38,7 +41,9 @@ class Requested:
 
 
 def requested_device(option: str | None, environ: Mapping[str, str] = os.environ) -> Requested:
-    """What was given as `--device`, or else as `SGLCORE_DEVICE`; an empty value asks for nothing."""
+    """Return the request from `--device`, or else from `SGLCORE_DEVICE`. An empty value is no
+    request.
+    """
     for text, source in ((option, "--device"), (environ.get(VARIABLE), VARIABLE)):
         if text:
             return Requested.parse(text, source)
@@ -47,8 +52,9 @@ def requested_device(option: str | None, environ: Mapping[str, str] = os.environ
 
 @dataclass(frozen=True, slots=True)
 class ChosenDevice:
-    """Which device runs, which distribution brought it, the contract it speaks, why it was chosen, and its number among those
-    of its package."""
+    """The device that runs, its distribution, its contract's API number, the reason for the choice,
+    and its index among the package's devices.
+    """
 
     name: str
     distribution: str
@@ -58,20 +64,22 @@ class ChosenDevice:
     index: int = 0
 
     def __str__(self) -> str:
-        """As `--device` takes it."""
+        """Return the device in the syntax of `--device`."""
         return f"{self.name}:{self.index}" if self.index else self.name
 
     def pinned(self, asked: str | None) -> str | None:
-        """What a child process is asked for that was asked for `asked`: this very device, where it is not the first."""
+        """Return the request for a child process: this very device if it is not the first one,
+        otherwise `asked`.
+        """
         return f"{self.name}:{self.index}" if self.index else asked
 
     def encode(self) -> str:
-        """One line of text for a child process."""
+        """Return one line of text for a child process."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def decode(text: str) -> ChosenDevice:
-        """The value that `encode` wrote; raises `DeviceError` when the text is something else."""
+        """Return the value that `encode` wrote. Raises `DeviceError` for other text."""
         names = tuple(item.name for item in fields(ChosenDevice))
         try:
             values = json.loads(text)
@@ -85,10 +93,10 @@ class ChosenDevice:
 
 
 def adopt(encoded: str, requested: str | None, installed: Sequence[Installed]) -> DevicePackage:
-    """In a child process: the package that the parent chose.
+    """Return, in a child process, the package that the parent chose.
 
-    Raises `DeviceError`, naming both sides, when the child was asked for another device or finds another distribution,
-    version or API; raises what the package raised when it can not be loaded.
+    Raises `DeviceError`, naming both sides, if the child was given another device or finds another
+    distribution, version or API. Raises the package's own error if it cannot be loaded.
     """
     chosen = ChosenDevice.decode(encoded)
     asked = Requested.parse(requested, VARIABLE) if requested else Requested(chosen.name)
@@ -113,7 +121,7 @@ def adopt(encoded: str, requested: str | None, installed: Sequence[Installed]) -
 
 
 def check_same(found: ChosenDevice, parent: ChosenDevice) -> None:
-    """In a child process: raise `DeviceError`, naming both, when what it chose is not what its parent chose."""
+    """Raise `DeviceError`, naming both, if a child process chose another device than its parent."""
     if (found.name, found.index) != (parent.name, parent.index):
         remedy = "start the child with the parent's environment; sglcore devices says what is found"
         raise _refusal("the device", f"{parent.name}:{parent.index}", f"{found.name}:{found.index}", remedy)

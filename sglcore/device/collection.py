@@ -1,4 +1,4 @@
-"""Python's garbage collector, off while something is built that stays, or captured."""
+"""Disable Python's garbage collector while permanent objects are built, or a graph is captured."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from contextlib import contextmanager
 __all__ = ["no_collection"]
 
 MANY = 10_000
-"""So many young objects take a millisecond to search; as long takes the question whether anything is frozen, where it is."""
+"""Number of young objects above which a freeze pays: to search so many takes a millisecond, as long
+as to count the frozen objects.
+"""
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage is collected inside; afterwards the collector is on if it was on before.
+    """Disable garbage collection inside; afterwards the collector is on if it was on before.
 
-    What was made inside then counts as old, if it is much: the next collection of young objects would search all of it,
-    and it stays.
+    If many objects were made inside, they are marked as old. They stay, and the next collection of
+    young objects would search all of them.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -30,7 +32,9 @@ def no_collection() -> Iterator[None]:
 
 
 def _let_all_be_old() -> None:
-    """Searches nothing. Nothing happens where somebody keeps objects frozen, because they would thaw."""
+    """Mark all objects as old without a search. Does nothing if frozen objects exist, because they
+    would be unfrozen.
+    """
     if gc.get_count()[0] >= MANY and not gc.get_freeze_count():
         gc.freeze()
         gc.unfreeze()

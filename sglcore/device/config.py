@@ -1,4 +1,6 @@
-"""The configuration: every raw argument is read once, here, into the engine's frozen record or the server's."""
+"""The configuration: every argument is read once, here, into the frozen record of the engine or of
+the server.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,20 @@ __all__ = [
 
 MOST_DRAFTS = 32
 MOST_BEAMS = 16
-"""Tokens proposed for a step at most. Each request takes so many rows more of every step, its graphs and its logits; where nine
-in ten are right, all of 32 are in one step of 29, and 32 bring no more than 4 % over 24."""
+"""Maximum number of draft tokens per step (MOST_DRAFTS) and per position (MOST_BEAMS).
+
+Each draft token adds a row per request to every step, its graphs and its logits. At an acceptance
+rate of 0.9, all 32 are accepted in one step of 29, and 32 give at most 4 % more tokens than 24.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What was asked for; None means "choose, and say why in the ledger".
+    """The configuration of the engine. None means "choose, and give the reason in the ledger".
 
-    `kv_cache_memory` is in bytes. `graph_token_buckets` may be none: then they are dense enough that no prompt is padded to
-    more than twice its tokens. `poison` proves that nothing reads what an older step left in a buffer.
+    `kv_cache_memory` is in bytes. Without `graph_token_buckets`, the buckets are dense enough that
+    no prompt is padded to more than twice its tokens. `poison` proves that nothing reads what an
+    older step left in a buffer.
     """
 
     model: str | None = setting(
@@ -239,18 +245,19 @@ class EngineConfig:
 
 
 def resolve_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:
-    """Merge explicit arguments with `SGLCORE_*` variables (arguments win; an empty variable is none).
+    """Merge explicit arguments with `SGLCORE_*` variables (arguments win; an empty variable is
+    none).
 
-    Unknown names and values of another kind are errors that say what is known or wanted. Variables of the server are
-    known, and not read.
+    Raises ConfigError for unknown names and for values of the wrong kind, and says what is known or
+    wanted. Variables of the server are allowed and not read.
     """
     return resolve(EngineConfig, given, environ, ServerConfig)
 
 
 def resolve_server_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> ServerConfig:
-    """The same for the server's settings; variables of the engine are known, and not read.
+    """Do the same for the server's settings. Variables of the engine are allowed and not read.
 
-    The keys of `api_key_file` are read now, and stand behind those of `api_key`.
+    The keys of `api_key_file` are read now and appended to those of `api_key`.
     """
     config: ServerConfig = resolve(ServerConfig, given, environ, EngineConfig)
     if config.api_key_file is None:
@@ -259,13 +266,13 @@ def resolve_server_config(given: Mapping[str, object], environ: Mapping[str, str
 
 
 def plain_config(config: EngineConfig) -> dict[str, Any]:
-    """The fields of a configuration as JSON has them, for a process of its own."""
+    """Return the fields of a configuration as JSON values, for another process."""
     values = {item.name: getattr(config, item.name) for item in fields(config)}
     return {**values, "sources": dict(config.sources)}
 
 
 def config_of_plain(values: Mapping[str, Any]) -> EngineConfig:
-    """The configuration that a parent resolved; no variable is read again."""
+    """Return the configuration that a parent process resolved. No variable is read again."""
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     sources = MappingProxyType(dict(values["sources"]))
     return EngineConfig(**{**values, **lists, "sources": sources})

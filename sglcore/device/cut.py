@@ -1,6 +1,7 @@
-"""Where a batch is cut into two halves, or that it is not: pure arithmetic over the lengths of its requests.
+"""Where a batch is split into two micro-batches, if at all: pure arithmetic on the lengths of its
+requests.
 
-Every rank that decides for itself decides alike, because it reads the same numbers.
+Each rank computes it from the same numbers, so all ranks get the same result.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 THETA = 0.4
-"""A half has at least this part of the tokens; otherwise a request is cut in two."""
+"""Minimum share of the tokens in each half; below it, a request is split in two."""
 
 
 def cut(lengths: NDArray[np.int32], theta: float = THETA, align: int = 1) -> int:
-    """Tokens of the first half, of requests with so many tokens (one or more each), a multiple of `align`; 0: there are no two halves.
+    """Return the number of tokens in the first half, a multiple of `align`; 0: the batch is not
+    split.
 
-    It is the boundary between two requests that is nearest to the middle, unless it leaves one half less than `theta` of the tokens:
-    then the middle, inside a request. `theta` 0 cuts no request. Raises ValueError for theta not in [0, 0.5] and align below 1."""
+    `lengths` are the tokens of each request, at least 1. The split is at the request boundary
+    nearest to the middle. If that leaves less than `theta` of the tokens in one half, it is in the
+    middle, inside a request. `theta` 0 splits no request. Raises ValueError for theta outside [0,
+    0.5] or align below 1.
+    """
     if not 0 <= theta <= 0.5 or align < 1:
         raise ValueError(f"theta {theta} and align {align}; wanted theta in [0, 0.5] and align of 1 or more")
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -35,8 +40,9 @@ def cut(lengths: NDArray[np.int32], theta: float = THETA, align: int = 1) -> int
 
 @dataclass(frozen=True, slots=True)
 class Staggers:
-    """By how many pauses the first half is ahead, in steps with prompts and in others. It changes when things run, never what
-    comes out."""
+    """Number of pauses by which the first half runs ahead, in steps with prompts and in decode
+    steps. It changes the order of execution, never the results.
+    """
 
     prompts: int = 0
     decode: int = 1
@@ -44,9 +50,13 @@ class Staggers:
 
 @dataclass(frozen=True, slots=True)
 class CutTerms:
-    """Which steps run as two halves: those of `least` tokens or more with prompts, of `least_decode` rows or more without. `theta` and
-    `align` are those of `cut` for steps with prompts; a decode never parts the rows of a request. Every rank has the same: with other
-    `staggers` it would call collectives in another order."""
+    """Which steps run as two micro-batches: steps with prompts of `least` tokens or more, and
+    decode steps of `least_decode` rows or more.
+
+    `theta` and `align` are those of `cut`, for steps with prompts; a decode step never splits the
+    rows of a request. All ranks have the same terms: with different `staggers` they would call
+    collectives in different orders.
+    """
 
     least: int = 2
     least_decode: int = 2
@@ -55,13 +65,17 @@ class CutTerms:
     staggers: Staggers = Staggers()
 
     def of_prompts(self, lengths: NDArray[np.int32]) -> int:
-        """Tokens of the first half of requests with so many; 0: whole."""
+        """Return the number of tokens in the first half of requests with `lengths` tokens; 0: not
+        split.
+        """
         if int(lengths.sum()) < max(self.least, 2):
             return 0
         return cut(lengths, self.theta, self.align)
 
     def of_decode(self, requests: int, width: int = 1) -> int:
-        """Rows of the first half of requests with `width` rows each; 0: whole."""
+        """Return the number of rows in the first half of requests with `width` rows each; 0: not
+        split.
+        """
         if requests * width < max(self.least_decode, 2):
             return 0
         return cut(np.full(requests, width, np.int32), 0.0)

@@ -1,7 +1,7 @@
-"""Which device packages are installed: entry points of the group `sglcore.devices`.
+"""Find the installed device packages: entry points of the group `sglcore.devices`.
 
-The API number is read from the entry point, so a package for another contract is refused without being imported. One for
-the number before becomes one of today's as it is declared (adapter.py).
+The API number is read from the entry point, so a package for an unsupported contract is refused
+without an import. A package of the previous number is converted when it is declared (adapter.py).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sglcore.device.package import API, DevicePackage, understood
 
 GROUP = "sglcore.devices"
 UNKNOWN = "an unknown distribution"
-"""What is said instead of the name of a distribution that has lost it."""
+"""Used in messages for a distribution without a name."""
 _API_TAG = re.compile(r"\[\s*api-(\d+)\s*\]\s*$")
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A distribution that offers a device: its package, or the error that loading it raised."""
+    """A distribution that offers a device: its package, or the error of loading it."""
 
     name: str
     distribution: str
@@ -31,27 +31,33 @@ class Installed:
     error: Exception | None = None
 
     def loaded(self) -> DevicePackage:
-        """The package; raises the error of its loading, with the traceback it had."""
+        """Return the package. Raises the error of loading it, with its traceback."""
         if self.package is None:
             raise self.error or DeviceError(f"{self.distribution} offers no device package")
         return self.package
 
 
 def discover(found: Iterable[EntryPoint] | None = None) -> tuple[Installed, ...]:
-    """Every installed device package by name; one that can not be loaded is listed with its error, never left out."""
+    """Return every installed device package, by name. A package that cannot be loaded is listed
+    with its error.
+    """
     points = sorted(entry_points(group=GROUP) if found is None else found, key=lambda point: (point.name, _home(point)))
     return tuple(_load(point, [other for other in points if other.name == point.name]) for point in points)
 
 
 def pip(command: str, distribution: str) -> str:
-    """The remedy `pip COMMAND DISTRIBUTION`; where pip does not know what it would work on, what to do by hand."""
+    """Return the remedy `pip COMMAND DISTRIBUTION`, or what to do by hand if the distribution has
+    no name for pip.
+    """
     if distribution == UNKNOWN:
         return f"delete the .dist-info folder without METADATA that has an entry point of {GROUP}"
     return f"pip {command} {distribution}"
 
 
 def check_api(number: int, distribution: str, name: str, api: int = API) -> None:
-    """Raise `DeviceError` unless a core of the number `api` understands the contract that a package was written for."""
+    """Raise `DeviceError` unless a core with API number `api` supports the contract that a package
+    was written for.
+    """
     taken = understood(api)
     if number not in taken:
         raise DeviceError(
@@ -107,6 +113,8 @@ def _api_number(point: EntryPoint, distribution: str) -> int:
 
 
 def _home(point: EntryPoint) -> tuple[str, str]:
-    """The name and version of the distribution that an entry point came with; what is left of one may have neither."""
+    """Return name and version of the distribution of an entry point. A damaged installation may
+    lack both.
+    """
     name, version = (point.dist.name, point.dist.version) if point.dist is not None else (None, None)
     return name or UNKNOWN, version or "?"

@@ -1,4 +1,6 @@
-"""How many proposals a step verifies: as many as bring the most tokens a second, by what was right and what steps took."""
+"""Choose the number of draft tokens per step that gives the most tokens per second, from measured
+acceptance and step times.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +15,44 @@ from numpy.typing import NDArray
 from sglcore.device.worker import BatchResult
 
 LENGTHS = (0, 1, 3, 5, 7)
-"""Numbers of proposals between which a start changes, besides its largest."""
+"""Draft lengths among which the controller chooses, in addition to the largest allowed one."""
 MEMORY = 0.96
-"""What a step leaves of the evidence before it: that of the last 25 steps counts most."""
+"""Decay of older evidence per step: the last 25 steps dominate."""
 MARGIN = 1.05
-"""How much better another length must be."""
+"""Factor by which another length must be better before it is chosen."""
 DWELL = 8
-"""Steps after a change in which there is no other."""
+"""Minimum number of steps between two changes."""
 PROBE = 64
-"""Every so many steps two take the length that was not tried for longest: the first also makes so many proposals for the second."""
+"""Every this many steps, two steps use the length that was not tried for longest. The first also
+proposes the draft tokens that the second verifies.
+"""
 TIMES = 8
-"""Steps of a length, of which all but the fastest and what waited for something else say what it costs: the lower quartile."""
+"""Number of recent step times kept for each length. Their lower quartile is the cost: it ignores
+the fastest step and steps that waited for other work.
+"""
 TRIES = 2
-"""Steps that a length is tried for before it is judged."""
+"""Number of steps with a length before it is judged."""
 PRIOR = 0.25
-"""Weight of the guess that a place is right as often as the one before it, the first one every second time."""
+"""Weight of the prior: each draft position is accepted as often as the one before it, the first one
+in half of the cases.
+"""
 
 
 def lengths_of(tokens: int | None, most: int) -> tuple[int, ...]:
-    """The lengths of a start, ascending: the one that was asked for, or those up to `most`."""
+    """Return the lengths to choose from, ascending: only `tokens` if configured, otherwise those up
+    to `most`.
+    """
     return (tokens,) if tokens is not None else (*(each for each in LENGTHS if each < most), most)
 
 
 @dataclass(slots=True)
 class _Evidence:
-    """Of steps with about as many requests. At each place, of the requests whose proposals before it were right: how many there
-    were, and how many whose proposal there was right too. By length: seconds of its last steps, and the step that took it."""
+    """Evidence from steps with a similar number of requests.
+
+    For each draft position: `reached` counts requests with all draft tokens before it accepted, and
+    `right` those with the draft token there accepted too. For each length: `seconds` of its recent
+    steps, and the `last` step that used it.
+    """
 
     reached: NDArray[np.float64]
     right: NDArray[np.float64]
@@ -47,12 +61,13 @@ class _Evidence:
 
 
 class LengthController:
-    """Chooses among `lengths`, ascending; of one only there is nothing to choose.
+    """Chooses the draft length among `lengths`, ascending. With one length there is no choice.
 
-    `tokens` is the number of proposals to make and verify. The choice maximises (1 + sum over j <= k of the product over i <= j of
-    a_i) / c(B, k): the tokens that a step of B requests with k proposals is expected to emit for each, a_i being how often the
-    proposal at place i is right where those before it are, over what such a step takes. Both are kept by the power of two in which
-    B lies. Waits for nothing.
+    `tokens` is the number of draft tokens to propose and verify. The choice maximises (1 + sum over
+    j <= k of the product over i <= j of a_i) / c(B, k): the expected tokens per request of a step
+    with B requests and k draft tokens, divided by the time of such a step. a_i is the acceptance
+    rate at draft position i if all earlier positions were accepted. Both are kept by the power of
+    two in which B lies. Never waits.
     """
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
@@ -63,12 +78,14 @@ class LengthController:
         self._evidence: dict[int, _Evidence] = {}
 
     def fitting(self, tokens: int) -> int:
-        """The least length of at least so many proposals; none need no length of their own."""
+        """Return the smallest length of at least `tokens` draft tokens. 0 is always available."""
         return next(each for each in (0, *self.lengths) if each >= tokens)
 
     def learn(self, requests: int, tokens: int, accepted: NDArray[np.int32], seconds: float | None) -> None:
-        """A step verified `tokens` proposals of each of its requests, of which `accepted` int32[B] were right, in `seconds` (None:
-        it made another number of them for the next, so that its time tells nothing)."""
+        """Record a step that verified `tokens` draft tokens of each request in `seconds`, and
+        accepted `accepted` int32[B] of them. `seconds` None: the step proposed another number for
+        the next step, so its time says nothing.
+        """
         if len(self.lengths) == 1:
             return
         known = self._of(requests)
@@ -82,7 +99,7 @@ class LengthController:
             known.seconds.setdefault(tokens, deque(maxlen=TIMES)).append(seconds)
 
     def choose(self, requests: int) -> None:
-        """Set `tokens` for the steps from here on, of about so many requests."""
+        """Set `tokens` for the following steps of about `requests` requests."""
         if len(self.lengths) == 1:
             return
         self._steps += 1
@@ -107,7 +124,7 @@ class LengthController:
             self._settled, self._changed = best, self._steps
 
     def _emitted(self, known: _Evidence) -> list[float]:
-        """Tokens of a request that a step with 0, 1, ... proposals is expected to emit."""
+        """Return the expected tokens per request of a step with 0, 1, ... draft tokens."""
         found, rate, product = [1.0], 0.5, 1.0
         for reached, right in zip(known.reached.tolist(), known.right.tolist(), strict=True):
             rate = (right + PRIOR * rate) / (reached + PRIOR)
@@ -121,8 +138,10 @@ class LengthController:
 
 
 class Started(NamedTuple):
-    """A verification of so many proposals of each request, and `time.perf_counter()` when it was submitted. `is_steady`: as many
-    are made for the next step."""
+    """A submitted verification of `tokens` draft tokens per request; `begin` is
+    `time.perf_counter()` at its submit. `is_steady`: the step proposes the same number for the next
+    step.
+    """
 
     step: int
     requests: int
@@ -132,23 +151,24 @@ class Started(NamedTuple):
 
 
 class StepTimes:
-    """Tells a controller what verifications brought and took."""
+    """Reports acceptance and times of verifications to a controller."""
 
     def __init__(self) -> None:
         self._started = deque[Started]()
         self._last_collect = 0.0
 
     def begin(self, started: Started) -> None:
-        """A verification was submitted."""
+        """Note a submitted verification."""
         self._started.append(started)
 
     def end(self, result: BatchResult, length: LengthController) -> None:
-        """A step was collected."""
+        """Take a collected step."""
         self.took(result.step, accepted_of(result), length)
 
     def took(self, step: int, accepted: NDArray[np.int32], length: LengthController) -> None:
-        """A step has ended of whose proposals `accepted` int32[B] were right. What it took is the time since it was submitted, or since
-        the one before it was collected: nothing waits for it."""
+        """Take a step that has ended with `accepted` int32[B] accepted draft tokens. Its time is
+        counted from its submit or from the previous collect, whichever is later. Never waits.
+        """
         now, before = time.perf_counter(), self._last_collect
         self._last_collect = now
         while self._started and self._started[0].step <= step:
@@ -159,7 +179,7 @@ class StepTimes:
 
 
 def accepted_of(result: BatchResult) -> NDArray[np.int32]:
-    """int32[B]: how many proposals of each row were right."""
+    """Return int32[B]: the number of accepted draft tokens of each row."""
     return result.token_offsets[1:] - result.token_offsets[:-1] - 1
 
 

@@ -1,4 +1,4 @@
-"""How a process of ours ends."""
+"""How a process of the engine ends."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import NoReturn
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as `sys.exit` does: threads are awaited, exit functions run, what is buffered is written. Only the
-    interpreter's last search for garbage is left out, which takes seconds on a busy machine once libraries are loaded, and frees
-    what goes with the process anyway."""
+    """End this process as `sys.exit` does: threads are joined, exit functions run, buffers are
+    flushed.
+
+    Only the interpreter's last garbage collection is skipped. It takes seconds on a busy machine
+    after libraries are loaded, and frees only what ends with the process anyway.
+    """
     gc.freeze()
     sys.exit(code)
 
 
 def drop_output() -> None:
-    """Forget what standard output did not take, which the interpreter would write once more at its end, and all that comes."""
+    """Discard the buffered standard output, which the interpreter would try to write again at exit,
+    and all later output.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Errors that a person can act on: what was found, what was wanted, and the remedy, in one line."""
+"""Errors that a user can act on: what was found, what was wanted, and the remedy, in one line."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import errno
 from typing import ClassVar
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-"""What a disk that is full, or a quota, says."""
+"""Error numbers of a full disk or an exhausted quota."""
 
 
 class SglcoreError(Exception):
-    """An error whose one-line text is enough: the command line prints it without a traceback and exits with `exit_code`."""
+    """An error with a self-contained one-line text: the command line prints it without a traceback
+    and exits with `exit_code`.
+    """
 
     exit_code: ClassVar[int] = 2
 
     def __init__(self, found: str, *, wanted: str = "", remedy: str = "") -> None:
-        """Join the parts that are given: `found; wanted ...; remedy`."""
+        """Join the given parts: `found; wanted ...; remedy`."""
         super().__init__("; ".join(part for part in (found, wanted and f"wanted {wanted}", remedy) if part))
         self.found = found
         self.wanted = wanted
@@ -23,15 +25,15 @@ class SglcoreError(Exception):
 
 
 class DeviceError(SglcoreError):
-    """No device can be chosen, or the chosen one is not what was asked for."""
+    """No device can be chosen, or the chosen one is not the requested one."""
 
 
 class ConfigError(SglcoreError):
-    """A setting that is unknown or can not be used."""
+    """A setting that is unknown or cannot be used."""
 
 
 class BringUpError(SglcoreError):
-    """A bring-up order in which some step's needs can not be met."""
+    """A bring-up order in which a step's needs cannot be met."""
 
 
 class StrictError(SglcoreError):
@@ -39,17 +41,20 @@ class StrictError(SglcoreError):
 
 
 class CheckpointError(SglcoreError):
-    """A checkpoint that is incomplete, damaged, or not of the model that its configuration names."""
+    """A checkpoint that is incomplete, damaged, or not of the model that its configuration names.
+    """
 
 
 class WorkerLost(SglcoreError):
-    """A worker that was running can take no step any more: a part of it has ended, or is silent. Only a new start helps."""
+    """A running worker cannot run any further step: a part of it has ended or does not answer. Only
+    a restart helps.
+    """
 
     exit_code = 1
 
 
 def no_space(error: BaseException) -> str:
-    """One line about a disk that is full; empty for any other error."""
+    """Return one line about a full disk; empty for any other error."""
     if not isinstance(error, OSError) or error.errno not in NO_SPACE:
         return ""
     where = f"{error.filename}: " if error.filename else ""

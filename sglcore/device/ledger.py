@@ -1,4 +1,6 @@
-"""The decision ledger: every resolved choice is a row that says what was asked, what was done, why, and the remedy."""
+"""The decision ledger: for each start-up choice, one row with the request, the choice, the reason
+and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from sglcore.device.errors import StrictError
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One decision. `downgrade` is true when the effective value is less than what was asked for."""
+    """One decision. `downgrade`: the effective value is less than the requested one."""
 
     topic: str
     requested: str
@@ -20,7 +22,9 @@ class Row:
 
 
 class DecisionLedger:
-    """The rows of one start, in the order of the decisions. Rows are added, never changed or removed."""
+    """The rows of one start-up, in the order of the decisions. Rows are added, never changed or
+    removed.
+    """
 
     __slots__ = ("_about", "_rows", "_whole", "strict")
 
@@ -32,13 +36,16 @@ class DecisionLedger:
         self._whole: DecisionLedger | None = None
 
     def about(self, what: str) -> DecisionLedger:
-        """A part of this ledger, whose rows are its own too, with `what` before their topics."""
+        """Return a part of this ledger. Its rows also appear here, with `what` before their topics.
+        """
         part = DecisionLedger(strict=self.strict)
         part._about, part._whole = what, self
         return part
 
     def record(self, *rows: Row) -> None:
-        """Append rows; raises `StrictError` for the first downgrade when the ledger is strict (the row stays recorded)."""
+        """Append rows. If the ledger is strict, raises `StrictError` for the first downgrade (its
+        row stays recorded).
+        """
         if self._whole is not None:
             self._rows += rows
             self._whole.record(*(replace(row, topic=f"{self._about} {row.topic}") for row in rows))
@@ -58,5 +65,5 @@ class DecisionLedger:
         return self._rows
 
     def as_json(self) -> list[dict[str, object]]:
-        """The rows as plain values, ready for `json.dumps`."""
+        """Return the rows as plain values, ready for `json.dumps`."""
         return [asdict(row) for row in self._rows]

@@ -1,6 +1,8 @@
-"""What a device is, as data. A device package declares one `DevicePackage` and nothing else at import.
+"""What a device is, as data. A device package declares one `DevicePackage` and does nothing else at
+import.
 
-Every reference (refs.py) is a `"module:name"` string that is imported when it is used, so that a declaration costs nothing.
+Every reference (refs.py) is a `"module:name"` string that is imported when it is used, so a
+declaration costs nothing.
 """
 
 from __future__ import annotations
@@ -18,68 +20,87 @@ from sglcore.device.refs import resolve as resolve
 from sglcore.device.topology import Communication
 
 API = 3
-"""The number of the contract that a package written today declares. docs/add-a-device.md says what a number promises."""
+"""The contract's API number that new packages declare. docs/add-a-device.md says what a number
+promises.
+"""
 OLDEST = 3
-"""The first number that is kept when the next one comes."""
+"""The first API number that stays supported when the next one comes."""
 
 Made = TypeVar("Made")
 
 
 def understood(api: int = API) -> range:
-    """The numbers of the contract that a core of this number takes: its own and the one before, from `OLDEST` on."""
+    """Return the API numbers that a core with this number supports: its own and the previous one,
+    from `OLDEST` on.
+    """
     return range(max(OLDEST, api - 1), api + 1)
 
 
 class Adapting(type):
-    """Makes an instance of keywords of an older number too: adapter.py fills in what they lack."""
+    """Metaclass that also accepts keywords of an older API number; adapter.py adds what they lack.
+    """
 
     def __call__(cls: type[Made], **given: Any) -> Made:
-        """Raises what the class itself raises."""
+        """Make an instance. Raises what the class itself raises."""
         return type.__call__(cls, **adapted(given))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePackage(metaclass=Adapting):
-    """One device, as data. `sglcore.devices` entry points name an instance of it, with its API number as `[api-N]`."""
+    """One device, as data. `sglcore.devices` entry points name an instance of it, with its API
+    number as `[api-N]`.
+    """
 
     name: str
-    """What `--device` calls it."""
+    """The name for `--device`."""
     api: int
-    """The number of the contract it was written for; write `API` as a literal, so that it does not change with the core. Of a
-    package of the number before, an adapter has made it one of today's."""
+    """The API number for which the package was written. Write `API` as a literal, so that it does
+    not change with the core. Adapters convert packages of the previous number to the current one.
+    """
     summary: str
-    """One line for people: what it runs on."""
+    """One line for users: the hardware that it runs on."""
     is_host: bool = False
-    """True for the processor itself, which is chosen when no accelerator is present."""
+    """Whether it is the processor itself, which is chosen when no accelerator is present."""
     probe: Ref
-    """`probe(named: bool, system: System) -> ProbeReport`: looks through `system` only; `named` when a person asked for
-    this device."""
+    """`probe(named: bool, system: System) -> ProbeReport`: reads the machine through `system` only.
+    `named`: a user requested this device by name.
+    """
     facts: Ref
-    """`facts(index: int) -> Facts`: the values by which the device of this number differs from others. It runs anywhere,
-    with no such device present too."""
+    """`facts(index: int) -> Facts`: the values in which the device with this index differs from
+    others. It must run on any machine, also without such a device.
+    """
     worker: Ref
     """The `ModelWorker` that the scheduler submits to."""
     attention: Mapping[str, Ref]
     """Attention backends by name, the preferred first."""
     graphs: Mapping[str, Ref]
-    """Graph backends by kind, each `factory(facts, streams) -> GraphBackend`; empty when the device needs none."""
+    """Graph backends by kind, each `factory(facts, streams) -> GraphBackend`; empty if the device
+    needs none.
+    """
     kernels: Mapping[str, Ref]
-    """Kernel tables by name, the preferred first, each `kernels() -> KernelTable`: the functions that this device replaces,
-    over the reference; ConfigError where one can not serve here. A device with a runtime of its own gives a record whose
-    `origin` says by name what runs each operation."""
+    """Kernel tables by name, the preferred first, each `kernels() -> KernelTable`: the functions
+    that replace those of the reference; ConfigError if one cannot be used here. A device with its
+    own runtime gives a record with an `origin`, which names what runs each operation.
+    """
     bring_up: Ref
-    """The `BringUp` order of its start."""
+    """The `BringUp` order of its start-up."""
     pci: frozenset[PciClaim] = field(default=frozenset())
-    """The devices on the PCI bus for which this package answers."""
+    """The PCI devices that belong to this package."""
     communication: Communication | None = None
-    """By what several of it exchange tensors; None: a model runs on one."""
+    """How several of its devices exchange tensors; None: a model runs on one device."""
     partition: Ref | None = None
-    """`partition(device) -> Partition`: streams that keep to some of its compute units; ConfigError where it has none. None: none has."""
+    """`partition(device) -> Partition`: streams that are limited to some of its compute units;
+    ConfigError if this device has none. None: no device of the package has.
+    """
     written_for: int | None = None
-    """The number that it declares, where adapter.py made it one of `api`. A package leaves it out."""
+    """The API number that it declared, if adapter.py converted it to `api`. A package leaves it
+    out.
+    """
 
     def __post_init__(self) -> None:
-        """Freeze the mappings as copies; refuse references that are not `module:name`, and a package without kernels."""
+        """Freeze copies of the mappings. Refuses references that are not `module:name`, and a
+        package without kernels.
+        """
         object.__setattr__(self, "attention", MappingProxyType(dict(self.attention)))
         object.__setattr__(self, "graphs", MappingProxyType(dict(self.graphs)))
         object.__setattr__(self, "kernels", MappingProxyType(dict(self.kernels)))
@@ -90,13 +111,14 @@ class DevicePackage(metaclass=Adapting):
             modules(ref, package=self.name)
 
     def refs(self) -> tuple[Ref, ...]:
-        """Every reference of the declaration, in reading order."""
+        """Return every reference of the declaration, in reading order."""
         named = (*self.attention.values(), *self.graphs.values(), *self.kernels.values())
         return (self.probe, self.facts, self.worker, *named, self.bring_up, *filter(None, (self.partition,)))
 
     def kernels_for(self, asked: str, *others: str) -> str:
-        """The name that `--kernels` means: the preferred table's for "auto". Raises ConfigError for what is neither a
-        table's name nor one of `others`."""
+        """Return the table name that `--kernels` means: the preferred one for "auto". Raises
+        ConfigError for anything that is neither a table's name nor one of `others`.
+        """
         names = tuple(dict.fromkeys((*self.kernels, *others)))
         if asked not in ("auto", *names):
             raise ConfigError(f"kernels is {asked!r}", wanted=f"one of auto, {', '.join(names)}")

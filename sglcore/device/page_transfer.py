@@ -1,7 +1,8 @@
-"""The contract by which pages of one engine's KV cache come to another's: what a device gives of its pages, and what moves them.
+"""The contract for moving KV pages between engines (disaggregation): what a device exposes of its
+pages, and what transfers them.
 
-A lease is one request's pages on the engine that takes them. Until its writer has let go, by its word or because nothing of it
-can come any more, they belong to nobody else: a timeout proves nothing.
+A lease is one request's pages on the receiving engine. The pages stay reserved until the writer has
+released them: it says so, or no write of it can arrive any more. A timeout proves neither.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ Bytes = NDArray[np.uint8]
 
 
 class PeerLost(SglcoreError):
-    """The other engine is gone, or silent for too long; nothing of it can be written here any more."""
+    """The other engine has ended or does not answer; it cannot write here any more."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Pages 0..`pages` - 1 of one tensor of a layer, each `bytes_per_page` bytes in a row from the address `base` on, which is on
-    the device. `kind`: what it holds, such as "keys"."""
+    """Pages 0..`pages` - 1 of one tensor of a layer, `bytes_per_page` contiguous bytes each, from
+    the device address `base` on. `kind`: the content, such as "keys".
+    """
 
     layer: int
     kind: str
@@ -41,8 +43,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a page means, as text: equal layouts, and no others, exchange pages byte for byte. `model` tells checkpoints apart,
-    `cells` how keys and values lie, `regions` what each layer keeps."""
+    """The meaning of a page, as text: two engines exchange pages byte for byte only if their
+    layouts are equal.
+
+    `model` identifies the checkpoint, `cells` the arrangement of keys and values, `regions` the
+    content of each layer.
+    """
 
     model: str
     page_size: int
@@ -54,43 +60,47 @@ class Layout:
 
 
 class PageMemory(Protocol):
-    """The pages of one worker. Used between its steps, in their thread."""
+    """The pages of one worker. Use it between the worker's steps, in their thread."""
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """All that a page has, in the order of the layers."""
+        """All regions of a page, in the order of the layers."""
         ...
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         ...
 
     @property
     def cells(self) -> str:
-        """How keys and values lie in a page."""
+        """Arrangement of keys and values in a page."""
         ...
 
     def read(self, region: int, pages: Ints) -> Bytes:
-        """uint8[N, bytes_per_page] of N pages, after all steps that were submitted; waits for them."""
+        """Return uint8[N, bytes_per_page] of N pages, after all submitted steps; waits for them."""
         ...
 
     def write(self, region: int, pages: Ints, data: Bytes) -> None:
-        """The inverse, before all steps that are submitted later. May wait."""
+        """Write uint8[N, bytes_per_page] to N pages, before all steps that are submitted later. May
+        wait.
+        """
         ...
 
 
 @runtime_checkable
 class PageHolder(Protocol):
-    """A worker whose pages others may have."""
+    """A worker that can share its pages with other engines."""
 
     def page_memory(self) -> PageMemory | None:
-        """Its pages; None: what its layers keep is more than keys and values by head, or in another form."""
+        """Return its pages. None: its layers keep more than keys and values by head, or keep them
+        in another form.
+        """
         ...
 
 
 def layout_of(memory: PageMemory, model: str) -> Layout:
-    """The layout of a worker's pages; `model` names the checkpoint's contents."""
+    """Return the layout of a worker's pages; `model` identifies the content of the checkpoint."""
     layers: dict[int, list[str]] = {}
     for each in memory.regions:
         layers.setdefault(each.layer, []).append(f"{each.kind} of {each.bytes_per_page} bytes in {each.dtype}")
@@ -101,7 +111,9 @@ def layout_of(memory: PageMemory, model: str) -> Layout:
 
 
 class Progress(Enum):
-    """How far a transfer is. DONE: the source's pages are read, and what was written comes before what is told later."""
+    """State of a transfer. DONE: the source pages were read, and the data arrives before any
+    message that is sent later.
+    """
 
     PENDING = "pending"
     DONE = "done"
@@ -110,7 +122,7 @@ class Progress(Enum):
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Pages on their way to a peer. Its transport sets `progress`; `reason` says why it FAILED."""
+    """Pages on their way to a peer. The transport sets `progress`; `reason` says why it FAILED."""
 
     progress: Progress = Progress.PENDING
     reason: str = ""
@@ -118,8 +130,10 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What came from a peer, in the order in which it was sent: a `body`; or its wish that nothing more is written to `cancelled`,
-    one of its leases; or, as the last, that it is `lost`."""
+    """One event from a peer, in the order of sending: a `body` (message); the wish that nothing
+    more is written to `cancelled`, one of its leases; or, as the last event, the reason why the
+    peer is `lost`.
+    """
 
     peer: int
     body: bytes = b""
@@ -128,64 +142,80 @@ class Told:
 
 
 class PageTransfer(Protocol):
-    """Moves pages between the registered memory of two engines. One thread uses it, that of the worker's steps, and
-    `connect` may run beside; what it does besides is its own. Leases and peers are numbers above 0, those of a lease on the side that offered it."""
+    """Moves pages between the registered memory of two engines.
+
+    One thread uses it, the one that runs the worker's steps; only `connect` may run concurrently.
+    An implementation may use further threads internally. Leases and peers are numbers above 0; a
+    lease has the number that the receiving engine gave it.
+    """
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Those that are connected."""
+        """The connected peers."""
         ...
 
     @property
     def has_news(self) -> bool:
-        """`receive` would return, or do, something."""
+        """Whether `receive` has something to return or to do."""
         ...
 
     def connect(self, address: str) -> int:
-        """A peer at an address; waits. Raises PeerLost where there is none, ConfigError where its layout is another: both are
-        printed."""
+        """Connect to a peer at an address; waits. Raises PeerLost if there is none, and
+        ConfigError, which prints both layouts, if its layout differs.
+        """
         ...
 
     def name(self, peer: int) -> str:
-        """A peer's address, for people."""
+        """Return a peer's address, for messages."""
         ...
 
     def tell(self, peer: int, body: bytes) -> None:
-        """Send a message, behind the transfers that are DONE. Does not wait; what goes to a lost peer is lost."""
+        """Send a message after the transfers that are DONE. Does not wait; a message to a lost peer
+        is dropped.
+        """
         ...
 
     def receive(self, seconds: float = 0.0) -> list[Told]:
-        """Take in what has come, pages too; waits so long for the first."""
+        """Take what has arrived, including pages. Waits up to `seconds` for the first event."""
         ...
 
     def offer(self, peer: int, pages: Ints) -> int:
-        """A lease: the peer may write to these pages until it is drained."""
+        """Return a new lease: the peer may write to these pages until the lease is drained."""
         ...
 
     def cancel(self, lease: int) -> None:
-        """Ask the writer to let go. It may still write until the lease is drained. Idempotent."""
+        """Ask the writer to release the lease. It may still write until the lease is drained.
+        Idempotent.
+        """
         ...
 
     def end(self, lease: int) -> None:
-        """The writer has said by itself that it is done. Idempotent."""
+        """Note that the writer has said that it is done. Idempotent."""
         ...
 
     def drained(self, lease: int) -> bool:
-        """Nothing can be written by the lease any more, so its pages may be used again."""
+        """Return whether no write of the lease can arrive any more, so that its pages may be
+        reused.
+        """
         ...
 
     def write(
         self, peer: int, lease: int, source: Ints, target: Ints, layers: tuple[int, int] | None = None
     ) -> Transfer:
-        """Write own pages `source` to the peer's pages `target`, of layers from..to - 1 (None: all). Does not wait for the peer.
-        Not for a lease of which was told that it is `cancelled`: its other side hears that it is drained as soon as all that
-        was written before has gone."""
+        """Write own pages `source` to the peer's pages `target`, of layers from..to - 1 (None:
+        all). Does not wait for the peer.
+
+        Do not write to a lease after it was reported as `cancelled`. The receiver learns that the
+        lease is drained as soon as all earlier writes have been sent.
+        """
         ...
 
     def fileno(self) -> int:
-        """Readable while there is news, for who waits for other things too."""
+        """Return a file descriptor that is readable while there is news, for callers that wait for
+        other events too.
+        """
         ...
 
     def close(self) -> None:
-        """Part with all peers. Idempotent."""
+        """Disconnect from all peers. Idempotent."""
         ...

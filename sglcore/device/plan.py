@@ -1,6 +1,7 @@
-"""What all ranks do alike in one step: agreed once, before it is submitted, and only read from then on.
+"""The plan of one step that all ranks follow. It is agreed before the step is submitted, and only
+read afterwards.
 
-`schedule/agree.py` makes it, ranks follow it. Where the rows of all shards stand side by side is arithmetic over it.
+`schedule/agree.py` makes it. The offset of each shard's rows among all rows is arithmetic over it.
 """
 
 from __future__ import annotations
@@ -43,32 +44,39 @@ class StepPlan:
     """By shard, prompts of a step in which some continue earlier chunks; 0 where none does."""
 
     def of_shard(self, shard: int) -> StepPlan:
-        """The same for one of the shards."""
+        """Return the same plan for another shard."""
         return replace(self, shard=shard)
 
     def of_rows(self, rows: tuple[int, ...]) -> StepPlan:
-        """That of another forward of the step, to which each shard brings so many rows; it runs whole."""
+        """Return the plan of another forward of the step, with `rows` rows of each shard. It is not
+        split.
+        """
         return replace(self, global_num_tokens=rows, bucket=None, cuts=None)
 
     def of_emitting(self) -> StepPlan:
-        """That of a forward of one row of each request that emits."""
+        """Return the plan of a forward with one row of each request that emits."""
         return self.of_rows(self.emitting)
 
     def with_emitting(self) -> StepPlan:
-        """That of a forward of all rows, and one more of each request that emits."""
+        """Return the plan of a forward with all rows, and one more of each request that emits."""
         return self.of_rows(tuple(map(sum, zip(self.global_num_tokens, self.emitting, strict=True))))
 
     def from_before(self, back: int) -> StepPlan:
-        """That of a forward of all rows, and `back` more of each request that decodes."""
+        """Return the plan of a forward with all rows, and `back` more of each request that decodes.
+        """
         both = zip(self.global_num_tokens, self.verifying, strict=True)
         return self.of_rows(tuple(rows + count * back for rows, count in both))
 
     def before_prompts(self, back: int) -> StepPlan | None:
-        """That of a forward of `back` rows before each prompt, of shards where some go on; None if there are none."""
+        """Return the plan of a forward with `back` rows before each continued prompt; None if no
+        shard continues one.
+        """
         return self.of_rows(tuple(count * back for count in self.going_on)) if any(self.going_on) else None
 
     def halves(self) -> tuple[StepPlan, StepPlan]:
-        """The plans of both halves, which have none. Raises ValueError for a step without."""
+        """Return the plans of both micro-batches, which are not split further. Raises ValueError
+        for a step without cuts.
+        """
         if self.cuts is None:
             raise ValueError("found a step that some shard can not cut in two; wanted one with cuts")
         rest = tuple(count - cut for count, cut in zip(self.global_num_tokens, self.cuts, strict=True))
@@ -76,27 +84,31 @@ class StepPlan:
         return first, second
 
     def copy_for_forward(self) -> StepPlan:
-        """Itself: nobody changes it."""
+        """Return the plan itself: it is immutable."""
         return self
 
     def starts(self) -> tuple[int, ...]:
-        """Where the rows of each shard begin among all, without padding; one more is where the last ends."""
+        """Return the first row of each shard among all rows, without padding, and the end of the
+        last shard.
+        """
         return (0, *accumulate(self.global_num_tokens))
 
     def sizes(self, width: int) -> tuple[int, ...]:
-        """Rows that each shard brings where rows are exchanged, each a multiple of the `width` ranks that share them."""
+        """Return the rows that each shard contributes to an exchange, each a multiple of the
+        `width` ranks that share them.
+        """
         rounded = tuple(-(-count // width) * width for count in self.global_num_tokens)
         return (max(rounded),) * len(rounded) if self.is_padded else rounded
 
     def padded_places(self, width: int) -> tuple[int, ...]:
-        """Where each of all real rows stands among those that the shards bring."""
+        """Return the index of each real row among the rows of an exchange."""
         begins = (0, *accumulate(self.sizes(width)))
         return tuple(
             begin + row for begin, count in zip(begins, self.global_num_tokens, strict=False) for row in range(count)
         )
 
     def real_rows(self, width: int) -> tuple[int, ...]:
-        """The inverse: which real row stands at each of those places, -1 for padding."""
+        """Return the inverse: the real row at each of these indices, -1 for padding."""
         found = [-1] * sum(self.sizes(width))
         for row, place in enumerate(self.padded_places(width)):
             found[place] = row

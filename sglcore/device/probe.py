@@ -1,6 +1,8 @@
-"""What a probe answers: four separate facts, each with its evidence and the remedy, and the devices. Standard library only.
+"""The answer of a probe: four separate facts, each with evidence and remedy, and the devices.
+Standard library only.
 
-A probe reads the system (device nodes, driver libraries, package metadata) and never imports a tensor library.
+A probe reads the system (device nodes, driver libraries, package metadata) and never imports a
+tensor library.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One thing that holds or not, how that was seen, and what to do about it. `is_wanted`: it does not hold because
-    somebody said so, by a variable; a start that nobody gave a device passes this one by."""
+    """One statement that holds or not, its evidence, and the remedy. `is_wanted`: it does not hold
+    because a variable says so; an automatic choice of the device skips this one.
+    """
 
     holds: bool
     evidence: str
@@ -25,11 +28,11 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One of a package's devices, as the system's files tell it; what they do not tell is None.
+    """One of a package's devices, from the system's files; unknown values are None.
 
-    `index` is its number among those that this process may use, as the vendor's runtime counts them. `name`: its model, or
-    else its node. `memory`: bytes of its own. `is_busy`: somebody works on it now. `uuid`: what the vendor's variables may
-    call it.
+    `index` is its number among the devices that this process may use, as the vendor's runtime
+    counts them. `name`: its model, or else its device node. `memory`: bytes of its own memory.
+    `is_busy`: whether work runs on it now. `uuid`: its name in the vendor's variables.
     """
 
     index: int
@@ -40,7 +43,7 @@ class DeviceInfo:
     uuid: str | None = None
 
     def __str__(self) -> str:
-        """For people; the index stands before it where it is needed."""
+        """Return a description for users, without the index."""
         memory = "memory unknown" if self.memory is None else f"{self.memory / (1 << 30):.1f} GiB"
         use = {True: "busy", False: "idle", None: "use unknown"}[self.is_busy]
         place = "" if self.pci_address is None else f" at {self.pci_address}"
@@ -49,10 +52,11 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """Is the hardware there, is its driver, can the package be imported, can its runtime be used?
+    """Whether the hardware and its driver are present, the package can be imported, and its runtime
+    can be used.
 
-    `devices` are those that this process may use, by index; none where the files do not tell how many there are. `hidden`
-    says by which variable others are kept from it; empty: none is.
+    `devices` are those that this process may use, by index; empty if the files do not tell their
+    number. `hidden` names the variable that hides others; empty if none does.
     """
 
     hardware: Fact
@@ -70,34 +74,38 @@ class ProbeReport:
 
     @property
     def facts(self) -> Mapping[str, Fact]:
-        """The four facts by name, in the order in which they depend on each other."""
+        """The four facts by name, in the order of their dependence."""
         return MappingProxyType(
             {"hardware": self.hardware, "driver": self.driver, "package": self.package, "runtime": self.runtime}
         )
 
     @property
     def present(self) -> bool:
-        """The hardware was seen."""
+        """Whether the hardware was found."""
         return self.hardware.holds
 
     @property
     def usable(self) -> bool:
-        """All four facts hold."""
+        """Whether all four facts hold."""
         return self.first_failure is None
 
     @property
     def first_failure(self) -> tuple[str, Fact] | None:
-        """The first fact that does not hold, with its name; None when all hold."""
+        """The first fact that does not hold, with its name; None if all hold."""
         return next(((name, fact) for name, fact in self.facts.items() if not fact.holds), None)
 
     @property
     def hiding(self) -> Fact | None:
-        """The fact that does not hold because somebody hides every device from this process; None if nobody does."""
+        """The fact that does not hold because a variable hides every device from this process; None
+        if there is no such variable.
+        """
         return next((fact for fact in self.facts.values() if fact.is_wanted), None)
 
 
 def installed_fact(module: str, distribution: str, remedy: str) -> Fact:
-    """Whether a module can be found, with the version of its distribution as the evidence. Nothing is imported."""
+    """Return whether a module can be found, with the version of its distribution as evidence.
+    Nothing is imported.
+    """
     if find_spec(module) is None:
         return Fact(False, f"there is no module {module!r}", remedy)
     try:

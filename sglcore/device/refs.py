@@ -1,4 +1,4 @@
-"""References: what a declaration names without importing it, and how it is found when it is used."""
+"""References: names in a declaration that are imported only when they are used."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from typing import Any, TypeAlias
 from sglcore.device.errors import DeviceError
 
 Ref: TypeAlias = str
-"""`"module:name"`: something that is imported only when it is used. `"wrapper(ref)"`: what the function `wrapper` makes of it,
-as adapters write."""
+"""`"module:name"`: an object that is imported only when it is used. `"wrapper(ref)"`: the result of
+the function `wrapper` for that object; adapters write this.
+"""
 
 
 def wrapped(ref: Ref, by: Ref) -> Ref:
-    """The reference to what the function that `by` names makes of what `ref` names. It is called once for each `resolve`, with
-    the function or class, and returns its stand-in."""
+    """Return the reference to the result of function `by` for the object of `ref`. Each `resolve`
+    calls `by` once with the function or class; it returns the replacement.
+    """
     return f"{by}({ref})"
 
 
 def modules(ref: Ref, package: str = "") -> tuple[str, ...]:
-    """The module of a reference, after those of its wrappers; raises `DeviceError` when one is not `module:name`."""
+    """Return the module of a reference, after those of its wrappers. Raises `DeviceError` if one is
+    not `module:name`.
+    """
     wrapper, inner = _parts(ref)
     if wrapper:
         return (*modules(wrapper, package), *modules(inner, package))
@@ -27,13 +31,15 @@ def modules(ref: Ref, package: str = "") -> tuple[str, ...]:
 
 
 def _parts(ref: Ref) -> tuple[Ref, Ref]:
-    """The wrapper of a reference, empty if it has none, and what it wraps."""
+    """Return the wrapper of a reference (empty if it has none) and what it wraps."""
     wrapper, _, inner = ref.partition("(")
     return (wrapper, inner[:-1]) if wrapper and inner.endswith(")") else ("", ref)
 
 
 def _split(ref: Ref, package: str) -> tuple[str, str]:
-    """The module and the dotted name of a reference without a wrapper; raises `DeviceError` when it is not `module:name`."""
+    """Return module and dotted name of a reference without a wrapper. Raises `DeviceError` if it is
+    not `module:name`.
+    """
     module, _, name = ref.partition(":")
     parts = (*module.split("."), *name.split("."))
     if not all(part.isidentifier() for part in parts):
@@ -42,10 +48,10 @@ def _split(ref: Ref, package: str) -> tuple[str, str]:
 
 
 def resolve(ref: Ref, package: str = "") -> Any:
-    """Import what a reference names; of a wrapped one, call the wrapper with it.
+    """Import the object of a reference; for a wrapped reference, call the wrapper with it.
 
-    Raises `DeviceError` when the module or the name does not exist. An error inside the module keeps its own traceback
-    and gets a note that says who asked for it.
+    Raises `DeviceError` if the module or the name does not exist. An error inside the module keeps
+    its traceback and gets a note that names the package.
     """
     wrapper, inner = _parts(ref)
     if wrapper:
@@ -79,7 +85,7 @@ def _import(module_name: str, ref: Ref, package: str) -> Any:
 
 
 def owner(package: str) -> str:
-    """Who refers, for a person."""
+    """Return the owner of a reference, for messages."""
     return f"device package {package!r}" if package else "a declaration"
 
 

@@ -1,8 +1,10 @@
-"""Which device runs: the one that was named, or the only accelerator that is usable, or the host when none is present.
+"""Select the device: the named one, or the only usable accelerator, or the host if no accelerator
+is present.
 
-A device that is present but not usable ends the start, unless somebody hides it from this process: then it is a row of the
-ledger. So is a package that raises, or whose probe does; it ends the start only where the PCI bus shows what is probably its
-hardware, and an accelerator beyond doubt, with its own traceback.
+A device that is present but not usable ends the start, unless a variable hides it from this
+process: then it is a ledger row. A package that raises, or has a probe that raises, is a ledger row
+too. It ends the start, with its own traceback, only if the PCI bus shows a device that is probably
+its own and certainly an accelerator.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _SETTING = f"--device NAME or {VARIABLE}"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The device that runs, what its probe said, and the ledger rows of the decision."""
+    """The selected device, its probe report, and the ledger rows of the decision."""
 
     chosen: ChosenDevice
     package: DevicePackage
@@ -40,8 +42,9 @@ def select(
     bus: Sequence[PciDevice] | None = None,
     system: System | None = None,
 ) -> Choice:
-    """Probe what may run on `system` (None: `host_system()`) and decide; `bus` (None: the system's) has every PCI device. A
-    device that was named is the only one probed, and what its package or probe raises is raised."""
+    """Probe the candidates on `system` (None: `host_system()`) and decide. `bus` has every PCI
+    device (None: the system's). A named device is the only one probed, and its errors are raised.
+    """
     system = system or host_system()
     wanted = (find_installed(installed, requested),) if requested.name else installed
     candidates = tuple(try_package(item, bool(requested.name), system) for item in wanted)
@@ -49,8 +52,9 @@ def select(
 
 
 def decide(candidates: Sequence[Candidate], requested: Requested, bus: Sequence[PciDevice]) -> Choice:
-    """Choose by the rules at the top of this file; `bus` has every device on it. Raises `DeviceError`, or whatever a package
-    or its probe raised."""
+    """Choose by the rules at the top of this file; `bus` has every PCI device. Raises
+    `DeviceError`, or the error of a package or its probe.
+    """
     if requested.name:
         return _named(candidates, requested)
     present = tuple(c for c in candidates if not c.is_host and c.is_present)
@@ -79,7 +83,9 @@ def decide(candidates: Sequence[Candidate], requested: Requested, bus: Sequence[
 
 
 def find_installed(installed: Sequence[Installed], requested: Requested) -> Installed:
-    """The installed package of the requested name; raises `DeviceError` that lists what is installed."""
+    """Return the installed package of the requested name. Raises `DeviceError`, which lists the
+    installed ones.
+    """
     for item in installed:
         if item.name == requested.name:
             return item
@@ -144,7 +150,9 @@ def _choice(candidate: Candidate, requested: Requested, reason: str, others: Seq
 
 
 def _index(candidate: Candidate, requested: Requested) -> int:
-    """The number that was asked for; 0 where none was. Where the probe does not tell how many there are, the runtime will."""
+    """Return the requested index, by default 0. If the probe does not know the number of devices,
+    the runtime checks it.
+    """
     report, name = candidate.probed(), candidate.name
     index = requested.index or 0
     if report.devices and index not in {device.index for device in report.devices}:
@@ -157,7 +165,9 @@ def _index(candidate: Candidate, requested: Requested) -> int:
 
 
 def _end(candidate: Candidate, likely: PciDevice, candidates: Sequence[Candidate]) -> NoReturn:
-    """Raise what a package raised whose hardware seems to be here, with the way to start without it."""
+    """Raise the error of a package when its hardware is probably present, and add how to start
+    without it.
+    """
     host = next((c.name for c in candidates if c.is_host and c.is_usable), "NAME")
     text, remedy = f"{likely} is probably a device of {candidate.name!r}", f"--device {host} starts without it"
     error = candidate.error

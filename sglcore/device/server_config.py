@@ -1,4 +1,4 @@
-"""The server's configuration: what `sglcore serve` was asked for besides the engine's settings, frozen."""
+"""The server's configuration: the settings of `sglcore serve` other than the engine's, frozen."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sglcore.device.settings import PREFIX, check_values, setting, settings_of
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What was asked of the server. Times are seconds, sizes bytes.
+    """The configuration of the server. Times are in seconds, sizes in bytes.
 
-    Nobody needs a key if there is none in `api_key` and `api_key_file`. `replica_env`: `NAME=VALUE`, where `{index}` in VALUE
-    is the replica's number. `ray_resources`: `NAME=AMOUNT`, such as CPU=4.
+    No key is needed if `api_key` and `api_key_file` have none. `replica_env`: `NAME=VALUE`;
+    `{index}` in VALUE is the replica's number. `ray_resources`: `NAME=AMOUNT`, such as CPU=4.
     """
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all addresses of this machine.")
@@ -138,13 +138,13 @@ class ServerConfig:
             _resource(each)
 
     def variables_of(self, replica: int) -> dict[str, str]:
-        """The variables of one replica's process besides those of this one."""
+        """Return the additional environment variables of one replica's process."""
         pairs = (each.partition("=") for each in self.replica_env)
         return {name: value.replace("{index}", str(replica)) for name, _, value in pairs}
 
     @property
     def resources(self) -> dict[str, float]:
-        """What each replica takes of a cluster, by Ray's names."""
+        """The cluster resources of each replica, by Ray's names."""
         return dict(_resource(each) for each in self.ray_resources)
 
     @property
@@ -154,7 +154,7 @@ class ServerConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address can only mean this machine."""
+    """Return whether a name or an address can only mean this machine."""
     if host.lower() == "localhost":
         return True
     try:
@@ -164,7 +164,9 @@ def is_loopback(host: str) -> bool:
 
 
 def read_keys(path: str) -> tuple[str, ...]:
-    """The keys of a file, one a line; empty lines and lines that begin with `#` are none. Raises ConfigError."""
+    """Return the keys of a file, one per line, without empty lines and lines that begin with `#`.
+    Raises ConfigError.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -180,13 +182,15 @@ def read_keys(path: str) -> tuple[str, ...]:
 
 
 def _check_key(key: str, where: str) -> None:
-    """A header can carry the key; the error does not repeat it."""
+    """Refuse a key that an HTTP header cannot carry. The error does not repeat the key."""
     if not key or not all("!" <= letter <= "~" for letter in key):
         raise ConfigError(f"{where} is not a key", wanted="printable ASCII without spaces", remedy="replace it")
 
 
 def _check_variable(text: str) -> None:
-    """A setting of ours is refused: an engine process gets its settings by value and would not read it."""
+    """Refuse the engine's own settings: an engine process gets them by value and would not read the
+    variable.
+    """
     name, equals, _ = text.partition("=")
     if not equals or not name.isidentifier():
         raise ConfigError(f"replica_env has {text!r}", wanted="NAME=VALUE", remedy="correct replica_env")
@@ -199,7 +203,7 @@ def _check_variable(text: str) -> None:
 
 
 def _resource(text: str) -> tuple[str, float]:
-    """Name and amount of what a replica takes of a cluster."""
+    """Return name and amount of a cluster resource."""
     name, _, amount = text.partition("=")
     try:
         number = float(amount)

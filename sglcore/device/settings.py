@@ -1,7 +1,8 @@
-"""How a frozen record of settings is declared and read: explicit arguments, then `SGLCORE_*` variables, each of its kind.
+"""Declare and read a frozen record of settings: explicit arguments first, then `SGLCORE_*`
+variables, each with its type.
 
-A record is a dataclass whose fields are `setting`s: bool, int, float, str, or tuples of int or str, each perhaps `| None`.
-It has a field `sources`, which says where each value that is not a default came from.
+A record is a dataclass of `setting` fields: bool, int, float, str, or tuples of int or str,
+optionally `| None`. Its field `sources` names the source of each value that is not a default.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class Setting:
 
 
 def setting(default: Any, help: str, **declared: Any) -> Any:
-    """A field of a record; `declared` are further fields of `Setting`."""
+    """Declare a field of a record; `declared` are further fields of `Setting`."""
     is_secret = declared.get("is_secret", False)
     return field(default=default, repr=not is_secret, metadata={"help": help, **declared})
 
 
 def settings_of(record: type[Any]) -> dict[str, Setting]:
-    """A record's settings by name, in their order."""
+    """Return a record's settings by name, in order."""
     return {
         item.name: Setting(item.name, str(item.type), **item.metadata)
         for item in fields(record)
@@ -64,10 +65,11 @@ def settings_of(record: type[Any]) -> dict[str, Setting]:
 
 
 def resolve(record: type[Any], given: Mapping[str, object], environ: Mapping[str, str], *others: type[Any]) -> Any:
-    """An instance of `record` from arguments and variables (arguments win; an empty variable is none).
+    """Make an instance of `record` from arguments and variables (arguments win; an empty variable
+    is none).
 
-    `others` are the records whose variables may stand in `environ` as well; a variable of no record is an error, and so
-    are an unknown argument and a value of another kind. All name what is known or wanted.
+    Variables of the records `others` are allowed in `environ`. Raises ConfigError for a variable of
+    no record, an unknown argument, and a value of the wrong kind; all name what is known or wanted.
     """
     known = settings_of(record)
     values = {name: value for name, value in given.items() if value is not None}
@@ -87,12 +89,12 @@ def resolve(record: type[Any], given: Mapping[str, object], environ: Mapping[str
 
 
 def choices_of(record: type[Any], name: str) -> tuple[str, ...]:
-    """The values that a setting allows, in the order of their declaration."""
+    """Return the values that a setting allows, in the order of their declaration."""
     return settings_of(record)[name].choices
 
 
 def check_values(record: Any) -> None:
-    """Raise ConfigError for the first setting whose value is out of range or none of its choices."""
+    """Raise ConfigError for the first setting that is out of range or not one of its choices."""
     for name, item in settings_of(type(record)).items():
         value = getattr(record, name)
         if item.choices and value is not None and value not in item.choices:
@@ -110,7 +112,9 @@ def check_values(record: Any) -> None:
 
 
 def memory_bytes(name: str, text: str) -> int:
-    """Bytes of a size such as 512M, 4G or 1073741824; raises ConfigError for anything else."""
+    """Return the bytes of a size such as 512M, 4G or 1073741824. Raises ConfigError for anything
+    else.
+    """
     shift = _UNITS.get(text[-1:].upper())
     try:
         number = float(text[:-1]) * (1 << shift) if shift else float(text)
@@ -127,7 +131,7 @@ def _refuse_unknown(what: str, names: Iterable[str], known: Collection[str]) -> 
 
 
 def _checked(item: Setting, value: object) -> Any:
-    """A value given by name, of the declared kind."""
+    """Return a value that was given by name, in its declared type."""
     kind = item.kind
     if item.is_memory and isinstance(value, str):
         return memory_bytes(item.name, value)
@@ -154,7 +158,7 @@ def _fits(value: object, kind: str) -> bool:
 
 
 def _parsed(item: Setting, text: str) -> Any:
-    """The value of a variable's text, of the declared kind."""
+    """Return the value of a variable's text, in its declared type."""
     variable, kind = item.variable, item.kind
     if item.is_memory:
         return memory_bytes(variable, text)

@@ -1,4 +1,4 @@
-"""What a worker counts of rows that lie in host memory."""
+"""Counts of KV entries in host memory (HiSparse)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SwapCounts:
-    """What came of rows in host memory: `rows` that layers chose in decode steps, a layer that reads what another chose counted not
-    again, and `hits`, those that were on the device; bytes that were `loaded` from the host and `stored` there; `waits`, steps that
-    waited for rows of the host."""
+    """Counts of KV entries in host memory.
+
+    `rows`: entries that layers chose in decode steps; a layer that reuses another layer's choice
+    does not count. `hits`: those that were on the device. `loaded` and `stored`: bytes read from
+    the host and written to it. `waits`: steps that waited for entries from the host.
+    """
 
     rows: int = 0
     hits: int = 0
@@ -18,6 +21,6 @@ class SwapCounts:
     waits: int = 0
 
     def __add__(self, other: SwapCounts) -> SwapCounts:
-        """The sums."""
+        """Return the sums."""
         rows, hits, waits = self.rows + other.rows, self.hits + other.hits, self.waits + other.waits
         return SwapCounts(rows, hits, self.loaded + other.loaded, self.stored + other.stored, waits)

@@ -1,7 +1,9 @@
-"""The machine as a probe sees it: device nodes, driver libraries, python modules, below a root. Standard library only.
+"""The machine as a probe sees it: device nodes, driver libraries and python modules below a root.
+Standard library only.
 
-The root is `/` on a real machine. Another root is a folder laid out like one, for a container that mounts its host's
-files, for fixtures, and for simulated machines. Nothing is opened but plain files, and nothing is imported.
+The root is `/` on a real machine. Another root is a folder with the same structure, for a container
+that mounts its host's files, for fixtures, and for simulated machines. Only plain files are opened,
+and nothing is imported.
 """
 
 from __future__ import annotations
@@ -24,29 +26,30 @@ _ASSIGNED = re.compile(r"^(\w+)\s*(?::[^=]+)?=\s*(.+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What can be seen below `root`, with the environment `environ` of the process."""
+    """What is visible below `root`, with the environment `environ` of the process."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def is_this_machine(self) -> bool:
-        """The root is that of the machine itself."""
+        """Whether the root is that of the machine itself."""
         return self.root == Path("/")
 
     def path(self, path: str) -> Path:
-        """Where an absolute path lies below the root."""
+        """Return an absolute path below the root."""
         return self.root / path.lstrip("/")
 
     def exists(self, path: str) -> bool:
-        """Something is at this absolute path; False too where it may not be looked at."""
+        """Return whether this absolute path exists; False also without permission to look."""
         try:
             return self.path(path).exists()
         except OSError:
             return False
 
     def glob(self, pattern: str) -> tuple[str, ...]:
-        """The absolute paths (as seen from the root) that match an absolute pattern, sorted."""
+        """Return the absolute paths (as seen from the root) that match an absolute pattern, sorted.
+        """
         try:
             found = sorted(self.root.glob(pattern.lstrip("/")))
         except OSError:
@@ -54,19 +57,23 @@ class System:
         return tuple(f"/{path.relative_to(self.root)}" for path in found)
 
     def numbered(self, pattern: str) -> tuple[str, ...]:
-        """The same, of paths that end in a number: by it."""
+        """Return matching paths that end in a number, sorted by that number."""
         return tuple(sorted(self.glob(pattern), key=lambda path: (len(path), path)))
 
     def read(self, path: str) -> str | None:
-        """The text of a file; None if there is none, or it can not be read."""
+        """Return the text of a file; None if there is none, or it cannot be read."""
         try:
             return self.path(path).read_text(errors="replace")
         except OSError:
             return None
 
     def library(self, name: str, *folders: str) -> str | None:
-        """The absolute path of a shared library such as "libm.so.6": in `folders` (absolute), LD_LIBRARY_PATH, the
-        loader's configured folders, then the usual ones. None if it is nowhere. Nothing is loaded."""
+        """Return the absolute path of a shared library such as "libm.so.6", or None. Nothing is
+        loaded.
+
+        Searches `folders` (absolute), LD_LIBRARY_PATH, the loader's configured folders, then the
+        usual ones.
+        """
         given = (*folders, *self._variable_folders(), *self._configured_folders())
         for pattern in (*(folder.lstrip("/") for folder in given if folder.startswith("/")), *LIBRARY_FOLDERS):
             for found in self.glob(f"{pattern}/{name}"):
@@ -74,18 +81,21 @@ class System:
         return None
 
     def module(self, name: str) -> bool:
-        """A top-level module can be found: in `site-packages` of the root, or else where this interpreter looks."""
+        """Return whether a top-level module can be found: in `site-packages` of the root, or by
+        this interpreter.
+        """
         return self._planted(name) is not None or _findable(name)
 
     def torch_build(self) -> Mapping[str, str]:
-        """What the installed torch is and was built for: "version", and each text that its `version.py` assigns, read
-        without importing it. Empty if torch is not installed."""
+        """Return version and build targets of the installed torch: "version", and each text that
+        its `version.py` assigns, read without an import. Empty if torch is not installed.
+        """
         planted = self._planted("torch")
         text = _read(planted / "version.py") if planted else _installed_version_file("torch")
         return MappingProxyType(dict(_assignments(text)))
 
     def pci(self, claims: Collection[PciClaim] | None = None) -> tuple[PciDevice, ...]:
-        """The devices on the PCI bus by address: those that `claims` cover, or every one."""
+        """Return the PCI devices by address: those that `claims` cover, or all."""
         found = pci_devices(self.path(PCI_DEVICES))
         return found if claims is None else claimed_devices(claims, found)
 
@@ -102,7 +112,9 @@ class System:
 
 
 def host_system(environ: Mapping[str, str] = os.environ, root: str | None = None) -> System:
-    """This machine, or the one below `root`, or else below what `SGLCORE_SYSTEM_ROOT` names."""
+    """Return this machine, or the one below `root`, or else below the folder in
+    `SGLCORE_SYSTEM_ROOT`.
+    """
     return System(Path(root or environ.get(VARIABLE) or "/"), MappingProxyType(dict(environ)))
 
 
@@ -126,7 +138,7 @@ def _read(path: Path) -> str:
 
 
 def _assignments(text: str) -> list[tuple[str, str]]:
-    """Names that a version file gives a text."""
+    """Return the names and texts that a version file assigns."""
     found: list[tuple[str, str]] = []
     for name, value in _ASSIGNED.findall(text):
         try:

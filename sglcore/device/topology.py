@@ -1,5 +1,6 @@
-"""Ranks that hold one model together, as plain data: who they are, which groups they form, which widths fit, and by what a
-device's ranks speak to each other."""
+"""The ranks that run one model, as plain data: their indices, their groups, the sizes that fit, and
+how a device's ranks communicate.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from typing import Any
 from sglcore.device.errors import ConfigError
 
 GROUPS = ("world", "tp", "attn_tp", "attn_dp", "ep", "pp")
-"""The groups of a topology: all ranks; those of one copy of the layers; those that share a request's heads; the same place in
-different shards of requests; those that share experts; the stages of a pipeline."""
+"""The groups of a topology: all ranks; one copy of the layers; ranks that share a request's heads;
+ranks with the same index in different shards of requests; ranks that share experts; pipeline
+stages.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,10 @@ class Communication:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Widths of the axes, outer to inner: pipeline stages, shards of requests, attention ranks. `tp` ranks hold the layers of one
-    stage together; `dp` shards of requests and `ep` parts of the experts divide them."""
+    """Sizes of the axes, outer to inner: pipeline stages, shards of requests, attention ranks. `tp`
+    ranks hold the layers of one stage together; `dp` shards of requests and `ep` parts of the
+    experts divide them.
+    """
 
     tp: int = 1
     dp: int = 1
@@ -45,7 +50,7 @@ class Topology:
     pp: int = 1
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for widths that do not divide."""
+        """Raise ConfigError for sizes that do not divide."""
         for name, value in asdict(self).items():
             if value < 1:
                 raise ConfigError(f"{name} is {value}", wanted="1 or more")
@@ -55,23 +60,27 @@ class Topology:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.pp * self.tp
 
     @property
     def attn_tp(self) -> int:
-        """Ranks that share the heads of a request."""
+        """Number of ranks that share the heads of a request."""
         return self.tp // self.dp
 
     def rank_of(self, *, pp: int = 0, dp: int = 0, tr: int = 0) -> int:
-        """The rank at a place of the axes; `tr` counts within a shard of requests. Raises ValueError outside of them."""
+        """Return the rank at given indices of the axes; `tr` counts within a shard of requests.
+        Raises ValueError outside of them.
+        """
         for name, value, width in (("pp", pp, self.pp), ("dp", dp, self.dp), ("tr", tr, self.attn_tp)):
             if not 0 <= value < width:
                 raise ValueError(f"{name} is {value}; wanted 0 to {width - 1}")
         return (pp * self.dp + dp) * self.attn_tp + tr
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks of every group of that name, ascending; each rank is in exactly one. Raises ValueError for another name."""
+        """Return the ranks of every group of that name, ascending; each rank is in exactly one.
+        Raises ValueError for another name.
+        """
         if name not in GROUPS:
             raise ValueError(f"{name!r} is no group; wanted one of {', '.join(GROUPS)}")
         every = range(self.world)
@@ -85,14 +94,16 @@ class Topology:
         return tuple(tuple(rank for rank in every if key[rank] == each) for each in dict.fromkeys(key))
 
     def group_of(self, name: str, rank: int) -> tuple[int, ...]:
-        """The ranks of the group of that name in which a rank is."""
+        """Return the ranks of the group of that name that contains `rank`."""
         return next(group for group in self.groups(name) if rank in group)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one rank stands, as its process is told: `rank` of the topology, `local` among the `neighbours` ranks of its
-    machine, and `meeting`, where all ranks find each other: a URL that torch.distributed takes."""
+    """The position of one rank, as given to its process: `rank` in the topology, `local` index
+    among the `neighbours` ranks of its machine, and `meeting`, the URL where all ranks connect
+    (torch.distributed's init method).
+    """
 
     rank: int
     topology: Topology
@@ -102,24 +113,24 @@ class Place:
 
     @property
     def decides(self) -> bool:
-        """Whether it draws the tokens of its shard of requests."""
+        """Whether this rank samples the tokens of its shard of requests."""
         return self.rank % self.topology.attn_tp == 0
 
     def as_plain(self) -> dict[str, Any]:
-        """Plain values, for a process of its own."""
+        """Return plain values, for another process."""
         return asdict(self)
 
     @staticmethod
     def from_plain(values: Mapping[str, Any]) -> Place:
-        """What `as_plain` gave."""
+        """Return the place that `as_plain` wrote."""
         return Place(**{**values, "topology": Topology(**values["topology"])})
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
+    """Return the divisors of a number, ascending."""
     return tuple(each for each in range(1, number + 1) if number % each == 0)
 
 
 def widths_text(number: int) -> str:
-    """The widths that divide a number, for a person."""
+    """Return the sizes that divide a number, as text for users."""
     return ", ".join(map(str, divisors(number)))

@@ -1,4 +1,6 @@
-"""Which of a system's devices a process may use, by the variables that vendors' runtimes read. Standard library only."""
+"""The devices of a system that a process may use, according to the variables of vendors' runtimes.
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,17 @@ from dataclasses import dataclass, replace
 from sglcore.device.probe import DeviceInfo, Fact
 
 NO_DEVICE = frozenset({"", "none", "void", "nodevfiles"})
-"""What people and cluster managers write where a process is to have no device; a number below 0 says the same."""
+"""Values with which users and cluster managers hide all devices from a process; a negative number
+has the same meaning.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """`devices` as the process numbers them; `hidden`: the variables that keep others from it, or that say another order,
-    each with its value; empty where they are as the system has them; `failure`: why the runtime can not be used, where
-    every device is hidden."""
+    """`devices` as the process numbers them. `hidden`: the variables that hide devices or change
+    their order, with their values; empty if there are none. `failure`: the reason why the runtime
+    cannot be used, if every device is hidden.
+    """
 
     devices: tuple[DeviceInfo, ...]
     hidden: str = ""
@@ -24,10 +29,12 @@ class Visible:
 
 
 def visible_devices(devices: Sequence[DeviceInfo], environ: Mapping[str, str], *variables: str) -> Visible:
-    """Apply the variables that are set, one to what the other left: each lists numbers, or beginnings of uuids.
+    """Apply the variables that are set, each to the result of the one before: each lists indices,
+    or prefixes of uuids.
 
-    As the runtimes read them: an entry that names no device ends the list, an entry that comes twice empties it. Where
-    nothing is left because a variable says so, and not because it names what is not there, that is wanted.
+    As in the vendors' runtimes, an entry that names no device ends the list, and a repeated entry
+    empties it. If a variable says that there is no device, the result is wanted; if it only names
+    devices that do not exist, it is not.
     """
     left, said, is_wanted = tuple(devices), list[str](), False
     for variable in variables:
@@ -43,13 +50,13 @@ def visible_devices(devices: Sequence[DeviceInfo], environ: Mapping[str, str], *
 
 
 def shows_none(value: str) -> bool:
-    """Whether the value of a variable says that the process is to have no device."""
+    """Return whether the value of a variable says that the process has no device."""
     first = value.partition(",")[0].strip().lower()
     return first in NO_DEVICE or re.fullmatch(r"-\d+", first) is not None
 
 
 def all_hidden(hidden: str, is_wanted: bool) -> Fact:
-    """That every device is hidden, by the variables that `hidden` tells of."""
+    """Return the fact that every device is hidden, by the variables in `hidden`."""
     return Fact(False, hidden, "unset it, or name there a device of this machine", is_wanted)
 
 

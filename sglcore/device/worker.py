@@ -1,6 +1,8 @@
-"""The worker contract: what a device gives the scheduler. Host data crosses this seam, tensors never do.
+"""The worker contract: what a device gives the scheduler. Only host data passes between them, never
+tensors.
 
-A worker may be one process with torch, a lazy array library, or a group of ranks; the scheduler cannot tell.
+A worker may be one process with torch, a lazy array library, or a group of ranks; the scheduler
+cannot tell.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from sglcore.device.swap_counts import SwapCounts
 
 
 def most_window_pages(window: int, max_batch_tokens: int, page_size: int, lookahead: int = 0) -> int:
-    """Window pages that one request's list may have, with a chunk of a step's tokens, wherever in a page both begin and end."""
-    # The first two tokens of lookahead are in what the pages at both ends are rounded up by.
+    """Return the maximum length of one request's list of window pages, including a chunk of a whole
+    step, for any alignment of its start and end.
+    """
+    # The rounding of the pages at both ends already covers the first two tokens of lookahead.
     return -(-(window + max_batch_tokens + max(0, lookahead - 2)) // page_size) + 2
 
 
@@ -109,13 +113,15 @@ class Limits:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit in the KV pool."""
+        """Number of tokens that fit in the KV pool."""
         return self.num_pages * self.page_size
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Ticket:
-    """A submitted step. `payload` belongs to the worker: results to come and all that the device still reads."""
+    """A submitted step. `payload` belongs to the worker: pending results, and all that the device
+    still reads.
+    """
 
     step: int
     payload: object = None
@@ -176,15 +182,19 @@ class ModelWorker(Protocol):
 
     @property
     def limits(self) -> Limits:
-        """What this worker can hold; constant."""
+        """The limits of this worker; constant."""
         ...
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Start a step and return without waiting for the device. The worker may keep and change `batch`."""
+        """Start a step and return without waiting for the device. The worker may keep and change
+        `batch`.
+        """
         ...
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for a step, release all that it retained, and return its results. Once per ticket, in order."""
+        """Wait for a step, release all that it retained, and return its results. Once per ticket,
+        in order.
+        """
         ...
 
     def close(self) -> None:

@@ -365,9 +365,9 @@ class RunningRequests:
     def _promised(self) -> int:
         """Return the reserved pages: those of one step for each running request.
 
-        Extending requests that always come first need no further pages: while one lacks pages for
-        its known tokens, the step has no tokens left, no page is free, or its chunk ended early for
-        a snapshot.
+        Prefilling requests come first, so they need no reserve: while one lacks pages, the step has
+        no tokens left or no page is free. With prompt slices or snapshots they may not come first,
+        or a chunk may end early for a snapshot, so their missing pages are reserved too.
         """
         steps = len(self) * self.memory.pages_for(self.reach)
         if not (self._limits.sliced_layers or self.memory.takes_snapshots):

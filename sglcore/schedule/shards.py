@@ -19,8 +19,8 @@ from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.stats import SchedulerStats
 
 ROOM = 4
-"""1/ROOM of a worker's requests, at least one, is how many requests a chosen shard may have more
-than the least busy one.
+"""A shard may have 1/ROOM of a worker's requests (at least one request) more than the least busy
+shard and still be chosen.
 """
 SLACK = 64
 AT_ONCE = frozenset({"steps", "in_flight", "kv_bytes", "window_bytes", "state_bytes", "snapshot_bytes", "host_bytes"})
@@ -45,7 +45,7 @@ class Shards:
     def __init__(
         self, limits: Limits, count: int, *, prefix_cache: bool = True, compose: Compose | None = None
     ) -> None:
-        """`limits` apply to each shard. The other parameters are those of `Scheduler`."""
+        """`limits` apply to each shard. See `Scheduler` for the other parameters."""
         self.limits = limits
         self.each = tuple(Scheduler(limits, prefix_cache=prefix_cache, compose=compose) for _ in range(count))
         self._room = max(1, limits.max_requests // ROOM)

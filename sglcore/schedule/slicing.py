@@ -82,7 +82,7 @@ class Slicing:
         return self.pace.wants_quiet and self._quiet <= MOST_QUIET
 
     def observe(self, record: BatchRecord, in_flight: Iterable[BatchRecord] = ()) -> None:
-        """Learn from the time of a collected step.
+        """Learn from the time of a collected step; `in_flight` are the steps submitted after it.
 
         On a worker that runs ahead, a slice may overlap the decode steps before and after it. Its
         cost is then how much longer the period from one decode step's end to the next one's became.

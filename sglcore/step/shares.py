@@ -1,9 +1,8 @@
-"""How many compute units (SMs) of a device prompt slices leave free for decode steps. Pure
-arithmetic.
+"""How many compute units of a device prompt slices leave free for decode steps. Pure arithmetic.
 
 Decode steps are not restricted: they have priority on all units, and the units that prompts never
 use are theirs alone. This needs one graph for each decode size, independent of the share. On an
-H200 it gives the next token as early as a restricted decode does, at the same prefill speed
+H200 the next token arrives as early as with restricted decode steps, at the same prefill speed
 (benchmarks/unit_shares.py).
 """
 
