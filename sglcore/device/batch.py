@@ -90,7 +90,8 @@ class HostSampling(Protocol):
     """Sampling state of a batch's rows, as the contract sees it."""
 
     def copy_for_forward(self) -> HostSampling:
-        """Return a copy that one forward may keep. Later changes to the original do not affect it.
+        """Return a copy that one forward may keep. Later changes to the original do not
+        affect it.
         """
         ...
 

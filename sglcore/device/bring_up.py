@@ -63,7 +63,8 @@ class Step:
         return self.function(**{name: known[name] for name in wanted})
 
     def line(self, width: int = 0) -> str:
-        """Return one line: what the step provides, the function if its name differs, and the needs.
+        """Return one line: what the step provides, the function if its name differs,
+        and the needs.
         """
         name = getattr(self.function, "__name__")  # noqa: B009
         label = self.provides if name == self.provides else f"{self.provides} ({name})"

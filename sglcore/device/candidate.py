@@ -49,7 +49,8 @@ class Candidate:
         return self.report is not None and self.report.usable
 
     def probed(self) -> ProbeReport:
-        """Return its probe report. Raises the error of loading or probing it, with its traceback.
+        """Return its probe report. Raises the error of loading or probing it, with its
+        traceback.
         """
         if self.report is None:
             raise self.error or DeviceError(f"device {self.name!r} was not probed")

@@ -41,7 +41,8 @@ class StrictError(SglcoreError):
 
 
 class CheckpointError(SglcoreError):
-    """A checkpoint that is incomplete, damaged, or not of the model that its configuration names.
+    """A checkpoint that is incomplete, damaged, or not of the model that its
+    configuration names.
     """
 
 

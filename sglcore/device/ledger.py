@@ -36,7 +36,8 @@ class DecisionLedger:
         self._whole: DecisionLedger | None = None
 
     def about(self, what: str) -> DecisionLedger:
-        """Return a part of this ledger. Its rows also appear here, with `what` before their topics.
+        """Return a part of this ledger. Its rows also appear here, with `what` before
+        their topics.
         """
         part = DecisionLedger(strict=self.strict)
         part._about, part._whole = what, self

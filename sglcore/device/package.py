@@ -37,7 +37,8 @@ def understood(api: int = API) -> range:
 
 
 class Adapting(type):
-    """Metaclass that also accepts keywords of an older API number; adapter.py adds what they lack.
+    """Metaclass that also accepts keywords of an older API number; adapter.py adds what
+    they lack.
     """
 
     def __call__(cls: type[Made], **given: Any) -> Made:

@@ -62,7 +62,8 @@ class StepPlan:
         return self.of_rows(tuple(map(sum, zip(self.global_num_tokens, self.emitting, strict=True))))
 
     def from_before(self, back: int) -> StepPlan:
-        """Return the plan of a forward with all rows, and `back` more of each request that decodes.
+        """Return the plan of a forward with all rows, and `back` more of each request
+        that decodes.
         """
         both = zip(self.global_num_tokens, self.verifying, strict=True)
         return self.of_rows(tuple(rows + count * back for rows, count in both))

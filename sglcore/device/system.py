@@ -48,7 +48,8 @@ class System:
             return False
 
     def glob(self, pattern: str) -> tuple[str, ...]:
-        """Return the absolute paths (as seen from the root) that match an absolute pattern, sorted.
+        """Return the absolute paths (as seen from the root) that match an absolute
+        pattern, sorted.
         """
         try:
             found = sorted(self.root.glob(pattern.lstrip("/")))

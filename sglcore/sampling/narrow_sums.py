@@ -47,7 +47,8 @@ class Wide(NamedTuple):
 
 
 def product(one: Tensor, other: Tensor) -> Wide:
-    """Return the product of int32 up to 2**30 and int32 up to 2**24, computed by halves of 12 bits.
+    """Return the product of int32 up to 2**30 and int32 up to 2**24, computed by halves
+    of 12 bits.
     """
     mask = (1 << HALF) - 1
     a, b, c = one & mask, (one >> HALF) & mask, one >> BITS

@@ -22,7 +22,8 @@ def lay_out(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
 
 
 def write_words(words: np.ndarray, arrays: Sequence[np.ndarray], starts: Sequence[int]) -> None:
-    """Write the arrays into words int32. float32 keeps its bits; every other dtype becomes int32.
+    """Write the arrays into words int32. float32 keeps its bits; every other dtype
+    becomes int32.
     """
     for array, start in zip(arrays, starts, strict=True):
         target = words[start : start + array.size]
@@ -30,7 +31,8 @@ def write_words(words: np.ndarray, arrays: Sequence[np.ndarray], starts: Sequenc
 
 
 def read_words(words: Tensor, arrays: Sequence[np.ndarray], starts: Sequence[int]) -> list[Tensor]:
-    """Return views of words int32 in the arrays' shapes: float32, or int32 for every other dtype.
+    """Return views of words int32 in the arrays' shapes: float32, or int32 for every
+    other dtype.
     """
     found = []
     for array, start in zip(arrays, starts, strict=True):

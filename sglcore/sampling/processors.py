@@ -109,7 +109,8 @@ def apply_bias_(logits: Tensor, state: Bias[Tensor], positions: Tensor) -> Tenso
 
 
 def apply_masks_(logits: Tensor, state: Masks[Tensor]) -> Tensor:
-    """Set logits float[B, V] of the state's rows to -inf for tokens that are not allowed, in place.
+    """Set logits float[B, V] of the state's rows to -inf for tokens that are not
+    allowed, in place.
     """
     banned = ~unpack_bitmask(state.words, logits.shape[1])
     return logits.index_put_((state.rows,), logits.index_select(0, state.rows).masked_fill_(banned, -torch.inf))

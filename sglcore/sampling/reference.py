@@ -91,7 +91,8 @@ def candidates(gaps: Sequence[int], params: SamplingParams) -> list[int]:
 
 
 def without_top(kept: Sequence[int], gaps: Sequence[int], params: SamplingParams) -> list[int]:
-    """Return the candidates that XTC keeps when its coin applies it. `kept` is sorted by (gap, id).
+    """Return the candidates that XTC keeps when its coin applies it. `kept` is sorted
+    by (gap, id).
     """
     share, total = noise.fixed_share(params.xtc_threshold), sum(weight(gaps[token]) for token in kept)
     top = [token for token in kept if weight(gaps[token]) << noise.SHARE_BITS >= share * total]

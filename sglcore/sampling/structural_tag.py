@@ -14,7 +14,8 @@ from typing import Any
 from sglcore.device.errors import SglcoreError
 
 MOST_TAGS, LONGEST_MARK = 128, 1024
-"""Maximum number of tags and of triggers, and of the characters in each trigger, beginning and end.
+"""Maximum number of tags and of triggers, and of the characters in each trigger,
+beginning and end.
 """
 
 

@@ -48,7 +48,8 @@ class Loop:
         return self._collect(running)
 
     def drain(self) -> list[EngineOutput]:
-        """Collect what is in flight and submit nothing; returns the outputs. Waits for the device.
+        """Collect what is in flight and submit nothing; returns the outputs. Waits for
+        the device.
         """
         running, self._running = self._running, []
         return self._take_unsent() + self._collect(running)

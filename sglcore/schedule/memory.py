@@ -197,7 +197,8 @@ class Memory:
         return {end // self.page_size for end in request.cuts | (request.snapshots.keys() - {request.spare})}
 
     def _shareable(self, path: list[Node]) -> int:
-        """Return the largest number of leading pages of `path` after which a request can continue.
+        """Return the largest number of leading pages of `path` after which a request
+        can continue.
         """
         depth = len(path)
         while True:

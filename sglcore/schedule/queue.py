@@ -1,4 +1,5 @@
-"""Waiting requests by priority, then by arrival. A preempted request returns to its old position.
+"""Waiting requests by priority, then by arrival. A preempted request returns to its old
+position.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class WaitingQueue:
         insort(self._requests, request, key=by_turn)
 
     def first_of(self, most: int, tokens: int) -> list[Request]:
-        """Return the first requests: at most `most`, with at most `tokens` prompt tokens in total.
+        """Return the first requests: at most `most`, with at most `tokens` prompt
+        tokens in total.
         """
         found: list[Request] = []
         for request in self._requests[:most]:

@@ -45,7 +45,8 @@ class State(IntEnum):
 
 
 class Matcher(Protocol):
-    """The progress of one request through its grammar. It raises nothing: a failure is in `error`.
+    """The progress of one request through its grammar. It raises nothing: a failure is
+    in `error`.
     """
 
     @property
@@ -75,7 +76,8 @@ class LogitChange(Protocol):
     """Additions to the logits of a request's next token, applied with its mask."""
 
     def change(self) -> tuple[Ints, Floats]:
-        """Return distinct token ids int32[N] and the value to add to the logit of each, float32[N].
+        """Return distinct token ids int32[N] and the value to add to the logit of each,
+        float32[N].
         """
         ...
 

@@ -176,7 +176,8 @@ def why_bad(request: Request, step: int) -> str:
 
 
 def has_no_way(request: Request) -> bool:
-    """Return whether the request's own rules leave no token to sample: the error is the caller's.
+    """Return whether the request's own rules leave no token to sample: the error is the
+    caller's.
     """
     return request.matcher is not None and bool(request.matcher.error)
 

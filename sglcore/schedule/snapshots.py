@@ -68,7 +68,8 @@ class Snapshots:
         return place
 
     def keep(self, request: Request, end: int) -> None:
-        """Make a snapshot without a cached page the request's spare one, if it covers more tokens.
+        """Make a snapshot without a cached page the request's spare one, if it covers
+        more tokens.
         """
         if end > request.spare:
             self._give_back(request, request.spare)
@@ -116,7 +117,8 @@ class Snapshots:
         assert places == list(range(1, self.num_places + 1)), f"snapshots lost or held twice: {places}"
 
     def _take(self) -> int:
-        """Return a free snapshot, or that of the least recently used node. One of them must exist.
+        """Return a free snapshot, or that of the least recently used node. One of them
+        must exist.
         """
         if self._free:
             return self._free.pop()
