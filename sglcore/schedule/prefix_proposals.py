@@ -2,12 +2,13 @@
 requests published.
 
 Lookups do not change the cache: they lock no page and do not affect the eviction order. A page may
-be evicted between a lookup and the step, because the drafter copies only its tokens, which the step
-verifies.
+be evicted between a lookup and the step. That does no harm: the drafter copies only its tokens, and
+the step verifies them.
 
 Cost: while a text follows the same page, one comparison of bytes for each request and step, and one
 dictionary lookup for each page that it fills. After the text has left all known pages, one
-comparison of numbers until a page is published, and then at most `MOST_LOOKED_AT` pages.
+comparison of numbers until a page is published, and then a search of at most `MOST_LOOKED_AT`
+pages.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ def cut_logprobs(logprobs: TokenLogprobs, start: int, end: int, alternatives: in
 
 
 def take_prompt_logprobs(request: Request, logprobs: TokenLogprobs | None, start: int, end: int) -> None:
-    """Keep the prompt log-probabilities of a chunk over tokens start..end-1, if the request wants
-    them. The score of a chunk's last token is for token `end`, if that is in the prompt.
+    """Keep the prompt log-probabilities that a chunk over tokens start..end-1 has for tokens
+    start+1..end of the prompt, if the request wants them.
     """
     wanted = request.params.prompt_logprobs
     count = min(end, len(request.prompt_ids) - 1) - start

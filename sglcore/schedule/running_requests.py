@@ -45,7 +45,7 @@ class RunningRequests:
         self.retractions = 0
         self._has_turn = False
         self._limits = limits
-        # Each running request needs at least one token of a step's budget, which so limits their
+        # Each running request needs at least one token of a step, so the step's budget limits their
         # number.
         self._most = min(limits.max_requests, limits.max_batch_tokens)
         self._spare = max(limits.draft_tokens, limits.draft_cells)

@@ -1,7 +1,7 @@
 """Requests in several shards (DP ranks), each with its own scheduler, pages and prefix cache:
 routing of new requests, and common counts.
 
-All shards are in one process, so to reach an agreement is a loop over them.
+All shards are in one process, so an agreement among them is a plain loop.
 """
 
 from __future__ import annotations
