@@ -44,9 +44,9 @@ class Arrivals:
         """Allocate the prompt's pages for the first waiting request and return it; None if it must
         wait.
 
-        Pages of a shared prefix are already written. `promised` pages and one page for each
-        arriving request are kept for others. Later requests wait for the first one, even if they
-        are smaller.
+        Pages of a shared prefix are already written. It keeps `promised` pages for others, and one
+        page for each request that is arriving or written, this one included. Later requests wait
+        for the first one, even if they are smaller.
         """
         request = next(iter(self.waiting), None)
         if request is None or not self._memory.admit(request, promised + len(self.arriving) + len(self.written) + 1):

@@ -65,8 +65,8 @@ class RunningRequests:
         """Give the first waiting request that may start a request slot and its cached prefix.
         Returns None if it must wait.
 
-        Only requests are passed over that wait for a prefix in computation, by their leader or by
-        another request. The slots and pages that they will need are reserved for them.
+        It passes over only requests that wait for a prefix that their leader or another request is
+        computing. The slots and pages that they will need are reserved for them.
         """
         room, kept = min(len(self._free_slots), self._most - len(self)), list[int]()
         for request in self.waiting:
