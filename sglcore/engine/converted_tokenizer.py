@@ -15,13 +15,14 @@ from tokenizers import Tokenizer, decoders, normalizers
 
 from sglcore.device.errors import ConfigError
 from sglcore.engine.conversion import PROBES, cut_otherwise, library, unreadable
-from sglcore.engine.ranks_tokenizer import CODE, RANKS, TEKKEN, has_ranks, read_ranks, read_tekken
+from sglcore.engine.ranks_tokenizer import RANKS, TEKKEN, has_ranks, read_ranks, read_tekken
+from sglcore.engine.tokenizer_code import CODE
 
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
 """Names under which models of sentencepiece are saved."""
 LISTS = ("vocab.json", "vocab.txt")
 """Vocabularies as plain lists: byte-level ones, which have their merges in merges.txt, and WordPiece's."""
-FILES = (TEKKEN, RANKS, *PIECES, *LISTS)
+FILES = (TEKKEN, *RANKS, *PIECES, *LISTS)
 """What a tokenizer is made of where there is no tokenizer.json, as names in the folder."""
 MORE_FILES = (*FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", CODE)
 """The same, and what may stand beside them."""
@@ -42,7 +43,7 @@ def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer,
     file = folder / found
     if found == TEKKEN:
         tokenizer, settings = read_tekken(file)
-    elif has_ranks(file):
+    elif found in RANKS or has_ranks(file):
         tokenizer, settings = read_ranks(file)
     else:
         tokenizer, settings = _by_class(folder, file)

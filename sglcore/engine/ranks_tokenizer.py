@@ -1,31 +1,31 @@
-"""Tokenizers whose files are ranks of byte sequences, as tiktoken reads them: tekken.json, and tiktoken.model.
+"""Tokenizers whose files are ranks of byte sequences, as tiktoken reads them: tekken.json, tiktoken.model and the like.
 
 transformers makes them, and what it makes is held to tiktoken itself before it is used; both are imported here alone and
-only then. A file of ranks does not have the pattern that texts are split by: the checkpoint states it in Python code,
-which is read and not run.
+only then. A file of ranks does not have the pattern that texts are split by: the checkpoint states it in Python code
+(`tokenizer_code.py`).
 """
 
 from __future__ import annotations
 
-import ast
 import base64
 import json
-from collections.abc import Iterator, Mapping
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, normalizers, processors
 
 from sglcore.checkpoint.files import read_json
 from sglcore.device.errors import ConfigError
 from sglcore.engine.conversion import PROBES, cut_otherwise, library, unreadable
+from sglcore.engine.tokenizer_code import Form, stated_by
 
 TEKKEN = "tekken.json"
 """Mistral's: ranks, pattern and special tokens in one file."""
-RANKS = "tiktoken.model"
+RANKS = ("tiktoken.model", "qwen.tiktoken", "hy.tiktoken")
 """Ranks alone: a line has the base64 of a token's bytes and its rank."""
-CODE = "tokenization_*.py"
-"""The checkpoint's code of its tokenizer, of which the pattern is taken."""
 MISTRAL = "pip install mistral-common, or save a tokenizer.json beside the weights"
 MIXED = (
     *PROBES,
@@ -33,6 +33,11 @@ MIXED = (
     " A\u0301B \u0928\u092e\u0938\u094d\u0924\u0947 \u3042\u30a2!!\n",
 )
 """Texts with what patterns tell apart."""
+
+
+NORMALIZERS: Mapping[Form, Callable[[], normalizers.Normalizer]] = MappingProxyType(
+    {"NFC": normalizers.NFC, "NFD": normalizers.NFD, "NFKC": normalizers.NFKC, "NFKD": normalizers.NFKD}
+)
 
 
 class Ranked(NamedTuple):
@@ -44,6 +49,8 @@ class Ranked(NamedTuple):
     """The regular expression whose matches are encoded one by one."""
     first_id: int
     """The token id of rank 0."""
+    form: Form | None = None
+    """The form of Unicode that a text gets before; None: it stays as it is."""
 
 
 def has_ranks(file: Path) -> bool:
@@ -84,17 +91,23 @@ def read_tekken(file: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def read_ranks(file: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of a file of ranks, with the tokens that tokenizer_config.json lists behind them. Raises ConfigError."""
+    """The tokenizer of a file of ranks, with the tokens behind them that the checkpoint's code states and its
+    tokenizer_config.json lists. Raises ConfigError."""
     library("transformers", file)
-    ranked = Ranked(_ranks(file), _pattern(file), 0)
+    code = stated_by(file)
+    ranked = Ranked(_ranks(file), code.pattern, 0, code.form)
+    specials = code.special_ids(file, len(ranked.ranks))
     try:
         tokenizer = _converted(file, ranked)
     except Exception as error:
         raise unreadable(file, error) from None
+    if ranked.form is not None:
+        tokenizer.normalizer = NORMALIZERS[ranked.form]()
     _hold(tokenizer, file, ranked)
     settings = file.parent / "tokenizer_config.json"
     listed = read_json(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
-    tokenizer.add_tokens(list(_added({int(token_id): token for token_id, token in listed.items()}, len(ranked.ranks))))
+    added = {**specials, **{int(token_id): token for token_id, token in listed.items()}}
+    tokenizer.add_tokens(list(_added(added, len(ranked.ranks))))
     return tokenizer, {}
 
 
@@ -138,50 +151,6 @@ def _rank(line: bytes) -> tuple[bytes, int] | None:
         return None
 
 
-def _pattern(file: Path) -> str:
-    """The pattern that the checkpoint's code states."""
-    codes = sorted(file.parent.glob(CODE))
-    found = {pattern for code in codes for pattern in _stated(code)}
-    if len(found) != 1:
-        named = ", ".join(code.name for code in codes) or "none"
-        raise ConfigError(
-            f"{file} has ranks alone, and {len(found)} patterns to split texts by are stated beside it (in {named})",
-            wanted=f"one pat_str in a file {CODE}, which is read and not run",
-            remedy="fetch that file of the checkpoint, or save a tokenizer.json beside the weights",
-        )
-    return found.pop()
-
-
-def _stated(code: Path) -> Iterator[str]:
-    """What is assigned to a name like pat_str in a file of Python, where that is plain text or texts joined."""
-    try:
-        tree = ast.parse(code.read_bytes())
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        if any(ast.unparse(target).rpartition(".")[2].lower() == "pat_str" for target in targets):
-            text = _text(node.value) if isinstance(node, ast.Assign | ast.AnnAssign) else None
-            if text is not None:
-                yield text
-
-
-def _text(value: ast.expr | None) -> str | None:
-    """Of a constant, or of "|".join([...]) of constants; None of anything else."""
-    match value:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.Call(
-            func=ast.Attribute(value=ast.Constant(value=str(between)), attr="join"),
-            args=[ast.List(elts=parts) | ast.Tuple(elts=parts)],
-        ):
-            texts = [_text(part) for part in parts]
-            return None if None in texts else between.join(text for text in texts if text is not None)
-    return None
-
-
 def _converted(file: Path, ranked: Ranked) -> Tokenizer:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -213,6 +182,7 @@ def _hold(tokenizer: Tokenizer, file: Path, ranked: Ranked) -> None:
         raise unreadable(file, error) from None
     for text in MIXED:
         given = tokenizer.encode(text, add_special_tokens=False).ids
-        wanted = [ranked.first_id + rank for rank in own.encode_ordinary(text)]
+        formed = text if ranked.form is None else unicodedata.normalize(ranked.form, text)
+        wanted = [ranked.first_id + rank for rank in own.encode_ordinary(formed)]
         if given != wanted:
             raise cut_otherwise(file, text, given, wanted, "tiktoken")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
+import unicodedata
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,119 @@ def test_ranks_without_one_stated_pattern_are_refused(code: str | None, count: i
     with pytest.raises(
         ConfigError, match=rf"ranks alone, and {count} patterns.*tokenization_\*\.py, which is read and not"
     ):
+        TextCodec(tmp_path)
+
+
+ORDINARY = r"(?i:'s|'t|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(7)))
+NORMALIZED = "def tokenize(self, text):\n    return unicodedata.normalize('NFC', text)\n"
+LISTS: dict[str, str] = {
+    "numbered": "tuple(enumerate(((ENDOFTEXT, START, '<|im_end|>',) + EXTRAS), start=FIRST))",
+    "behind the ranks": "(ENDOFTEXT, START, '<|im_end|>',) + EXTRAS",
+    "listed": "[ENDOFTEXT, START] + ['<|im_end|>'] + list(f'<|extra_{i}|>' for i in range(7))",
+}
+"""As the code of Qwen's first models and Hunyuan's has them."""
+
+
+def marked(specials: str, *, first: int | None = None, normalized: str = NORMALIZED, more: str = "") -> str:
+    """Such code; it ends whoever runs it."""
+    half = ORDINARY.index("| ?")
+    return (
+        "raise SystemExit('this was run')\nimport tiktoken, unicodedata\n"
+        f'PAT_STR = r"""{ORDINARY[:half]}""" \\\n          r"""{ORDINARY[half:]}"""\n'
+        "ENDOFTEXT = '<|endoftext|>'\nSTART = '<|im_start|>'\nEXTRAS = tuple((f'<|extra_{i}|>' for i in range(7)))\n"
+        f"FIRST = {len(ranks()) if first is None else first}\n"
+        f"SPECIAL_TOKENS = {specials}\n{normalized}{more}"
+    )
+
+
+def write_marked(folder: Path, name: str, code: str) -> tiktoken.Encoding:
+    """A folder without a list of added tokens, which its code has alone; its tokenizer as tiktoken makes it."""
+    write_ranks(folder, code, name=name)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "QWenTokenizer"}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen", "eos_token_id": len(ranks()) + 2}))
+    ids = {text: len(ranks()) + place for place, text in enumerate(MARKS)}
+    return tiktoken.Encoding(name="own", pat_str=ORDINARY, mergeable_ranks=ranks(), special_tokens=ids)
+
+
+@pytest.mark.parametrize("specials", LISTS)
+@pytest.mark.parametrize("name", ["qwen.tiktoken", "hy.tiktoken"])
+def test_special_tokens_and_the_form_of_texts_are_those_that_the_code_beside_the_ranks_states(
+    name: str, specials: str, tmp_path: Path
+) -> None:
+    oracle = write_marked(tmp_path, name, marked(LISTS[specials]))
+    codec = TextCodec(tmp_path)
+    for text in (*SAMPLES, "A\u0301 e\u0302\u1100\u1161", "<|im_start|>user\nhi<|im_end|><|extra_6|>"):
+        formed = unicodedata.normalize("NFC", text)
+        ids = oracle.encode(formed, allowed_special="all")
+        assert codec.encode(text) == ids, text
+        assert codec.decode(ids, skip_special_tokens=False) == formed == grown(codec, ids, skip=False)
+    assert codec.special_ids == set(range(len(ranks()), len(ranks()) + len(MARKS)))
+
+
+def test_texts_stay_as_they_are_where_the_code_beside_the_ranks_puts_them_into_no_form(tmp_path: Path) -> None:
+    oracle = write_marked(tmp_path, "qwen.tiktoken", marked(LISTS["numbered"], normalized=""))
+    assert TextCodec(tmp_path).encode("A\u0301") == oracle.encode("A\u0301") != oracle.encode("\u00c1")
+
+
+def test_a_token_that_the_settings_list_goes_before_what_the_code_beside_the_ranks_states(tmp_path: Path) -> None:
+    write_marked(tmp_path, "hy.tiktoken", marked(LISTS["numbered"]))
+    own = {str(len(ranks()) + 1): {"content": "<|mine|>", "special": False}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": own}))
+    codec = TextCodec(tmp_path)
+    assert codec.encode("<|mine|><|im_end|>") == [len(ranks()) + 1, len(ranks()) + 2]
+    assert len(ranks()) + 1 not in codec.special_ids
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        (
+            marked(LISTS["numbered"], first=300),
+            r"ranks, and .* special token '<\|endoftext\|>' the id 300; wanted ids behind",
+        ),
+        (
+            marked(LISTS["numbered"], more="unicodedata.normalize('NFD', '')"),
+            r"forms \['NFC', 'NFD'\]; wanted one of NFC",
+        ),
+        (
+            marked(LISTS["numbered"], normalized="unicodedata.normalize(form, '')"),
+            r"forms \['form'\]; wanted one of NFC",
+        ),
+        (marked(LISTS["numbered"], more="special_tokens = ('a', 'b')"), r"2 lists of special tokens .*wanted one"),
+        ("PAT_STR = make()", r"0 patterns .*wanted one pat_str in a file tokenization_\*\.py"),
+    ],
+)
+def test_code_beside_ranks_that_states_no_tokenizer_is_refused_with_the_remedy(
+    code: str, found: str, tmp_path: Path
+) -> None:
+    write_marked(tmp_path, "qwen.tiktoken", code)
+    with pytest.raises(
+        ConfigError, match=f"{found}.*tokenizer.json beside the weights, or start with --skip-tokenizer"
+    ):
+        TextCodec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "tuple(x for x in range(10**9))",
+        "tuple(range(10**9))",
+        "tuple(f'{i}' for i in range(1000000000))",
+        "tuple(str(i) for i in range(3))",
+        "('a',) + ['b'][0]",
+        "open('/etc/passwd').read()",
+        "('a', None)",
+        "(('a', 1),)",
+        "()",
+        "{'a'}",
+        "'a'",
+        "tuple('a' for a in range(3) if a)",
+    ],
+)
+def test_what_is_no_list_of_constants_is_no_special_token(value: str, tmp_path: Path) -> None:
+    write_marked(tmp_path, "qwen.tiktoken", marked(value))
+    with pytest.raises(ConfigError, match=rf"eos_token_id {len(ranks()) + 2}; wanted .*added_tokens_decoder"):
         TextCodec(tmp_path)
 
 
