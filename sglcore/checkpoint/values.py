@@ -44,7 +44,7 @@ _NAMES: Mapping[Kind, str] = MappingProxyType(
     {
         ("a whole number above zero", _whole(1)): """
             hidden_size vocab_size num_hidden_layers num_attention_heads num_key_value_heads max_position_embeddings
-            decoder_sparse_step n_group topk_group sliding_window_pattern
+            decoder_sparse_step n_group topk_group sliding_window_pattern max_seq_len
             full_attention_interval linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
             linear_conv_kernel_dim kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim o_groups o_lora_rank
             index_n_heads index_head_dim index_topk hc_mult hc_sinkhorn_iters compress_rate_csa compress_rate_hca mamba_n_heads

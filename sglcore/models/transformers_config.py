@@ -13,16 +13,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sglcore.checkpoint.config import EMPTY, ModelConfig, RopeConfig, served
+from sglcore.checkpoint.config import EMPTY, ModelConfig, RopeConfig, architecture_of, served
 from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.pooling import read_pooling
 from sglcore.checkpoint.quantization import has_mxfp4_experts
+from sglcore.checkpoint.values import KINDS, check_values
 from sglcore.device.errors import ConfigError
 from sglcore.models.checkpoint_code import CAUSAL
 from sglcore.models.registry import ARCHITECTURES
 
 UNBOUNDED = 1 << 17
 """The context of a model that has no positions."""
+_READ = ("num_nextn_predict_layers", "num_labels", "id2label", "sentence_transformers", "classifier_pooling")
+"""Of the file itself, beside what transformers reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +67,18 @@ def described(folder: Path, raw: Mapping[str, Any], library: Library, task: str)
     """The same of a configuration that was read."""
     config = library.config
     text = config.get_text_config(decoder=True)
-    length = _length(text)
+    file = folder / "config.json"
+    length = _length(file, text)
     return ModelConfig(
         path=folder,
         architecture=raw["architectures"][0],
-        hidden_size=text.hidden_size,
-        num_hidden_layers=text.num_hidden_layers,
+        hidden_size=_whole(file, text, "hidden_size"),
+        num_hidden_layers=_whole(file, text, "num_hidden_layers"),
         num_attention_heads=1,
         num_key_value_heads=1,
         head_dim=1,
         intermediate_size=0,
-        vocab_size=text.vocab_size,
+        vocab_size=_whole(file, text, "vocab_size"),
         max_position_embeddings=length,
         context_length=length,
         rms_norm_eps=0.0,
@@ -92,17 +96,29 @@ def described(folder: Path, raw: Mapping[str, Any], library: Library, task: str)
     )
 
 
-def _length(text: PreTrainedConfig) -> int:
+def _length(file: Path, text: PreTrainedConfig) -> int:
     """The longest context."""
     try:
-        return int(text.max_position_embeddings)
+        return _whole(file, text, "max_position_embeddings")
     except AttributeError:
-        return int(text.to_dict().get("max_seq_len", UNBOUNDED))
+        return _whole(file, text, "max_seq_len") if "max_seq_len" in text.to_dict() else UNBOUNDED
+
+
+def _whole(file: Path, text: PreTrainedConfig, name: str) -> int:
+    """A number that no model is without. Raises `ConfigError` with the type's own name of it, and AttributeError where the type
+    has none."""
+    value, own = getattr(text, name), text.attribute_map.get(name, name)
+    wanted, is_right = KINDS[name]
+    if not is_right(value):
+        raise ConfigError(f"{file} has {own} = {value!r:.60}", wanted=wanted, remedy="download the checkpoint again")
+    return value
 
 
 def _check(folder: Path, raw: Mapping[str, Any], config: PreTrainedConfig, runs_code: bool) -> None:
     """Raise `ConfigError` for what transformers' classes would do otherwise in a batch than alone."""
-    name = (config.architectures or [""])[0]
+    file = folder / "config.json"
+    check_values(file, {name: raw.get(name) for name in _READ})
+    name = architecture_of(file, raw)
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "none")
     if runs_code:
         known = raw["auto_map"][CAUSAL].rpartition(".")[2]
@@ -113,17 +129,18 @@ def _check(folder: Path, raw: Mapping[str, Any], config: PreTrainedConfig, runs_
             remedy="use another model",
         )
     text = config.get_text_config(decoder=True)
-    ropes = text.to_dict().get("rope_parameters") or {}
+    found = text.to_dict().get("rope_parameters")
+    ropes = found if isinstance(found, Mapping) else EMPTY
     kinds = {str(each.get("rope_type")) for each in (ropes, *ropes.values()) if isinstance(each, Mapping)}
     for kind in sorted(kinds & {"dynamic", "longrope"}):
         raise ConfigError(
-            f"{folder / 'config.json'} has the rope type {kind!r}, by which transformers turns a whole batch as its longest "
+            f"{file} has the rope type {kind!r}, by which transformers turns a whole batch as its longest "
             "request wants",
             remedy="use a model with a file of sglcore (docs/models.md)",
         )
     if text.to_dict().get("attn_temperature_tuning"):
         raise ConfigError(
-            f"{folder / 'config.json'} has attn_temperature_tuning, for which transformers counts the tokens of a step instead of "
+            f"{file} has attn_temperature_tuning, for which transformers counts the tokens of a step instead of "
             "those of a request",
             remedy="use another model",
         )

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sglcore.checkpoint import compressed, config, encoders, latent, pooling, recurrent, renamed, rotary, shards
 from sglcore.checkpoint.config import ModelConfig, config_of, read_config
@@ -18,7 +20,10 @@ from sglcore.checkpoint.renamed import WORDS
 from sglcore.checkpoint.shards import constraints
 from sglcore.checkpoint.values import KINDS
 from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.device.ledger import DecisionLedger
+from sglcore.models.implementation import choose_implementation
 from sglcore.models.registry import ARCHITECTURES
+from tests.models.transformers_cases import sizes_of
 
 BASE: Mapping[str, Any] = {
     "hidden_size": 48,
@@ -177,3 +182,58 @@ def test_labels_that_are_null_are_two_as_in_the_library(tmp_path: Path) -> None:
     assert found is not None and found.labels == 2
     with pytest.raises(ConfigError, match="classifier_pooling = 'median'; wanted cls or mean"):
         pooling.read_pooling(tmp_path, "ModernBertForSequenceClassification", {"classifier_pooling": "median"})
+
+
+BY_CLASS = ("bloom", "dbrx", "deepseek_v3", "exaone4", "falcon_mamba", "gemma3_text", "gpt2", "mpt", "opt")
+"""Types of transformers that run by its classes, with the names that each has for its numbers."""
+MORE = (
+    "architectures",
+    "id2label",
+    "max_seq_len",
+    "num_nextn_predict_layers",
+    "quantization_config",
+    "rope_parameters",
+)
+
+
+def of_class(folder: Path, kind: str) -> dict[str, Any]:
+    """What transformers writes of a small configuration of a type."""
+    config = CONFIG_MAPPING[kind](**sizes_of(kind))
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    config.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+def by_class(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
+    """As it is read where transformers' class is asked for."""
+    (folder / "config.json").write_text(json.dumps(raw))
+    return choose_implementation("transformers", folder, DecisionLedger())[0]
+
+
+@pytest.mark.parametrize("kind", BY_CLASS)
+def test_no_value_of_what_runs_by_a_class_is_anything_but_read_or_refused_in_one_line(
+    kind: str, tmp_path: Path
+) -> None:
+    raw = of_class(tmp_path, kind)
+    for name, value in itertools.product({**raw, **dict.fromkeys(MORE)}, (None, "x", -1, [], {"a": 1})):
+        try:
+            found = by_class(tmp_path, {**raw, name: value})
+        except SglcoreError as error:
+            assert "\n" not in str(error), (name, value)
+        else:
+            assert min(found.context_length, found.hidden_size, found.vocab_size, found.num_hidden_layers) > 0, (
+                name,
+                value,
+            )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("dbrx", "max_seq_len"), ("mpt", "max_seq_len"), ("gpt2", "n_positions"), ("exaone4", "hidden_size")],
+)
+def test_null_for_a_number_that_no_model_is_without_is_refused_by_the_types_own_name(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    raw = of_class(tmp_path, kind)
+    with pytest.raises(ConfigError, match=rf"{name}\b.*None|transformers refuses .*{name}"):
+        by_class(tmp_path, {**raw, name: None})
