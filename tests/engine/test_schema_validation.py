@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from typing import Any
@@ -11,14 +12,16 @@ from typing import Any
 import jsonschema
 import pytest
 
-from sglcore.engine.answer_check import Question
+from sglcore.engine.answer_check import AnswerChecks, Question
 from sglcore.engine.answer_check_process import checked
+from sglcore.engine.confined import CheckLimits, Verdict
 from sglcore.engine.schema_loosening import loosened, place_of
 from sglcore.engine.schema_validation import not_kept
 from tests.engine.grammar_keywords import CASES
 from tests.engine.test_schema_loosening import REFUSED
 
 LEFT_OUT = sorted(name for name in set(CASES) - REFUSED if loosened(CASES[name][0]).left_out)
+PATIENCE = 120.0
 UNIQUE: dict[str, Any] = {"type": "array", "uniqueItems": True}
 
 
@@ -66,6 +69,8 @@ def test_each_keyword_that_is_left_out_is_checked_and_no_good_value_is_blamed(na
         ({"properties": {"f": {"format": "regex"}, "g": {"format": "path"}}}, {"f": "(", "g": ""}, ["#/properties/f/format 'regex'"]),
         ({"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"a": {"$ref": "#"}}, "uniqueItems": True}, {"a": [1, 1]}, ["#/uniqueItems"]),
         ({"dependencies": {"a": ["b"]}}, {"a": 1}, ["#/dependencies"]),
+        ({"items": [{"type": "string"}, True], "uniqueItems": True}, ["a", "a"], ["#/uniqueItems"]),
+        ({"properties": {"a": {"items": [True, True], "uniqueItems": True}}}, {"a": [1, 1]}, ["#/properties/a/uniqueItems"]),
         (True, [1, 1], []),
     ],
 )  # fmt: skip
@@ -146,3 +151,29 @@ def test_each_value_that_stands_behind_a_beginning_is_checked() -> None:
     assert not checked(question(UNIQUE, "so <a>[1, 2]</a> and <a> [3]</a>", "<a>")).said
     assert checked(question(UNIQUE, "so <a>[1, 2]</a> and <a> [3, 3]</a>", "<a>")).said == ("#/uniqueItems",)
     assert not checked(question(UNIQUE, "[1, 1]", "<a>")).said
+
+
+@pytest.mark.parametrize(
+    ("limits", "schema", "text", "ended"),
+    [
+        (
+            {"seconds": 0.2},
+            {"not": {"pattern": "^(a+)+$"}},
+            f'"{"a" * 40}!"',
+            "takes longer than 0.2 s of the processor",
+        ),
+        ({"memory": 1 << 20}, {"not": {"const": 1}}, f"[{'0.5,' * 1_000_000}1]", "takes more than 1 MiB of memory"),
+    ],
+)
+def test_a_check_that_takes_too_much_is_ended_by_the_limits_that_its_checks_were_given(
+    limits: dict[str, Any], schema: Any, text: str, ended: str
+) -> None:
+    checks = AnswerChecks(
+        CheckLimits(**{"seconds": PATIENCE, "young_seconds": PATIENCE, "most_seconds": PATIENCE, **limits})
+    )
+    try:
+        found: Future[Verdict] = Future()
+        checks.submit(Question(json.dumps(schema), tuple(loosened(schema).left_out), text), found.set_result)
+        assert found.result(PATIENCE).ended == ended
+    finally:
+        checks.close()

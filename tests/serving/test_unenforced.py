@@ -3,6 +3,7 @@ or waits for another's check."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest
 
 from sglcore.device.server_config import ServerConfig
 from sglcore.engine.answer_check import LIMITS, AnswerChecks
-from sglcore.engine.confined import CheckLimits
+from sglcore.engine.confined import CheckLimits, OnVerdict
 from tests.serving.scripted import MODEL, Stage, call, staged
 
 PATIENCE = 300.0
@@ -156,6 +157,49 @@ def test_values_inside_of_structural_tags_are_looked_at(stage: Stage) -> None:
     part = "response_format#/uniqueItems"
     stage.speak('so <t>["a"]</t> and <t>["b", "b"]</t>')
     assert ask(stage, TEXTS, body) == (part + BROKEN, [[part + BROKEN]])
+
+
+def test_the_values_of_each_structural_tag_are_held_to_its_own_schema(stage: Stage) -> None:
+    tags = {"<t>": TAGS, "<u>": {"type": "array", "items": {"enum": ["a", "b"]}, "contains": {"const": "a"}}}
+    structures = [{"begin": begin, "schema": schema, "end": "</>"} for begin, schema in tags.items()]
+    body = {"prompt": "a", "response_format": {"type": "structural_tag", "structures": structures, "triggers": ["<"]}}
+    unique, contains = "response_format#/uniqueItems", "response_format#/contains"
+    stage.speak('<t>["b"]</> and <u>["b", "b"]</>')
+    assert ask(stage, TEXTS, body) == (f"{contains}{BROKEN}, {unique}", [[contains + BROKEN]])
+    stage.speak('<t>["b", "b"]</> and <u>["a", "a"]</>')
+    assert ask(stage, TEXTS, body) == (f"{unique}{BROKEN}, {contains}", [[unique + BROKEN]])
+
+
+class Noted(AnswerChecks):
+    """Notes of each call whether an event loop runs in its thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_loop: list[bool] = []
+
+    def _note(self) -> None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            self.in_loop.append(False)
+        else:
+            self.in_loop.append(True)
+
+    def open(self) -> None:
+        self._note()
+        super().open()
+
+    def submit(self, work: Any, told: OnVerdict) -> None:
+        self._note()
+        super().submit(work, told)
+
+
+def test_the_process_that_checks_is_started_and_asked_outside_of_the_event_loop() -> None:
+    checks = Noted()
+    with staged(ServerConfig(), checks=checks) as stage:
+        stage.speak('["a", "a"]')
+        assert ask(stage, TEXTS, {"prompt": "a", **form(TAGS)})[1]
+    assert checks.in_loop == [False, False]
 
 
 def test_an_answer_that_is_no_value_is_told_with_the_reason(stage: Stage) -> None:
