@@ -126,12 +126,13 @@ def _cached(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def _by_steps(steps: Steps, tokens: list[list[int]], generator: torch.Generator) -> list[Tensor]:
-    """Chunks until half of each prompt is done, then single tokens of both."""
+    """Chunks to the half of each prompt, then single tokens of both: the one that is there first waits, or there would be few
+    steps of two single tokens, or none."""
     found: list[list[Tensor]] = [[], []]
     done = [0, 0]
-    while any(at < len(own) // 2 for at, own in zip(done, tokens, strict=True)):
+    while any(left := [len(own) // 2 - at for at, own in zip(done, tokens, strict=True)]):
         sizes = torch.randint(0, 9, (2,), generator=generator).tolist()
-        _step(steps, tokens, done, found, sizes)
+        _step(steps, tokens, done, found, [min(pair) for pair in zip(sizes, left, strict=True)])
     while any(at < len(own) for at, own in zip(done, tokens, strict=True)):
         _step(steps, tokens, done, found, [1, 1])
     return [torch.cat(own) for own in found]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from sglcore.device.errors import ConfigError, StrictError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.models import transformers_check
 from sglcore.models.implementation import choose_implementation
+from sglcore.models.steps import Steps
 from sglcore.models.transformers_check import whole
 from sglcore.models.transformers_config import Library, transformers_config
 from sglcore.models.transformers_shrink import PARAMETERS, shrunk
@@ -26,6 +27,8 @@ from sglcore.models.transformers_states import find_mixers
 from sglcore.models.transformers_types import PROVEN
 from tests.checkpoints import SIZES, llama, save
 from tests.laws.engine import TokenEngine, check_logprobs
+from tests.models.steps import load
+from tests.models.transformers_cases import sizes_of, tiny_model
 
 CONFIGURATION = """
 from transformers import LlamaConfig
@@ -201,6 +204,17 @@ def test_a_small_model_has_every_kind_of_layer_of_the_whole_one(kind: str, kept:
     assert shrunk(Library(llama().config)).config.hidden_size == SIZES["hidden_size"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "none"),
+    [("granitemoehybrid", "num_local_experts"), ("gemma3n_text", "num_kv_shared_layers")],
+)
+def test_what_a_configuration_has_none_of_a_small_one_has_none_of(kind: str, none: str) -> None:
+    """A written zero is no size that could be made smaller."""
+    whole_one = Library(CONFIG_MAPPING[kind](**{none: 0}))
+    small = shrunk(whole_one).config.to_dict()
+    assert small[none] == 0 and small["hidden_size"] < whole_one.config.hidden_size
+
+
 def test_tokens_with_a_meaning_are_among_the_few_words() -> None:
     """Far behind which those of a large vocabulary are; an embedding refuses padding that it has not."""
     small = shrunk(Library(transformers.LlamaConfig(vocab_size=128256, pad_token_id=128004))).config
@@ -212,6 +226,41 @@ def test_what_is_said_of_single_layers_is_cut_with_them() -> None:
     small = shrunk(Library(CONFIG_MAPPING["gemma4_text"]())).config
     assert len(small.layer_types) == small.num_hidden_layers < 30
     assert all(int(layer) < small.num_hidden_layers for layer in small.to_dict()["per_layer_config"])
+
+
+# -- what the comparison runs ------------------------------------------------------------------------------------------
+
+
+def test_two_requests_are_compared_in_chunks_side_by_side_and_then_token_by_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that mixes requests of one step up, or is wrong in steps of one token, would be served otherwise."""
+    seen: list[dict[int, int]] = []
+    real = Steps.hidden
+
+    def hidden(self: Steps, tokens: Mapping[int, Sequence[int]], *more: Any) -> torch.Tensor:
+        seen.append({slot: len(part) for slot, part in tokens.items()})
+        return real(self, tokens, *more)
+
+    monkeypatch.setattr(Steps, "hidden", hidden)
+    oracle = llama()
+    loaded = load(save(oracle, tmp_path))
+    assert transformers_check.difference(oracle, loaded) <= transformers_check.EQUAL
+    single = [step for step in seen if set(step.values()) == {1}]
+    chunks = [step for step in seen if step not in single]
+    lengths = {1: transformers_check.LENGTH, 2: transformers_check.OTHER}
+    assert {slot: sum(step.get(slot, 0) for step in seen) for slot in lengths} == lengths
+    assert any(len(step) == 2 and min(step.values()) > 1 for step in chunks)
+    for slot, length in lengths.items():
+        assert sum(slot in step for step in single) >= length - length // 2
+    assert sum(len(step) == 2 for step in single) >= transformers_check.OTHER // 2
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_mamba", "qwen3_next"])
+def test_a_model_goes_on_from_its_own_cache_by_whatever_name_it_has(kind: str) -> None:
+    """With the model that gives the same at once: nothing of what came before is lost."""
+    model, tokens = tiny_model(kind, sizes_of(kind)), torch.arange(3, 15)
+    torch.testing.assert_close(transformers_check._cached(model, tokens), whole(model, tokens), rtol=0, atol=1e-3)
 
 
 # -- code in a checkpoint ----------------------------------------------------------------------------------------------
