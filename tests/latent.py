@@ -65,8 +65,10 @@ def make_oracle(config: Oracle, architecture: str, seed: int = 0) -> Oracle:
 
 
 def deepseek_v2(**changes: Any) -> Oracle:
-    """A DeepSeek-V2 whose experts are in groups."""
+    """A DeepSeek-V2 whose experts are in groups, of which a token takes from fewer than it takes experts: a group counts by its
+    largest, so that otherwise the groups would bind nobody."""
     rules = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7, "n_group": 4, "topk_group": 2}
+    rules |= {"num_experts_per_tok": 3}
     return make_oracle(transformers.DeepseekV2Config(**{**SIZES, **rules, **changes}), "DeepseekV2ForCausalLM")
 
 

@@ -17,8 +17,8 @@ from sglcore.checkpoint.latent import latent_config, with_indexer
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.memory.geometry import rows_row
 from sglcore.step.sizing import Geometry, size_text
-from tests.checkpoints import oracle_logprobs, save
-from tests.latent import SIZES, deepseek_v2, deepseek_v3, deepseek_v32, glm4_moe_lite, glm_moe_dsa, publish
+from tests.checkpoints import CAUSAL, oracle_logprobs, save
+from tests.latent import LATENT, SIZES, deepseek_v2, deepseek_v3, deepseek_v32, glm4_moe_lite, glm_moe_dsa, publish
 from tests.models.steps import Steps, load
 
 IDS = random.Random(3).choices(range(97), k=60)
@@ -29,6 +29,29 @@ def test_published_files_mean_what_transformers_reads_in_them(make: Callable[...
     oracle = publish(make(), tmp_path)
     got = Steps(load(tmp_path, max_positions=128)).logprobs({1: IDS})
     assert (got - oracle_logprobs(oracle, IDS)).abs().max() < 5e-5
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "deepseek-v3.2", "glm4-moe"])
+def test_groups_of_experts_bind_the_oracles(name: str) -> None:
+    """An oracle whose groups change nothing would compare no rule of theirs."""
+    oracle = {**CAUSAL, **LATENT}[name]()
+    grouped = oracle_logprobs(oracle, IDS)
+    for module in oracle.modules():
+        for own in (vars(module), vars(getattr(module, "config", None) or oracle)):
+            own |= {word: 1 for word in ("n_group", "num_group", "topk_group") if word in own}
+    assert (oracle_logprobs(oracle, IDS) - grouped).abs().max() > 1e-2
+
+
+def test_without_a_method_deepseek_v2_has_no_groups(tmp_path: Path) -> None:
+    """As transformers reads a file that gives groups, and does not say how experts are chosen."""
+    raw = json.loads((save(deepseek_v2(), tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "topk_method": None}))
+    moe = read_config(tmp_path).moe
+    del raw["topk_method"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert transformers.AutoConfig.from_pretrained(tmp_path).topk_method == "greedy"
+    assert moe == read_config(tmp_path).moe
+    assert moe is not None and (moe.num_groups, moe.top_groups, raw["n_group"]) == (1, 1, 4)
 
 
 @pytest.mark.parametrize("make", [deepseek_v2, deepseek_v32])
