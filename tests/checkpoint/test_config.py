@@ -426,6 +426,34 @@ def test_kinds_of_layers_are_named_in_two_ways_or_counted(tmp_path) -> None:
         assert list(layer_kinds(found)) == wanted
 
 
+PER_LAYER: tuple[tuple[str, dict[str, Any], str, list[Any]], ...] = (
+    ("Qwen3ForCausalLM", {"sliding_window": 8}, "layer_types", ["sliding_attention", "full_attention"]),
+    ("Qwen3NextForCausalLM", {}, "layer_types", ["linear_attention", "full_attention"]),
+    ("GraniteMoeHybridForCausalLM", {}, "layer_types", ["mamba", "attention"]),
+    ("Lfm2MoeForCausalLM", {}, "layer_types", ["conv", "full_attention"]),
+    ("Glm4MoeForCausalLM", {"head_dim": 12}, "mlp_layer_types", ["dense", "sparse"]),
+)
+"""Architectures, what they need beside, and a word with one entry for each layer."""
+
+
+@pytest.mark.parametrize("count", [3, 5], ids=["one short", "one over"])
+@pytest.mark.parametrize(("architecture", "more", "word", "kinds"), PER_LAYER, ids=lambda value: str(value)[:20])
+def test_entries_that_are_not_one_for_each_layer_are_refused(
+    tmp_path, architecture: str, more: dict[str, Any], word: str, kinds: list[Any], count: int
+) -> None:
+    """One over is a list of another checkpoint just as one short: layers would be of the wrong kinds in silence."""
+    given = {"architectures": [architecture], "num_key_value_heads": 2, **more}
+    assert layer_kinds_or_windows(read(tmp_path, {**given, word: kinds * 2}))
+    with pytest.raises(ConfigError, match=f"has {count} {word}"):
+        layer_kinds_or_windows(read(tmp_path, {**given, word: (kinds * 3)[:count]}))
+
+
+def layer_kinds_or_windows(config: ModelConfig) -> tuple[Any, ...]:
+    """What a model of layers of several kinds asks of its configuration."""
+    has_states = {"mamba", "conv", "linear_attention"} & {*config.words.get("layer_types", ())}
+    return layer_kinds(config) if has_states else config.sliding_windows
+
+
 @pytest.mark.parametrize("end", [0.1, float("inf"), {"__float__": "Infinity"}])
 def test_a_time_step_has_the_limits_of_the_file(tmp_path, end: Any) -> None:
     found = read(tmp_path, {"architectures": ["GraniteMoeHybridForCausalLM"], "time_step_limit": [0.01, end]})

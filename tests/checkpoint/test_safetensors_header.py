@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglcore.checkpoint.files import INDEX, read_json, read_list, weight_names
+from sglcore.checkpoint.gguf import read_header
 from sglcore.checkpoint.safetensors_header import ELEMENT_BYTES, PLAIN_BYTES, read_entries
-from sglcore.device.errors import CheckpointError, ConfigError
+from sglcore.device.errors import CheckpointError, ConfigError, SglcoreError
 from sglcore.models.safetensors_file import DTYPES, READABLE
 
 
@@ -92,3 +94,24 @@ def test_lists_in_lists_without_end_are_damage(tmp_path: Path) -> None:
 def test_a_tensor_that_is_not_where_it_says_is_damage(tmp_path: Path, data: int, tensor: Any, found: str) -> None:
     with pytest.raises(CheckpointError, match=f"is damaged: .*{found}"):
         read_entries(written(tmp_path, data, a=tensor))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [read_json, read_list, lambda file: weight_names(file.parent), read_entries, read_header],
+    ids=["an object", "a list", "an index", "weights", "a GGUF file"],
+)
+def test_a_file_that_may_not_be_opened_is_an_error_of_one_line(
+    read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another user owns it, or the disk fails: whatever reads it."""
+    file = tmp_path / INDEX
+    file.write_text("{}")
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(SglcoreError, match="can not be read|is damaged") as error:
+        read(file)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)

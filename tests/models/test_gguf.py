@@ -286,6 +286,17 @@ def test_a_cut_file_is_an_error_of_one_line(file: Path, size: int) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("lost", [1, 100, 5000])
+def test_tensors_that_end_behind_the_file_are_damage_of_its_header(file: Path, lost: int) -> None:
+    """So that it is told before a model is made, and no value of a small tensor is read from what is not there."""
+    end = max(tensor.end for tensor in read_header(file).tensors.values())
+    file.write_bytes(file.read_bytes()[: end - lost])
+    with pytest.raises(CheckpointError, match=rf"is damaged: it has {end - lost} bytes, and '.*' ends at \d+"):
+        read_header(file)
+    file.write_bytes(file.read_bytes() + bytes(lost))
+    assert max(tensor.end for tensor in read_header(file).tensors.values()) == end
+
+
 def test_changed_bytes_of_the_header_are_errors_or_change_nothing_that_matters(file: Path) -> None:
     whole = file.read_bytes()
     rng = np.random.default_rng(2)
