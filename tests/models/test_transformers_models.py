@@ -34,7 +34,7 @@ from sglcore.models.loader import load_model
 from sglcore.models.transformers_attention import Several
 from sglcore.models.transformers_config import UNBOUNDED, Library, described
 from sglcore.models.transformers_types import PROVEN, VERSION
-from sglcore.models.transformers_walk import AttentionCall, walk, window_of
+from sglcore.models.transformers_walk import AttentionCall, DoesNotRun, walk, window_of
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.reference import add_rms_norm, moe, quantize_linear
@@ -341,6 +341,17 @@ def test_weights_have_the_types_that_transformers_loads_them_in(kind: str, dtype
     assert {name for name in wide if "norm" in name} <= own.keys()
 
 
+@pytest.mark.parametrize(("dtype", "is_kept"), [("float16", True), ("bfloat16", False)])
+def test_a_norm_that_a_class_keeps_in_float32_is_not_replaced(dtype: str, is_kept: bool, tmp_path: Path) -> None:
+    """As gpt-oss keeps its norms beside float16 alone: what stands for a part of it computes in the model's type."""
+    model = load(
+        tiny_model("gpt_oss", {**sizes_of("gpt_oss"), "num_local_experts": 4}), tmp_path, getattr(torch, dtype)
+    )
+    norms = {name: each.dtype for name, each in model._decoder.state_dict().items() if "norm" in name}
+    assert set(norms.values()) == ({torch.float32} if is_kept else set())
+    assert len(norms) == (7 if is_kept else 0)
+
+
 def test_linear_layers_are_packed_as_those_of_a_native_model(tmp_path: Path) -> None:
     """But for the output layer; of gates no bits are lost, which would choose other experts."""
     model = load(tiny_model("mixtral", sizes_of("mixtral")), tmp_path, torch.float32)
@@ -508,6 +519,19 @@ def test_without_a_scale_it_is_that_of_the_heads() -> None:
 def test_a_call_of_attention_of_another_kind_is_refused(change: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         walked(change)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError, NotImplementedError, AttributeError, TypeError, KeyError, IndexError, StopIteration]
+)
+def test_whatever_a_class_fails_with_on_shapes_alone_it_does_not_run(error: type[Exception]) -> None:
+    """So that it is tried again with linear layers alone, or refused in one line."""
+
+    def fails(q: torch.Tensor) -> Mapping[str, Any]:
+        raise error("lacks it")
+
+    with pytest.raises(DoesNotRun, match=rf"does not run on shapes alone \({error.__name__}: "):
+        walked(fails)
 
 
 # -- windows -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -131,6 +132,17 @@ def test_a_context_whose_places_are_not_exact_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr("sglcore.models.transformers_model.FARTHEST", 128)
     with pytest.raises(ConfigError, match="a context of 131072, and places .* exact up to 128"):
         load(tiny_model("bloom", {**sizes_of("bloom"), "max_position_embeddings": 131072}), tmp_path)
+
+
+@pytest.mark.parametrize(("context", "is_served"), [(128, True), (129, False)])
+def test_the_longest_context_whose_places_are_exact_is_served(
+    context: int, is_served: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its last place is one less; and what the refusal's remedy says is taken."""
+    monkeypatch.setattr("sglcore.models.transformers_model.FARTHEST", 128)
+    model = tiny_model("bloom", {**sizes_of("bloom"), "max_position_embeddings": context})
+    with nullcontext() if is_served else pytest.raises(ConfigError, match="set --max-model-len to at most 128"):
+        assert load(model, tmp_path).attention_layers
 
 
 def test_cells_that_round_are_refused(tmp_path: Path) -> None:

@@ -85,6 +85,14 @@ def test_a_class_that_does_not_run_with_them_keeps_its_own_parts(monkeypatch: Pa
     assert compare(model, tmp_path) < 2e-4
 
 
+@pytest.mark.parametrize("kind", ["gemma3_text", "bloom"])
+def test_no_hook_of_a_walk_stays(kind: str, tmp_path: Path) -> None:
+    """It would keep tensors of every step."""
+    model = load(tiny_model(kind, sizes_of(kind)), tmp_path)
+    hooked = [type(each) for each in model._decoder.modules() if each._forward_hooks or each._forward_pre_hooks]
+    assert not hooked and len(list(model._decoder.modules())) > 5
+
+
 def test_an_output_layer_with_the_embeddings_weight_shares_its_form(tmp_path: Path) -> None:
     model = tiny_model("llama", {**sizes_of("llama"), "tie_word_embeddings": True})
     table = KernelTable().replace(pack_head=lambda weight: weight)
