@@ -535,6 +535,30 @@ def test_a_sum_that_waits_is_the_sum_to_every_other_operation() -> None:
     assert type(addend * 2) is Tensor
 
 
+class Doubles:
+    """In place of a norm's layer: what it gives shows what it was given, and a sum is written where its first part was."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def add(self, addend: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual += addend
+        return residual * 2, residual
+
+
+@pytest.mark.parametrize("is_seen", [False, True], ids=["by norms alone", "after something else"])
+def test_a_sum_that_two_norms_read_is_added_once(is_seen: bool) -> None:
+    norm: Any = Norm("norm", torch.ones(8), NormForm(1e-5, None))
+    norm._norm = Doubles()
+    residual, given = torch.randn(1, 3, 8), torch.randn(1, 3, 8)
+    wanted, made = (residual + given) * 2, residual + Addend.of(given, given[0])
+    if is_seen:
+        torch.testing.assert_close(made * 2, wanted)
+    for _ in range(2):
+        torch.testing.assert_close(norm(made), wanted)
+    torch.testing.assert_close(added(made) * 2, wanted)
+
+
 class Twice(nn.Module):
     """In place of a layer: what it adds is heard of again afterwards."""
 

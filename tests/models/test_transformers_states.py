@@ -134,6 +134,33 @@ def test_one_that_agrees_on_a_few_small_tokens_and_differs_elsewhere_is_refused(
         check_mixers((mixer("sum"), mixer(what)))
 
 
+class Wide(Keeper):
+    """Gives two results of each token, together of more numbers than it takes."""
+
+    def forward(self, hidden: Tensor, cache_params: Any = None) -> Any:
+        """[rows, T, 4] to [rows, T, 8] and [rows, T, 1]."""
+        sums = super().forward(hidden, cache_params)
+        return torch.cat((sums, sums), dim=-1), sums.sum(dim=-1, keepdim=True)
+
+
+def test_a_layer_that_gives_more_than_it_takes_is_as_wide_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs in pieces and compilers hold what it gives in memory like that which it takes."""
+    with torch.device("meta"):
+        made = Mixer(0, Wide("sum"))
+        made.module(torch.ones(1, 3, 4))
+    seen: list[Tensor] = []
+
+    def as_given(self: Mixer, rows: Tensor) -> Tensor:
+        seen.append(rows)
+        return rows
+
+    monkeypatch.setattr(Mixer, "__call__", as_given)
+    hidden = torch.arange(20.0).view(1, 5, 4)
+    several, one = made.module(hidden)
+    assert (several.shape, one.shape, seen[0].shape) == ((1, 5, 8), (1, 5, 1), (5, 9))
+    assert torch.equal(seen[0][:, :4], hidden[0]) and not seen[0][:, 4:].any()
+
+
 def test_layers_of_one_class_are_tried_each_by_what_it_is() -> None:
     mixers = mixer("sum"), mixer("forgets"), mixer("sum")
     check_mixers(mixers)
