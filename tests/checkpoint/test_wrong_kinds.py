@@ -197,11 +197,13 @@ MORE = (
 
 
 def of_class(folder: Path, kind: str) -> dict[str, Any]:
-    """What transformers writes of a small configuration of a type."""
+    """What transformers writes of a small configuration of a type, by the type's own names alone."""
+    own = CONFIG_MAPPING[kind]().to_dict()
     config = CONFIG_MAPPING[kind](**sizes_of(kind))
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     config.save_pretrained(folder)
-    return json.loads((folder / "config.json").read_text())
+    raw = json.loads((folder / "config.json").read_text())
+    return {name: value for name, value in raw.items() if name in own}
 
 
 def by_class(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
