@@ -1,4 +1,4 @@
-"""A device's module of torch, which an extension registers, for those who ask it before the bring-up does."""
+"""Load the torch module of a device that an extension registers, before bring-up does so."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 
 
 def device_module(extension: str, kind: str, index: int) -> Any | None:
-    """`torch.KIND` with the extension imported that registers it; None where that can not be imported, or there is no device
-    of this number."""
+    """Import the extension and return `torch.KIND`.
+
+    Returns None if the extension cannot be imported, or if there is no device with this index.
+    """
     try:
         import_module(extension)
     except ImportError:

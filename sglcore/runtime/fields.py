@@ -1,4 +1,6 @@
-"""What torch makes of the declarations of a batch: element types, and the tensors that a batch holds."""
+"""The torch side of the declarations of a batch: element types, and the tensors that a batch
+holds.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,17 @@ from sglcore.step.fields import FieldSpec, Split, specs
 
 
 def torch_dtype(spec: FieldSpec) -> torch.dtype:
-    """The element type that a declaration names."""
+    """Return the torch dtype that a declaration names.
+
+    Raises TypeError if it names none.
+    """
     if spec.dtype is None:
         raise TypeError(f"{spec.name} declares no dtype, which a static buffer needs")
     return getattr(torch, spec.dtype)
 
 
 def retained(batch: Any) -> list[torch.Tensor]:
-    """Every tensor a batch holds, for as long as the device may read it."""
+    """Return every tensor of a batch, to keep them alive as long as the device may read them."""
     read, read_nested = _readers(type(batch))
     kept = [value for value in read(batch) if isinstance(value, torch.Tensor)]
     for value in read_nested(batch):
@@ -31,7 +36,9 @@ def retained(batch: Any) -> list[torch.Tensor]:
 
 @cache
 def _readers(batch_type: type) -> tuple[Callable[[Any], tuple[Any, ...]], Callable[[Any], tuple[Any, ...]]]:
-    """Readers of all plain fields and of all nested ones, each giving a tuple."""
+    """Return a reader of all plain fields and a reader of all nested fields; each returns a
+    tuple.
+    """
     nested = [spec.name for spec in specs(batch_type) if spec.split is Split.NESTED]
     plain = [spec.name for spec in specs(batch_type) if spec.split is not Split.NESTED]
     return _reader(plain), _reader(nested)

@@ -1,7 +1,8 @@
-"""One forward's inputs on the device. Per-batch data only: no pools, no backend, no coordinator.
+"""The inputs of one forward, on the device. Per-batch data only: no pools, no backend, no
+coordinator.
 
-Every field is declared once (see step/forward_inputs.py); the registry's buffers, padded views, children, retention and
-poison follow.
+Every field is declared once (see step/forward_inputs.py). The buffers of the registry, padded
+views, splitting, retention and poisoning are derived from the declarations.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
 
 
 class StalePlanError(RuntimeError):
-    """A batch was planned for another backend, shape or pool than the one it is about to run on."""
+    """A batch was planned for another backend, shape or pool than those it is about to run with."""
 
 
 class Turn(NamedTuple):
-    """Which of several forwards over one plan a batch is for: `epoch` stands for the lengths, `step` counts from 0."""
+    """Which of several forwards with one plan a batch is for.
+
+    `epoch` identifies the lengths that were planned; `step` counts from 0.
+    """
 
     epoch: int
     step: int
@@ -56,7 +60,7 @@ class PlanRecord:
 
 @batch_record(ScheduleBatch)
 class ForwardBatch(ForwardInputs[Tensor]):
-    """The inputs as tensors, and the plan of attention that was made for them."""
+    """The inputs as tensors, with the attention plan that was made for them."""
 
     plan_record: PlanRecord | None = batch_field(
         axis=Axis.NONE, split=Split.FRESH, owner="attention", when=When.IF_GIVEN
@@ -65,26 +69,30 @@ class ForwardBatch(ForwardInputs[Tensor]):
 
     @staticmethod
     def init_new(batch: ScheduleBatch, registry: BufferRegistry) -> ForwardBatch:
-        """Stage a host batch into the registry's buffers and return the view of them, unpadded. Waits for nothing.
+        """Stage a host batch in the registry's buffers and return the unpadded view of them. Does
+        not wait.
 
-        One-shot values are taken from `batch`, so a second call does not see them. Negative input ids are left for
-        `resolve_future`, cache locations for `fill_from`.
+        One-shot values are taken from `batch`, so a second call does not see them. `resolve_future`
+        fills in negative input ids, `fill_from` the cache locations.
         """
         fields = registry.stage_all(batch)
         registry.commit()
         return make_batch(registry.batch_type, fields)
 
     def mark_forward_metadata_ready(self, plan: AttentionPlan, replan_equivalent: bool = False, steps: int = 1) -> None:
-        """Record that attention was planned for this batch as it is now.
+        """Record that attention was planned for this batch with its present sizes.
 
-        `replan_equivalent`: planning again on drifted sizes gives what the caller wants; otherwise drift is an error.
-        `steps`: how many forwards over the lengths of the batch's epoch may take this plan.
+        `replan_equivalent`: if sizes change, plan again; otherwise such a change is an error.
+        `steps`: number of forwards over the lengths of the batch's epoch that may use this plan.
         """
         sizes, epoch = (self.batch_size, self.num_tokens), None if self.turn is None else self.turn.epoch
         self.plan_record = PlanRecord(plan, plan.planner, *sizes, plan.generation, replan_equivalent, epoch, steps)
 
     def needs_forward_metadata_init(self, backend: AttentionBackend) -> bool:
-        """True if `backend` must plan before it runs; raises StalePlanError on a plan that is not for this forward."""
+        """Return True if `backend` must plan before it runs.
+
+        Raises StalePlanError if the plan is for another forward.
+        """
         record = self.plan_record
         if record is None:
             return True
@@ -96,7 +104,7 @@ class ForwardBatch(ForwardInputs[Tensor]):
         raise StalePlanError(f"{drift}; plan again before the forward, or mark the plan replan_equivalent")
 
     def plan_drift(self, record: PlanRecord, backend: AttentionBackend) -> str:
-        """What is not as the record says; empty if all is."""
+        """Return how the batch differs from the record; empty if it does not."""
         if record.planner is not backend:
             return f"planned by {record.planner!r}, about to run on {backend!r}"
         if (record.batch_size, record.num_tokens) != (self.batch_size, self.num_tokens):

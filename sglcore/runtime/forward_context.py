@@ -1,6 +1,7 @@
-"""What a forward needs at depth without carrying it on the batch: the active attention backend and so its pools.
+"""The state of a forward that layers need and batches do not carry: the attention backend and its
+pools.
 
-Frozen and nested: a scope is entered with `forward_context`, and the outer one is restored on every way out.
+Contexts are frozen and nested: `forward_context` enters one and restores the outer one on exit.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
 
 
 class Segments(Protocol):
-    """The captured segments of a forward that is captured piece by piece."""
+    """The captured segments of a forward that is captured in pieces."""
 
     def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """End the segment, and begin the next with what `call(*inputs)` gives: it is never captured, and runs on the rows of
-        the real batch at each replay, under that batch's context. Its tensors have one row per token; the result has the
-        shape and dtype of the first."""
+        """End the segment, run `call(*inputs)` uncaptured, and begin the next segment with its
+        result.
+
+        At each replay the call runs on the rows of the real batch, with the context of that batch.
+        Its tensors have one row per token; the result has the shape and dtype of the first input.
+        """
         ...
 
 
@@ -52,11 +56,11 @@ _current: ContextVar[ForwardContext | None] = ContextVar("sglcore_forward_contex
 
 
 class NoForwardContextError(RuntimeError):
-    """Something that belongs inside a forward was called outside of one."""
+    """A function that needs a running forward was called outside of one."""
 
 
 class forward_context:
-    """Make a context the active one inside a `with` block; the previous one returns however the block ends."""
+    """Make a context the active one inside a `with` block; restore the previous one on exit."""
 
     __slots__ = ("_context", "_token")
 
@@ -72,12 +76,12 @@ class forward_context:
 
 
 def has_forward_context() -> bool:
-    """A forward is running here."""
+    """Return whether a forward is running in this context."""
     return _current.get() is not None
 
 
 def get_forward_context() -> ForwardContext:
-    """The innermost active context."""
+    """Return the innermost active context; raises NoForwardContextError if there is none."""
     context = _current.get()
     if context is None:
         raise NoForwardContextError(
@@ -87,22 +91,22 @@ def get_forward_context() -> ForwardContext:
 
 
 def get_attn_backend() -> AttentionBackend:
-    """The active attention backend."""
+    """Return the active attention backend."""
     return get_forward_context().attn_backend
 
 
 def get_token_to_kv_pool() -> TokenToKVPool:
-    """The active backend's KV pool."""
+    """Return the KV pool of the active backend."""
     return get_forward_context().attn_backend.token_to_kv_pool
 
 
 def get_req_to_token_pool() -> ReqToTokenPool:
-    """The active backend's page table."""
+    """Return the page table of the active backend."""
     return get_forward_context().attn_backend.req_to_token_pool
 
 
 def get_state_pool() -> StatePool:
-    """The pool of the model's states. Raises NoForwardContextError for a context without one."""
+    """Return the pool of recurrent states; raises NoForwardContextError if the context has none."""
     pool = get_forward_context().state_pool
     if pool is None:
         raise NoForwardContextError("this forward has no states; give its ForwardContext the model's state_pool")

@@ -1,6 +1,8 @@
-"""Graphs: the policy here (what is captured, when it is replayed, what is compared), the mechanism in the device's `GraphBackend`.
+"""Graph policy: what is captured, when it is replayed, what is compared. The mechanism is the
+device's `GraphBackend`.
 
-The runner composes; nothing subclasses it. A graph holds strong references to all that it baked in.
+The runner composes; nothing subclasses it. A graph holds references to every tensor whose address
+it captured.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ Policy = DecodeGraphs | PromptGraphs
 
 
 class GraphRunner:
-    """Graphs of decode steps, and of prompts where the mechanism has them. `memory`: bytes that capture took of the device
-    (None: not told there). `shadow` counts the replays that were compared."""
+    """Graphs of decode steps, and of prefill steps if the backend captures them.
+
+    `memory`: bytes of device memory that capture took (None: not reported). `shadow` counts the
+    replays that were compared with an eager forward.
+    """
 
     def __init__(
         self,
@@ -49,9 +54,11 @@ class GraphRunner:
         needs_host_lengths: bool = False,
         halves: Halves | None = None,
     ) -> None:
-        """Capture `forward` for every bucket, the largest first. Waits; `progress(done, total)` after each.
+        """Capture `forward` for every bucket, the largest first, and call `progress(done, total)`
+        after each.
 
-        All device work, the capture included, goes to the forward stream of `streams`. `halves`: how decodes are cut in two.
+        Waits. All device work, including capture, runs on the forward stream of `streams`.
+        `halves`: how decode batches are split into two micro-batches.
         """
         self.backend = backend
         self.memory: int | None = None
@@ -75,20 +82,24 @@ class GraphRunner:
         return () if self._closed else self.decode.sizes
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """A graph can run this batch: it has a bucket, and no input that graphs do not read."""
+        """Return whether a graph can run this batch: there is a bucket for it and the graph reads
+        all its inputs.
+        """
         policy = self._policy(batch)
         return policy is not None and policy.can_run(batch)
 
     def path(self, batch: ForwardBatch) -> str:
-        """How the replay of a batch is called: the mechanism and the bucket."""
+        """Return the name of a batch's replay: mechanism and bucket, or "eager"."""
         policy = self._policy(batch)
         return "eager" if policy is None else policy.path(batch)
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, H] of a batch whose data lie in this runner's registry; the next replay overwrites them.
+        """Return hidden states [T, H] of a batch in this runner's registry; the next replay
+        overwrites them.
 
-        Does not wait for the device, but where shadow mode compares. Raises StalePlanError if the KV pool moved since
-        capture, or if the batch was planned for another forward; ShadowMismatch if the comparison fails.
+        Does not wait for the device, except for a comparison in shadow mode. Raises StalePlanError
+        if the KV pool moved after capture or the batch was planned for another forward,
+        ShadowMismatch if the comparison fails.
         """
         policy = self._policy(batch)
         assert policy is not None
@@ -103,14 +114,16 @@ class GraphRunner:
         return hidden
 
     def recapture(self) -> None:
-        """Free every graph and capture all of them again: after the KV pool moved, or weights were replaced. Waits."""
+        """Free all graphs and capture them again, after the KV pool moved or weights were replaced.
+        Waits.
+        """
         for policy in self._policies:
             policy.drop()
         self.backend.close()
         self._capture_all()
 
     def close(self) -> None:
-        """Free the graphs; every batch is eager from now on. Waits for the device."""
+        """Free the graphs; later batches run eagerly. Waits for the device."""
         for policy in self._policies:
             policy.drop()
         self._closed = True
@@ -133,10 +146,11 @@ class GraphRunner:
         if schedule is not None and forward is not None:
             forward.wait_stream(schedule)  # it has queued weights and buffers
         if forward is not None:
-            gc.collect()  # what garbage holds of the device's memory is for the graphs to take
+            gc.collect()  # frees the device memory that garbage holds, for the graphs
         # A finalizer that frees device memory breaks a capture.
         with no_collection(), self._streams.running():
-            # Prompts hold more memory, and come first: what they leave in the pool serves the decode graphs.
+            # Prefill needs more memory and is captured first; decode graphs reuse that memory in
+            # the pool.
             for policy in reversed(self._policies):
                 for _ in policy.capture():
                     done += 1
@@ -146,7 +160,7 @@ class GraphRunner:
             self.memory = max(0, free - (_free_memory(self._streams) or 0))
 
     def _run_beside(self, policy: Policy, batch: ForwardBatch, before: Held) -> Tensor:
-        """An eager forward of the same inputs that leaves no trace; it begins with what was there `before`."""
+        """Run the same inputs eagerly from the state `before`, and restore the state afterwards."""
         view = replace(real_view(policy.registry, batch), plan_record=None)
         after = before.now()
         before.write()
@@ -157,14 +171,18 @@ class GraphRunner:
 
 
 def _owned(batch: ForwardBatch, hidden: Tensor, beside: Tensor) -> Tensor:
-    """hidden [T, H], but `beside` where a decode has a token of slot 0, which is nobody's."""
+    """Return hidden [T, H], with the rows of slot 0 (padding) replaced by those of `beside` in a
+    decode.
+    """
     if not batch.forward_mode.is_decode:
         return hidden
     return torch.where(batch.req_pool_indices.unsqueeze(1) > 0, hidden, beside)
 
 
 def _free_memory(streams: Streams) -> int | None:
-    """Bytes free on the device of the forward stream, once it is idle; None where there is none to ask."""
+    """Return the free bytes on the forward stream's device, once it is idle; None if they are
+    unknown.
+    """
     if streams.forward is None or not torch.accelerator.is_available():
         return None
     torch.accelerator.synchronize(streams.forward.device.index)

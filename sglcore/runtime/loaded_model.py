@@ -1,4 +1,4 @@
-"""What a start asks of a model beside what its runner does."""
+"""The interface of a loaded model that bring-up uses, in addition to what the runner calls."""
 
 from __future__ import annotations
 
@@ -18,23 +18,27 @@ Progress = Callable[[str, int, int], None]
 
 
 class LinearLayer(Protocol):
-    """A linear layer of a loaded model: its `weight` in whatever form the device's kernels read."""
+    """A linear layer of a loaded model, with its `weight` in the form that the device's kernels
+    read.
+    """
 
     weight: Tensor
 
 
 class Weights(Protocol):
-    """What a model was loaded with."""
+    """The weights of a loaded model."""
 
     @property
     def linears(self) -> Sequence[LinearLayer]:
-        """The layers whose weights the device may keep in a form of its own."""
+        """The layers that may keep their weights in a form of the device's own."""
         ...
 
 
 class LoadedModel(Model, Protocol):
-    """A model with its weights on the device: what a start asks of it beside what the runner does. Its geometry, what it is
-    computed in, the functions it calls, the states that its layers keep, whether it calls torch's own between them, and what was loaded."""
+    """A model with its weights on the device, as bring-up uses it.
+
+    `dtype` is the dtype that it computes in, `kernels` the table of the functions that it calls.
+    """
 
     config: ModelConfig
     dtype: torch.dtype
@@ -43,29 +47,33 @@ class LoadedModel(Model, Protocol):
 
     @property
     def state_layers(self) -> Sequence[KeepsState]:
-        """The layers that keep a state of each request, indexed by their id."""
+        """The layers that keep a recurrent state for each request, indexed by their id."""
         ...
 
     @property
     def calls_library(self) -> bool:
-        """Some of its operations are torch's own, between those of the table."""
+        """True if the model calls torch's own operations between those of the kernel table."""
         ...
 
     @property
     def reads_history(self) -> bool:
-        """What it makes of a token depends on the ids before it."""
+        """True if the output for a token depends on the input ids before it (n-gram embeddings)."""
         ...
 
     @property
     def feature_size(self) -> int:
-        """Numbers that one of its layers hands to the next of each token."""
+        """Elements per token of the features that a layer passes to the next one."""
         ...
 
     @property
     def sliced_layers(self) -> int:
-        """A forward may be run by slices of so many layers, as `embed`, `run_layers` and `finish`; 0: it is whole."""
+        """Number of layers if a forward can run in slices of layers (`embed`, `run_layers`,
+        `finish`).
+
+        0 if a forward runs whole only.
+        """
         ...
 
     def classify(self, pooled: Tensor) -> Tensor:
-        """[B, labels] from pooled hidden states [B, H]."""
+        """Return [B, labels] for pooled hidden states [B, H]."""
         ...

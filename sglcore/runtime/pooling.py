@@ -1,4 +1,6 @@
-"""Pooling: one vector of each request's hidden states, as `checkpoint/pooling.py` describes it."""
+"""Pooling: one vector per request, computed from its hidden states as `checkpoint/pooling.py`
+describes.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,24 @@ from torch import Tensor
 from sglcore.checkpoint.pooling import Pooling
 
 Rows = Mapping[str, Tensor]
-"""What `pooled_rows` gives, on the device."""
+"""The result of `pooled_rows`, on the device."""
 
 
 class Pooler:
-    """From the hidden states of a step to what its requests are answered."""
+    """Computes the embedding or the labels of each request from the hidden states of a step."""
 
     def __init__(self, pooling: Pooling, classify: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-        """`classify` is the model's head, which computes in `dtype`; called only where the pooling has labels."""
+        """`classify` is the model's classification head, which computes in `dtype`.
+
+        It is called only if the pooling has labels.
+        """
         self._pooling, self._classify, self._dtype = pooling, classify, dtype
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
-        """hidden [T, H] to float32 [B, len(modes) * H], or to float32 [B, labels]. Queues only."""
+        """Pool hidden [T, H] to float32 [B, len(modes) * H], or to float32 [B, labels].
+
+        Queues work only; does not wait.
+        """
         pooled = torch.cat([POOLS[mode](hidden, rows) for mode in self._pooling.modes], dim=-1)
         if self._pooling.labels:
             pooled = self._classify(pooled.to(self._dtype)).float()
@@ -72,4 +80,4 @@ POOLS: Mapping[str, Callable[[Tensor, Rows], Tensor]] = MappingProxyType(
         "lasttoken": _last,
     }
 )
-"""Each mode: hidden [T, H] to float32 [B, H]."""
+"""Pooling functions by mode: hidden [T, H] to float32 [B, H]."""

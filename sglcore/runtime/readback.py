@@ -1,4 +1,6 @@
-"""Results on their way to the host: packed into one copy to pinned memory, on the schedule stream once the step has run."""
+"""Copies the results of a step to the host: packed into one copy to pinned memory, on the schedule
+stream.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,26 @@ from sglcore.runtime.streams import Streams
 
 
 class Readback:
-    """The results of one step. Holds their tensors until it is gone."""
+    """The results of one step. Keeps their tensors alive."""
 
     __slots__ = ("_sent", "_tensors")
 
     def __init__(self, tensors: Sequence[Tensor], sent: tuple[Tensor, Lease] | None = None) -> None:
-        """`sent`: their words, and where these are copied to; None where each is read from the device."""
+        """`sent`: the packed words and the lease of the pinned buffer that they are copied to.
+
+        None: `read` copies each tensor from the device.
+        """
         self._tensors, self._sent = tensors, sent
 
     @property
     def kept(self) -> list[Tensor]:
-        """What the device writes and the copy reads."""
+        """The tensors that the device writes and the copy reads."""
         return [*self._tensors] if self._sent is None else [*self._tensors, self._sent[0]]
 
     def read(self) -> list[NDArray]:
-        """The host's own arrays, in the order posted. Waits for this step and nothing else."""
+        """Return the results as host arrays, in the order of `post`. Waits for this step only."""
         if self._sent is None:
-            # A tensor of the host costs `cpu` a microsecond to find out that it is one.
+            # `t.is_cpu` costs less than 1 µs; calling `cpu` on a host tensor costs about 1 µs.
             return [t.numpy() if t.is_cpu else t.cpu().numpy() for t in self._tensors]
         packed, lease = self._sent
         lease.buffer.wait()
@@ -39,14 +44,19 @@ class Readback:
 
 
 class ReadbackQueue:
-    """Where a worker posts results. `ring` lends the pinned memory; without streams results are read from the device."""
+    """Posts the results of steps. `ring` lends the pinned memory.
+
+    Without streams results are read from the device.
+    """
 
     def __init__(self, streams: Streams, device: torch.device, pinned: bool) -> None:
         self._streams, self._pinned = streams, pinned
         self.ring = PinnedRing(device, pinned)
 
     def post(self, tensors: Sequence[Tensor]) -> Readback:
-        """Send tensors of int32, float32 or bool, made on the forward stream. Does not wait."""
+        """Start the copy of int32, float32 or bool tensors that the forward stream computes. Does
+        not wait.
+        """
         schedule, forward = self._streams.schedule, self._streams.forward
         if forward is None or schedule is None:
             return Readback(tensors)

@@ -1,4 +1,4 @@
-"""A layer that keeps a state of each request: how it finds its states, and where it runs in forwards that are captured."""
+"""A layer with recurrent state: how it finds its states, and how it runs in captured forwards."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class StateLayer(ABC):
-    """A function of the rows of a forward and of their requests' states, in the pool of the context.
+    """A function of hidden states and of the requests' states in the pool of the forward context.
 
-    `layer_id` is its number among the model's layers with states; `kept`, what it keeps of each request, by name.
+    `layer_id` is its index among the model's layers with states; `kept` are the tensors that it
+    keeps for each request, by name.
     """
 
     taken_in: StateTensor | None = None
@@ -29,8 +30,11 @@ class StateLayer(ABC):
         self.kept = kept
 
     def __call__(self, hidden: Tensor, batch: object = None) -> Tensor:
-        """[T, H] to [T, H]; states are read and written. A forward that is captured in pieces runs it between two of them,
-        and a compiler does not look into it: the batch is the context's, whatever a model hands on."""
+        """Map hidden [T, H] to [T, H]; reads and writes states.
+
+        A forward captured in pieces runs this layer between two pieces, and a compiler treats it as
+        opaque. The batch is that of the context; the parameter is ignored.
+        """
         if torch.compiler.is_compiling():
             return torch.ops.sglcore.state_layer(hidden, self.layer_id)
         context = get_forward_context()
@@ -41,26 +45,33 @@ class StateLayer(ABC):
 
     @property
     def remark(self) -> str:
-        """What a person should know of how its prompts run; empty: nothing."""
+        """A note for the user on how prompts run in this layer; empty if there is none."""
         return ""
 
     @abstractmethod
     def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
-        """hidden [T, H] of the batch's rows, and each state [rows, *shape], row s of which is slot s's. Begins with what a
-        row's slot holds and leaves there what holds after its tokens. On decode steps it runs inside graphs: no host reads.
-        Padding rows are of slot 0, whose state may hold anything."""
+        """Map hidden [T, H] to [T, H], given each state as [slots, *shape].
+
+        Row s of a state belongs to slot s. Starts from the state of each request's slot and leaves
+        there the state after the request's tokens. Decode steps run inside graphs: no host reads.
+        Padding rows have slot 0, whose state may hold anything.
+        """
 
 
 class ReplayedLayer(StateLayer):
-    """A layer that is three functions: of rows alone what its states take in, the states' own, and of rows alone again. So states can
-    take the same tokens in again, without what comes before and after."""
+    """A state layer in three parts: `take` and `finish` work on each token alone, `advance` updates
+    states.
+
+    After a verification, states can thus be advanced over the accepted tokens again without `take`
+    and `finish`.
+    """
 
     def __init__(self, layer_id: int, kept: Mapping[str, StateTensor], taken_in: StateTensor) -> None:
         super().__init__(layer_id, kept)
         self.taken_in = taken_in
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
-        """hidden [T, H] to [T, H]; what a verification takes in is kept."""
+        """Map hidden [T, H] to [T, H]; keeps the output of `take` for verified tokens."""
         taken = self.take(hidden)
         if batch.run_rows is not None and batch.forward_mode.is_decode:
             get_state_pool().keep(self.layer_id, taken, batch.run_rows)
@@ -68,19 +79,22 @@ class ReplayedLayer(StateLayer):
 
     @abstractmethod
     def take(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] to what the states take in, [T, *taken_in.shape]."""
+        """Map hidden [T, H] to the inputs of the states, [T, *taken_in.shape]."""
 
     @abstractmethod
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """`taken` [T, n] to what the states make of it, [T, m]; the states of the rows' slots go on. No host reads."""
+        """Map `taken` [T, n] to [T, m] and advance the states of the rows' slots. No host reads."""
 
     @abstractmethod
     def finish(self, mixed: Tensor, taken: Tensor) -> Tensor:
-        """What `advance` made [T, m] of `taken` [T, n], to [T, H]."""
+        """Map `mixed` [T, m], the output of `advance`, and `taken` [T, n] to [T, H]."""
 
 
 def pool_rows(batch: ForwardBatch) -> PoolRows:
-    """Of a batch; on decode steps each row is one token, or one of a run of those of its request."""
+    """Return slots, starts, lengths and targets of a batch, as the state kernels take them.
+
+    On a decode step each row is one token, or one of a run of tokens of the same request.
+    """
     if not batch.forward_mode.is_decode:
         return batch.req_pool_indices, batch.extend_start_loc, batch.extend_seq_lens, None
     if batch.run_slots is None:
@@ -90,7 +104,9 @@ def pool_rows(batch: ForwardBatch) -> PoolRows:
 
 @torch.library.custom_op("sglcore::state_layer", mutates_args=())
 def state_layer_op(hidden: Tensor, layer_id: int) -> Tensor:
-    """A layer with states as one operation that a compiler does not look into; the context says on what it works."""
+    """A layer with states as one operation that is opaque to a compiler; its inputs come from the
+    context.
+    """
     layer = get_state_pool().layers[layer_id]
     assert isinstance(layer, StateLayer)
     return layer(hidden)

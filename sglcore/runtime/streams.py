@@ -1,4 +1,6 @@
-"""The streams of a device that has them: one that runs forwards, one on which the host prepares and reads back, and perhaps a lane."""
+"""The streams of a device: one for forwards, one for host preparation and readback, optionally one
+for prefill slices.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from sglcore.device.facts import Facts
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stream whose kernels keep to so many of a device's compute units."""
+    """A stream with kernels limited to `units` compute units of the device."""
 
     units: int
     stream: torch.Stream
@@ -22,9 +24,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """`schedule` is the stream that was current when this was made; `forward` runs every step. None: no streams. `index` is
-    the number of a device without streams; None: it has none. `lane`: prompts may run on it beside `forward`, which goes first;
-    on one of `parts`, for each share of the device's units, where it is divided."""
+    """The streams of one engine; all fields are None on a device without streams.
+
+    `schedule` is the stream that was current when this was made; `forward` runs every step. `index`
+    is the device index of a device without streams (None: it has no index). `lane` runs prefill
+    slices concurrently with `forward`, which has priority. `parts` are the streams to use instead
+    of `lane` if the compute units are partitioned, one per share.
+    """
 
     schedule: torch.Stream | None = None
     forward: torch.Stream | None = None
@@ -34,23 +40,29 @@ class Streams:
 
     @property
     def all(self) -> tuple[torch.Stream, ...]:
-        """Every stream that there is, those that run steps first."""
+        """All streams: those that run steps first, the schedule stream last."""
         found = (self.forward, self.lane, *(part.stream for part in self.parts), self.schedule)
         return tuple(stream for stream in found if stream is not None)
 
     @property
     def is_host(self) -> bool:
-        """There is no stream and no number of a device: nothing need be current for a step."""
+        """True if there is no stream and no device index: a step needs no context."""
         return self.forward is None and self.index is None
 
     def running(self) -> AbstractContextManager[object]:
-        """A context in which the forward stream is current, and its device, whichever another engine of this thread left so."""
+        """Return a context that makes the forward stream and its device current.
+
+        Another engine of this thread may have left another device current.
+        """
         if self.forward is not None:
             return self.forward
         return nullcontext() if self.index is None else torch.accelerator.device_index(self.index)
 
     def close(self) -> None:
-        """All but the schedule stream are left to the next engine of this process. What was queued on them must have run."""
+        """Give all streams but `schedule` to the next engine of this process.
+
+        The caller makes sure that the work queued on them is done.
+        """
         if self.forward is not None:
             _spare(self.forward.device, 0 if self.lane is None else FIRST).append(self.forward)
         if self.lane is not None:
@@ -60,18 +72,24 @@ class Streams:
 
 
 def entered(stream: torch.Stream) -> AbstractContextManager[object]:
-    """A context in which `stream` is current. One that already is stays so: torch before 2.12 refuses to enter a stream twice."""
+    """Return a context that makes `stream` current; a no-op if it is current already.
+
+    torch before 2.12 refuses to enter a stream twice.
+    """
     is_current = torch.accelerator.current_stream(stream.device) == stream
     return nullcontext() if is_current else stream
 
 
 FIRST = -1
-"""The priority of a stream that goes first; others have 0."""
+"""The priority of a high-priority stream; all others have 0."""
 
 
 def make_streams(facts: Facts, *, has_lane: bool = False, parts: tuple[Part, ...] = ()) -> Streams:
-    """The streams of the facts' device, or none. `has_lane`: with one beside the forward stream, which then has priority; `parts` of
-    the device belong to that."""
+    """Return the streams of the facts' device, or none.
+
+    `has_lane`: also make a stream for prefill slices; the forward stream then has priority. `parts`
+    are the partitioned streams of that lane.
+    """
     device = torch.device(facts.tensor_device)
     if not facts.has_streams:
         return Streams(index=device.index)
@@ -82,7 +100,7 @@ def make_streams(facts: Facts, *, has_lane: bool = False, parts: tuple[Part, ...
 
 
 def take_part(device: torch.device, units: int, make: Callable[[int], torch.Stream]) -> Part:
-    """A stream that keeps to so many units: one that an engine left, or a new one."""
+    """Return a stream limited to `units` compute units: a spare one, or a new one."""
     spare = _spare(device, 0, units)
     return Part(units, spare.pop() if spare else make(units))
 
@@ -96,6 +114,9 @@ def _stream(device: torch.device, priority: int = 0) -> torch.Stream:
 
 @cache
 def _spare(device: torch.device, priority: int, units: int | None = None) -> list[torch.Stream]:
-    """Streams that no engine of this process uses, on all units or so many of them. Libraries keep a workspace for every stream that they were ever called
-    on, of up to 32 MiB and as long as the process lives: an engine that is opened again must not add to them."""
+    """Streams that no engine of this process uses, on all compute units or on `units` of them.
+
+    Libraries keep a workspace of up to 32 MiB for every stream that they were ever called on, until
+    the process ends. Reusing streams keeps a restarted engine from adding more.
+    """
     return []

@@ -1,6 +1,8 @@
-"""What the device remembers of each slot between steps: its last token, and its history where sampling needs one.
+"""Per-slot state that the device keeps between steps: the last token, and the token history if
+sampling needs it.
 
-Decode needs no host value: the next step's input is resolved from here, so it can be scheduled before this one is known.
+A decode step reads its input ids from here, not from the host. It can therefore be scheduled before
+the tokens of the step before it are known.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ class TokenTable:
 
     @property
     def history(self) -> Tensor:
-        """int32[slots + 1, context + 1]: the tokens of each slot, kept for rows whose sampling looks back. Made when the
-        first such row arrives."""
+        """int32[slots + 1, context + 1]: the tokens of each slot, for requests with penalties or
+        n-gram inputs.
+
+        Allocated at first use.
+        """
         if self._history is None:
             self._history = torch.zeros(self._history_shape, dtype=torch.int32, device=self.last.device)
         return self._history
@@ -31,14 +36,17 @@ class TokenTable:
         torch.where(input_ids < 0, futures, input_ids, out=input_ids)
 
     def resolve_decode(self, input_ids: Tensor, slots: Tensor) -> None:
-        """The same where every row brings its last token: input_ids int32[B] from slots int32[B]."""
+        """Write the last token of each slot int32[B] to `input_ids` int32[B], for a decode step."""
         torch.index_select(self.last, 0, slots, out=input_ids)
 
     def publish(self, slots: Tensor, tokens: Tensor) -> None:
-        """Remember tokens int32[N] as the last of slots int[N]."""
+        """Store tokens int32[N] as the last tokens of slots int[N]."""
         self.last.scatter_(0, slots, tokens)
 
     def admit_history(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Store tokens int32[N] at positions int[N] of slots int[N]: what `new_history` gave, once it is on the device, and
-        what was just sampled. Does not wait."""
+        """Store tokens int32[N] in the history, at positions int[N] of slots int[N].
+
+        Used for prompt tokens (`new_history`) once they are on the device, and for sampled tokens.
+        Does not wait.
+        """
         self.history[slots, positions] = tokens
