@@ -1,4 +1,6 @@
-"""The standard bring-up of a torch device. A step's name is what it provides, its parameters are what it needs."""
+"""The standard bring-up of a torch device. A step's name is what it provides, its parameters what
+it needs.
+"""
 
 from __future__ import annotations
 
@@ -64,16 +66,18 @@ if TYPE_CHECKING:
     from sglcore.runtime.parallel.group import Group, Groups
 
 MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
-"""How a checkpoint becomes a model; a reference, because models build on the runtime."""
+"""The function that loads a checkpoint; a reference, because models import the runtime."""
 
 REFERENCE = "sglcore.runtime.kernels.reference"
-"""The module whose kernels define correct."""
+"""The module with the kernels that define correct results."""
 
 
 def world(
     config: EngineConfig, package: DevicePackage, device: torch.device, place: Place | None = None
 ) -> Group | None:
-    """All ranks, once they have met; None where there is one, which loads nothing for it and calls nothing."""
+    """Return the group of all ranks, after they have connected. None with one rank, which loads no
+    library for it.
+    """
     if place is None or package.communication is None:
         return None
     from sglcore.runtime.parallel.group import join
@@ -88,7 +92,9 @@ def groups(
     world: Group | None,
     place: Place | None = None,
 ) -> Groups | None:
-    """The groups of this rank; None on one rank, where nothing is summed or gathered."""
+    """Return the communication groups of this rank; None with one rank, which needs no
+    collectives.
+    """
     if world is None or place is None or package.communication is None:
         return None
     from sglcore.runtime.parallel.bring_up import choose_dispatcher
@@ -100,8 +106,11 @@ def groups(
 
 
 def device(facts: Facts) -> torch.device:
-    """The device of the facts. It is this thread's current one from here on, so that what torch, a compiler or a vendor's
-    library makes without naming a device is there too."""
+    """Return the device of the facts and make it current for this thread.
+
+    Tensors that torch, a compiler or a vendor's library creates without naming a device are then on
+    it too.
+    """
     found = torch.device(facts.tensor_device)
     if found.index is not None:
         torch.accelerator.set_device_index(found.index)
@@ -109,7 +118,9 @@ def device(facts: Facts) -> torch.device:
 
 
 def streams(facts: Facts, device: torch.device, lane: Lane | None = None) -> Streams:
-    """The stream that is current now and the one that steps will run on, or none; and a lane for prompts by slices."""
+    """Return the current stream and the stream for steps, or none; with `lane`, a stream for
+    prefill slices.
+    """
     return make_streams(facts) if lane is None else make_streams(facts, has_lane=lane.is_beside, parts=lane.parts)
 
 
@@ -120,8 +131,7 @@ def kernels(
     device: torch.device,
     facts: Facts | None = None,
 ) -> KernelTable:
-    """The functions that models and attention run on this device: the preferred table, or one by name; the reference's
-    where that was asked for."""
+    """Return the kernel table of this device: the preferred one, one by name, or the reference."""
     name = package.kernels_for(config.kernels, "reference")
     if name == "reference":
         table, but = KernelTable(), ""
@@ -142,7 +152,10 @@ def kernels(
 
 
 def _whose(origins: Mapping[str, str]) -> str:
-    """Whose the entries are, by the modules of those that are not the reference's; more than a line of them by their packages."""
+    """Describe the origins of the entries that are not the reference's.
+
+    By module; by package if the names of the entries exceed 80 characters.
+    """
     if not origins:
         return "every entry is the reference"
     modules, entries = sorted(set(origins.values())), ", ".join(origins)
@@ -160,7 +173,9 @@ def model(
     kernels: KernelTable,
     groups: Groups | None,
 ) -> LoadedModel:
-    """The model, or this rank's part of it, with its weights on the device, its operations from the package's kernel table."""
+    """Return the model, or this rank's part of it, with its weights on the device and the package's
+    kernels.
+    """
     load = resolve(MODEL_LOADER)
     return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress, groups=groups)
 
@@ -176,8 +191,10 @@ def attention(
     ledger: DecisionLedger,
     speculation: Speculation | None = None,
 ) -> AttentionBackend:
-    """The backend that serves this model, built over the pools: one for each kind of layers where some have pools of their
-    own."""
+    """Return the attention backend of this model, built over the pools.
+
+    If sliding-window layers have pools of their own, there is one backend for each kind of layer.
+    """
     layers, windows = model.attention_layers, pools.windows
     logits, refusals = torch.empty(1, model.config.vocab_size, device="meta"), Refusals()
     kernels = fitted(kernels, KernelTable.draw, (logits, None, None), refusals=refusals)
@@ -221,7 +238,9 @@ def runner(
     groups: Groups | None = None,
     halves: Halves | None = None,
 ) -> ModelRunner:
-    """The runner with its registries, and the graphs that were asked for or that the device takes by itself."""
+    """Return the runner with its registries, and with graphs as configured or as the device
+    prefers.
+    """
     backend = make_backend(config, package, facts, streams, attention, ledger, groups)
     cells = kernels.cache_locations if model.config.is_encoder else _cache_locations(kernels, pools, facts, ledger)
     pool = None if model.config.is_encoder else pools.req_to_token
@@ -229,7 +248,7 @@ def runner(
     shape = StepShape() if speculation is None else speculation.shape_of(model)
     most = sizes.max_requests * shape.most
     max_bs, max_num_tokens = _prompt_sizes(config, sizes, captured=isinstance(backend, PromptBackend))
-    # A buffer belongs to one registry.
+    # Each registry needs its own buffers.
     own = [[feature_buffer(shape.feature_size, model.dtype)] if shape.feature_size else [] for _ in range(2)]
     own[0] += [visible_buffer()] if speculation is not None and speculation.tree is not None else []
     own[0] += run_buffers() if speculation is not None and pools.states is not None else []
@@ -265,7 +284,7 @@ def runner(
 
 
 def _cache_locations(kernels: KernelTable, pools: Pools, facts: Facts, ledger: DecisionLedger) -> Compute:
-    """The entry of that name for this page table."""
+    """Choose the `cache_locations` entry for this page table."""
     table, index_dtype = pools.req_to_token, getattr(torch, facts.index_dtype)
     tokens, out = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.int32, index_dtype))
     call = table.page_table, tokens, tokens, table.page_size, out
@@ -276,8 +295,10 @@ def _cache_locations(kernels: KernelTable, pools: Pools, facts: Facts, ledger: D
 
 
 def _prompt_sizes(config: EngineConfig, sizes: MemorySizes, captured: bool) -> tuple[int, int]:
-    """Requests and tokens of the registry of prompts: as large as a step can be where graphs hold its addresses, else small
-    enough for one prompt; it grows."""
+    """Return requests and tokens of the prefill registry.
+
+    The largest step if graphs hold its addresses; otherwise one prompt, because it can grow.
+    """
     if captured:
         return sizes.max_requests, config.max_batch_tokens
     return min(sizes.max_requests, 16), min(config.max_batch_tokens, sizes.max_model_len)
@@ -292,7 +313,7 @@ def limits(
     hisparse: HiSparseCoordinator | None = None,
     slices: Slices | None = None,
 ) -> Limits:
-    """What a worker that proposes nothing can hold and do."""
+    """Return the limits of a worker without speculation."""
     pooling = model.config.pooling
     return Limits(
         max_model_len=sizes.max_model_len,
@@ -301,7 +322,7 @@ def limits(
         num_pages=sizes.num_pages,
         max_batch_tokens=max(config.max_batch_tokens, 1),
         vocab_size=model.config.vocab_size,
-        # A prompt's step gets the rows of its requests whole.
+        # With HiSparse, a prefill step gathers all rows of each of its requests.
         allows_mixed_batches=facts.allows_mixed_batches and hisparse is None,
         runs_ahead=facts.has_streams,
         generates=not model.config.is_encoder,
@@ -333,7 +354,7 @@ def worker(
     slices: Slices | None = None,
     draft_heads: tuple[ModelRunner, ...] = (),
 ) -> TpModelWorker:
-    """The worker that the scheduler submits to."""
+    """Return the worker to which the scheduler submits."""
     if speculation is not None:
         given = draft_runner, pools.token_table, limits, facts, draft_heads
         return make_speculative_worker(speculation, runner, *given)
@@ -379,4 +400,4 @@ STANDARD = BringUp(
         trial,
     )
 )
-"""Every torch device starts from this order; `device_memory` is what a package must insert before `sizes`."""
+"""The order of every torch device; a package must insert `device_memory` before `sizes`."""

@@ -1,8 +1,8 @@
-"""The owner of the static input buffers that eager forwards and graphs read, the same on every device.
+"""The static input buffers that eager forwards and graphs read, the same on every device.
 
-They are plain (a batch field), computed (`post_fill`), structured (a dotted name) or sourced (`source_fn`). Host data
-is staged straight into them: all buffers that the host fills lie in one block, so a step costs one copy, or none where
-host and device share memory.
+A buffer is plain (a batch field), computed (`post_fill`), structured (a dotted name) or sourced
+(`source_fn`). The host writes directly into staged buffers: they lie in one block, so a step costs
+one copy, or none if host and device share memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FillContext:
-    """The sizes of one fill, real and padded."""
+    """The real and the padded sizes of one fill."""
 
     raw_bs: int
     padded_bs: int
@@ -38,11 +38,13 @@ class FillContext:
 
 
 REMEMBERED = 1024
-"""Views of so many sizes are remembered: decode sizes keep coming back, prefill sizes hardly do."""
+"""Maximum number of cached views. Decode sizes recur; prefill sizes rarely do."""
 
 SPARE, SPARE_LEAST = 4, 64
-"""Words per request, and at least, that a step's other arrays may use of the block: the page-table differences of a
-decode step always fit."""
+"""Spare words of the block per request, and at least, for a step's other arrays.
+
+The page-table changes of a decode step always fit.
+"""
 
 PostFill = Callable[[Tensor, "ForwardBatch", FillContext], None]
 SourceFn = Callable[["ForwardBatch", FillContext], "Tensor | None"]
@@ -84,24 +86,24 @@ class InputBuffer:
 
     @property
     def is_computed(self) -> bool:
-        """Its contents do not come from the batch field of its name."""
+        """True if the contents do not come from the batch field of this name."""
         return self.post_fill is not None or self.source_fn is not None
 
     def value_of(self, batch: Any) -> Tensor | None:
-        """What a batch holds in the field that it feeds."""
+        """Return the batch's value of the field that this buffer serves."""
         if not self._record:
             return getattr(batch, self._field)
         record = getattr(batch, self._record)
         return None if record is None else getattr(record, self._field)
 
     def length(self, bs: int, num_tokens: int) -> int:
-        """Entries along its axis for a batch of these sizes."""
+        """Return the number of entries along the axis for a batch of these sizes."""
         if self.spec.axis is Axis.TOKENS:
             return num_tokens
         return bs if self.spec.axis is Axis.REQUESTS else self.width
 
     def head(self, bs: int, num_tokens: int) -> Tensor:
-        """The view of its first entries; shares memory."""
+        """Return a view of the first entries; shares memory."""
         return self.tensor.narrow(self.spec.dim, 0, self.length(bs, num_tokens))
 
     def pad(self, ctx: FillContext) -> None:
@@ -112,7 +114,7 @@ class InputBuffer:
             self.tensor.narrow(self.spec.dim, first, count).fill_(self.spec.padding.value)
 
     def fill(self, value: float) -> None:
-        """Write one value everywhere, on both sides, so that neither need be read back."""
+        """Write one value to all entries, on host and device, so that no copy is needed."""
         self.tensor.fill_(value)
         if self.host is not None:
             self.host.fill(value)
@@ -120,8 +122,11 @@ class InputBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """How a kind of step is staged: its reader, the host sides of one dimension that every such step fills, and the buffers
-    that take more care, both by name."""
+    """How a kind of step is staged.
+
+    `reader` reads the host batch. `flat` are the one-dimensional host buffers that every such step
+    fills, `others` the remaining staged buffers, both by name.
+    """
 
     reader: HostReader
     flat: tuple[tuple[str, NDArray], ...]
@@ -129,9 +134,11 @@ class Staging:
 
 
 class BufferRegistry:
-    """Input buffers by name, for batches of `batch_type` of up to `max_bs` requests and `max_num_tokens` tokens.
+    """Input buffers by name, for batches of `batch_type` with up to `max_bs` requests and
+    `max_num_tokens` tokens.
 
-    Capacity may grow by powers of two until `freeze` (a graph has captured addresses); then a larger batch is an error.
+    Capacity grows by powers of two until `freeze` (a graph has captured addresses). After that a
+    larger batch is an error.
     """
 
     def __init__(
@@ -162,10 +169,10 @@ class BufferRegistry:
     # -- declaring -----------------------------------------------------------------------------------------------
 
     def register(self, buffer: InputBuffer) -> None:
-        """Add an input buffer; a device package may add its own, which it finds by `input_buffer(name)` if no batch field
-        has the name.
+        """Add an input buffer. Raises ValueError for a second buffer of the same name.
 
-        A second one of the same name is an error.
+        A device package may add its own buffers; if no batch field has the name,
+        `input_buffer(name)` finds them.
         """
         if buffer.name in self._buffers:
             raise ValueError(f"input buffer {buffer.name!r} is registered twice; each batch field has one")
@@ -174,29 +181,31 @@ class BufferRegistry:
         self._buffers[buffer.name] = buffer
 
     def input_buffer(self, name: str) -> InputBuffer:
-        """One of them; an unknown name is an error that lists the known ones."""
+        """Return the buffer of a name; raises KeyError, with the known names, if there is none."""
         if name not in self._buffers:
             raise KeyError(f"no input buffer {name!r}; registered: {', '.join(self._buffers)}")
         return self._buffers[name]
 
     @property
     def block(self) -> HostBlock:
-        """The block that holds what the host stages; another one after growth."""
+        """The block of staged buffers; growth replaces it."""
         assert self._block is not None, "make_buffers comes first"
         return self._block
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those of all input buffers, in order of registration."""
+        """The names of all input buffers, in order of registration."""
         return tuple(self._buffers)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The memory of all input buffers, in the same order."""
+        """The tensors of all input buffers, in order of registration."""
         return tuple(buffer.tensor for buffer in self._buffers.values())
 
     def make_buffers(self) -> None:
-        """Allocate every buffer at the present capacity and check that each lies on this registry's device."""
+        """Allocate every buffer at the present capacity and check that it is on this registry's
+        device.
+        """
         self._views.clear()
         self._heads.clear()
         self._staging.clear()
@@ -232,7 +241,10 @@ class BufferRegistry:
         return (*buffer.spec.lead, buffer.length(self.max_bs, self.max_num_tokens), *buffer.trail)
 
     def ensure(self, bs: int, num_tokens: int) -> None:
-        """Make room for a batch of these sizes, growing by powers of two, unless a graph holds the addresses."""
+        """Grow by powers of two until a batch of these sizes fits.
+
+        Raises ValueError if a graph holds the addresses.
+        """
         if bs <= self.max_bs and num_tokens <= self.max_num_tokens:
             return
         if self.frozen:
@@ -250,7 +262,7 @@ class BufferRegistry:
             raise
 
     def freeze(self) -> None:
-        """Addresses have been captured: never reallocate again."""
+        """Forbid reallocation, because graphs have captured addresses."""
         self.frozen = True
 
     # -- filling -------------------------------------------------------------------------------------------------
@@ -262,8 +274,11 @@ class BufferRegistry:
         host[..., : values.shape[-1]] = values
 
     def stage_all(self, batch: ScheduleBatch) -> dict[str, Any]:
-        """The same for all that a host batch gives, for which room is made first; the fields of its step's batch by their
-        (dotted) names, tensors being the heads of their buffers. One-shot values are taken, unless there is no room."""
+        """Stage every value of a host batch, growing the buffers first if needed.
+
+        Returns the fields of the device batch by (dotted) name; tensors are the heads of their
+        buffers. One-shot values are taken from `batch`, unless growing fails.
+        """
         is_decode, bs, num_tokens = batch.forward_mode.is_decode, batch.batch_size, batch.num_tokens
         self.ensure(bs, num_tokens)
         staging = self._staging.get(is_decode) or self._compile_staging(is_decode)
@@ -287,13 +302,15 @@ class BufferRegistry:
         return found
 
     def commit(self) -> None:
-        """Send what was staged: one asynchronous copy, or nothing where memory is shared."""
+        """Copy the staged values to the device: one asynchronous copy, or none with shared
+        memory.
+        """
         self.block.commit()
 
     def fill_from(self, batch: ForwardBatch, ctx: FillContext, skip: Collection[str] = ()) -> None:
-        """Bring every buffer up to date for a padded batch: pad the tails, copy what the batch holds elsewhere, compute.
+        """Update every buffer for a padded batch: pad, copy values that are elsewhere, compute.
 
-        Fields that already are views of their buffers are not copied.
+        Fields that are already views of their buffers are not copied.
         """
         if (ctx.raw_bs, ctx.raw_num_tokens) != (ctx.padded_bs, ctx.padded_num_tokens):
             for buffer in self._buffers.values():
@@ -306,7 +323,7 @@ class BufferRegistry:
                 buffer.post_fill(self._head(buffer, ctx.padded_bs, ctx.padded_num_tokens), batch, ctx)
 
     def _head(self, buffer: InputBuffer, bs: int, num_tokens: int) -> Tensor:
-        """`buffer.head`, remembered for the sizes that keep coming back."""
+        """Return `buffer.head`, cached by size."""
         key = (buffer.name, bs, num_tokens)
         head = self._heads.get(key)
         if head is None:
@@ -316,7 +333,7 @@ class BufferRegistry:
         return head
 
     def owns(self, batch: ForwardBatch) -> bool:
-        """The batch is a view of these buffers, as `init_new` makes it."""
+        """Return whether the batch is a view of these buffers, as `init_new` makes it."""
         if batch.input_ids is None or "input_ids" not in self._buffers or not batch.num_tokens:
             return False
         return self._buffers["input_ids"].tensor.data_ptr() == batch.input_ids.data_ptr()
@@ -330,7 +347,7 @@ class BufferRegistry:
             head.copy_(value, non_blocking=True)
 
     def poison(self) -> None:
-        """Overwrite every buffer with values that no kernel survives reading: stale data cannot pass for fresh."""
+        """Overwrite every buffer with invalid values, so that a read of stale data shows."""
         for buffer in self._buffers.values():
             if buffer.spec.padding.fill is not Fill.ONCE:
                 buffer.fill(_poison_value(buffer.tensor.dtype))
@@ -338,7 +355,7 @@ class BufferRegistry:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def view(self, bs: int, num_tokens: int, extend: bool) -> ForwardBatch:
-        """A batch over the heads of the buffers that every step fills; optional fields are left None."""
+        """Return a batch of the buffers that every step fills; optional fields are None."""
         heads = self._heads_of(bs, num_tokens, extend)
         return make_batch(self.batch_type, {"batch_size": bs, "num_tokens": num_tokens, **heads})
 
@@ -357,11 +374,13 @@ class BufferRegistry:
         return heads
 
     def extract_buffer(self, template: ForwardBatch, padded_bs: int, padded_num_tokens: int) -> ForwardBatch:
-        """The padded view: fields with a buffer become slices of it, others are carried from `template`.
+        """Return the padded view: fields with a buffer become slices of it, others come from
+        `template`.
 
-        A plain field that is None in the template stays None (its buffer holds an older batch); computed buffers are
-        always exposed, if the batch declares a field of their name; the template is left as it is. The plan marker is
-        carried with the sizes it was made for, so padding after planning does not pass unseen.
+        A plain field that is None in the template stays None, because its buffer holds an older
+        batch. Computed buffers are always exposed if the batch declares a field of their name. The
+        template does not change. The plan record keeps the sizes it was made for, so padding after
+        planning is detected.
         """
         changes: dict[str, Any] = {"batch_size": padded_bs, "num_tokens": padded_num_tokens}
         for spec in specs(type(template)):
@@ -373,7 +392,7 @@ class BufferRegistry:
         return replace(template, **changes)
 
     def _nested_view(self, prefix: str, given: Any, bs: int, num_tokens: int) -> Any:
-        """A nested record over the heads of its structured buffers; what `given` does not hold this step stays None."""
+        """Return a nested record of buffer heads; fields that `given` does not have stay None."""
         heads = {
             spec.name: self.input_buffer(f"{prefix}.{spec.name}").head(bs, num_tokens)
             for spec in specs(type(given))
@@ -383,12 +402,17 @@ class BufferRegistry:
 
 
 def _is_optional(buffer: InputBuffer) -> bool:
-    """A step may come without it, or bring it from elsewhere than the host."""
+    """Return whether a step may come without this field, or bring it from elsewhere than the
+    host.
+    """
     return not buffer.spec.is_staged or buffer.spec.when in (When.IF_GIVEN, When.WINDOWS)
 
 
 def _is_exposed(buffer: InputBuffer, extend: bool) -> bool:
-    """Every step of the kind fills it; what a step may come without holds an older one's where nobody gave it."""
+    """Return whether every step of the kind fills the buffer.
+
+    An optional buffer holds values of an older step if this step does not have the field.
+    """
     if buffer.is_computed:
         return buffer.post_fill is not None or buffer.spec.when is not When.IF_GIVEN
     return not _is_optional(buffer) and (extend or buffer.spec.is_for_decode)

@@ -1,4 +1,6 @@
-"""One model on one device: stages a host batch, plans, publishes the context, and runs it eagerly or by graph."""
+"""One model on one device: stages a host batch, plans attention, enters the context, runs eagerly
+or by graph.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """What the runner asks of an architecture."""
+    """What the runner needs of a model."""
 
     @property
     def attention_layers(self) -> tuple[Attention, ...]:
@@ -39,28 +41,28 @@ class Model(Protocol):
         ...
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, hidden] after the last norm."""
+        """Return hidden states [T, hidden] after the last norm."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [N, vocab] from hidden states [N, hidden]."""
+        """Return float32 [N, vocab] for hidden states [N, hidden]."""
         ...
 
     def embed_ids(self, ids: Tensor) -> Tensor:
-        """[T] to the rows [T, hidden] that the first layer takes."""
+        """Return the embeddings [T, hidden] of ids [T], the input of the first layer."""
         ...
 
 
 class Entered(Protocol):
-    """Keeps something by slot that is nobody's once another request has it."""
+    """Keeps data by slot that is invalid once the slot belongs to another request."""
 
     def enter(self, slots: Tensor) -> None:
-        """Slots int32 [N] are given to requests. Does not wait."""
+        """Reset slots int32 [N], which now belong to new requests. Does not wait."""
         ...
 
 
 class ModelRunner:
-    """Composes a model, an attention backend, its registries and its graphs. Several may live in one process."""
+    """Composes a model, an attention backend, registries and graphs. A process may have several."""
 
     def __init__(
         self,
@@ -83,9 +85,13 @@ class ModelRunner:
         groups: Groups | None = None,
         halves: Halves | None = None,
     ) -> None:
-        """`is_narrow`: no tensor on the device may hold integers of 64 bits. `needs_host_lengths`: no forward runs without the
-        host's mirrors of its lengths. `window_table`: of a worker that keeps windows. `entered` are told of slots that are
-        given to requests. `groups`: of one of several ranks. `halves`: how batches run that are cut in two."""
+        """Options of a runner; the defaults are those of one rank without graphs.
+
+        `is_narrow`: no device tensor may hold 64-bit integers. `needs_host_lengths`: no forward
+        runs without host mirrors of its lengths. `window_table`: page table of sliding-window
+        pages. `entered` are notified of slots that go to new requests. `groups`: the communication
+        groups of this rank. `halves`: runs batches that are split into two micro-batches.
+        """
         self.model = model
         self.attn_backend = attn_backend
         self.decode_registry = decode_registry
@@ -106,14 +112,14 @@ class ModelRunner:
         self._layers = model.attention_layers
 
     def registry_for(self, batch: ForwardBatch | ScheduleBatch) -> BufferRegistry:
-        """The registry whose buffers this kind of step uses."""
+        """Return the registry with the buffers of this kind of step."""
         return self.decode_registry if batch.forward_mode.is_decode else self.prefill_registry
 
     def init_batch(self, batch: ScheduleBatch, arrays: StagedArrays | None = None) -> ForwardBatch:
-        """Stage a host batch on the device: page-table differences, inputs, last tokens, states that enter slots, and what
-        else is in `arrays`.
+        """Stage a host batch: page-table changes, inputs, last tokens, states that enter slots, and
+        `arrays`.
 
-        All of it is one copy to the device, or two if `arrays` is large. Does not wait.
+        One copy to the device, or two if `arrays` is large. Does not wait.
         """
         registry = self.registry_for(batch)
         if self._poison:
@@ -134,8 +140,11 @@ class ModelRunner:
         return staged
 
     def init_rows(self, batch: ScheduleBatch, width: int, arrays: StagedArrays) -> ForwardBatch:
-        """A decode of `width` rows of each of a host batch's, whose ids, positions, lengths and slots the caller computes on the device.
-        Page-table differences and `arrays` arrive; does not wait."""
+        """Return a decode batch with `width` rows per request of a host batch.
+
+        The caller computes ids, positions, lengths and slots on the device. Stages page-table
+        changes and `arrays`. Does not wait.
+        """
         registry, size = self.decode_registry, batch.batch_size * width
         if self._poison:
             registry.poison()
@@ -188,15 +197,20 @@ class ModelRunner:
         return staged
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, str]:
-        """Hidden states [T, hidden] and the path that ran ("eager", "eager:halves", or the graph's kind and bucket)."""
+        """Return hidden states [T, hidden] and the path that ran.
+
+        The path is "eager", "eager:halves", or kind and bucket of the graph.
+        """
         if self.graphs is not None and self.graphs.can_run(batch):
             return self.graphs.run(batch), self.graphs.path(batch)
         is_whole = self.halves is None or self.halves.cut_of(batch) is None
         return self.run_eager(batch), "eager" if is_whole else "eager:halves"
 
     def run_eager(self, batch: ForwardBatch) -> Tensor:
-        """One forward of the batch as it is. The runner publishes its own context and never inherits an outer one. Raises
-        ValueError for a batch whose lengths only the device knows, where that is not enough."""
+        """Run one forward of the batch eagerly, in the runner's own context, never in an outer one.
+
+        Raises ValueError if the batch has no host lengths and the runner needs them.
+        """
         if self._needs_host_lengths and batch.seq_lens_cpu is None:
             raise ValueError("found a batch without seq_lens_cpu; wanted its lengths on the host too, as the facts say")
         view = self.prepared(batch)
@@ -209,13 +223,18 @@ class ModelRunner:
             return self.model(view)
 
     def context(self, batch: ForwardBatch | None, attention: AttentionBackend | None = None) -> ForwardContext:
-        """The context in which a batch runs, or, with None, in which batches to come are captured. `attention`: another backend over
-        the same pools."""
+        """Return the context of a batch; with None, the context in which future batches are
+        captured.
+
+        `attention`: another backend with the same pools.
+        """
         backend = self.attn_backend if attention is None else attention
         return ForwardContext(backend, batch, self._layers, state_pool=self.state_pool, history=self.history)
 
     def prepared(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch as an eager forward reads it, with what is computed of its inputs. Does not wait."""
+        """Return the batch as an eager forward reads it, computed inputs included. Does not
+        wait.
+        """
         ctx = FillContext(batch.batch_size, batch.batch_size, batch.num_tokens, batch.num_tokens)
         registry = self.registry_for(batch)
         if registry.owns(batch):
@@ -228,11 +247,11 @@ class ModelRunner:
         return registry.extract_buffer(batch, batch.batch_size, batch.num_tokens)
 
     def logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """float32 [N, vocab] of the tokens `rows` int32[N] (None: all)."""
+        """Return float32 [N, vocab] of the tokens `rows` int32[N] (None: all)."""
         return self.model.logits(hidden if rows is None else hidden.index_select(0, rows))
 
     def close(self) -> None:
-        """Free the graphs, and leave the other ranks. Waits for the device."""
+        """Free the graphs and leave the communication groups. Waits for the device."""
         if self.graphs is not None:
             self.graphs.close()
         if self.groups is not None:

@@ -1,4 +1,4 @@
-"""Which buffers the decode and the prefill registries hold, built from the declarations of their batches."""
+"""Builds the decode and the prefill registry from the declarations of their batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglcore.runtime.memory.pools import ReqToTokenPool, WindowTable
 from sglcore.step.fields import When, leaves, spec_of, zero
 
 Compute = Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
-"""The kernel table's `cache_locations`."""
+"""The type of the kernel table's `cache_locations`."""
 
 
 def build_decode_registry(
@@ -32,7 +32,10 @@ def build_decode_registry(
     extra_buffers: Iterable[InputBuffer] = (),
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> BufferRegistry:
-    """Buffers for steps in which every request brings one token. `window_table`: of a worker that keeps windows."""
+    """Build the buffers of steps with one token per request.
+
+    `window_table`: page table of the sliding-window pages of a worker that has such pages.
+    """
     ranks = num_ranks if register_global_num_tokens else 0
     computed = _computed(facts, batch_type, req_to_token_pool, window_table, cells, ranks)
     staged = [buffer for buffer in _staged(batch_type, window_table) if buffer.spec.is_for_decode]
@@ -55,9 +58,10 @@ def build_prefill_registry(
     extra_buffers: Iterable[InputBuffer] = (),
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> BufferRegistry:
-    """Buffers for steps in which requests bring any number of tokens.
+    """Build the buffers of steps with any number of tokens per request.
 
-    `register_input_embeds=False` and `register_global_num_tokens=False` carry the batch's own values.
+    With `register_input_embeds=False` or `register_global_num_tokens=False` the padded view keeps
+    the batch's own value of that field.
     """
     ranks = num_ranks if register_global_num_tokens else 0
     computed = _computed(facts, batch_type, req_to_token_pool, window_table, cells, ranks)
@@ -70,7 +74,10 @@ def build_prefill_registry(
 
 
 def feature_buffer(size: int, dtype: torch.dtype) -> InputBuffer:
-    """The buffer of `ForwardInputs.features`, of `size` numbers a token, for a model that reads them at every step."""
+    """Return the buffer of `ForwardInputs.features`, `size` elements per token.
+
+    For a draft model, which reads features at every step.
+    """
     name = str(dtype).removeprefix("torch.")
     spec = replace(spec_of(ForwardBatch, "features"), dtype=name)
 
@@ -81,7 +88,10 @@ def feature_buffer(size: int, dtype: torch.dtype) -> InputBuffer:
 
 
 def visible_buffer() -> InputBuffer:
-    """The buffer of `ForwardInputs.visible`, for steps with trees; all is seen by rows of a batch that says nothing."""
+    """Return the buffer of `ForwardInputs.visible`, for steps with draft trees.
+
+    In a batch without the field every row sees all cells.
+    """
     spec, seen = spec_of(ForwardBatch, "visible"), dict[torch.device, Tensor]()
 
     def given(batch: ForwardBatch, ctx: FillContext) -> Tensor | None:
@@ -95,7 +105,10 @@ def visible_buffer() -> InputBuffer:
 
 
 def run_buffers() -> list[InputBuffer]:
-    """The buffers of `ForwardInputs.run_*`; rows of a batch that says nothing are runs of one, of which nothing is kept."""
+    """Return the buffers of `ForwardInputs.run_*`.
+
+    In a batch without these fields every row is a run of one token, and nothing of it is kept.
+    """
     ones = dict[torch.device, Tensor]()
 
     def own(batch: ForwardBatch) -> Tensor:
@@ -139,7 +152,10 @@ def _build(
 
 
 def _staged(batch_type: type[ForwardBatch], window_table: WindowTable | None) -> list[InputBuffer]:
-    """What layers with windows read is there at every step where such a table is, and never elsewhere."""
+    """Buffers of the fields that the host fills.
+
+    Sliding-window fields are staged at every step if there is a window table, and never otherwise.
+    """
     found = [spec for spec in leaves(batch_type) if spec.is_staged]
     if window_table is not None:
         found = [replace(spec, when=When.ALWAYS) if spec.when is When.WINDOWS else spec for spec in found]
@@ -166,8 +182,12 @@ def _computed(
 
 
 def cache_locations(pool: ReqToTokenPool, compute: Compute, field: str = "positions") -> PostFill:
-    """Computes the cell of each token from its request's page table and its position, which is the batch's `field`, or the end of its
-    row where rows are those of trees; padding tokens stay at cell 0."""
+    """Return a `post_fill` that computes the cell of each token from the page table and its
+    position.
+
+    The position is the batch's `field`; in a batch with trees it is the row's `seq_lens - 1`.
+    Padding tokens keep cell 0.
+    """
     read = attrgetter("req_pool_indices", field)
 
     def post_fill(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
@@ -187,7 +207,9 @@ def cache_locations(pool: ReqToTokenPool, compute: Compute, field: str = "positi
 
 
 class RealTokens:
-    """Writes how many leading tokens are real; a kernel that routes tokens ignores the others. Unchanged is not rewritten."""
+    """Writes the number of real tokens, so that MoE routing can ignore padding. Writes only if it
+    changes.
+    """
 
     __slots__ = ("_count", "_view")
 
@@ -196,12 +218,12 @@ class RealTokens:
         self._count = -1
 
     def __call__(self, view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
-        """As a buffer's `post_fill`."""
+        """Fill the buffer; the signature is that of `post_fill`."""
         if view is not self._view or ctx.raw_num_tokens != self._count:
             view.fill_(ctx.raw_num_tokens)
             self._view, self._count = view, ctx.raw_num_tokens
 
 
 def count_global_tokens(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
-    """Every rank pads to the same count, that of this one."""
+    """Write this rank's padded token count for every rank: all ranks pad to the same size."""
     view.fill_(ctx.padded_num_tokens)

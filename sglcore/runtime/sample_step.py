@@ -1,4 +1,6 @@
-"""From hidden states to tokens: the logits of the rows that emit, the draw, and what the device remembers of it."""
+"""From hidden states to tokens: logits of the sampled rows, the draw, and the state kept for the
+next step.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,11 @@ from sglcore.step.sampling import NO_SAMPLING, BatchSampling, SamplingInputs, sa
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampling:
-    """A `BatchSampling` on the device: `slots` int[N] of the emitting rows, the state at the last draw, and the rows with
-    penalties, int32[R], with their parameters and slots."""
+    """A `BatchSampling` on the device.
+
+    `slots` int[N] are those of the sampled rows, `state` is that of the last draw. `penalties` are
+    the rows with penalties, int32[R], their parameters and their slots.
+    """
 
     host: BatchSampling
     slots: Tensor
@@ -35,12 +40,16 @@ class DeviceSampling:
 
 
 class SampleStep:
-    """Logits, draw and bookkeeping for one runner. Keeps what stays while a composition lasts."""
+    """Logits, draw and bookkeeping for one runner. Keeps sampling state as long as the composition
+    is the same.
+    """
 
     def __init__(
         self, runner: ModelRunner, token_table: TokenTable, vocab_size: int, keeps_history: bool = False
     ) -> None:
-        """`keeps_history`: every token goes to the history, whether its sampling looks back or not."""
+        """`keeps_history`: store every token in the history, even if its sampling does not use
+        it.
+        """
         self._keeps_history = keeps_history
         self._runner = runner
         self._table = token_table
@@ -53,7 +62,7 @@ class SampleStep:
         self._drafting = self._known
 
     def inputs(self, batch: ScheduleBatch, rows: RowPlan) -> SamplingInputs:
-        """What `run` will need of the host batch, to be sent with it. Host work only."""
+        """Return the host arrays that `run` needs, to be copied with the batch. Host work only."""
         return sampling_inputs(batch, rows, self._known.host.number)
 
     def run(
@@ -65,8 +74,11 @@ class SampleStep:
         inputs: SamplingInputs,
         arrived: Mapping[str, Tensor],
     ) -> tuple[SampledTokens[Tensor], dict[int, Logprobs[Tensor]]]:
-        """Sample one token for each emitting row of hidden [T, H] and publish it; prompt log-probabilities by row. `arrived`
-        are the arrays of `inputs` on the device. Waits for nothing."""
+        """Sample and publish one token per sampled row of hidden [T, H].
+
+        Returns the tokens, and prompt log-probabilities by row. `arrived` are the arrays of
+        `inputs` on the device. Does not wait.
+        """
         prompt: dict[int, Logprobs[Tensor]] = {}
         if inputs.scored:
             prompt = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, torch.cat)
@@ -82,17 +94,22 @@ class SampleStep:
         return sampled, prompt
 
     def is_steady(self, number: int) -> bool:
-        """The last draw was of this composition, and nothing of it depends on the host's lengths."""
+        """Return whether the last draw had this composition and needs no host lengths (no
+        penalties).
+        """
         return self._known.host.number == number and not self._known.host.needs.any_penalty
 
     def looks_back(self, inputs: SamplingInputs) -> bool:
-        """The history has to have this step's tokens."""
+        """Return whether the history must contain the tokens of this step."""
         host = self._known.host if inputs.new is None else inputs.new
         return self._keeps_history or host.needs.any_penalty
 
     def drafting(self, width: int, lengths: Tensor) -> DrawDraft:
-        """What draws proposals for the requests of the last draw, whose every `width` rows are one request with a root at
-        `lengths` int32[R]: their own temperature, cut-offs and noise, without what depends on the text."""
+        """Return a function that draws draft tokens for the requests of the last draw.
+
+        Each request has `width` rows and its root at `lengths` int32[R]. The function uses the
+        request's temperature, cut-offs and noise, without penalties, biases and masks.
+        """
         state = self.state_of_requests(width)
 
         def draw(logits: Tensor, depth: int) -> Tensor:
@@ -102,11 +119,15 @@ class SampleStep:
 
     @property
     def is_penalised(self) -> bool:
-        """What was drawn last depends on the texts before it."""
+        """True if the last draw used penalties, which depend on the text so far."""
         return self._known.host.needs.any_penalty
 
     def ranking(self, width: int, lengths: Tensor) -> RankDrafts:
-        """As `drafting`, of what ranks the first of each draw. Every request has as many rows as there are logits for."""
+        """Return a function that ranks the leading candidates of each draw; parameters as in
+        `drafting`.
+
+        Every request must have the same number of rows of logits.
+        """
         state = self.state_of_requests(width)
 
         def rank(logits: Tensor, depth: int, count: int) -> tuple[Tensor, Tensor]:
@@ -116,7 +137,10 @@ class SampleStep:
         return rank
 
     def state_of_requests(self, width: int) -> SamplingState:
-        """That of the last draw, whose every `width` rows were one request: a row for each, without what depends on the text."""
+        """Return the sampling state of the last draw, reduced from `width` rows per request to one.
+
+        Penalties, biases, XTC and masks are left out.
+        """
         if self._drafting.host.number != self._known.host.number:
             self._drafting = replace(self._known, state=_of_requests(self._known.state, width))
         return self._drafting.state
@@ -129,8 +153,11 @@ class SampleStep:
         arrived: Mapping[str, Tensor],
         positions: Tensor,
     ) -> SamplingState:
-        """By what one token is drawn for each emitting row, as token number `positions` int32[N] of its text; what stays of it is
-        remembered."""
+        """Return the sampling state for one token per sampled row; `positions` int32[N] are their
+        token positions.
+
+        Keeps the part that later steps of the composition reuse.
+        """
         known = self._known if inputs.new is None else self._placed(inputs.new, arrived, positions)
         state = known.state
         if state.positions is not positions or known.penalties is not None:
@@ -144,7 +171,8 @@ class SampleStep:
         return state
 
     def _placed(self, host: BatchSampling, arrived: Mapping[str, Tensor], positions: Tensor) -> DeviceSampling:
-        # A scatter by int32 is converted at each step, so slots are once, where they may be.
+        # A scatter by int32 is converted at each step, so slots are int64 from the start if the
+        # device allows it.
         slots = arrived["slots"] if self._runner.is_narrow else arrived["slots"].long()
         state = place_state(host.needs, positions, arrived)
         if not host.needs.any_penalty:
@@ -155,7 +183,9 @@ class SampleStep:
     def _penalties(
         self, known: DeviceSampling, batch: ScheduleBatch, rows: RowPlan, positions: Tensor
     ) -> PenaltyState | None:
-        """Counts from the history as it is now: nothing is accumulated, so nothing can be counted twice."""
+        """Count tokens in the history anew at each step: nothing is accumulated, so nothing is
+        counted twice.
+        """
         if known.penalties is None:
             return None
         own, constant, slots = known.penalties
@@ -167,7 +197,7 @@ class SampleStep:
 
 
 def _sampler_of(runner: ModelRunner) -> Callable[..., Sampler]:
-    """How a sampler is made: on several ranks one of them draws."""
+    """Return the constructor of the sampler: with several ranks, one of them draws."""
     if runner.groups is None:
         return Sampler
     from sglcore.runtime.parallel.decided import SampledByOne
@@ -176,7 +206,7 @@ def _sampler_of(runner: ModelRunner) -> Callable[..., Sampler]:
 
 
 def repeated(state: SamplingState, count: int) -> SamplingState:
-    """The state of each row, `count` times one after another."""
+    """Return the state with each row repeated `count` times in place."""
     parts = {item.name: getattr(state, item.name) for item in fields(state)}
     return replace(
         state, **{name: part.repeat_interleave(count, 0) for name, part in parts.items() if isinstance(part, Tensor)}
@@ -184,7 +214,9 @@ def repeated(state: SamplingState, count: int) -> SamplingState:
 
 
 def _of_requests(state: SamplingState, width: int) -> SamplingState:
-    """The state of each request's first row, for a plain draw."""
+    """Return the state of each request's first row, for a draw without penalties, biases, XTC and
+    masks.
+    """
     needs = replace(state.needs, any_penalty=False, any_bias=False, any_xtc=False, top_logprobs=None)
     parts = {item.name: getattr(state, item.name) for item in fields(state)}
     first = {name: part[::width].contiguous() for name, part in parts.items() if isinstance(part, Tensor)}

@@ -1,7 +1,8 @@
-"""Children of a batch: a child is an interval of tokens, made field by field from the declarations.
+"""Splits a batch: a child is an interval of its tokens, made field by field from the declarations.
 
-One clip formula serves decode, extend, splits at request boundaries and splits inside a request. It reads the parent's own
-values where they are: nothing is copied from the host, so a child can be made inside a captured stream too.
+One clip formula serves decode, extend, splits between requests and splits inside a request. It
+reads the parent's tensors in place: nothing is copied from the host, so a batch can also be split
+inside a captured stream.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ Ints = NDArray[np.int32]
 
 
 class SplitRefusedError(ValueError):
-    """The batch holds a field whose presence forbids splitting it."""
+    """The batch has a field that forbids splitting it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A child's tokens [first, last) of its parent, in terms of requests.
+    """A child's tokens [first, last) of its parent, and the requests that they belong to.
 
-    `rows` are the requests with tokens in it. Of the first of them `skipped` tokens of this step are before the child, and of the
-    last `rest` are behind it; of all others every token is inside.
+    `rows` are the requests with tokens in the child. `skipped` counts the first request's tokens of
+    this step before the child, `rest` the last request's tokens after it. Requests between them are
+    whole.
     """
 
     first: int
@@ -42,14 +44,17 @@ class Clip:
 
     @property
     def batch_size(self) -> int:
-        """Requests with tokens in it."""
+        """Number of requests with tokens in the child."""
         return self.rows.stop - self.rows.start
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What becomes of a number of each request where only some of its tokens are in a child: so many times `skipped` are added for
-    the request that began before it, so many times `rest` taken away for the one that goes on behind it."""
+    """How a per-request number changes if only some of the request's tokens are in a child.
+
+    The child adds `by_skipped * skipped` for its first request and subtracts `by_rest * rest` for
+    its last one.
+    """
 
     by_skipped: int = 0
     by_rest: int = 0
@@ -64,13 +69,15 @@ LENGTHS: Mapping[str, Moved] = MappingProxyType(
         "req_lens": Moved(by_skipped=-1, by_rest=1),
     }
 )
-"""Clipped fields with a number of each request; mirrors go as what they mirror."""
+"""Clipped fields with one number per request; a host mirror changes as the field that it
+mirrors.
+"""
 SIZES = frozenset({"batch_size", "num_tokens", "extend_start_loc"})
-"""Clipped fields that have formulas of their own."""
+"""Clipped fields with formulas of their own."""
 
 
 def check_declarations(batch_type: type) -> None:
-    """Raise TypeError for a batch type with a field that is to be clipped and that nobody knows how to clip."""
+    """Raise TypeError if a batch type has a CLIP field without a rule in LENGTHS or SIZES."""
     for spec in leaves(batch_type):
         name = (spec.mirror or spec.name).rpartition(".")[2]
         if spec.split is Split.CLIP and name not in LENGTHS and name not in SIZES:
@@ -81,8 +88,11 @@ check_declarations(ForwardBatch)
 
 
 def clip(batch: ForwardBatch, first: int, last: int) -> Clip:
-    """The interval [first, last) of a batch. Raises ValueError for one that is not inside, or that parts the rows of a request that
-    has several of a decode."""
+    """Return the interval [first, last) of a batch.
+
+    Raises ValueError if it is not inside the batch, or if it cuts through the rows of one request
+    in a decode with several rows per request.
+    """
     if not 0 <= first <= last <= batch.num_tokens:
         raise ValueError(f"tokens [{first}, {last}) do not lie in a batch of {batch.num_tokens} tokens")
     width = batch.width or 1
@@ -102,15 +112,16 @@ def clip(batch: ForwardBatch, first: int, last: int) -> Clip:
 
 
 def filter_batch(batch: ForwardBatch, first: int, last: int) -> ForwardBatch:
-    """The child that holds tokens [first, last). It starts without a plan; the parent is left as it is.
+    """Return the child with tokens [first, last), without a plan; the parent does not change.
 
-    Raises SplitRefusedError if a field forbids it. Tensors are views where the axis is only cut. Does not wait.
+    Raises SplitRefusedError if a field forbids it. Tensors that are only sliced are views. Does not
+    wait.
     """
     return _child(batch, clip(batch, first, last))
 
 
 def refusal(record: object) -> str:
-    """The name of the first field there that forbids splitting a batch; empty if none does."""
+    """Return the name of the first field that forbids splitting a batch; empty if there is none."""
     for spec in specs(type(record)):
         value = getattr(record, spec.name)
         if value is not None and spec.split is Split.REFUSE:
@@ -161,7 +172,9 @@ def _clipped(name: str, value: Any, part: Clip) -> Any:
 
 
 def _moved(value: Any, part: Clip, moved: Moved) -> Any:
-    """One number of each request, of tensors and of host arrays, which may know fewer requests than there are."""
+    """Adjust one number per request, of a tensor or of a host array, which may have fewer
+    entries.
+    """
     found = value[part.rows]
     before, behind = moved.by_skipped * part.skipped, -moved.by_rest * part.rest
     if not (before or behind) or not len(found):

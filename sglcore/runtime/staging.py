@@ -1,7 +1,8 @@
-"""Host data on their way to the device: one block of words with its twin there, and a step's other arrays.
+"""Copies host data to the device: one block of words with a device twin, and the other arrays of a
+step.
 
-Where host and device share memory the twin is the same bytes. Elsewhere the host side is a ring of pinned buffers, so
-that writing the next step never races with the copy of the last one still under way.
+If host and device share memory, both sides are the same bytes. Otherwise the host side is a ring of
+pinned buffers, so that writing the next step does not race with the copy of the previous one.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ RING = 2
 
 
 class PinnedBuffer:
-    """`size` int32 values of host memory, `memory` as a tensor and `words` as an array, and the event of their last copy.
-    Without pinned memory copies wait by themselves, and there is no event."""
+    """`size` int32 values of host memory, and the event of their last copy.
+
+    `memory` is the tensor, `words` the array. Without pinned memory copies are synchronous and
+    there is no event.
+    """
 
     __slots__ = ("_copied", "_event", "memory", "words")
 
@@ -34,13 +38,13 @@ class PinnedBuffer:
         self._copied = False
 
     def copied(self) -> None:
-        """A copy from or to this buffer was just queued on the current stream."""
+        """Record that a copy from or to this buffer was queued on the current stream."""
         if self._event is not None:
             self._event.record()
             self._copied = True
 
     def wait(self) -> bool:
-        """Return when the last copy has passed; true if that took a wait."""
+        """Wait until the last copy is done; return True if it was still in progress."""
         if self._event is None or not self._copied:
             return False
         waited = not self._event.query()
@@ -51,7 +55,7 @@ class PinnedBuffer:
 
 
 class Lease:
-    """A pinned buffer that belongs to whoever holds this."""
+    """A pinned buffer that belongs to the holder of this object."""
 
     __slots__ = ("__weakref__", "buffer")
 
@@ -60,9 +64,11 @@ class Lease:
 
 
 class PinnedRing:
-    """Pinned buffers that grow by powers of two. One is lent again when its lease is gone and its last copy has passed.
+    """Pinned buffers that grow by powers of two; one is reused when its lease is gone and its last
+    copy is done.
 
-    `waits` counts the times that a copy had not; with at most RING leases held until their copies passed it stays 0.
+    `waits` counts reuses that had to wait for a copy. It stays 0 if at most RING leases are held
+    until their copies are done.
     """
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
@@ -71,8 +77,10 @@ class PinnedRing:
         self.waits = 0
 
     def lease(self, size: int) -> Lease:
-        """A buffer of at least `size` words; the one that was lent longest ago, or a new one while there are fewer than
-        RING or all are held."""
+        """Return a buffer of at least `size` words: the free one that was lent first.
+
+        Makes a new buffer if there are fewer than RING or if all are held.
+        """
         place = next((i for i, (_, holder) in enumerate(self._lent) if holder() is None), None)
         if place is None or len(self._lent) < RING:
             buffer = self._make(size)
@@ -90,8 +98,12 @@ class PinnedRing:
 
 
 class HostBlock:
-    """`size` words of four bytes on the host and on `device`, then `spare` for one step's other arrays. At most RING commits
-    may be in flight; `waits` counts those that found the copy before the last still under way."""
+    """`size` words of four bytes on the host and on `device`, then `spare` words for a step's other
+    arrays.
+
+    At most RING commits may be in flight; `waits` counts commits that had to wait for an earlier
+    copy.
+    """
 
     def __init__(self, size: int, device: str, *, shares_memory: bool, pinned: bool, spare: int = 0) -> None:
         self.shares_memory, self.pinned, self.device = shares_memory, pinned, torch.device(device)
@@ -108,19 +120,23 @@ class HostBlock:
         self._copies = [(self._device[:size], mirror.memory[:size]) for mirror in self._mirrors]
 
     def part(self, offset: int, shape: tuple[int, ...], dtype: str = "int32") -> tuple[Tensor, NDArray]:
-        """The device view and the host view of one array inside the block, of a type of four bytes."""
+        """Return the device view and the host view of one array in the block, of a four-byte
+        dtype.
+        """
         end = offset + math.prod(shape)
         device, host = self._device[offset:end].view(shape), self._host[offset:end].reshape(shape)
         return device.view(getattr(torch, dtype)), host.view(dtype)
 
     def carry(self, size: int) -> tuple[Tensor, NDArray[np.int32]]:
-        """The device view and the host view of the first `size` spare words, which the next commit sends along."""
+        """Return device and host views of the first `size` spare words; the next commit copies them
+        too.
+        """
         self._carries = size
         end = self._size + size
         return self._device[self._size : end], self._host[self._size : end]
 
     def commit(self) -> None:
-        """Send the host side; does not wait."""
+        """Start the copy of the host side to the device; does not wait."""
         if self.shares_memory:
             return
         end, self._carries = self._size + self._carries, 0
@@ -136,13 +152,16 @@ class HostBlock:
 
 
 class StagedArrays:
-    """Host arrays of one step, by name, that have no place in the block. They ride in its spare words where they fit, and
-    else in one copy of their own; `add` them, `pack` before the block's commit and `arrive` after it, then read them."""
+    """Host arrays of one step, by name, that have no buffer in the block.
+
+    They travel in the block's spare words if they fit, otherwise in a copy of their own. `add`
+    them, `pack` before the block's commit, `arrive` after it, then read `arrived`.
+    """
 
     __slots__ = ("_arrays", "_lasting", "_lease", "_source", "_starts", "_total", "arrived")
 
     def __init__(self, arrays: Mapping[str, NDArray] = MappingProxyType({}), lasting: bool = False) -> None:
-        """`lasting`: some are read by later steps too."""
+        """`lasting`: later steps read some of the arrays too."""
         self._arrays = dict(arrays)
         self._lasting = lasting
         self._source: Tensor | None = None
@@ -156,11 +175,11 @@ class StagedArrays:
         return bool(self._arrays)
 
     def add(self, **arrays: NDArray) -> None:
-        """More arrays for the same way."""
+        """Add arrays, by name."""
         self._arrays.update(arrays)
 
     def pack(self, block: HostBlock, ring: PinnedRing) -> None:
-        """Write everything into pinned memory."""
+        """Write all arrays to pinned memory."""
         if block.shares_memory or not self._arrays:
             return
         arrays = [*self._arrays.values()]
@@ -173,7 +192,9 @@ class StagedArrays:
         write_words(words, arrays, self._starts)
 
     def arrive(self, block: HostBlock) -> None:
-        """Make the device's views, which are right for work queued on the current stream from now on. Does not wait."""
+        """Make the device views, valid for work queued on the current stream from now on. Does not
+        wait.
+        """
         arrays = self._arrays
         if block.shares_memory:
             self.arrived = {n: torch.from_numpy(a if a.flags.writeable else a.copy()) for n, a in arrays.items()}

@@ -24,7 +24,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The streams of one engine; all fields are None on a device without streams.
+    """The streams of one engine. `schedule` and `forward` are None on a device without streams.
 
     `schedule` is the stream that was current when this was made; `forward` runs every step. `index`
     is the device index of a device without streams (None: it has no index). `lane` runs prefill

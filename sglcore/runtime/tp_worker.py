@@ -1,4 +1,6 @@
-"""The ModelWorker of every torch device: a ScheduleBatch in, a ticket out, host results at collect."""
+"""The ModelWorker of every torch device: takes a ScheduleBatch, returns a ticket, and results at
+collect.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,11 @@ from sglcore.step.tickets import Tickets, refuse_hidden_states, take_payload
 
 @dataclass(slots=True)
 class Pending:
-    """What a ticket holds until it is collected: results under way, and the staged batch with its plan and the arrays sent
-    beside it, which is all that the device still reads."""
+    """What a ticket holds until `collect`: the readback, the staged batch with its plan, and the
+    staged arrays.
+
+    Together they are everything that the device still reads.
+    """
 
     batch: ForwardBatch
     arrays: StagedArrays | None
@@ -43,14 +48,18 @@ class Pending:
 
     @property
     def kept(self) -> list[Tensor]:
-        """Every tensor that the device may still read or write: the batch's, by its declarations, what was sent beside it,
-        the results."""
+        """Every tensor that the device may still read or write: of the batch, the staged arrays,
+        the results.
+        """
         sent = () if self.arrays is None else self.arrays.arrived.values()
         return [*retained(self.batch), *sent, *self.readback.kept]
 
 
 class TpModelWorker:
-    """Generation and embedding on one model runner; `limits` is constant. Not thread-safe: one scheduler owns it."""
+    """Generation and embedding with one model runner. `limits` is constant.
+
+    Not thread-safe: one scheduler owns it.
+    """
 
     def __init__(
         self,
@@ -60,7 +69,7 @@ class TpModelWorker:
         pooler: Pooler | None = None,
         slices: Slices | None = None,
     ) -> None:
-        """`pooler` is that of a model that embeds; `slices` run prompts by slices of layers, where `limits` have such."""
+        """`pooler`: for an embedding model. `slices`: runs prefill slices, if `limits` has them."""
         self.runner = runner
         self.limits = limits
         self._pooler, self._slices = pooler, slices
@@ -72,7 +81,7 @@ class TpModelWorker:
         self._take_over()
 
     def _take_over(self) -> None:
-        """Everything was made on the schedule stream; from here on the forward stream uses it."""
+        """Hand the buffers, made on the schedule stream, over to the forward stream."""
         schedule, forward = self._streams.schedule, self._streams.forward
         if schedule is None or forward is None:
             return
@@ -82,10 +91,11 @@ class TpModelWorker:
                 tensor.record_stream(forward)
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Start a step. The worker keeps `batch`, which must be isolated from later changes.
+        """Start a step. The worker keeps `batch`; the caller must not change it.
 
-        Raises RuntimeError if RING tickets are out: the host's mirrors of the input buffers would be overwritten. A
-        ticket that was dropped counts no more, and one of a slice that brings nothing never does.
+        Raises RuntimeError if RING tickets are uncollected: the host mirrors of the input buffers
+        would be overwritten. A dropped ticket does not count, nor does a ticket of a slice without
+        output.
         """
         self._tickets.check_room()
         if self._closed:
@@ -104,7 +114,7 @@ class TpModelWorker:
 
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
-        """One forward on the current stream, and one sampled token for each row that emits."""
+        """Run one forward on the current stream and sample one token per sampled row."""
         rows, states = plan_rows(batch), self.runner.state_pool
         inputs = self._sampling.inputs(batch, rows)
         staged, arrays = self._stage(batch, inputs, {} if states is None else states.changes(batch))
@@ -119,8 +129,11 @@ class TpModelWorker:
 
     @torch.inference_mode()
     def forward_slice(self, batch: ScheduleBatch) -> Ticket:
-        """Some layers of the open prompt on the current stream; with the last one, a sampled token for each row that emits.
-        The batch that runs the first layers opens it. Raises RuntimeError where `limits` have no slices."""
+        """Run some layers of the open prefill on the current stream; the last slice samples.
+
+        The batch that runs the first layers opens the prefill. Raises RuntimeError if `limits` has
+        no slices.
+        """
         if self._slices is None or batch.layers is None:
             raise RuntimeError("this worker takes prompts whole; submit them without layers")
         (first, last), states = batch.layers.tolist(), self.runner.state_pool
@@ -149,8 +162,7 @@ class TpModelWorker:
     def _stage(
         self, batch: ScheduleBatch, inputs: SamplingInputs, more: Mapping[str, NDArray]
     ) -> tuple[ForwardBatch, StagedArrays | None]:
-        """The batch on the device, with the embeddings that stand in place of its tokens, and what was sent beside it, if anything
-        was: what the draw needs, and `more`."""
+        """Stage the batch, with its prompt embeddings, and the arrays of sampling and of `more`."""
         sent = {**inputs.arrays, **_prompt_embeds(batch), **more}
         arrays = StagedArrays(sent, lasting=inputs.new is not None) if sent else None
         staged = self.runner.init_batch(batch, arrays)
@@ -162,7 +174,7 @@ class TpModelWorker:
 
     @torch.inference_mode()
     def forward_batch_embedding(self, batch: ScheduleBatch) -> Ticket:
-        """One forward of whole prompts, and what the pooling makes of each row's hidden states."""
+        """Run one forward of whole prompts and pool the hidden states of each request."""
         assert self._pooler is not None
         arrays = StagedArrays(pooled_rows(batch))
         staged = self.runner.init_batch(batch, arrays)
@@ -172,12 +184,14 @@ class TpModelWorker:
 
     @torch.inference_mode()
     def forward_idle(self, batch: ScheduleBatch) -> Ticket:
-        """One forward of no rows: this rank takes part in what the others exchange."""
+        """Run one forward without rows, so that this rank takes part in the collectives of the
+        others.
+        """
         staged, _, output = self._run_idle(batch)
         return self._ticket(batch, staged, None, output)
 
     def _run_idle(self, batch: ScheduleBatch) -> tuple[ForwardBatch, Tensor, StepOutput[Tensor]]:
-        """The staged batch, hidden [0, H], and what comes of it."""
+        """Return the staged batch, hidden [0, H], and the empty output."""
         staged = self.runner.init_batch(batch)
         hidden, path = self.runner.forward(staged)
         ids, bad = (torch.zeros(0, dtype=dtype, device=hidden.device) for dtype in (torch.int32, torch.bool))
@@ -193,18 +207,22 @@ class TpModelWorker:
         return self._tickets.issue(batch.step, Pending(staged, arrays, output, self._readbacks.post(output.arrays())))
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for a step and give its results; a ticket is collected once."""
+        """Wait for a step and return its results; a ticket can be collected once."""
         pending = take_payload(ticket, Pending)
         return pending.output.read(ticket.step, pending.readback.read())
 
     def page_memory(self) -> PageMemory | None:
-        """The pages of its keys and values, where they are all that a request leaves; None elsewhere."""
+        """Return the KV pages, for transfer to another engine.
+
+        None if requests also have recurrent state or sliding-window pages, or if the pool has
+        another form.
+        """
         pool = self.runner.attn_backend.token_to_kv_pool
         has_more = self.limits.keeps_state or self.limits.num_window_pages
         return PoolPages(pool, self._streams) if isinstance(pool, MHATokenToKVPool) and not has_more else None
 
     def close(self) -> None:
-        """Wait for the device, free the graphs, and let go of weights and pools. Idempotent."""
+        """Wait for the device, free the graphs, and drop weights and pools. Idempotent."""
         if not self._closed:
             self._closed = True
             for stream in self._streams.all:
@@ -215,7 +233,7 @@ class TpModelWorker:
 
 
 def _prompt_embeds(batch: ScheduleBatch) -> dict[str, NDArray]:
-    """The embeddings that a step brings, and the tokens in whose place they stand."""
+    """Return the prompt embeddings of a step and the indices of the tokens that they replace."""
     if batch.embed_rows is None or batch.prompt_embeds is None:
         return {}
     return {"embed_rows": batch.embed_rows, "prompt_embeds": batch.prompt_embeds}
