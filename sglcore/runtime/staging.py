@@ -169,7 +169,10 @@ class StagedArrays:
         self._starts: list[int] = []
         self._total = 0
         self.arrived: dict[str, Tensor] = {}
-        """All that arrived: float32, or int32 for every other dtype; where memory is shared each keeps its own."""
+        """The arrays on the device: float32, or int32 for all other dtypes.
+
+        With shared memory each array keeps its own dtype.
+        """
 
     def __bool__(self) -> bool:
         return bool(self._arrays)

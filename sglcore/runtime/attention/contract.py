@@ -1,6 +1,7 @@
-"""The attention contract: plan outside, attend inside, nothing between them but a value.
+"""The attention contract: `plan` runs outside the forward, `attend` inside; a plan is all that
+passes between them.
 
-`plan` may allocate and look at host data; `attend` runs inside graphs and reads nothing on the host.
+`plan` may allocate and read host data. `attend` runs inside graphs and reads nothing on the host.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 
 
 class Unavailable(ImportError):
-    """A backend's module raises it while it is imported without the library that it needs. The text says which, with the
-    remedy. What it needs of the device, `AttentionBackend.unavailable` says: no import asks a device."""
+    """Raised by a backend's module on import if a library that it needs is missing.
+
+    The text names the library and the remedy. Requirements on the device are checked by
+    `AttentionBackend.unavailable`, because an import never asks a device.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +55,17 @@ class AttentionFacts:
     """Layouts of the pools that it reads. None: any, because it reads by `read_cells` alone."""
 
     def takes_layout(self, layout: str) -> bool:
-        """Whether it reads a pool of this layout."""
+        """Return whether the backend reads a pool of this layout."""
         return self.layouts is None or layout in self.layouts
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The model's side: query heads, (kv_heads, head_dim) of each layer, the sliding windows and softcaps that occur, and all
-    `features` that its layers ask for."""
+    """The model's attention: what a backend must serve.
+
+    `layers` has (kv_heads, head_dim) of each layer. `windows` and `softcaps` are the values that
+    occur; `features` are those that the layers need.
+    """
 
     num_heads: int
     layers: tuple[tuple[int, int], ...]
@@ -78,7 +85,9 @@ class Bucket:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """What a backend prepared for one batch. `generation` is that of the cells whose addresses it may hold."""
+    """What a backend prepared for one batch. `generation` is that of the cells whose addresses it
+    may hold.
+    """
 
     planner: AttentionBackend[Any]
     generation: int
@@ -86,11 +95,13 @@ class AttentionPlan:
 
 Plan = TypeVar("Plan", bound=AttentionPlan)
 HostUpdate = object
-"""What only this vendor's graph understands: values that its replay must patch in."""
+"""Values that a replay must patch into the graph; only the vendor's graph backend understands
+them.
+"""
 
 
 class AttentionBackend(ABC, Generic[Plan]):
-    """Attention of every layer over the paged pool. Everything it uses, its constructor received."""
+    """Attention of every layer over the paged pool. The constructor receives everything it uses."""
 
     facts: AttentionFacts
 
@@ -102,8 +113,10 @@ class AttentionBackend(ABC, Generic[Plan]):
         kernels: KernelTable,
         hisparse: Any = None,
     ) -> None:
-        """`hisparse`, a `HiSparseCoordinator` or None, is for backends whose features name it. Raises ConfigError for a pool of a
-        layout that the facts do not name."""
+        """`hisparse` is a `HiSparseCoordinator` or None, for backends with that feature.
+
+        Raises ConfigError if the facts do not name the layout of the pool.
+        """
         layout = token_to_kv_pool.layout
         if not self.facts.takes_layout(layout):
             raise ConfigError(
@@ -111,37 +124,45 @@ class AttentionBackend(ABC, Generic[Plan]):
                 wanted=f"one of {', '.join(self.facts.layouts or ())}",
                 remedy="name the layout in its facts, or choose another --attention-backend",
             )
-        # The table's entries that store take these layouts alone.
+        # The table's store entries take these layouts only.
         self.takes_stored = self.facts.takes_stored and layout in (CELL_MAJOR, ROWS)
         self.shape = shape
         self.req_to_token_pool = req_to_token_pool
-        # Of a layout that the facts name, whose storage this backend knows.
+        # A backend knows the storage of each layout that its facts name.
         self.token_to_kv_pool: Any = token_to_kv_pool
         self.kernels = kernels
         self.hisparse: HiSparseCoordinator | None = hisparse
 
     @property
     def parts(self) -> tuple[AttentionBackend[Any], ...]:
-        """The backends that attend: itself alone, unless it is made of others."""
+        """The backends that attend: this one, unless it is composed of others."""
         return (self,)
 
     @property
     def generation(self) -> int:
-        """Changes whenever an address of keys or values does."""
+        """Changes when an address of keys or values changes."""
         return self.token_to_kv_pool.generation
 
     def cells_of(self, layer: Attention, batch: ForwardBatch) -> tuple[TokenToKVPool, Tensor | None]:
-        """Where keys and values of a layer are, and the cells int[T] of this batch's tokens there."""
+        """Return the pool of a layer's keys and values, and the cells int[T] of this batch's tokens
+        in it.
+        """
         return self.token_to_kv_pool, batch.out_cache_loc
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Tensors beside cells that a forward of the batch writes, each with the int rows [N] of it."""
+        """Return the tensors, other than cells, that a forward of the batch writes, each with the
+        rows int[N] written.
+        """
         return []
 
     @classmethod
     def unavailable(cls) -> str:
-        """Why it can not run on the device that is current, with the remedy; empty if it can. Selection asks, once; what only
-        needs a library that is missing says so by `Unavailable`, when its module is imported."""
+        """Return why the backend cannot run on the current device, with the remedy; empty if it
+        can.
+
+        Selection calls it once. A missing library is reported by `Unavailable` when the module is
+        imported.
+        """
         return ""
 
     @abstractmethod
@@ -150,25 +171,35 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     @abstractmethod
     def capture_plan(self, bucket: Bucket) -> Plan:
-        """A plan for capture: its addresses never change, its contents come with `refresh`."""
+        """Return a plan for capture: its addresses never change, `refresh` writes its contents."""
 
     @abstractmethod
     def refresh(self, plan: Plan, batch: ForwardBatch) -> HostUpdate | None:
-        """Bring a captured plan up to date in place before replay; returns what the graph itself must be told."""
+        """Update a captured plan in place before a replay; return the update of the graph itself,
+        or None.
+        """
 
     @abstractmethod
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: Plan) -> Tensor:
-        """q [T, heads * head_dim] over the cells, in which this step's keys and values stand; returns q's shape. Lines of
-        padding may hold anything and change nothing. No host reads."""
+        """Attend q [T, heads * head_dim] to the cells, including this step's keys and values;
+        return q's shape.
+
+        Padding rows may hold anything and must not change other rows. No host reads.
+        """
 
     def encode(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, plan: Plan) -> Tensor:
-        """The same of a layer that has no cells: k and v [T, kv_heads * head_dim] of this step alone. Only of backends whose
-        features name `encoder`; raises TypeError for any other."""
+        """Attend within this step, for a layer without cells: k and v [T, kv_heads * head_dim].
+
+        Only for backends with the feature `encoder`; raises TypeError for others.
+        """
         raise TypeError(f"{type(self).__name__} serves no layer without cells, and does not say so of itself")
 
     @final
     def planned(self, batch: ForwardBatch | None) -> tuple[ForwardBatch, Plan]:
-        """A batch with its plan. Raises StalePlanError for one that is not planned by this backend, in its present size."""
+        """Return a batch with its plan.
+
+        Raises StalePlanError unless this backend planned the batch at its present size.
+        """
         if batch is None or batch.plan_record is None:
             raise StalePlanError(
                 "attention of a batch that is not planned; run it by a runner, or plan and mark it first"
@@ -182,8 +213,11 @@ class AttentionBackend(ABC, Generic[Plan]):
     def forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
     ) -> Tensor:
-        """Store k, v [T, kv_heads * head_dim] at the batch's cells and attend; both are None where the layer has stored
-        them, or has none. Raises what `planned` raises."""
+        """Store k, v [T, kv_heads * head_dim] in the batch's cells and attend.
+
+        k and v are None if the layer has stored them already, or has none. Raises as `planned`
+        does.
+        """
         batch, plan = self.planned(batch)
         if k is None or v is None:
             assert k is v and (self.takes_stored or layer.is_frozen)

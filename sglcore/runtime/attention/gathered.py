@@ -1,7 +1,8 @@
-"""Attention in plain torch that stream graphs can capture: fixed shapes, no host reads. What a new device starts with.
+"""Attention in plain torch that stream graphs can capture. The first backend of a new device.
 
-A captured plan gathers every page that a request may have and masks by the lengths on the device, a block of keys at a
-time. Batches outside graphs are planned as the reference plans them, by their lengths on the host.
+Shapes are fixed and nothing is read on the host. A captured plan gathers every page that a request
+may have and masks by the lengths on the device, a block of keys at a time. Batches outside graphs
+are planned as the reference plans them, by their host lengths.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
 
 BLOCK_ELEMENTS = 1 << 24
-"""Keys of one block, over all rows: bounds the memory of a gather, whatever the longest context is."""
+"""Elements of one block of keys, over all rows: bounds the memory of a gather for any context
+length.
+"""
 
 
 class GatheredAttention(ReferenceAttention):
@@ -30,7 +33,9 @@ class GatheredAttention(ReferenceAttention):
     facts = replace(ReferenceAttention.facts, features=ReferenceAttention.facts.features | {"capture"})
 
     def capture_plan(self, bucket: Bucket) -> ReferencePlan:
-        """Only sizes, and what follows from them: everything else is read on the device when the graph runs."""
+        """Return a plan of sizes only: everything else is read on the device when the graph
+        runs.
+        """
         rows = bucket.num_tokens // bucket.batch_size
         if rows * bucket.batch_size != bucket.num_tokens:
             raise ValueError(f"{bucket.num_tokens} tokens of {bucket.batch_size} requests are not the same number each")
@@ -42,10 +47,12 @@ class GatheredAttention(ReferenceAttention):
         return ReferencePlan(self, self.token_to_kv_pool.generation, captured=captured)
 
     def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
-        """Nothing: slots and lengths are read where the batch's buffers are."""
+        """Do nothing: slots and lengths are read from the batch's buffers."""
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:
-        """Rows of padding requests hold what page 0 gives."""
+        """Attend as the contract says. Rows of padding requests hold results computed from page
+        0.
+        """
         rows = plan.captured
         if rows is None:
             return super().attend(q, layer, batch, plan)
@@ -54,8 +61,11 @@ class GatheredAttention(ReferenceAttention):
         return self._attend(queries.float() * layer.scaling, rows, layer, batch).to(q.dtype).view(q.shape)
 
     def _attend(self, q: Tensor, rows: CapturedRows, layer: Attention, batch: ForwardBatch) -> Tensor:
-        """q float32 [B, n, kv_heads, group, dim], scaled; softmax over blocks of pages, each rescaled to the largest so far.
-        It begins with the sinks, where there are any."""
+        """Attend q float32 [B, n, kv_heads, group, dim], already scaled.
+
+        An online softmax over blocks of pages, rescaled to the largest score so far. It starts from
+        the sinks if there are any.
+        """
         slots, seq_lens = batch.req_pool_indices, batch.seq_lens
         pool = self.req_to_token_pool
         table = pool.page_table.index_select(0, slots)
@@ -85,7 +95,9 @@ class GatheredAttention(ReferenceAttention):
         return out / total[..., None]
 
     def _gathered(self, pages: Tensor, rows: CapturedRows, layer: Attention) -> Iterator[Tensor]:
-        """Keys and values of pages int32 [B, P], each float32 [B, P * page_size, kv_heads, dim]."""
+        """Yield keys and values of pages int32 [B, P], each float32 [B, P * page_size, kv_heads,
+        dim].
+        """
         size = self.req_to_token_pool.page_size
         cells = (pages[:, :, None] * size + rows.places[:size]).view(-1)
         for found in self.token_to_kv_pool.read_cells(layer.layer_id, cells):
@@ -93,6 +105,8 @@ class GatheredAttention(ReferenceAttention):
 
 
 def _visible(last: Tensor, places: Tensor, window: int | None) -> Tensor:
-    """bool [B, n, L]: which of the tokens at `places` int32[L] the queries at `last` int32 [B, n] see."""
+    """Return bool [B, n, L]: whether queries at `last` int32 [B, n] see the tokens at `places`
+    int32[L].
+    """
     mask = places <= last[..., None]
     return mask if window is None else mask & (places > last[..., None] - window)

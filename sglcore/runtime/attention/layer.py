@@ -1,4 +1,4 @@
-"""The attention layer of every model: it describes itself and hands its rows to the active backend."""
+"""The attention layer of every model: it describes itself and calls the active backend."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 class Attention:
     """Scaled dot-product attention over the paged KV pool.
 
-    `sliding_window` W lets a query see itself and the W - 1 tokens before it. `cached=False`: nothing is stored, and a
-    token sees this step's alone; with `causal=False` all of its request, or those less than W from it either way. `softcap`
-    c bends a scaled score s to
-    c * tanh(s / c). `sinks` [heads] are the scores of one more key that every query sees and that has no value. `is_exact`: its
-    keys hold numbers that no rounding may change, and are kept in the model's type. `is_frozen`: it has queries alone, and
-    its keys and values are those of another model's layer of this id. `rows`: what is kept in other forms than
-    keys and values by head, of which `top_k` are chosen for each token (0: it sees all).
+    `sliding_window` W: a query sees itself and the W - 1 tokens before it. `cached=False`: nothing
+    is stored, and a token sees only this step's tokens of its request; with `causal=False` also
+    later ones, within W in both directions. `softcap` c maps a scaled score s to c * tanh(s / c).
+    `sinks` [heads] are the scores of an extra key without a value that every query sees.
+    `is_exact`: keys hold numbers that must not be rounded, so they are kept in the model's dtype.
+    `is_frozen`: the layer has queries only and reads the keys and values of another model's layer
+    of this id. `rows`: KV entries in other forms than keys and values per head; `top_k` of them are
+    chosen for each token (0: it sees all).
     """
 
     rows: Mapping[str, KeptRows] = MappingProxyType({})
@@ -77,17 +78,21 @@ class Attention:
 
     @property
     def stores(self) -> bool:
-        """It keeps keys and values in cells of its own."""
+        """True if the layer keeps keys and values in cells of its own."""
         return self.cached and not self.is_frozen
 
     @property
     def size_by_head(self) -> int:
-        """Elements of a token's keys and values, if each head of queries had its own."""
+        """Elements of a token's keys and values if each query head had its own (multi-head
+        attention).
+        """
         return 2 * self.num_heads * self.head_dim
 
     @property
     def features(self) -> frozenset[str]:
-        """What a backend's facts must name to serve it, beside those of its batches."""
+        """The features that a backend's facts must name to serve this layer, besides those of its
+        batches.
+        """
         asked = {
             "sliding_window": self.sliding_window is not None,
             "softcap": self.softcap is not None,
@@ -98,14 +103,21 @@ class Attention:
         return frozenset(name for name, is_asked in asked.items() if is_asked)
 
     def calls(self, page_size: int) -> Iterable[tuple[Entry[Any], Call]]:
-        """The entries of the kernel table that a backend calls for it beside those that every model has, each with arguments that have the sizes and types of such
-        a call."""
+        """Return the kernel entries that a backend calls for this layer only, with example
+        arguments.
+
+        The arguments have the sizes and dtypes of real calls. Entries that every model uses are
+        left out.
+        """
         return ()
 
     def cells(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The caches [cells, kv_heads, head_dim] of keys and values and the cells int[T] of this forward's tokens, if the
-        caller may store there and then call with k and v None. Not where a compiler traces, the backend wants k and v, or
-        the pool has another layout. Raises ReadOnlyPoolError for cells that are another model's.
+        """Return where the caller may store keys and values itself, before it calls with k and v
+        None.
+
+        The result is the key and value caches [cells, kv_heads, head_dim] and the cells int[T] of
+        this forward's tokens. None while a compiler traces, if the backend needs k and v, or if the
+        pool has another layout. Raises ReadOnlyPoolError for cells of another model.
         """
         if torch.compiler.is_compiling() or not self.cached:
             return None
@@ -119,8 +131,11 @@ class Attention:
         return None if cells is None else (*pool.kv(self.layer_id), cells)
 
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """q [T, heads * head_dim], k and v [T, kv_heads * head_dim] to [T, heads * head_dim]; stores k and v. Both are None
-        if they are in the layer's `cells` already, or the layer is frozen."""
+        """Map q [T, heads * head_dim], k and v [T, kv_heads * head_dim] to [T, heads * head_dim];
+        store k and v.
+
+        k and v are None if they are already in the layer's `cells`, or if the layer is frozen.
+        """
         if torch.compiler.is_compiling():
             assert k is not None and v is not None
             return torch.ops.sglcore.attention(q, k, v, self.layer_id)
@@ -132,7 +147,7 @@ class Attention:
 
 @torch.library.custom_op("sglcore::attention", mutates_args=())
 def attention_op(q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-    """Attention as one operation that a compiler does not look into; the context says on what it works."""
+    """Attention as one operation that is opaque to a compiler; its inputs come from the context."""
     context = get_forward_context()
     return context.attn_backend.forward(q, k, v, context.layers[layer_id], context.batch)
 

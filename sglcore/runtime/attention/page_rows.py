@@ -1,4 +1,6 @@
-"""Attention of libraries whose one call takes rows of the page table, lengths and query offsets, all on the device."""
+"""Attention by libraries that take page-table rows, lengths and query offsets in one call, all on
+the device.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ from sglcore.runtime.memory.pools import CELL_MAJOR
 
 @dataclass(slots=True)
 class RowsPlan(AttentionPlan):
-    """Page rows int32[B, pages], lengths int32[B], query offsets int32[B + 1], the longest query of a row, and how many
-    tokens are real."""
+    """The arguments of such a call.
+
+    `pages` int32[B, pages], lengths int32[B], query offsets int32[B + 1], the longest query of a
+    row, and the number of real tokens.
+    """
 
     pages: Tensor
     seq_lens: Tensor
@@ -28,15 +33,20 @@ class RowsPlan(AttentionPlan):
 
 
 class PageRowsAttention(AttentionBackend[RowsPlan]):
-    """A backend that brings `attend_pages` alone. Planning gathers on the device and waits for nothing."""
+    """A backend that only implements `attend_pages`. Planning gathers on the device; does not
+    wait.
+    """
 
     @abstractmethod
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
-        """q [num_tokens, heads, dim] over pages [pages, page_size, kv_heads, dim], or [pages, kv_heads, page_size, dim] of a
-        page-major pool; a new tensor of q's shape."""
+        """Attend q [num_tokens, heads, dim] to pages; return a new tensor of q's shape.
+
+        Pages are [pages, page_size, kv_heads, dim], or [pages, kv_heads, page_size, dim] in a
+        page-major pool.
+        """
 
     def plan(self, batch: ForwardBatch) -> RowsPlan:
-        """Page rows of the batch, as they are now."""
+        """Gather the page-table rows of the batch."""
         assert batch.seq_lens_cpu is not None
         rows, lengths = len(batch.seq_lens_cpu), batch.extend_seq_lens_cpu
         if lengths is None:
@@ -50,7 +60,7 @@ class PageRowsAttention(AttentionBackend[RowsPlan]):
         return RowsPlan(self, generation, pages, batch.seq_lens[:rows], starts, longest, tokens)
 
     def capture_plan(self, bucket: Bucket) -> RowsPlan:
-        """Fixed page rows and lengths, which `refresh` writes."""
+        """Allocate page rows and lengths, which `refresh` writes."""
         pool, size = self.req_to_token_pool, bucket.batch_size
         pages = pool.page_table.new_zeros(size, pool.max_pages)
         lengths = torch.ones_like(pages[:, 0])
@@ -58,12 +68,12 @@ class PageRowsAttention(AttentionBackend[RowsPlan]):
         return RowsPlan(self, generation, pages, lengths, _range(size + 1, lengths), 1, size)
 
     def refresh(self, plan: RowsPlan, batch: ForwardBatch) -> None:
-        """Two copies on the device."""
+        """Copy page rows and lengths on the device."""
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.pages)
         plan.seq_lens.copy_(batch.seq_lens)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: RowsPlan) -> Tensor:
-        """Rows beyond the real ones come out as zero."""
+        """Attend as the contract says. Padding rows are zero."""
         if not plan.num_tokens:
             return torch.zeros_like(q)
         pool = self.token_to_kv_pool

@@ -1,7 +1,8 @@
-"""The reference backend: torch's scaled dot-product attention over gathered cells of any pool. Slow, obvious, defines correct.
+"""The reference backend: torch's scaled dot-product attention over gathered cells of any pool.
 
-Rows that bring one token are attended together; longer rows one by one. Only cells of the row itself are ever read:
-columns beyond a row's length repeat its last cell and are masked, so garbage elsewhere in the pool cannot leak in.
+Slow and simple; it defines correct results. Rows with one token are attended together, longer rows
+one by one. Only cells of the row itself are read: columns after a row's length repeat its last cell
+and are masked, so garbage elsewhere in the pool cannot change the result.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ Window = int | None
 
 @dataclass(slots=True)
 class SingleRows:
-    """R rows of one token, the first of the batch: `slots` and `seq_lens` int32[R] on the device, of at most `longest` tokens;
-    `visible` int32[R] as the batch's. `gathers`: cells int32[R * L] and mask bool[R, 1, 1, L] for each window, made by the first layer that needs them."""
+    """The first R rows of the batch, with one token each.
+
+    `slots` and `seq_lens` int32[R] on the device, at most `longest` tokens each; `visible` int32[R]
+    as in the batch. `gathers`: cells int32[R * L] and mask bool[R, 1, 1, L] for each window, made
+    by the first layer that needs them.
+    """
 
     count: int
     slots: Tensor
@@ -38,8 +43,11 @@ class SingleRows:
 
 @dataclass(frozen=True, slots=True)
 class LongRow:
-    """One row of several tokens [start, end): `cells` int32[S] of the whole request, mask bool[n, S] for each window
-    (None: plain causal from the first token)."""
+    """One row with tokens [start, end) of the batch.
+
+    `cells` int32[S] of the whole request; mask bool[n, S] for each window (None: causal without
+    prefix).
+    """
 
     start: int
     end: int
@@ -49,8 +57,11 @@ class LongRow:
 
 @dataclass(frozen=True, slots=True)
 class CapturedRows:
-    """Of a backend that captures: `offsets` int32[n] count the tokens of each of `batch_size` requests, `places`
-    int32[context] those of the longest one. Slots and lengths are read from the batch."""
+    """Sizes for a backend with capture; slots and lengths are read from the batch.
+
+    `offsets` int32[n] counts the tokens of each of `batch_size` requests, `places` int32[context]
+    those of the longest one.
+    """
 
     batch_size: int
     offsets: Tensor
@@ -59,7 +70,7 @@ class CapturedRows:
 
 @dataclass(slots=True)
 class ReferencePlan(AttentionPlan):
-    """Gather indices and masks; or what a captured step knows instead."""
+    """Gather indices and masks, or the sizes of a captured step."""
 
     singles: SingleRows | None = None
     rows: list[LongRow] = field(default_factory=list)
@@ -67,7 +78,7 @@ class ReferencePlan(AttentionPlan):
 
 
 class ReferenceAttention(AttentionBackend[ReferencePlan]):
-    """Serves every shape, page size, window, softcap and sink; encoder attention too."""
+    """Serves every shape, page size, window, softcap and sink, and encoder attention."""
 
     facts = AttentionFacts(
         features=frozenset({"sliding_window", "softcap", "sinks", "encoder", "mixed", "tree_mask"}),
@@ -76,13 +87,15 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
     )
 
     def plan(self, batch: ForwardBatch) -> ReferencePlan:
-        """Gather indices for every row of the batch."""
+        """Compute gather indices for every row of the batch."""
         plan = ReferencePlan(self, self.token_to_kv_pool.generation)
         self._fill(plan, batch)
         return plan
 
     def capture_plan(self, bucket: Bucket) -> ReferencePlan:
-        """An empty plan: attention stays opaque in a capture and reads the plan when it runs."""
+        """Return an empty plan: attention is opaque in a capture and reads the plan when it
+        runs.
+        """
         return ReferencePlan(self, self.token_to_kv_pool.generation)
 
     def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
@@ -135,7 +148,8 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
             mask &= is_seen(
                 part.visible[:, None], part.seq_lens[:, None] - 1 - columns - (0 if starts is None else starts)
             )
-        # What is not seen may have no numbers, and none times a weight of 0 is none: the row's own cell is read in its place.
+        # Unseen cells may hold NaN, and NaN times a weight of 0 is NaN: read the row's own cell
+        # instead.
         positions = torch.where(mask, columns, counts - 1)
         if starts is not None:
             positions = positions + starts
@@ -157,13 +171,13 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return LongRow(start, end, self._cells(slots, positions[None]).view(-1), masks)
 
     def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Cells int32[R, L] of positions int32[R, L] in slots int32[R]."""
+        """Return cells int32[R, L] of positions int32[R, L] in slots int32[R]."""
         pool = self.req_to_token_pool
         pages = pool.page_table[slots[:, None], positions // pool.page_size]
         return pages * pool.page_size + positions % pool.page_size
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:
-        """Rows beyond the real ones come out as zero."""
+        """Attend as the contract says. Padding rows are zero."""
         grouped = _grouped(q, layer)
         singles = plan.singles
         if singles is not None and singles.count == q.shape[0]:
@@ -181,7 +195,7 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return out.view(q.shape)
 
     def encode(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, plan: ReferencePlan) -> Tensor:
-        """One row at a time; rows beyond the real ones come out as zero."""
+        """Encode one row at a time. Padding rows are zero."""
         queries = _grouped(q, layer)
         keys, values = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in (k, v))
         out = torch.zeros_like(queries)
@@ -193,7 +207,9 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return out.view(q.shape)
 
     def _attend_singles(self, q: Tensor, part: SingleRows, layer: Attention) -> Tensor:
-        """q [R, kv_heads, group, dim]: the heads of a group are the queries of one attention over its keys."""
+        """Attend q [R, kv_heads, group, dim]: the heads of a group are queries over the same
+        keys.
+        """
         cells, mask = self._gather(part, layer.sliding_window)
         shape = (part.count, cells.shape[0] // part.count, layer.num_kv_heads, layer.head_dim)
         keys, values = self.token_to_kv_pool.read_cells(layer.layer_id, cells)
@@ -206,7 +222,9 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
     def _attend_row(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Attention, causal: bool
     ) -> Tensor:
-        """One request: q [n, kv_heads, group, dim], k and v [s, kv_heads, dim]; returns q's shape."""
+        """Attend one request: q [n, kv_heads, group, dim], k and v [s, kv_heads, dim]; return q's
+        shape.
+        """
         if not _is_plain(layer):
             if mask is None and causal:
                 mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril_()
@@ -221,8 +239,11 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return out[0].transpose(0, 1).reshape(q.shape)
 
     def _attend_scores(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Attention) -> Tensor:
-        """With every score at hand: q [..., kv_heads, group, n, dim], k and v [..., kv_heads, 1, s, dim], `mask` broadcasts to
-        [..., kv_heads, group, n, s]; returns q's shape. The softmax is in float32, as transformers' own are."""
+        """Attend with explicit scores, for softcaps and sinks; return q's shape.
+
+        q [..., kv_heads, group, n, dim], k and v [..., kv_heads, 1, s, dim]; `mask` broadcasts to
+        [..., kv_heads, group, n, s]. The softmax is in float32, as in transformers.
+        """
         scores = self.scores(q, k, layer)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
@@ -233,13 +254,17 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return (weights @ v.float()).to(q.dtype)
 
     def scores(self, q: Tensor, k: Tensor, layer: Attention) -> Tensor:
-        """float32 [..., n, s] of q [..., n, dim] and k [..., s, dim], scaled, and bent where there is a softcap."""
+        """Return float32 scores [..., n, s] of q [..., n, dim] and k [..., s, dim], scaled and
+        softcapped.
+        """
         scores = (q.float() @ k.float().transpose(-1, -2)) * layer.scaling
         return scores if layer.softcap is None else layer.softcap * torch.tanh(scores / layer.softcap)
 
 
 def _encoder_mask(row: LongRow, layer: Attention, device: torch.device) -> Tensor | None:
-    """bool [n, n] of a row without cells, made by the first layer that needs it. None: the window hides nothing."""
+    """Return the mask bool [n, n] of a row without cells, cached by window. None: no token is
+    masked.
+    """
     window, count = layer.sliding_window, row.end - row.start
     if window is None or window >= count:
         return None
@@ -251,15 +276,17 @@ def _encoder_mask(row: LongRow, layer: Attention, device: torch.device) -> Tenso
 
 
 def is_seen(visible: Tensor, back: Tensor) -> Tensor:
-    """Whether rows of words `visible` see the cells that are `back` before their own, int32 that broadcast."""
+    """Return whether rows with words `visible` see the cells `back` before their own; int32,
+    broadcast.
+    """
     return (visible >> (31 - back).clamp_(min=0, max=31)).bitwise_and_(1).bool() | (back > 31)
 
 
 def _grouped(q: Tensor, layer: Attention) -> Tensor:
-    """q [T, heads * dim] as [T, kv_heads, group, dim]."""
+    """View q [T, heads * dim] as [T, kv_heads, group, dim]."""
     return q.view(q.shape[0], layer.num_kv_heads, layer.num_heads // layer.num_kv_heads, layer.head_dim)
 
 
 def _is_plain(layer: Attention) -> bool:
-    """Torch's own function serves it."""
+    """Return whether torch's own function serves this layer (no softcap, no sinks)."""
     return layer.softcap is None and layer.sinks is None

@@ -1,4 +1,6 @@
-"""Which attention backend runs: ordered candidates, declared capabilities, a reason for every refusal."""
+"""Selects the attention backend: ordered candidates, declared capabilities, a reason for every
+refusal.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,18 @@ OF_ROWS: Mapping[str, Ref] = MappingProxyType(
         "compressed": "sglcore.runtime.attention.sparse.compressed:DeepseekV4AttnBackend",
     }
 )
-"""Backends over rows, in the kernels of whatever device: behind those that a package has of its own."""
+"""Device-independent backends for KV rows, used after the package's own candidates."""
 
 
 FROZEN = "frozen"
-"""The feature of layers that have queries alone: served where new keys and values are read from their cells."""
+"""The feature of layers with queries only; it needs a backend that reads keys and values from
+cells.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What the model and the configuration ask of a backend."""
+    """What the model and the configuration need from a backend."""
 
     head_dims: tuple[int, ...]
     page_size: int
@@ -46,7 +50,7 @@ class AttentionNeeds:
 
 
 def shape_of(layers: Sequence[Attention], is_encoder: bool) -> AttentionShape:
-    """What some layers of a model ask of a backend."""
+    """Return what these layers of a model need from a backend."""
     return AttentionShape(
         max((layer.num_heads for layer in layers), default=1),
         tuple((layer.num_kv_heads, layer.head_dim) for layer in layers),
@@ -58,7 +62,7 @@ def shape_of(layers: Sequence[Attention], is_encoder: bool) -> AttentionShape:
 
 
 def refusal(facts: AttentionFacts, needs: AttentionNeeds) -> str:
-    """Why a backend with these facts can not serve these needs; empty if it can."""
+    """Return why a backend with these facts cannot serve these needs; empty if it can."""
     if facts.page_sizes is not None and needs.page_size not in facts.page_sizes:
         return f"pages of {needs.page_size} tokens; it takes {', '.join(map(str, facts.page_sizes))}"
     for head_dim in needs.head_dims:
@@ -86,9 +90,10 @@ def select_attention(
     ledger: DecisionLedger,
     whom: str = "the model",
 ) -> type[AttentionBackend]:
-    """The first candidate that serves the needs, which are those of `whom`; an explicit choice is taken or refused, never replaced.
+    """Return the first candidate that serves the needs of `whom`; record it in the ledger.
 
-    A candidate whose library is not installed is refused with the import error as its reason.
+    An explicit choice is used or refused, never replaced. A candidate without its library is
+    refused, with the import error as the reason. Raises ConfigError if no candidate serves.
     """
     if explicit is not None and explicit not in candidates:
         raise ConfigError(
@@ -119,7 +124,9 @@ def choose_attention(
     whom: str,
     ledger: DecisionLedger,
 ) -> type[AttentionBackend]:
-    """The first that serves a shape over such cells, in graphs if they were asked for."""
+    """Return the first backend that serves a shape over these cells, in graphs if graphs are
+    configured.
+    """
     captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
     needs = AttentionNeeds(
         tuple(sorted({head_dim for _, head_dim in shape.layers})),
@@ -130,7 +137,7 @@ def choose_attention(
         int(spec_of(ForwardBatch, "seq_lens").padding.value),
         cells.layout,
     )
-    # Behind the package's own, and not in place of one that has the same name.
+    # Candidates after the package's own; they do not replace a candidate of the same name.
     offered = {**package.attention, **(OF_ROWS if cells.layout == ROWS else {}), **package.attention}
     select = partial(select_attention, offered, explicit=config.attention_backend, package=package.name)
     try:
@@ -138,7 +145,7 @@ def choose_attention(
     except ConfigError:
         if not captured or config.graph != "auto":
             raise
-        # Nobody asked for graphs: a backend that can not be captured is better than none.
+        # Graphs are optional with `auto`: a backend without capture is better than none.
         return select(replace(needs, features=shape.features), whom=whom, ledger=ledger)
 
 

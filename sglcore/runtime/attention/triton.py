@@ -1,7 +1,8 @@
-"""Attention in Triton: any page size, head size, window, softcap and sink, on any device that Triton compiles for.
+"""Attention in Triton: any page size, head size, window, softcap and sink, on any device with a
+Triton compiler.
 
-`attend` takes every length and page from the device, so a captured plan stays right for any batch of its size. A device
-package subclasses `TritonAttention` to give `make_tuning`.
+`attend` reads every length and page on the device, so a captured plan is valid for any batch of its
+size. A device package subclasses `TritonAttention` to override `make_tuning`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Stands before what imports Triton itself, so that a missing library is named with the command that installs it.
+# Imported before any module that imports Triton: the error for a missing Triton names the command
+# that installs it.
 import sglcore.runtime.kernels.triton as kernels
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
 from sglcore.runtime.attention.triton_decode import attend_singles, splits_for
@@ -26,8 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TritonPlan(AttentionPlan):
-    """What launches need of the host. `singles` leading rows bring one token each (None: every row of q does); the
-    `rows` after them bring up to `longest`, `tokens` of all rows together. `splits` is fixed when the plan is made."""
+    """The host values that launches need.
+
+    `singles` leading rows have one token each (None: every row of q). The `rows` after them have up
+    to `longest` tokens; `tokens` counts the tokens of all rows. `splits` is fixed when the plan is
+    made.
+    """
 
     splits: int = 1
     singles: int | None = None
@@ -37,7 +43,7 @@ class TritonPlan(AttentionPlan):
 
 
 class TritonAttention(AttentionBackend[TritonPlan]):
-    """Paged attention over a table of pages: split decode, and extend with a prefix."""
+    """Paged attention: split decode, and extend with a prefix."""
 
     facts = AttentionFacts(
         dtypes=("float32", "float16", "bfloat16"),
@@ -50,24 +56,28 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         self.tuning = self.make_tuning()
 
     def make_tuning(self) -> kernels.Tuning:
-        """How its kernels are launched; asked once, when it is made, so that this may read the device's properties."""
+        """Return the launch parameters. Called once, by the constructor, so it may read device
+        properties.
+        """
         return kernels.Tuning()
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
-        """Sizes only: nothing is copied to the device and nothing allocated."""
+        """Compute sizes only: nothing is copied to the device and nothing is allocated."""
         plan = self.capture_plan(Bucket(batch.batch_size, batch.num_tokens))
         self.refresh(plan, batch)
         return plan
 
     def capture_plan(self, bucket: Bucket) -> TritonPlan:
-        """A plan for one token a row until `refresh` says otherwise. It holds no address."""
+        """Return a plan for one token per row until `refresh` changes it. It holds no address."""
         kv_heads = max(heads for heads, _ in self.shape.layers)
         pool = self.req_to_token_pool
         splits = splits_for(self.tuning, bucket.batch_size, kv_heads, pool.max_pages * pool.page_size)
         return TritonPlan(self, self.token_to_kv_pool.generation, splits)
 
     def refresh(self, plan: TritonPlan, batch: ForwardBatch) -> None:
-        """Decode needs nothing: its kernels read the lengths. For longer rows the sizes of the launches change."""
+        """Update the sizes of extend launches. Decode needs no update: its kernels read the
+        lengths.
+        """
         lengths = batch.extend_seq_lens_cpu
         if lengths is None:
             plan.singles, plan.rows = None, 0
@@ -79,7 +89,7 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         plan.tokens = int(lengths.sum())
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: TritonPlan) -> Tensor:
-        """Lines of an extend batch beyond the real ones come out as zero."""
+        """Attend as the contract says. Padding rows of an extend batch are zero."""
         is_covered = plan.singles is None or plan.tokens == q.shape[0]
         out = (torch.empty if is_covered else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
         singles = q.shape[0] if plan.singles is None else plan.singles

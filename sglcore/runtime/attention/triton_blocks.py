@@ -1,4 +1,4 @@
-"""Blocks of cells, which decode and extend attention share in Triton."""
+"""Blocks of cells in Triton, for decode and extend attention."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -24,7 +24,7 @@ def load_cells(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Keys and values [TOKENS, BLOCK_D] of a slot's positions; zero where not inside."""
+    """Return keys and values [TOKENS, BLOCK_D] at a slot's positions; zero where not inside."""
     page = tl.load(page_table + slot * table_stride + positions // PAGE, mask=inside, other=0).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     place = ((page * PAGE + positions % PAGE) * cell_stride)[:, None] + (kv_head * DIM + column)[None, :]
@@ -34,5 +34,7 @@ def load_cells(
 
 @triton.jit
 def is_seen(word, back):
-    """Whether a row of this word of `ForwardInputs.visible` sees the cells that are `back` before its own."""
+    """Return whether a row with this word of `ForwardInputs.visible` sees the cell `back` before
+    its own.
+    """
     return (back > 31) | ((word >> (31 - tl.minimum(tl.maximum(back, 0), 31))) & 1 != 0)

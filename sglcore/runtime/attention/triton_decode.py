@@ -47,9 +47,11 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Programs (row, kv head, split): out [rows, HEADS, SPLITS, DIM] and, if SPLITS > 1, its log2 weights.
+    """Programs (row, kv head, split): out [rows, HEADS, SPLITS, DIM] and, if SPLITS > 1, its log2
+    weights.
 
-    Floor: 2 * seq_len * kv_heads * DIM elements of the cache for each row; all else is small beside it.
+    Memory traffic at least: 2 * seq_len * kv_heads * DIM elements of the cache per row; the rest is
+    small.
     """
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + row)
@@ -84,7 +86,11 @@ def decode_kernel(
 
 
 def splits_for(tuning: Tuning, rows: int, kv_heads: int, longest: int) -> int:
-    """Splits that fill the device with `rows` requests of up to `longest` tokens; from bounds, never from lengths."""
+    """Return the number of splits that fills the device with `rows` requests of up to `longest`
+    tokens.
+
+    Computed from upper bounds, never from lengths.
+    """
     wanted = tuning.programs // max(1, rows * kv_heads)
     return max(1, min(wanted, tuning.most_splits, longest // tuning.decode_tokens))
 
@@ -103,8 +109,11 @@ def attend_singles(
     tuning: Tuning,
     visible: Tensor | None = None,
 ) -> None:
-    """One query a row: q [R, heads * dim] by rows, caches [cells, kv_heads, dim], slots and seq_lens int [R], `visible` as a batch's; writes `out` of
-    q's shape, whose rows lie side by side. A row of a length of 0 gets zeros. Waits for nothing."""
+    """Attend one query per row and write `out`, contiguous, of q's shape.
+
+    q [R, heads * dim], caches [cells, kv_heads, dim], slots and seq_lens int [R], `visible` as in a
+    batch. A row of length 0 becomes zero. Does not wait.
+    """
     rows, kv_heads, dim = q.shape[0], k_cache.shape[1], k_cache.shape[2]
     if not rows:
         return

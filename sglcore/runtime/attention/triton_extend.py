@@ -1,6 +1,8 @@
-"""Extend attention over pages in Triton: rows of several new tokens, each after a prefix that lies in the cache.
+"""Extend attention over pages in Triton: rows of several new tokens, each after a prefix in the
+cache.
 
-The new keys and values are stored before, so prefix and new tokens are read alike, page by page.
+New keys and values are stored before, so the kernel reads prefix and new tokens alike, page by
+page.
 """
 
 # A kernel is not Python to a type checker.
@@ -46,9 +48,11 @@ def extend_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Programs (tile of a row's new tokens, kv head, row); a query row is a (token, head of the group).
+    """Programs (tile of a row's new tokens, kv head, row); a query row is a (token, head of the
+    group).
 
-    Floor: for each tile the keys and values of all tokens that it sees; the matrix unit, not memory, is the limit.
+    Each tile reads the keys and values of all tokens that it sees. The limit is the matrix unit,
+    not memory.
     """
     HELD: tl.constexpr = QUERIES // GROUP
     kv_head, row = tl.program_id(1), tl.program_id(2)
@@ -97,14 +101,15 @@ def attend_rows(
     layer: Attention,
     tuning: Tuning,
 ) -> None:
-    """Rows of several tokens: slots, seq_lens, new_lens and starts int [R], and `longest`, the host's bound of new_lens.
+    """Attend rows of several tokens; slots, seq_lens, new_lens and starts int [R].
 
-    Row r asks with lines starts[r] up to starts[r] + new_lens[r] of q [T, heads * dim], and its answers go to the same
-    lines of `out`; lines of no row are left alone. Waits for nothing.
+    Row r has the queries starts[r] to starts[r] + new_lens[r] of q [T, heads * dim]; results go to
+    the same rows of `out`, other rows do not change. `longest` is the host's upper bound of
+    new_lens. Does not wait.
     """
     rows, kv_heads, dim = slots.shape[0], k_cache.shape[1], k_cache.shape[2]
     group, block = q.shape[1] // dim // kv_heads, max(power_of_two(dim), NARROWEST_DOT)
-    # Products of float32 take no matrix unit and twice the registers.
+    # Float32 products do not use the matrix unit and need twice the registers.
     share = max(1, k_cache.itemsize // 2)
     most = min(tuning.extend_queries // share, power_of_two(longest * group))
     queries = max(most, power_of_two(group), NARROWEST_DOT)

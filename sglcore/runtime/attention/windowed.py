@@ -1,7 +1,8 @@
-"""Attention of a model whose layers with windows keep the last tokens alone: a backend for them, and one for the others.
+"""Attention of models that drop tokens outside the sliding window: one backend for such layers, one
+for the others.
 
-Attention sees differences of positions only, so to a layer with a window a request begins at the first page that it still
-has: fewer tokens, in a table of pages and in cells of their own.
+Attention depends on position differences only. In a sliding-window layer a request therefore begins
+at the first page that it still has: with fewer tokens, and with a page table and cells of its own.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class WindowedPlan(AttentionPlan):
-    """The plans of both backends (`full` None: every layer has a window), and the batch as layers with windows see it; None in
-    a captured plan that was never refreshed."""
+    """The plans of both backends, and the batch as sliding-window layers see it.
+
+    `full` is None if every layer has a window; `view` is None in a captured plan before its first
+    `refresh`.
+    """
 
     full: AttentionPlan | None
     window: AttentionPlan
@@ -50,8 +54,12 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
         full: AttentionBackend[Any] | None,
         windowed: Collection[int],
     ) -> None:
-        """`window` attends for the layers whose ids are `windowed`, over a table and a pool of its own, and `full` over those
-        that are given here (None: there is no other layer). `shape` is the whole model's."""
+        """`window` attends in the layers with ids in `windowed`, with a page table and a pool of
+        its own.
+
+        `full` attends in the other layers, over the table and the pool given here (None: there are
+        no other layers). `shape` is that of the whole model.
+        """
         self.window, self.full, self._windowed = window, full, frozenset(windowed)
         self.facts = _common([part.facts for part in self.parts], token_to_kv_pool.layout)
         super().__init__(shape, req_to_token_pool, token_to_kv_pool, window.kernels, window.hisparse)
@@ -64,32 +72,32 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
 
     @property
     def generation(self) -> int:
-        """Of both pools: neither's ever falls."""
+        """The sum of both pools' generations, neither of which ever decreases."""
         return self.token_to_kv_pool.generation + self.window.generation
 
     def cells_of(self, layer: Attention, batch: ForwardBatch) -> tuple[TokenToKVPool, Tensor | None]:
-        """In the pool of the layer's kind."""
+        """Return pool and cells of the layer's kind."""
         if layer.layer_id in self._windowed:
             return self.window.token_to_kv_pool, batch.window_cache_loc
         return super().cells_of(layer, batch)
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Of both backends."""
+        """Return the rows of both backends."""
         return [rows for part in self.parts for rows in part.rows_of(batch)]
 
     def plan(self, batch: ForwardBatch) -> WindowedPlan:
-        """Both plans."""
+        """Make both plans."""
         view = window_view(batch)
         full = None if self.full is None else self.full.plan(batch)
         return WindowedPlan(self, self.generation, full, self.window.plan(view), view)
 
     def capture_plan(self, bucket: Bucket) -> WindowedPlan:
-        """Both plans."""
+        """Make both plans for capture."""
         full = None if self.full is None else self.full.capture_plan(bucket)
         return WindowedPlan(self, self.generation, full, self.window.capture_plan(bucket))
 
     def refresh(self, plan: WindowedPlan, batch: ForwardBatch) -> HostUpdate | None:
-        """Both plans. Raises TypeError where both would tell the graph something: it takes one update."""
+        """Update both plans. Raises TypeError if both return a graph update: a replay takes one."""
         plan.view = window_view(batch)
         update = self.window.refresh(plan.window, plan.view)
         if self.full is None or plan.full is None:
@@ -100,7 +108,7 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
         return update or of_full
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: WindowedPlan) -> Tensor:
-        """By the backend of the layer's kind."""
+        """Attend with the backend of the layer's kind."""
         if layer.layer_id in self._windowed:
             assert plan.view is not None
             return self.window.attend(q, layer, plan.view, plan.window)
@@ -109,8 +117,12 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
 
 
 def window_view(batch: ForwardBatch) -> ForwardBatch:
-    """The batch as layers with windows see it: its requests without what lies before their first window page. Shares tensors;
-    not planned. It has what attention reads of a batch and nothing else, because it is made at every step."""
+    """Return the batch as sliding-window layers see it: without tokens before the first window
+    page.
+
+    Shares tensors and has no plan. It has only the fields that attention reads, because it is made
+    at every step.
+    """
     assert batch.window_seq_lens is not None and batch.window_positions is not None
     lengths, on_host = batch.extend_seq_lens, batch.extend_seq_lens_cpu
     seq_lens, seq_lens_cpu = batch.window_seq_lens, batch.window_seq_lens_cpu
@@ -133,6 +145,6 @@ def window_view(batch: ForwardBatch) -> ForwardBatch:
 
 
 def _common(facts: list[AttentionFacts], layout: str) -> AttentionFacts:
-    """What all of them can do over pools of one layout, as far as it is asked once a backend is chosen."""
+    """Return the facts that all backends share, for pools of one layout."""
     features = frozenset.intersection(*(each.features for each in facts))
     return AttentionFacts(features=features, takes_stored=all(each.takes_stored for each in facts), layouts=(layout,))

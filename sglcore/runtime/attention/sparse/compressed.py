@@ -1,7 +1,8 @@
-"""DeepSeek-V4's attention: over the rows of a window, and over those of complete blocks, all or chosen ones. In the kernel
-table's entries, so for every device and in every graph.
+"""DeepSeek-V4's attention: over the rows of a sliding window and over rows of complete blocks, all
+or chosen.
 
-All that says which rows is worked out once for a forward, on the device, and shared by its layers.
+Implemented with the kernel table's entries, so for every device and every graph. The row indices
+are computed once per forward, on the device, and shared by its layers.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
 
 COMPRESSED = "compressed"
-"""What layers ask of this backend."""
+"""The feature of layers that need this backend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The blocks that a forward completes, as the kernel table's `compress_plan` has them: int32 reads [N, span],
-    block_positions [N], out_rows [N] and writes [T]."""
+    """The blocks that a forward completes, as the kernel table's `compress_plan` returns them.
+
+    int32 reads [N, span], block_positions [N], out_rows [N] and writes [T].
+    """
 
     reads: Tensor
     block_positions: Tensor
@@ -40,16 +43,20 @@ class Completed:
 
     @classmethod
     def empty(cls, count: int, span: int, num_tokens: int, device: torch.device) -> Completed:
-        """Room for `count` blocks."""
+        """Allocate room for `count` blocks."""
         sizes = (count, span), (count,), (count,), (num_tokens,)
         return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
 
 
 @dataclass(slots=True)
 class CompressedPlan(AttentionPlan):
-    """`window` int32 [T, W]: the rows that each token's window has; `window_out` int [T]: where its own goes. By the ratios of
-    those who see all: `blocks` int32 [T, X]. By ratio and span: `completed`. `chosen` int32 [T, K] are the blocks
-    that the last indexer to run chose; `host` is where they are, if they lie in host memory."""
+    """The plan of one batch.
+
+    `window` int32 [T, W]: the rows in each token's window; `window_out` int [T]: where its own row
+    goes. `blocks` int32 [T, X], by ratio: the blocks of layers that see all of them. `completed`,
+    by ratio and span: the blocks that the batch completes. `chosen` int32 [T, K]: the blocks that
+    the last indexer chose. `host` locates blocks in host memory, if they are there.
+    """
 
     tokens: TokenRows
     window: Tensor
@@ -61,7 +68,7 @@ class CompressedPlan(AttentionPlan):
 
 
 class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
-    """Layers store the rows of a window themselves, `Compressor` those of blocks."""
+    """Layers store window rows themselves, `Compressor` stores block rows."""
 
     facts = AttentionFacts(
         features=frozenset({COMPRESSED, HISPARSE, "capture", "mixed"}), takes_stored=True, layouts=(ROWS,)
@@ -69,7 +76,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
     token_to_kv_pool: DeepSeekV4TokenToKVPool
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Those of its tokens, of the blocks that they complete, and of what they leave for others."""
+        """Return the rows of the batch's tokens, of the blocks that they complete, and of
+        compressor states.
+        """
         plan, pool, found = self.plan(batch), self.token_to_kv_pool, []
         for layer_id, layer in enumerate(pool.layers):
             for name, rows in pool.on_device(layer_id).items():
@@ -82,7 +91,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         return found
 
     def plan(self, batch: ForwardBatch) -> CompressedPlan:
-        """On the device, by as many operations for any batch; the host's lengths bound what is made."""
+        """Plan on the device, with the same number of operations for any batch; host lengths bound
+        the sizes.
+        """
         tokens = TokenRows.of(batch, self.req_to_token_pool.max_tokens)
         counts = {kept.ratio: _most_completed(batch, kept.ratio) for kept in self.token_to_kv_pool.states}
         plan = self._empty(tokens, counts, self._window_out(batch))
@@ -93,7 +104,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         return plan
 
     def capture_plan(self, bucket: Bucket) -> CompressedPlan:
-        """As many rows as there can be."""
+        """Allocate a plan with the largest possible number of rows."""
         device = self.req_to_token_pool.page_table.device
         tokens = TokenRows.empty(bucket.num_tokens, self.req_to_token_pool.max_tokens, device)
         states = self.token_to_kv_pool.states
@@ -104,14 +115,16 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         return plan
 
     def refresh(self, plan: CompressedPlan, batch: ForwardBatch) -> None:
-        """In place."""
+        """Update the plan in place."""
         plan.tokens.copy_(TokenRows.of(batch, self.req_to_token_pool.max_tokens))
         plan.window_out.copy_(self._window_out(batch))
         self._fill_lists(plan, batch)
         self._complete(plan, batch)
 
     def plan_steps(self, view: ForwardBatch, count: int) -> tuple[CompressedPlan, ...]:
-        """Plans of the decode batch `view` and of those after it, each with one token more: their lists are made together."""
+        """Plan `count` decode steps together: `view`, and the steps after it, each one token
+        longer.
+        """
         (whole, steps), pool = later_steps(view, count), self.token_to_kv_pool
         tokens, (table, positions) = TokenRows.of(whole, self.req_to_token_pool.max_tokens), self._windows(whole)
         out = torch.empty_like(tokens.slots)
@@ -124,8 +137,11 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         return plans
 
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
-        """The `top_k` complete blocks of each token's request that an indexer scores highest, by q [T, H, D] and weights [T, H]:
-        attention of this layer is over them. All where there are no more."""
+        """Choose the `top_k` complete blocks that an indexer scores highest, by q [T, H, D] and
+        weights [T, H].
+
+        This layer attends to these blocks. All are chosen if there are at most `top_k`.
+        """
         _, plan = self.planned(batch)
         pool, tokens, kept = self.token_to_kv_pool, plan.tokens, layer.rows[INDEX_KEYS]
         keys, codec = pool.rows(layer.layer_id, INDEX_KEYS), pool.codec(layer.layer_id, INDEX_KEYS)
@@ -136,7 +152,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
             plan.chosen = plan.host.choose(layer.layer_id, plan.chosen, tokens.slots)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: CompressedPlan) -> Tensor:
-        """q [T, heads * head_dim] to the same."""
+        """Map q [T, heads * head_dim] to the same shape."""
         assert isinstance(layer, SparseLayer)
         pool, blocks = self.token_to_kv_pool, layer.rows.get(BLOCKS)
         window, codec = pool.rows(layer.layer_id, WINDOW), pool.codec(layer.layer_id, WINDOW)
@@ -158,7 +174,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         return found
 
     def _empty(self, tokens: TokenRows, counts: Mapping[int, int], window_out: Tensor) -> CompressedPlan:
-        """A plan whose lists hold nothing; `counts` are of blocks that are completed, by ratio."""
+        """Allocate a plan with unwritten lists; `counts` are numbers of completed blocks, by
+        ratio.
+        """
         pool, size, device = self.token_to_kv_pool, len(tokens.slots), tokens.slots.device
         (width,) = (each for each in self.shape.windows if each is not None)
         window = torch.empty(size, width, dtype=torch.int32, device=device)
@@ -177,7 +195,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         }
 
     def _windows(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """The table that names the pages of windows, and the tokens' positions there."""
+        """Return the page table of sliding windows and the tokens' positions in it."""
         windows = self.token_to_kv_pool.window_table
         if windows is None:
             return self.req_to_token_pool.page_table, batch.positions
@@ -196,7 +214,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
             self._fill_completed(plan.completed[kept.ratio, kept.span], kept, rows, plan.tokens.slots, batch)
 
     def _step(self, whole: CompressedPlan, place: int, count: int) -> CompressedPlan:
-        """The `place`th of `count` decode steps that were planned as one; what they complete is open."""
+        """Return the plan of decode step `place` of `count` that were planned together, without
+        completed blocks.
+        """
         size = len(whole.window) // count
         rows = slice(place * size, (place + 1) * size)
         blocks = {ratio: found[rows] for ratio, found in whole.blocks.items()}
@@ -207,7 +227,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
     def _fill_completed(
         self, out: Completed, kept: KeptRows, rows: RequestRows, slots: Tensor, batch: ForwardBatch
     ) -> None:
-        """The state's pages are the window's, from the first that a request still has."""
+        """Compute the completed blocks. States are in window pages, from the first page a request
+        still has.
+        """
         pool, table, offsets = self.token_to_kv_pool, self.req_to_token_pool.page_table, None
         state_table = None if kept.place is Place.SLOTS else table
         if state_table is not None and pool.window_table is not None:
@@ -231,12 +253,16 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
 
 
 def most_completed(num_tokens: int, batch_size: int, ratio: int) -> int:
-    """Blocks that so many tokens of so many requests can complete."""
+    """Return the maximum number of blocks that `num_tokens` tokens of `batch_size` requests can
+    complete.
+    """
     return min(num_tokens, num_tokens // ratio + batch_size)
 
 
 def _most_completed(batch: ForwardBatch, ratio: int) -> int:
-    """Those of a batch, counted where the host knows its lengths, and not just the most that they can be."""
+    """Return the number of completed blocks of a batch if the host knows its lengths, else an upper
+    bound.
+    """
     ends, lengths = batch.seq_lens_cpu, batch.extend_seq_lens_cpu
     if ends is None or batch.width is not None:
         return most_completed(batch.num_tokens, batch.batch_size // (batch.width or 1), ratio)

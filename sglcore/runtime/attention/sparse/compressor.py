@@ -1,4 +1,6 @@
-"""What makes one row of a block of tokens, and what chooses blocks: parts of DeepSeek-V4's attention."""
+"""Compressed blocks of DeepSeek-V4's attention: the row of a block, and the indexer that chooses
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compressor:
-    """A block's row: its tokens' values, weighed by their gates; then normed by `weight` float32 [D], and rotated as its first
-    token. `ape` float32 [ratio, C] is added to gates; `cos_sin_cache` is that of `rotary`. The row goes to `rows` of
-    the layer, and what a token without a block gives to `state`."""
+    """Compresses a block of tokens to one row: the sum of token values weighted by their gates.
+
+    The row is then normed with `weight` float32 [D] and rotated as the block's first token. `ape`
+    float32 [ratio, C] is added to the gates; `cos_sin_cache` is that of `rotary`. The result goes
+    to `rows` of the layer; tokens without a complete block go to `state`.
+    """
 
     layer: SparseLayer
     rows: str
@@ -28,7 +33,9 @@ class Compressor:
     cos_sin_cache: Tensor
 
     def __call__(self, kv_gate: Tensor, batch: ForwardBatch, backend: DeepseekV4AttnBackend) -> None:
-        """Of kv_gate [T, 2 C], values and gates side by side. Once for each forward: the state goes on."""
+        """Compress kv_gate [T, 2 C], values and gates side by side. Call once per forward: it
+        advances the state.
+        """
         _, plan = backend.planned(batch)
         pool, kernels, layer_id = backend.token_to_kv_pool, backend.kernels, self.layer.layer_id
         kept = self.layer.rows[self.state]
@@ -41,7 +48,9 @@ class Compressor:
 
 @dataclass(frozen=True, slots=True)
 class C4Indexer:
-    """Chooses the complete blocks that each token attends to. `heads` queries score a block's key each."""
+    """Chooses the complete blocks that each token attends to. Each block's key is scored by `heads`
+    queries.
+    """
 
     layer: SparseLayer
     heads: int
@@ -50,8 +59,11 @@ class C4Indexer:
     def __call__(
         self, queries: Tensor, weights: Tensor, kv_gate: Tensor, batch: ForwardBatch, backend: DeepseekV4AttnBackend
     ) -> None:
-        """By queries [T, heads * D], not rotated yet, their weights [T, heads] and what the tokens give to blocks, [T, 2 C]: keys of
-        blocks that end here are stored first, and may be chosen."""
+        """Choose blocks by queries [T, heads * D], before rotary, and their weights [T, heads].
+
+        `kv_gate` [T, 2 C] is the tokens' input of the compressor. Keys of blocks that end in this
+        step are stored first and can be chosen.
+        """
         self.compressor(kv_gate, batch, backend)
         q = queries.unflatten(1, (self.heads, queries.shape[1] // self.heads))
         q = backend.kernels.rope_tail(q, batch.positions, self.compressor.cos_sin_cache, None, False)

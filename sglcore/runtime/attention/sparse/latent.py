@@ -1,5 +1,8 @@
-"""Attention of heads that share one latent row a token (DeepSeek-V2's), over all rows or over those that an indexer chooses
-(DeepSeek-V3.2's sparse attention). In the kernel table's entries, so for every device and in every graph."""
+"""Latent attention (MLA) of DeepSeek-V2, and the sparse attention of DeepSeek-V3.2.
+
+All heads share one latent row per token; a query attends to all rows, or to those that an indexer
+chooses. Implemented with the kernel table's entries, so for every device and every graph.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,16 @@ if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
 
 LATENT = "latent"
-"""The name of rows: what a token is to all heads."""
+"""The name of the rows: the latent of a token, shared by all heads."""
 
 
 @dataclass(slots=True)
 class LatentPlan(AttentionPlan):
-    """The tokens of a batch; `chosen` int32 [T, K] are the rows that the last indexer to run chose of each token's request. `host`: where
-    they are, if they lie in host memory."""
+    """The plan of one batch.
+
+    `chosen` int32 [T, K] are the rows that the last indexer chose for each token. `host` locates
+    rows in host memory, if they are there.
+    """
 
     tokens: TokenRows
     host: HostRows | None = None
@@ -33,7 +39,7 @@ class LatentPlan(AttentionPlan):
 
 
 class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
-    """Layers store their rows themselves, at the batch's `out_cache_loc`: one for each token."""
+    """Layers store their rows themselves, one per token, at the batch's `out_cache_loc`."""
 
     facts = AttentionFacts(
         features=frozenset({LATENT, HISPARSE, "capture", "mixed"}), takes_stored=True, layouts=(ROWS,)
@@ -41,35 +47,41 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
     token_to_kv_pool: RowPool
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Those of its tokens."""
+        """Return the rows of the batch's tokens."""
         pool, places = self.token_to_kv_pool, batch.out_cache_loc
         assert places is not None
         return [(rows, places) for layer_id in range(pool.num_layers) for rows in pool.on_device(layer_id).values()]
 
     def plan(self, batch: ForwardBatch) -> LatentPlan:
-        """On the device, by as many operations for any batch."""
+        """Plan on the device, with the same number of operations for any batch."""
         host = None if self.hisparse is None else self.hisparse.plan(batch)
         return LatentPlan(self, self.generation, TokenRows.of(batch, self.req_to_token_pool.max_tokens), host)
 
     def capture_plan(self, bucket: Bucket) -> LatentPlan:
-        """One row for each token."""
+        """Allocate a plan with one row per token."""
         device = self.req_to_token_pool.page_table.device
         tokens = TokenRows.empty(bucket.num_tokens, self.req_to_token_pool.max_tokens, device)
         host = None if self.hisparse is None else self.hisparse.capture_plan(bucket.num_tokens)
         return LatentPlan(self, self.generation, tokens, host)
 
     def refresh(self, plan: LatentPlan, batch: ForwardBatch) -> None:
-        """In place."""
+        """Update the tokens in place."""
         plan.tokens.copy_(TokenRows.of(batch, self.req_to_token_pool.max_tokens))
 
     def plan_steps(self, view: ForwardBatch, count: int) -> tuple[LatentPlan, ...]:
-        """Plans of the decode batch `view` and of those after it, each with one token more, made together."""
+        """Plan `count` decode steps together: `view`, and the steps after it, each one token
+        longer.
+        """
         tokens = TokenRows.of(later_steps(view, count)[0], self.req_to_token_pool.max_tokens)
         return tuple(LatentPlan(self, self.generation, tokens.part(step, count)) for step in range(count))
 
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
-        """The `top_k` rows of each token's request that an indexer scores highest, by q [T, H, D] and weights [T, H]; attention of this
-        layer, and of those behind it that have no indexer, is over them. All where there are no more."""
+        """Choose the `top_k` rows that an indexer scores highest, by q [T, H, D] and weights [T,
+        H].
+
+        This layer, and the layers after it without an indexer, attend to these rows. All rows are
+        chosen if there are at most `top_k`.
+        """
         _, plan = self.planned(batch)
         pool, tokens = self.token_to_kv_pool, plan.tokens
         keys, codec = pool.rows(layer.layer_id, INDEX_KEYS), pool.codec(layer.layer_id, INDEX_KEYS)
@@ -79,7 +91,7 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
             plan.chosen = plan.host.choose(layer.layer_id, plan.chosen, tokens.slots)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: LatentPlan) -> Tensor:
-        """q [T, heads * row] to [T, heads * value_size]."""
+        """Map q [T, heads * row] to [T, heads * value_size]."""
         assert isinstance(layer, SparseLayer)
         pool, table, tokens = self.token_to_kv_pool, self.req_to_token_pool.page_table, plan.tokens
         rows, codec = pool.rows(layer.layer_id, LATENT), pool.codec(layer.layer_id, LATENT)

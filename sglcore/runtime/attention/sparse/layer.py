@@ -1,4 +1,6 @@
-"""An attention layer that keeps rows of its own: a function of hidden states, from the projections in to the one out."""
+"""An attention layer with KV rows of its own form: it maps hidden states to hidden states,
+projections included.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ if TYPE_CHECKING:
 
 
 class SparseLayer(Attention, ABC):
-    """What such layers are to the runner, to graphs and to who sizes memory.
+    """A layer of sparse attention, as the runner, graphs and memory sizing see it.
 
-    `rows` are those that it keeps, by name; `value_size` elements of a row are its value; `top_k` rows are chosen for each token (0: it
-    sees all). `asks` are features that a backend must name.
+    `rows` are the rows that it keeps, by name; the first `value_size` elements of a row are its
+    value; `top_k` rows are chosen for each token (0: it sees all). `asks` is the feature that a
+    backend must name.
     """
 
     def __init__(
@@ -48,17 +51,20 @@ class SparseLayer(Attention, ABC):
 
     @property
     def features(self) -> frozenset[str]:
-        """One name for all of its attention."""
+        """The one feature that stands for all of its attention."""
         return self._features
 
     @property
     def layer(self) -> Attention:
-        """Itself: what backends see of it."""
+        """This layer itself, as backends see it."""
         return self
 
     def __call__(self, hidden: Tensor, batch: object = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  projections are inside
-        """[T, H] to [T, H]; rows are stored and read. A forward that is captured in pieces runs it between two of them, and a
-        compiler does not look into it: the batch is the context's, whatever a model hands on."""
+        """Map hidden [T, H] to [T, H]; store and read rows.
+
+        A forward captured in pieces runs this layer between two pieces, and a compiler treats it as
+        opaque. The batch is that of the context; the parameter is ignored.
+        """
         if torch.compiler.is_compiling():
             return torch.ops.sglcore.sparse_layer(hidden, self.layer_id)
         context = get_forward_context()
@@ -69,13 +75,17 @@ class SparseLayer(Attention, ABC):
 
     @abstractmethod
     def mix(self, hidden: Tensor, batch: ForwardBatch, backend: Any) -> Tensor:
-        """hidden [T, H] of the batch's tokens, by a backend that names what this layer asks. On decode steps it runs inside
-        graphs: no host reads. Padding rows are of slot 0."""
+        """Map hidden [T, H] of the batch's tokens with a backend that has this layer's feature.
+
+        Decode steps run inside graphs: no host reads. Padding rows have slot 0.
+        """
 
 
 @torch.library.custom_op("sglcore::sparse_layer", mutates_args=())
 def sparse_layer_op(hidden: Tensor, layer_id: int) -> Tensor:
-    """Such a layer as one operation that a compiler does not look into; the context says on what it works."""
+    """A sparse layer as one operation that is opaque to a compiler; its inputs come from the
+    context.
+    """
     layer = get_forward_context().layers[layer_id]
     assert isinstance(layer, SparseLayer)
     return layer(hidden)

@@ -1,5 +1,7 @@
-"""The tokens of a batch one by one, as kernels over rows take them: worked out on the device, of any mode. Only how large
-tensors must be comes from the host's lengths, where the host has them."""
+"""The tokens of a batch one by one, as kernels over KV rows take them, for any forward mode.
+
+Computed on the device. Host lengths, if known, only determine the size of tensors.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ if TYPE_CHECKING:
     from sglcore.runtime.kernels.table import KernelTable
 
 LOGITS = 1 << 26
-"""Scores of an indexer that exist at a time."""
+"""Maximum number of indexer scores that exist at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """`slots` and `lens` int32 [T]: whose each token is, and how many tokens it sees with itself, which are `most` at most."""
+    """Each token's slot, and the number of tokens that it sees, itself included: int32 [T] each.
+
+    `most` is an upper bound of `lens`.
+    """
 
     slots: Tensor
     lens: Tensor
@@ -34,8 +39,11 @@ class TokenRows:
 
     @classmethod
     def of(cls, batch: ForwardBatch, most: int) -> Self:
-        """Of a batch that is on the device, `most` where only that knows its lengths. Shares its tensors where each row is one
-        token."""
+        """Return the tokens of a batch on the device; `most` is used if only the device knows the
+        lengths.
+
+        Shares the batch's tensors if each row is one token.
+        """
         if batch.seq_lens_cpu is not None:
             most = int(batch.seq_lens_cpu.max(initial=1))
         if batch.extend_seq_lens is None:
@@ -45,25 +53,30 @@ class TokenRows:
 
     @classmethod
     def empty(cls, num_tokens: int, most: int, device: torch.device) -> Self:
-        """Padding, at fixed addresses."""
+        """Return padding tokens, at fixed addresses."""
         slots = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         return cls(slots, torch.ones_like(slots), most)
 
     def copy_(self, other: TokenRows) -> None:
-        """Become another of as many tokens and no more to see, in place."""
+        """Copy the values of another, with the same number of tokens and at most the same `most`,
+        in place.
+        """
         self.slots.copy_(other.slots)
         self.lens.copy_(other.lens)
 
     def part(self, place: int, count: int) -> TokenRows:
-        """The `place`th of `count` parts of one size; a view."""
+        """Return a view of part number `place` of `count` equal parts."""
         size = len(self.slots) // count
         rows = slice(place * size, (place + 1) * size)
         return TokenRows(self.slots[rows], self.lens[rows], self.most)
 
 
 class RequestRows(NamedTuple):
-    """A batch by request, int32 [B] each, as the kernel table's `compress_plan` takes it: the tokens [starts, starts + lengths)
-    are the last of seq_lens in `slots`; token b where both are None."""
+    """A batch by request, int32 [B] each, as the kernel table's `compress_plan` takes it.
+
+    The tokens [starts, starts + lengths) are the last of seq_lens in `slots`. If both are None,
+    request b has token b.
+    """
 
     slots: Tensor
     seq_lens: Tensor
@@ -72,7 +85,10 @@ class RequestRows(NamedTuple):
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> Self:
-        """Of a batch that is on the device. Requests of slot 0 have no token; padding may stand behind the last."""
+        """Return the requests of a batch on the device.
+
+        Requests of slot 0 have no token; padding may follow the last request.
+        """
         width = batch.width
         if width is None:
             return cls(batch.req_pool_indices, batch.seq_lens, batch.extend_seq_lens, batch.extend_start_loc)
@@ -84,8 +100,11 @@ class RequestRows(NamedTuple):
 
 
 def later_steps(view: ForwardBatch, count: int) -> tuple[ForwardBatch, list[ForwardBatch]]:
-    """A decode batch and the `count` - 1 after it, each with one token more: as rows of one batch, one behind the other, and each
-    by itself; tensors are shared. Where their tokens are stored is left open; requests have their pages."""
+    """Return `count` decode steps, the batch and those after it, each one token longer.
+
+    As one batch with the rows of all steps, and as one batch per step; tensors are shared. Cache
+    locations are None; requests must have their pages already.
+    """
     assert view.extend_seq_lens is None
     values = {name: value for name in _ADVANCING if (value := getattr(view, name)) is not None}
     steps = torch.arange(count, dtype=torch.int32, device=view.seq_lens.device).unsqueeze(1)
@@ -101,13 +120,16 @@ def later_steps(view: ForwardBatch, count: int) -> tuple[ForwardBatch, list[Forw
 
 
 _ADVANCING = ("seq_lens", "positions", "window_seq_lens", "window_positions")
-"""What grows by one with each token."""
+"""The fields that grow by one with each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Rows of requests: `rows_per_page` of each page of `table` int32 [S, P], of slots int32 [T] the first lens int32 [T], which
-    are `most` at most."""
+    """KV rows of requests, by page.
+
+    `rows_per_page` rows in each page of `table` int32 [S, P]. The token of slots int32 [T] sees the
+    first lens int32 [T] rows; `most` is an upper bound of lens.
+    """
 
     table: Tensor
     slots: Tensor
@@ -117,8 +139,12 @@ class Paged:
 
 
 def score_bytes(layers: Iterable[Attention], tokens: int, most: int) -> int:
-    """Bytes of the scores that exist at a time in steps of `tokens` tokens that see `most`: what `choose_rows` takes beside the
-    pools, and a captured step for good. 0 without indexers."""
+    """Return the bytes of indexer scores that exist at a time in steps of `tokens` tokens that see
+    `most`.
+
+    `choose_rows` needs them in addition to the pools, a captured step permanently. 0 without
+    indexers.
+    """
     width = max((most // layer.rows[INDEX_KEYS].ratio for layer in layers if INDEX_KEYS in layer.rows), default=0)
     return torch.float32.itemsize * min(tokens * width, max(LOGITS, width))
 
@@ -133,9 +159,12 @@ def choose_rows(
     count: int,
     named: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """int32 [T, count]: the rows of each token's request that its indexer scores highest, by q [T, H, D] and weights [T, H], scaled by
-    the root of H D. So many tokens at a time that their scores take no more than LOGITS. `named`: the pages by which rows are
-    called, int32 [N, P], and the line there of each token, int32 [T]; None: those of the keys."""
+    """Return int32 [T, count]: the rows that a token's indexer scores highest.
+
+    Scores are computed from q [T, H, D] and weights [T, H], scaled by 1 / sqrt(H D), for as many
+    tokens at a time as LOGITS allows. `named`: page numbers int32 [N, P] to return instead of those
+    of the keys, and each token's row in them, int32 [T].
+    """
     scale, tokens, width = (q.shape[1] * q.shape[2]) ** -0.5, q.shape[0], max(1, paged.most)
     found, (pages, lines) = [], named or (paged.table, paged.slots)
     for first in range(0, max(1, tokens), step := max(1, LOGITS // width)):
@@ -148,5 +177,5 @@ def choose_rows(
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Rows of tokens one behind the other; not copied where there is one part."""
+    """Concatenate the rows of several parts; one part is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
