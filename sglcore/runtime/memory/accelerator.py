@@ -1,4 +1,6 @@
-"""What an accelerator has left for KV cells, as torch's own accelerator interface tells it. No device is named here."""
+"""The free memory of an accelerator, as torch's device-independent interface reports it. Names no
+device.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,18 @@ from sglcore.device.facts import Facts
 from sglcore.step.sizing import MemoryBudget, size_text
 
 DEFAULT_SHARE = 0.85
-"""The share of free memory that cells may take: the rest is for activations, graphs and the allocator's own slack."""
+"""The share of free memory that KV cells may take. The rest is for activations, graphs and the
+allocator.
+"""
 
 
 def device_memory(facts: Facts, model: object) -> MemoryBudget:
-    """A bring-up step: bytes that the device of `facts` has in all, and those that may still be taken once the weights are in,
-    other processes' use counted.
+    """Bring-up step: return the total and the free bytes of the facts' device, after the weights
+    are loaded.
 
-    Memory that torch's allocator keeps cached counts as free. Waits for work in flight, so that what it still holds is
-    not counted as taken; a start may. Raises what torch raises where the device can not be asked.
+    Memory of other processes counts as used; memory that torch's allocator caches counts as free.
+    Waits for work in flight, so that memory held by it counts as free too. Raises what torch raises
+    if the device cannot be queried.
     """
     device = torch.device(facts.tensor_device)
     index = device.index or 0

@@ -1,4 +1,4 @@
-"""The steps of a bring-up that size memory and make what is kept in it."""
+"""The bring-up steps that size memory and make the pools."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ def sizes(
     hisparse_config: HiSparseConfig | None = None,
     groups: Groups | None = None,
 ) -> MemorySizes:
-    """Pages and context, from what the device has left beside the weights and what a cell of these pools takes. Several ranks
-    have the same sizes: those of the one with the least memory."""
+    """Return pages and context length, from the memory left after the weights and the bytes of a
+    cell.
+
+    All ranks have the same sizes: those of the rank with the least memory.
+    """
     if groups is not None:
         device_memory = least_of_ranks(facts, device_memory, groups)
     has_rows = any(layer.rows for layer in model.attention_layers)
@@ -57,7 +60,7 @@ def sizes(
     longest = config.max_model_len or context_len
     if speculation is not None and speculation.draft is not None:
         layers = (*layers, *speculation.draft.attention_layers)
-    # What a window has let go of can not be seen again, and a wrong proposal goes back.
+    # A window page cannot be restored once it is freed, and a rejected draft token goes back.
     most = 0 if speculation is not None else longest - config.max_batch_tokens
     page_size = fitting_page_size(layers, config.page_size, facts.page_size)
     if config.page_size is None and page_size != facts.page_size:
@@ -95,7 +98,9 @@ def sizes(
 
 
 def beside_taken(model: LoadedModel, speculation: Speculation, kept: Geometry, ledger: DecisionLedger) -> Geometry:
-    """What a request takes with what its states take in of a verification's rows."""
+    """Add the kept inputs of recurrent states, for the rows of a verification, to the bytes of a
+    request.
+    """
     each = verified_rows(model, speculation) * taken_bytes(model.state_layers)
     why = "what states take in of proposals, of which they take in again what was right"
     ledger.record(Row("verified rows", "auto", f"{size_text(each)} a request", why, "--speculative off"))
@@ -103,13 +108,14 @@ def beside_taken(model: LoadedModel, speculation: Speculation, kept: Geometry, l
 
 
 def verified_rows(model: LoadedModel, speculation: Speculation | None) -> int:
-    """Rows of a request in a verification at most; 0: nothing is verified."""
+    """Return the maximum rows of a request in a verification; 0 without speculation."""
     return 0 if speculation is None else speculation.shape_of(model).most
 
 
 def least_of_ranks(facts: Facts, own: MemoryBudget, groups: Groups) -> MemoryBudget:
-    """What every rank has: its share where ranks of one machine have the same memory, and the least of them all. Waits for the
-    others."""
+    """Return the memory of the rank that has the least; ranks that share memory divide it. Waits
+    for the others.
+    """
     sharing = groups.place.neighbours if facts.shares_host_memory else 1
     available = groups.tp.least(own.available // sharing)
     told = f", shared by {sharing} ranks" if sharing > 1 else f", the least of {groups.tp.size} ranks"
@@ -117,7 +123,7 @@ def least_of_ranks(facts: Facts, own: MemoryBudget, groups: Groups) -> MemoryBud
 
 
 def _check_cells(config: EngineConfig, model: LoadedModel, pool_kind: PoolKind, has_rows: bool) -> None:
-    """Raise ConfigError for a type of cells that the pools do not have, or that the model can not do with."""
+    """Raise ConfigError for a KV dtype that the pools do not have, or that the model cannot use."""
     if config.kv_cache_dtype != pool_kind.kv_cache_dtype and not has_rows:
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",
@@ -138,8 +144,9 @@ def pools(
     pool_kind: PoolKind = PER_HEAD,
     speculation: Speculation | None = None,
 ) -> Pools:
-    """The page table, the cells, one page of them for an encoder, or the rows, the token table, and those of windows and the
-    states if there are some."""
+    """Return page table, cells (one page for an encoder) or KV rows, token table, windows and
+    states.
+    """
     device, states, layers = facts.tensor_device, model.state_layers, model.attention_layers
     counts = sizes.max_requests, sizes.num_snapshots
     windowed = frozenset(each.layer_id for each in layers if keeps_window(each, sizes.window))

@@ -1,5 +1,6 @@
-"""What DeepSeek-V4's attention keeps: a row of each token that the window sees, a row of each block of tokens, and what is not a
-block yet."""
+"""The KV rows of DeepSeek-V4's attention: window rows, block rows, and states of incomplete
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +12,17 @@ from sglcore.runtime.memory.rows import INDEX_KEYS, BaseSWAKVPool, KeptRows, Lay
 
 WINDOW, BLOCKS, STATE = "window", "blocks", "state"
 INDEX_STATE = "index_state"
-"""Names of rows: of tokens, of blocks and of what makes them, and of what makes an indexer's keys."""
+"""Names of rows: `window` per token, `block` rows per block, `state` and `index_state` of their
+compressors.
+"""
 
 
 def ring_size(ratio: int, span: int, drafts: int = 1) -> int:
-    """Tokens of which a ring keeps what blocks are made of: a power of two times `ratio`. `span` tokens make a block; a step that
-    brings `drafts` tokens, of which the first alone may stay, must leave what a block of the next step reads."""
+    """Return the tokens that a ring of compressor states holds: a power of two times `ratio`.
+
+    A block is made from `span` tokens. A step of `drafts` tokens, of which only the first is sure
+    to be accepted, must leave the states that a block of the next step reads.
+    """
     size = ratio
     while size < span + max(0, drafts - 2):
         size *= 2
@@ -32,10 +38,13 @@ def kept_rows(
     hisparse: bool = False,
     float8: str = E4M3FN,
 ) -> LayerRows:
-    """Those of one layer, computed in `dtype`; states are float32, values and gates side by side. The last block's tokens
-    belong to a page of the window where the next block takes them too, so that who goes on from a page has them; else to
-    the slot, because a page ends with a block. `hisparse`: blocks that an indexer chooses lie in host memory.
-    `float8` is that of the kernel table."""
+    """Return the rows of one layer that computes in `dtype`.
+
+    States are float32, values and gates side by side. If the last block's tokens also enter the
+    next block, states lie in window pages, so that a request can continue from a cached page.
+    Otherwise they lie in the slot, because a page ends with a complete block. `hisparse`: blocks
+    that an indexer chooses lie in host memory. `float8` is that of the kernel table.
+    """
     codec = row_codec(kv_cache_dtype, net.head_dim, net.rope_dim, float8)
     kept = {WINDOW: KeptRows(net.head_dim, dtype, Place.WINDOW_PAGES, codec=codec)}
     if compression is None:
@@ -58,17 +67,17 @@ def kept_rows(
 
 
 class DeepSeekV4TokenToKVPool(BaseSWAKVPool):
-    """Rows by the names above."""
+    """A pool of the rows named above."""
 
     @property
     def states(self) -> tuple[KeptRows, ...]:
-        """What layers keep of tokens without a block, one for each kind of blocks."""
+        """The compressor states, one entry for each kind of block."""
         found = {(kept.ratio, kept.span): kept for layer in self.layers if (kept := layer.get(STATE)) is not None}
         return tuple(found.values())
 
     @property
     def listed_ratios(self) -> tuple[int, ...]:
-        """Ratios of layers that see all blocks."""
+        """The ratios of layers that attend to all blocks."""
         return tuple(
             dict.fromkeys(each[BLOCKS].ratio for each in self.layers if BLOCKS in each and INDEX_KEYS not in each)
         )

@@ -1,5 +1,6 @@
-"""What each layer of a model keeps: cells of all tokens, cells of the last ones that its window sees, rows of its own, or a state
-of each request."""
+"""What each layer of a model keeps: cells of all tokens, cells of a sliding window, KV rows, or a
+recurrent state.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +20,26 @@ if TYPE_CHECKING:
     from sglcore.runtime.memory.pools import LayerShapes
 
 CellBytes = Callable[["LayerShapes", torch.dtype], int]
-"""Bytes of one token over layers, of a kind of pool."""
+"""Bytes of one token over layers, for a kind of pool."""
 
 
 def has_window(layer: Attention) -> bool:
-    """The layer keeps something that only a window sees."""
+    """Return whether the layer keeps data that only a sliding window sees."""
     return layer.sliding_window is not None and (layer.stores or bool(layer.rows))
 
 
 def keeps_window(layer: Attention, window: int) -> bool:
-    """The layer keeps the last `window` tokens alone, which is as far as the longest of such layers looks (0: there are none)."""
+    """Return whether the layer keeps only the last `window` tokens.
+
+    `window` is the longest window of such layers; 0: there are none.
+    """
     return has_window(layer) and layer.sliding_window is not None and layer.sliding_window <= window
 
 
 def layer_shapes(
     layers: Sequence[Attention], kept: Callable[[Attention], bool] = lambda layer: layer.stores
 ) -> LayerShapes:
-    """What a pool holds of each layer: nothing of those that are not `kept` there."""
+    """Return what a pool holds of each layer: no heads for layers that are not `kept` in it."""
     return tuple((layer.num_kv_heads if kept(layer) else 0, layer.head_dim) for layer in layers)
 
 
@@ -47,8 +51,11 @@ def geometry(
     dtype: torch.dtype,
     cell_bytes: CellBytes,
 ) -> Geometry:
-    """Bytes by kind. Windows of `most` tokens and more are kept as all tokens are: dropping what they do not see frees
-    nothing in time. A page goes when neither the next query sees it, nor a block needs it that begins in it."""
+    """Return the window length and the bytes of a page, window page, state, ring and host page.
+
+    Windows of at least `most` tokens are kept like all tokens, because no page would be freed in
+    time. A window page is freed when neither the next query nor a block that begins in it needs it.
+    """
     rows = [layer.rows for layer in layers]
     least = max((1 + reach(each) for each in rows), default=1)
     windows = [
@@ -67,13 +74,20 @@ def geometry(
 
 
 def reach(rows: LayerRows) -> int:
-    """Of how many tokens before a page's first the pages of windows still give rows to blocks that end behind it."""
+    """Return how many tokens before a page's first token are inputs of blocks that end after it.
+
+    Only rows in window pages count.
+    """
     return max((kept.span - kept.ratio for kept in rows.values() if kept.place is Place.WINDOW_PAGES), default=0)
 
 
 def fitting_page_size(layers: Sequence[Attention], asked: int | None, default: int) -> int:
-    """The tokens of a page: those that were asked for, or the least that are no fewer than `default` and in which all rows of the
-    layers come out even. Raises ConfigError where they do not."""
+    """Return the tokens per page: the configured number, or the least multiple that is at least
+    `default`.
+
+    All rows of the layers must divide a page. Raises ConfigError if the configured number does not
+    fit.
+    """
     multiple = page_multiple(layer.rows for layer in layers)
     if asked is None:
         return -(-default // multiple) * multiple
@@ -89,7 +103,7 @@ def fitting_page_size(layers: Sequence[Attention], asked: int | None, default: i
 def rows_row(
     kept: Geometry, layers: Sequence[Attention], page_size: int, dtype: torch.dtype, kv_cache_dtype: str = "auto"
 ) -> Row:
-    """For the ledger: what 1,000 tokens of layers that keep rows take, beside what they would by head."""
+    """Return the ledger row that compares 1,000 tokens of KV rows with keys and values per head."""
 
     def thousand(page_bytes: int) -> str:
         return size_text(1000 * page_bytes // page_size)

@@ -1,4 +1,4 @@
-"""The pools of a model's layers, by what each keeps."""
+"""Makes the pools of a model's layers, by what each layer keeps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WindowPools:
-    """Of the layers that keep the last tokens alone, by their ids: their page table and their cells, or the pool of all where
-    layers keep rows of their own."""
+    """The pools of sliding-window layers, with the ids of these layers.
+
+    `table` is their page table. `token_to_kv` has their cells; it is the pool of all layers if
+    layers keep KV rows of their own.
+    """
 
     layer_ids: frozenset[int]
     table: WindowTable
@@ -30,7 +33,9 @@ class WindowPools:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The device tables and cells of one worker, the states of a model that has some, and what its windows are kept in."""
+    """The pools of one worker: page table, KV cells, token table, recurrent states, sliding-window
+    pools.
+    """
 
     req_to_token: ReqToTokenPool
     token_to_kv: KVPool
@@ -47,7 +52,10 @@ def make_rows(
     table: WindowTable | None,
     pins: bool = False,
 ) -> RowPool:
-    """One pool of all rows of layers that keep them; `table` names the window pages, where there are some. `pins` as `RowPool`."""
+    """Return one pool of all KV rows of these layers.
+
+    `table` names the sliding-window pages, if there are any. `pins` as in `RowPool`.
+    """
     counts = RowCounts(sizes.num_pages, sizes.num_window_pages, sizes.max_requests)
     given = [layer.rows for layer in layers], sizes.page_size, counts, device, poison, pins
     if any(has_window(layer) for layer in layers):
@@ -62,8 +70,11 @@ def make_cells(
     windowed: Collection[int],
     is_encoder: bool,
 ) -> tuple[TokenToKVPool, TokenToKVPool | None]:
-    """Cells, of so many pages by `make_pool`, of the layers that keep all tokens, a page of them for an encoder; and of those
-    of the ids `windowed`, if there are some."""
+    """Return the cells of layers that keep all tokens, and of the `windowed` layers if there are
+    any.
+
+    An encoder gets one page of cells.
+    """
 
     def cells(count: int, of_windows: bool) -> TokenToKVPool:
         shapes = layer_shapes(layers, lambda layer: layer.cached and (layer.layer_id in windowed) == of_windows)

@@ -1,4 +1,4 @@
-"""The pages of a pool of keys and values as bytes of the host, for what moves them to another engine."""
+"""The pages of a KV pool as host bytes, for transfer to another engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ KINDS = ("keys", "values")
 
 
 class PoolPages:
-    """A pool whose keys and values of a page are bytes in a row, whatever their order in it."""
+    """A pool with the keys and the values of a page in contiguous bytes, in any order within the
+    page.
+    """
 
     def __init__(self, pool: MHATokenToKVPool, streams: Streams) -> None:
         self._pool, self._streams = pool, streams
@@ -36,13 +38,13 @@ class PoolPages:
         return self._pool.num_cells // self.page_size
 
     def read(self, region: int, pages: Ints) -> Bytes:
-        """A gather on the forward stream, and its copy to the host; waits."""
+        """Gather pages on the forward stream and copy them to the host; waits."""
         with self._streams.running():
             tensor = self._bytes(region)
             return tensor.index_select(0, self._places(pages, tensor)).cpu().numpy()
 
     def write(self, region: int, pages: Ints, data: NDArray[np.uint8]) -> None:
-        """A copy to the device, and a scatter on the forward stream."""
+        """Copy to the device and scatter to pages on the forward stream."""
         with self._streams.running():
             tensor = self._bytes(region)
             tensor.index_copy_(0, self._places(pages, tensor), torch.from_numpy(data).to(tensor.device))

@@ -1,6 +1,6 @@
-"""Where requests and their KV live on the device: a page table by slot, and cells by layer.
+"""Where requests and their KV are on the device: a page table by slot, and cells by layer.
 
-Slot 0 and page 0 belong to nobody: padding rows point at them, so whatever they write or read harms no request.
+Slot 0 and page 0 are reserved for padding rows, so what these write or read harms no request.
 """
 
 from __future__ import annotations
@@ -24,21 +24,27 @@ if TYPE_CHECKING:
     from sglcore.runtime.kernels.table import KernelTable
 
 CELL_MAJOR = "cell_major"
-"""Keys and values apart, each [cells, kv_heads, head_dim]: what every entry of the kernel table that stores takes."""
+"""Separate keys and values, each [cells, kv_heads, head_dim]: the layout of the kernel table's
+store entries.
+"""
 PAGE_MAJOR = "page_major"
-"""Keys and values apart, each [pages, kv_heads, page_size, head_dim]."""
+"""Separate keys and values, each [pages, kv_heads, page_size, head_dim]."""
 
 LayerShapes: TypeAlias = tuple[tuple[int, int], ...]
-"""(kv_heads, head_dim) of each layer; no heads where a pool keeps nothing of it."""
+"""(kv_heads, head_dim) of each layer; 0 heads if the pool keeps nothing of a layer."""
 
 
 def pages_of(max_model_len: int, page_size: int) -> int:
-    """Pages for which a slot has room, of a request of at most so many tokens."""
+    """Return the pages in a slot's row of the page table, for requests of at most `max_model_len`
+    tokens.
+    """
     return -(-max_model_len // page_size) + 1
 
 
 class ReqToTokenPool:
-    """Which pages hold each slot's tokens: `page_table` int32[slots + 1, pages per request], on the device."""
+    """The pages of each slot's tokens: `page_table` int32[slots + 1, pages per request], on the
+    device.
+    """
 
     def __init__(self, max_requests: int, max_model_len: int, page_size: int, device: str) -> None:
         self.page_size = page_size
@@ -47,13 +53,14 @@ class ReqToTokenPool:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens for which a slot has room."""
+        """Tokens that a slot can hold."""
         return self.max_pages * self.page_size
 
     def changes(self, batch: ScheduleBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
-        """The step's page-table differences: int32[N] entries of the flat table, and the int32[N] pages to write there.
+        """Return the page-table changes of a step: entries int32[N] of the flat table, and pages
+        int32[N].
 
-        None if there are none. Raises ValueError if a row's do not fit.
+        None if there are none. Raises ValueError if a request has more pages than its row holds.
         """
         entries = self._new_entries(batch)
         if entries is None:
@@ -65,7 +72,7 @@ class ReqToTokenPool:
         return slots * np.int32(self.max_pages) + columns, pages
 
     def write(self, entries: Tensor, pages: Tensor) -> None:
-        """Write what `changes` gave, once it is on the device. Does not wait."""
+        """Write the result of `changes`, once it is on the device. Does not wait."""
         self.page_table.view(-1).scatter_(0, entries, pages)
 
     def _new_entries(self, batch: ScheduleBatch) -> Entries | None:
@@ -73,10 +80,15 @@ class ReqToTokenPool:
 
 
 class WindowTable(ReqToTokenPool):
-    """The same of window pages: a slot's first is that which holds the token `ScheduleBatch.window_starts`."""
+    """The page table of sliding-window pages.
+
+    A slot's first page is the one that holds the token `ScheduleBatch.window_starts`.
+    """
 
     def __init__(self, max_requests: int, window: int, max_batch_tokens: int, page_size: int, device: str) -> None:
-        """A slot holds what a step of `max_batch_tokens` tokens sees, wherever in a page that begins and ends."""
+        """A slot has room for what a step of `max_batch_tokens` tokens sees, at any alignment to
+        pages.
+        """
         super().__init__(max_requests, window + max_batch_tokens + page_size, page_size, device)
 
     def _new_entries(self, batch: ScheduleBatch) -> Entries | None:
@@ -84,8 +96,11 @@ class WindowTable(ReqToTokenPool):
 
 
 class KVPool(Protocol):
-    """What `num_layers` layers keep of the tokens of pages. `generation` changes whenever an address does. How it lies is the
-    pool's own: `layout` names it, and backends name those that they take."""
+    """What `num_layers` layers keep of the tokens of pages. `generation` changes when an address
+    changes.
+
+    `layout` names the pool's memory layout; a backend's facts name the layouts that it reads.
+    """
 
     generation: int
     page_size: int
@@ -94,31 +109,41 @@ class KVPool(Protocol):
     layout: ClassVar[str]
 
     def kv(self, layer_id: int) -> Any:
-        """The layer's storage as this layout has it, for who knows the layout."""
+        """Return the layer's storage in this layout, for callers that know the layout."""
         ...
 
 
 class TokenToKVPool(KVPool, Protocol):
-    """Cells with keys and values by head. Whoever knows no layout works through `read_cells` and `write_cells`. A forward calls
-    `store` and `kv` for each layer."""
+    """Cells with keys and values per head. A forward calls `store` and `kv` for each layer.
+
+    Callers that do not know the layout use `read_cells` and `write_cells`.
+    """
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
-        """Row t of key and value [T, kv_heads, head_dim] into cell out_cache_loc[t]. Cells are distinct, but for padding
-        rows, which name cell 0. Runs inside graphs; reads nothing on the host."""
+        """Store row t of key and value [T, kv_heads, head_dim] in cell out_cache_loc[t].
+
+        Cells are distinct, except that padding rows name cell 0. Runs inside graphs; no host reads.
+        """
         ...
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of cells int [N], each a new [N, kv_heads, head_dim] in the type that attention computes in. Runs
-        inside graphs."""
+        """Return keys and values of cells int [N], each a new tensor [N, kv_heads, head_dim].
+
+        The dtype is the one that attention computes in. Runs inside graphs.
+        """
         ...
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """The inverse, by plain torch: keys and values [N, kv_heads, head_dim] into distinct cells, and no other."""
+        """Write keys and values [N, kv_heads, head_dim] to distinct cells with plain torch; no
+        other cell changes.
+        """
         ...
 
 
 class MHATokenToKVPool:
-    """Keys and values of multi-head or grouped-query attention, one pair of tensors a layer, cell-major."""
+    """Keys and values of multi-head or grouped-query attention, one pair of tensors per layer,
+    cell-major.
+    """
 
     layout: ClassVar[str] = CELL_MAJOR
 
@@ -132,9 +157,11 @@ class MHATokenToKVPool:
         kernels: KernelTable | None = None,
         zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
-        """`layers` holds (kv_heads, head_dim) of each layer; page 0 is added to `num_pages`. `kernels`: whose `store_kv`
-        stores; the reference's without. `zeros(shape, dtype)`: where the cells come from, if not from torch, which writes
-        all of them at once."""
+        """`layers` has (kv_heads, head_dim) of each layer; page 0 is added to `num_pages`.
+
+        `kernels`: the table with the `store_kv` to use (None: the reference). `zeros(shape, dtype)`
+        allocates cells (None: torch.zeros, which writes all of them at once).
+        """
         self.generation = 0
         self.page_size = page_size
         self.num_cells = (num_pages + 1) * page_size
@@ -146,24 +173,26 @@ class MHATokenToKVPool:
         self._kv = self._allocate()
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, each [cells, kv_heads, head_dim], or as another `layout` says."""
+        """Return the layer's keys and values, each [cells, kv_heads, head_dim], or in another
+        `layout`.
+        """
         return self._kv[layer_id]
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
-        """By the table's `store_kv`."""
+        """Store with the table's `store_kv`."""
         self._store_kv(key, value, *self._kv[layer_id], out_cache_loc)
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Two gathers."""
+        """Gather keys and values."""
         keys, values = self._kv[layer_id]
         return keys.index_select(0, cells), values.index_select(0, cells)
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """By the reference's `store_kv`."""
+        """Write with the reference's `store_kv`."""
         reference.store_kv(keys, values, *self._kv[layer_id], cells)
 
     def replace_storage(self) -> None:
-        """Move to new, zeroed memory: every address changes, so plans and graphs made before are refused."""
+        """Move to new, zeroed memory. Addresses change, so older plans and graphs are refused."""
         self._kv = self._allocate()
         self.generation += 1
 
@@ -175,23 +204,25 @@ class MHATokenToKVPool:
 
 
 class PageMajorTokenToKVPool(MHATokenToKVPool):
-    """The same, page-major: each head's tokens of a page lie together. It stores by plain torch; a package that has a kernel
-    for this layout overrides `store`."""
+    """The same in page-major layout: each head's tokens of a page are contiguous.
+
+    It stores with plain torch; a package with a kernel for this layout overrides `store`.
+    """
 
     layout: ClassVar[str] = PAGE_MAJOR
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
-        """Two indexed writes."""
+        """Store by two indexed writes."""
         self.write_cells(layer_id, out_cache_loc, key, value)
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Two indexed reads."""
+        """Gather by two indexed reads."""
         pages, places = cells // self.page_size, cells % self.page_size
         keys, values = self._kv[layer_id]
         return keys.transpose(1, 2)[pages, places], values.transpose(1, 2)[pages, places]
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Two indexed writes."""
+        """Write by two indexed writes."""
         where = cells // self.page_size, cells % self.page_size
         for held, new in zip(self._kv[layer_id], (keys, values), strict=True):
             held.transpose(1, 2)[where] = new.to(held.dtype)
@@ -205,15 +236,20 @@ def _torch_zeros(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 
 def cell_bytes(layers: LayerShapes, dtype: torch.dtype) -> int:
-    """Bytes of one token's KV over all layers: 2 * kv_heads * head_dim * element size, summed."""
+    """Return the bytes of one token over all layers: the sum of 2 * kv_heads * head_dim * element
+    size.
+    """
     return sum(2 * heads * head_dim for heads, head_dim in layers) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class PoolKind:
-    """How a device keeps keys and values. `make_pool(num_pages, page_size, layers, dtype, device, kernels)` allocates them for
-    a model that is computed in `dtype`; `cell_bytes(layers, dtype)` are those of one token over all layers;
-    `kv_cache_dtype` is what a configuration asks for to have them."""
+    """How a device keeps keys and values.
+
+    `make_pool(num_pages, page_size, layers, dtype, device, kernels)` allocates them for a model
+    that computes in `dtype`. `cell_bytes(layers, dtype)` are the bytes of one token over all
+    layers. `kv_cache_dtype` is the configuration value that selects this kind.
+    """
 
     make_pool: Callable[[int, int, LayerShapes, torch.dtype, str, KernelTable], TokenToKVPool]
     cell_bytes: Callable[[LayerShapes, torch.dtype], int]
@@ -221,8 +257,8 @@ class PoolKind:
 
 
 PER_HEAD = PoolKind(MHATokenToKVPool, cell_bytes)
-"""In the model's type, by head, cell-major."""
+"""In the model's dtype, per head, cell-major."""
 PER_HEAD_BY_PAGE = PoolKind(PageMajorTokenToKVPool, cell_bytes)
-"""The same, page-major."""
+"""In the model's dtype, per head, page-major."""
 POOL_KINDS: Mapping[str, PoolKind] = MappingProxyType({CELL_MAJOR: PER_HEAD, PAGE_MAJOR: PER_HEAD_BY_PAGE})
-"""By layout."""
+"""Pool kinds by layout."""

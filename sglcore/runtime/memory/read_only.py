@@ -1,4 +1,4 @@
-"""The cells of one model as another may have them: it reads, and whatever would write raises."""
+"""A read-only view of another model's cells: writing raises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglcore.runtime.memory.pools import TokenToKVPool
 
 
 class ReadOnlyPoolError(RuntimeError):
-    """A model stored keys and values in cells that are another's."""
+    """A model tried to store keys and values in cells of another model."""
 
 
 class ReadOnlyPool:
@@ -23,35 +23,35 @@ class ReadOnlyPool:
 
     @property
     def generation(self) -> int:
-        """The pool's."""
+        """The generation of the pool."""
         return self._pool.generation
 
     @property
     def page_size(self) -> int:
-        """The pool's."""
+        """Tokens per page of the pool."""
         return self._pool.page_size
 
     @property
     def num_cells(self) -> int:
-        """The pool's."""
+        """Number of cells of the pool."""
         return self._pool.num_cells
 
     @property
     def num_layers(self) -> int:
-        """The pool's."""
+        """Number of layers of the pool."""
         return self._pool.num_layers
 
     @property
     def layout(self) -> str:
-        """The pool's."""
+        """The layout of the pool."""
         return self._pool.layout
 
     def kv(self, layer_id: int) -> Any:
-        """The layer's storage, for attention to read."""
+        """Return the layer's storage, for attention to read."""
         return self._pool.kv(layer_id)
 
     def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """As the pool's."""
+        """Return keys and values of cells, as the pool does."""
         return self._pool.read_cells(layer_id, cells)
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> NoReturn:
@@ -63,7 +63,7 @@ class ReadOnlyPool:
         self.refuse(layer_id)
 
     def refuse(self, layer_id: int) -> NoReturn:
-        """Raise ReadOnlyPoolError, for whoever would write to the layer's storage."""
+        """Raise ReadOnlyPoolError for a write to the layer's storage."""
         raise ReadOnlyPoolError(
             f"a model would store keys and values in cells of layer {layer_id} of another; it may attend to them alone"
         )

@@ -1,7 +1,7 @@
-"""What layers keep as rows of their own where others keep keys and values by head: latent rows, index keys, compressed blocks
-and what is not compressed yet.
+"""KV rows: entries of layers that do not keep keys and values per head.
 
-Page 0 and slot 0 belong to nobody, and so does row 0 of everything.
+Examples are latent rows, index keys, compressed blocks, and tokens of incomplete blocks. Page 0,
+slot 0 and row 0 of every tensor are reserved for padding.
 """
 
 from __future__ import annotations
@@ -23,21 +23,26 @@ if TYPE_CHECKING:
     from sglcore.runtime.memory.pools import WindowTable
 
 ROWS = "rows"
-"""The layout of pools whose layers say by name which rows they keep."""
+"""The layout of pools with KV rows, which layers declare by name."""
 INDEX_KEYS = "index_keys"
-"""The name of rows by which an indexer chooses others."""
+"""The name of the rows with which an indexer chooses other rows."""
 FP8 = "fp8"
-"""The `kv_cache_dtype` of rows in eight bits."""
+"""The `kv_cache_dtype` of 8-bit rows."""
 
 
 def row_codec(kv_cache_dtype: str, size: int, exact: int = 0, float8: str = E4M3FN) -> RowCodec | None:
-    """The form of rows of `size` elements, the last `exact` of which hold places, by what a configuration asks for and by the
-    kernel table's floats; None: they are numbers of the model's type."""
+    """Return the 8-bit codec of rows of `size` elements, or None if rows keep the model's dtype.
+
+    The last `exact` elements hold rotary positions and are not quantised. `float8` is the kernel
+    table's.
+    """
     return RowCodec(size, exact, float8=float8) if kv_cache_dtype == FP8 else None
 
 
 def check_row_dtype(kv_cache_dtype: str, device: torch.device | str, float8: str = E4M3FN) -> None:
-    """Raises ConfigError for a `kv_cache_dtype` that rows have none of, or that the device can not compute."""
+    """Raise ConfigError for a `kv_cache_dtype` that rows do not have, or that the device cannot
+    compute.
+    """
     if kv_cache_dtype not in ("auto", FP8):
         raise ConfigError(
             f"kv_cache_dtype is {kv_cache_dtype!r}, and this model keeps no keys and values by head, but rows",
@@ -57,8 +62,11 @@ def check_row_dtype(kv_cache_dtype: str, device: torch.device | str, float8: str
 
 
 class Place(Enum):
-    """Whose rows they are: those of a page of all tokens, on the device or in host memory, of a page of windows (of one of all
-    tokens where windows have none of their own), or of a slot."""
+    """What rows belong to: a page of all tokens (on the device or in host memory), a window page,
+    or a slot.
+
+    Without separate window pages, window rows lie in the pages of all tokens.
+    """
 
     PAGES = "pages"
     HOST_PAGES = "pages in host memory"
@@ -68,9 +76,12 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """Rows of `size` elements. One for each `ratio` tokens of a page: that of position p is
-    page * (page_size / ratio) + p % page_size // ratio. Or `ring` of each page or slot, for the last tokens, `span` of which make one
-    block of `ratio`: p is at page * ring + p % ring. With a `codec` they are uint8 in its form."""
+    """Rows of `size` elements, one for each `ratio` tokens of a page, or a ring.
+
+    The row of position p is page * (page_size / ratio) + p % page_size // ratio. A ring has `ring`
+    rows per page or slot for the last tokens; `span` of them make one block of `ratio`; p is at
+    page * ring + p % ring. With a `codec`, rows are uint8 in its format.
+    """
 
     size: int
     dtype: torch.dtype
@@ -82,62 +93,69 @@ class KeptRows:
 
     @property
     def page_multiple(self) -> int:
-        """What divides the tokens of a page."""
+        """The number that must divide the tokens of a page."""
         return self.ratio if self.place is Place.SLOTS else lcm(self.ratio, self.ring or 1)
 
     def count(self, page_size: int) -> int:
-        """Rows of one page or slot."""
+        """Return the rows of one page or slot."""
         return self.ring or page_size // self.ratio
 
     def num_bytes(self, page_size: int) -> int:
-        """Bytes of one page or slot."""
+        """Return the bytes of one page or slot."""
         return self.count(page_size) * self.row.nbytes
 
     @property
     def row(self) -> Tensor:
-        """One as calls of kernels have it, [1, elements or bytes], without content."""
+        """One row [1, elements or bytes] as kernels see it, without content (device `meta`)."""
         if self.codec is not None:
             return torch.empty(1, self.codec.num_bytes, dtype=torch.uint8, device="meta")
         return torch.empty(1, self.size, dtype=self.dtype, device="meta")
 
 
 LayerRows = Mapping[str, KeptRows]
-"""What a layer keeps, by name."""
+"""The rows of a layer, by name."""
 
 
 def swapped_rows(layer: LayerRows) -> str | None:
-    """The name of what lies in host memory, of which a token reads what an indexer chooses."""
+    """Return the name of the layer's rows in host memory, or None.
+
+    A token reads those rows that an indexer chooses.
+    """
     return next((name for name, kept in layer.items() if kept.place is Place.HOST_PAGES), None)
 
 
 def page_multiple(layers: Iterable[LayerRows]) -> int:
-    """The least number of tokens of a page in which all of their rows come out even."""
+    """Return the least number of tokens per page that all these rows divide evenly."""
     return lcm(*(each.page_multiple for layer in layers for each in layer.values()))
 
 
 def row_bytes(layers: Iterable[LayerRows], place: Place, page_size: int) -> int:
-    """Bytes of one page or slot over all layers."""
+    """Return the bytes of one page or slot over all layers."""
     return sum(each.num_bytes(page_size) for layer in layers for each in layer.values() if each.place is place)
 
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """How many pages and slots a pool is for, without those that are nobody's. `window_pages` 0: what windows keep lies in the
-    pages of all tokens."""
+    """The pages and slots of a pool, without the reserved ones.
+
+    `window_pages` 0: window rows lie in the pages of all tokens.
+    """
 
     pages: int
     window_pages: int = 0
     slots: int = 0
 
     def owners(self, place: Place) -> int:
-        """Pages or slots of a kind, with that which is nobody's."""
+        """Return the number of pages or slots of a kind, including the reserved one."""
         if place is Place.SLOTS:
             return 1 + self.slots
         return 1 + (self.window_pages or self.pages if place is Place.WINDOW_PAGES else self.pages)
 
 
 class RowPool:
-    """For each layer and name one tensor [rows, size]. `generation` changes whenever an address does."""
+    """One tensor [rows, size] for each layer and name. `generation` changes when an address
+    changes.
+    """
 
     layout: ClassVar[str] = ROWS
 
@@ -150,8 +168,11 @@ class RowPool:
         poison: bool = False,
         pins: bool = False,
     ) -> None:
-        """`poison`: what was never written is NaN, so that who reads it shows. `pins`: rows in host memory lie in pinned memory,
-        which the device's kernels reach. Raises ConfigError where the host has no room for them."""
+        """`poison`: rows that were never written hold NaN, so that reading them shows.
+
+        `pins`: rows in host memory are pinned, and the device's kernels reach them. Raises
+        ConfigError if the host does not have enough memory.
+        """
         self.generation = 0
         self.page_size = page_size
         self.num_cells = (counts.pages + 1) * page_size
@@ -161,36 +182,36 @@ class RowPool:
         self._rows = self._allocate()
 
     def rows(self, layer_id: int, name: str) -> Tensor:
-        """A layer's rows [rows, size] of a name."""
+        """Return a layer's rows [rows, size] of this name."""
         return self._rows[layer_id][name]
 
     def codec(self, layer_id: int, name: str) -> RowCodec | None:
-        """The form of those rows; None: they are numbers."""
+        """Return the codec of those rows; None: they hold numbers."""
         return self.layers[layer_id][name].codec
 
     def on_device(self, layer_id: int) -> dict[str, Tensor]:
-        """A layer's rows by name, but for those in host memory."""
+        """Return a layer's rows by name, without those in host memory."""
         layer, rows = self.layers[layer_id], self._rows[layer_id]
         return {name: each for name, each in rows.items() if layer[name].place is not Place.HOST_PAGES}
 
     def kv(self, layer_id: int) -> tuple[Tensor, ...]:
-        """All that a layer keeps."""
+        """Return all rows of a layer."""
         return tuple(self._rows[layer_id].values())
 
     @property
     def poisons_slots(self) -> bool:
-        """What slots keep is to be no number when they are given to a request."""
+        """True if slot rows must be set to NaN when a slot is given to a request."""
         return self._poison and any(kept.place is Place.SLOTS for layer in self.layers for kept in layer.values())
 
     def enter(self, slots: Tensor) -> None:
-        """What slots int [N] had is nobody's any more: it is no number. Does not wait."""
+        """Set the rows of slots int [N] to NaN: they belonged to other requests. Does not wait."""
         for layer, rows in zip(self.layers, self._rows, strict=True):
             for name, kept in layer.items():
                 if kept.place is Place.SLOTS:
                     rows[name].view(-1, kept.ring, rows[name].shape[1])[slots] = torch.nan
 
     def replace_storage(self) -> None:
-        """Move to new memory: every address changes, so plans and graphs made before are refused."""
+        """Move to new memory. Addresses change, so older plans and graphs are refused."""
         self._rows = self._allocate()
         self.generation += 1
 
@@ -218,8 +239,10 @@ def _pinned(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 
 
 class BaseSWAKVPool(RowPool):
-    """A pool that keeps some rows only as far as windows see: `window_table` names the pages of those; None where they lie in
-    the pages of all tokens."""
+    """A pool with some rows that are kept for a sliding window only.
+
+    `window_table` names their pages; None: they lie in the pages of all tokens.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""What layers keep of each request as a whole, where attention keeps cells of each token: recurrent matrices, the tails of
-convolutions, shifted tokens.
+"""Per-request state of recurrent layers: recurrent matrices, tails of convolutions, shifted tokens.
 
-A slot's state belongs to all tokens of its request so far. Slot 0 belongs to nobody: padding rows read and write it.
+A slot's state summarises all tokens of its request so far. Slot 0 is a scratch slot: padding rows
+read and write it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ class StateTensor:
 
 
 class KeepsState(Protocol):
-    """A layer with a state: its number among those of the model, what it keeps of each request, by name, and what its state takes
-    in of each token (None: that can not be taken in again)."""
+    """A layer with a recurrent state.
+
+    `layer_id` is its index among such layers, `kept` the tensors that it keeps for each request, by
+    name. `taken_in` is the input of the state for each token; None: the state cannot be replayed
+    from it.
+    """
 
     layer_id: int
     kept: Mapping[str, StateTensor]
@@ -37,12 +41,12 @@ class KeepsState(Protocol):
 
     @property
     def remark(self) -> str:
-        """What a person should know of how its prompts run; empty: nothing."""
+        """A note for the user on how prompts run in this layer; empty if there is none."""
         ...
 
 
 class Runs(NamedTuple):
-    """As the `run_*` of `ForwardInputs`, int32[T] each."""
+    """The fields `run_*` of `ForwardInputs`, int32[T] each."""
 
     slots: Tensor
     targets: Tensor
@@ -51,30 +55,35 @@ class Runs(NamedTuple):
 
 
 class Replays(KeepsState, Protocol):
-    """A layer whose state can take the same tokens in again."""
+    """A layer with a state that can be advanced over the same tokens again."""
 
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """`taken` [T, n] of rows as the kernel table's recurrent entries take them: the states go on."""
+        """Advance the states by the inputs `taken` [T, n] of rows, as the kernel table's recurrent
+        entries do.
+        """
         ...
 
 
 PoolRows = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""`slots`, `starts`, `lengths` and `targets` as the kernel table's recurrent entries take them."""
+"""`slots`, `starts`, `lengths` and `targets`, as the kernel table's recurrent entries take them."""
 
 
 def taken_bytes(layers: Sequence[KeepsState]) -> int:
-    """Bytes of what the states of all layers take in of one token."""
+    """Return the bytes of the state inputs of one token, over all layers."""
     return sum(prod(each.shape) * each.dtype.itemsize for layer in layers if (each := layer.taken_in) is not None)
 
 
 def state_bytes(layers: Sequence[KeepsState]) -> int:
-    """Bytes of one request's state over all layers."""
+    """Return the bytes of one request's state, over all layers."""
     return sum(prod(each.shape) * each.dtype.itemsize for layer in layers for each in layer.kept.values())
 
 
 class StatePool:
-    """For each layer and name one tensor [1 + max_requests + num_snapshots, *shape]: row s is slot s's state, row
-    max_requests + n is snapshot n. `generation` changes whenever an address does."""
+    """One tensor [1 + max_requests + num_snapshots, *shape] for each layer and name.
+
+    Row s is the state of slot s, row max_requests + n is snapshot n. `generation` changes when an
+    address changes.
+    """
 
     def __init__(
         self,
@@ -85,8 +94,11 @@ class StatePool:
         poison: bool = False,
         verified: int = 0,
     ) -> None:
-        """`poison`: a slot that is given to a request holds NaN until it is zeroed or restored, and so does what was never
-        written, so that a copy that is missing is seen. `verified`: rows of a request in a verification at most; 0: there is none."""
+        """`poison`: a slot that is given to a request holds NaN until it is zeroed or restored.
+
+        Memory that was never written holds NaN too, so that a missing copy shows. `verified`:
+        maximum rows of a request in a verification; 0: there is none.
+        """
         self.layers = tuple(layers)
         self.generation = 0
         self._max_requests, self._rows = max_requests, 1 + max_requests + num_snapshots
@@ -95,18 +107,20 @@ class StatePool:
         self._states, self._taken = self._allocate()
 
     def states(self, layer_id: int) -> Mapping[str, Tensor]:
-        """A layer's tensors, each [rows, *shape]."""
+        """Return a layer's tensors, each [rows, *shape]."""
         return self._states[layer_id]
 
     def changes(self, batch: ScheduleBatch) -> dict[str, NDArray]:
-        """The rows that a step moves, for `copy_in` and `copy_out` once they are on the device."""
+        """Return the rows that a step moves, for `copy_in` and `copy_out` once they are on the
+        device.
+        """
         moves = state_moves(batch, self._max_requests)
         if self._poison:
             moves |= {"state_entering": slots} if len(slots := entering_slots(batch)) else {}
         return moves
 
     def copy_in(self, arrived: Mapping[str, Tensor]) -> None:
-        """Before the forward: zero or restore the slots that `changes` named. Does not wait."""
+        """Before the forward: zero or restore the slots named by `changes`. Does not wait."""
         entering, zeroed = arrived.get("state_entering"), arrived.get("state_zeroed")
         for state in self._tensors():
             if entering is not None:
@@ -116,48 +130,58 @@ class StatePool:
         self._copy(arrived, "state_sources", "state_restored")
 
     def copy_out(self, arrived: Mapping[str, Tensor]) -> None:
-        """After the forward: copy slots to the snapshots that `changes` named. Does not wait."""
+        """After the forward: copy slots to the snapshots named by `changes`. Does not wait."""
         self._copy(arrived, "state_kept", "state_copies")
 
     def runs(self, slots: Tensor, width: int) -> Runs:
-        """Of a decode of `width` rows of each request, of `slots` int32[T], 0 for nobody's. States stay as they are: `take_in` is told
-        later how many rows were right. Does not wait."""
+        """Return the runs of a decode with `width` rows per request; `slots` int32[T], 0 for
+        padding.
+
+        The states do not change; `take_in` advances them once the accepted rows are known. Does not
+        wait.
+        """
         of_requests = slots.view(-1, width)
         parts = torch.zeros(2, *of_requests.shape, dtype=torch.int32, device=slots.device)
         parts[0, :, 0], parts[1, :, 0] = of_requests[:, 0], width
         return Runs(parts[0].flatten(), torch.zeros_like(slots), parts[1].flatten(), self.places(len(slots)) + 1)
 
     def places(self, count: int) -> Tensor:
-        """The first `count` numbers, int32."""
+        """Return 0 to `count` - 1, int32."""
         return self._places[:count]
 
     def keep(self, layer_id: int, taken: Tensor, rows: Tensor) -> None:
-        """What a layer's states take in of tokens, [T, n], at their places `rows` int32[T] of `Runs`. Does not wait."""
+        """Keep a layer's state inputs [T, n] of tokens, at rows int32[T] of `Runs`. Does not
+        wait.
+        """
         self._taken[layer_id][rows] = taken
 
     def rows_of(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Where `keep` writes at places `rows` int32[T]: each layer's tensor, and the rows of it."""
+        """Return where `keep` writes for rows int32[T]: each layer's tensor, and its rows."""
         return [(taken, rows) for taken in self._taken]
 
     def take_in(self, slots: Tensor, counts: Tensor, width: int) -> None:
-        """After a decode of `width` rows of each request, of `slots` int32[T], 0 for nobody's: the states take in the first `counts`
-        int32[T / width] rows of each. Does not wait."""
+        """Advance the states by the accepted rows of a verification: the first `counts` int32[T /
+        width] of each.
+
+        The verification had `width` rows per request, with `slots` int32[T], 0 for padding. Does
+        not wait.
+        """
         first, tokens = slots.view(-1, width)[:, 0].contiguous(), slice(1, 1 + len(slots))
         rows = first, self.places(len(first)) * width, counts, None
         for layer in cast("Sequence[Replays]", self.layers):
             layer.advance(self._taken[layer.layer_id][tokens], rows, self.states(layer.layer_id))
 
     def read(self, rows: Tensor) -> list[Tensor]:
-        """Every layer's states of rows int[N], copied."""
+        """Return a copy of every layer's states at rows int[N]."""
         return [state.index_select(0, rows) for state in self._tensors()]
 
     def write(self, rows: Tensor, states: Sequence[Tensor]) -> None:
-        """The inverse of `read`; rows are distinct, but for 0."""
+        """Write the result of `read` to rows, which are distinct except for 0."""
         for state, values in zip(self._tensors(), states, strict=True):
             state[rows] = values
 
     def replace_storage(self) -> None:
-        """Move to new memory, as `KVPool.replace_storage`: graphs that were made before are refused."""
+        """Move to new memory, as `KVPool.replace_storage`: older graphs are refused."""
         self._states, self._taken = self._allocate()
         self.generation += 1
 
@@ -169,7 +193,10 @@ class StatePool:
         return [state for states in self._states for state in states.values()]
 
     def _allocate(self) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
-        """Each layer's states; and of each what they take in of a verification's tokens, the first of which is nobody's."""
+        """Allocate each layer's states, and buffers for the inputs of verified tokens.
+
+        Row 0 of such a buffer is a scratch row for padding.
+        """
         states = [{name: self._make(self._rows, kept) for name, kept in layer.kept.items()} for layer in self.layers]
         taken = [layer.taken_in for layer in self.layers if layer.taken_in is not None] if self._verified else []
         return states, [self._make(1 + self._verified, each) for each in taken]
