@@ -1,4 +1,4 @@
-"""What a graph mechanism is to the runner: it captures one forward of fixed shapes and replays it."""
+"""The interface of a graph mechanism: it captures a forward of fixed shapes and replays it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from sglcore.runtime.forward_batch import ForwardBatch
 
 Step: TypeAlias = Callable[[], Tensor]
 Forward: TypeAlias = Callable[[ForwardBatch], Tensor]
-"""A model's forward: hidden states [T, H] of a batch."""
+"""A model's forward: returns hidden states [T, H] of a batch."""
 
 
 class CapturedStep(Protocol):
-    """One captured forward; calling `replay` runs it on what the buffers hold."""
+    """One captured forward; `replay` runs it on the present contents of the buffers."""
 
     def replay(self, update: HostUpdate | None) -> Tensor:
-        """Run it and return its output buffer; `update` is what `refresh` gave for this vendor's graph."""
+        """Run it and return its output buffer. `update` is the result of the attention backend's
+        `refresh`.
+        """
         ...
 
 
@@ -28,36 +30,42 @@ class GraphBackend(Protocol):
 
     @property
     def kind(self) -> str:
-        """The kind of graph it makes, as the package names it."""
+        """The kind of graph, as the device package names it."""
         ...
 
     def capture(self, step: Step) -> CapturedStep:
-        """Capture one forward. `step` reads only static buffers; it may be called several times to warm up."""
+        """Capture one forward. `step` reads only static buffers; it may be called several times to
+        warm up.
+        """
         ...
 
     def close(self) -> None:
-        """Free every graph and the memory they share; what is captured afterwards starts anew."""
+        """Free every graph and their shared memory; later captures start from nothing."""
         ...
 
 
 class CapturedPrompt(Protocol):
-    """A captured forward of a token bucket."""
+    """A captured prefill forward of a token bucket."""
 
     def replay(self, num_tokens: int) -> Tensor:
-        """Run it where the first `num_tokens` rows are real; returns its output buffer. The active context is that of the
-        real batch, planned."""
+        """Run it with the first `num_tokens` rows real, and return its output buffer.
+
+        The active context must be that of the real batch, with its plan.
+        """
         ...
 
 
 @runtime_checkable
 class PromptBackend(Protocol):
-    """A mechanism that captures prompts too: what asks the context's segments runs between them."""
+    """A mechanism that also captures prefill; calls to the context's `segments` run between
+    captured segments.
+    """
 
     @property
     def prompt_kind(self) -> str:
-        """How paths name it."""
+        """The name of such graphs in `path`."""
         ...
 
     def capture_prompt(self, forward: Forward, batch: ForwardBatch) -> CapturedPrompt:
-        """Capture the forward of `batch`, whose tensors are static buffers."""
+        """Capture the forward of `batch`; its tensors are static buffers."""
         ...

@@ -1,4 +1,6 @@
-"""Breakable graphs: prompts as captured segments with attention run eagerly between them; decode as full graphs."""
+"""Breakable graphs: prefill as captured segments with eager attention between them, decode as full
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ from sglcore.runtime.graphs.pieces import Pieces, record_pieces
 
 
 class BreakableGraphs(FullGraphs):
-    """Full decode graphs, and prompts in segments, over one pool. `prompt_kind` is how paths name those."""
+    """Full decode graphs and segmented prefill graphs in one pool. `prompt_kind` names the latter
+    in `path`.
+    """
 
     prompt_kind: str = "breakable"
 
     def capture_prompt(self, forward: Forward, batch: ForwardBatch) -> Pieces:
-        """Capture the forward as it is."""
+        """Capture the forward without compiling it."""
         return record_pieces(self.recorder, lambda: forward(batch))

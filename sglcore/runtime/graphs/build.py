@@ -1,4 +1,8 @@
-"""Which graphs this start gets, and why: the kind by configuration and facts, then the capture, each with its ledger row."""
+"""Decides which graphs are captured, and why: the kind, from configuration and facts, then the
+capture.
+
+Each decision has a ledger row.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,8 @@ def make_backend(
     ledger: DecisionLedger,
     groups: Groups | None = None,
 ) -> GraphBackend | None:
-    """The mechanism that was asked for, or the device's own; None is eager, with the reason in the ledger.
+    """Return the configured graph mechanism, or the device's own; None means eager, with a ledger
+    row.
 
     Raises ConfigError for a kind that the package does not offer.
     """
@@ -56,7 +61,9 @@ def make_backend(
 
 
 def reason_of_ranks(groups: Groups | None, kind: str) -> str:
-    """Why several ranks can not replay their steps as this kind of graph; empty if they can, and on one."""
+    """Return why several ranks cannot replay steps as this kind of graph; empty if they can, and
+    for one rank.
+    """
     if groups is None:
         return ""
     if groups.place.topology.dp > 1:
@@ -69,7 +76,7 @@ def reason_of_ranks(groups: Groups | None, kind: str) -> str:
 
 
 def _reason_against(facts: Facts, attn_backend: AttentionBackend) -> str:
-    """Why no graph can be captured whatever its kind; empty if one can."""
+    """Return why no graph of any kind can be captured; empty if one can."""
     if attn_backend.shape.is_encoder:
         return "an encoder does not decode, and graphs are for decoding"
     if facts.has_streams and "capture" not in attn_backend.facts.features:
@@ -78,7 +85,7 @@ def _reason_against(facts: Facts, attn_backend: AttentionBackend) -> str:
 
 
 def _prompt_forward(config: EngineConfig, backend: GraphBackend, runner: ModelRunner) -> PromptForward | None:
-    """What prompts are captured of, if the mechanism captures them."""
+    """Return what prefill graphs capture; None if the mechanism does not capture prefill."""
     if not isinstance(backend, PromptBackend):
         return None
     most = runner.prefill_registry.max_num_tokens
@@ -94,8 +101,10 @@ def _within_limit(
     ledger: DecisionLedger,
     widths: tuple[int, ...],
 ) -> tuple[tuple[int, ...], PromptForward | None]:
-    """Decode sizes, and prompts with their sizes, that the device can hold. A prompt is a piece between every layer that
-    attends or has states."""
+    """Return the decode sizes, and the prefill forward with its sizes, that the device can hold.
+
+    A prefill has one piece more than it has layers with attention or states.
+    """
     most = runner.decode_registry.max_bs // max(widths)
     sizes = config.graph_buckets or batch_sizes(min(most, MOST_CAPTURED if facts.has_streams else MOST_RECORDED))
     rows = (size * width for size in sizes for width in widths)
@@ -120,8 +129,11 @@ def capture(
     widths: tuple[int, ...] = (1,),
     takes_prompts: bool = True,
 ) -> GraphRunner:
-    """Capture every bucket, of batch sizes with so many rows a request, and of prompts where the runner takes some; say in the ledger
-    what replays from now on. Waits for the device."""
+    """Capture every bucket and record in the ledger what is replayed. Waits for the device.
+
+    Decode sizes are multiplied by each of `widths`, the rows per request. Prefill is captured if
+    `takes_prompts` and the mechanism can.
+    """
     wanted = _prompt_forward(config, backend, runner) if takes_prompts else None
     buckets, prompts = _within_limit(config, facts, runner, wanted, ledger, widths)
     against = "" if runner.halves is None else reason_against_halves(backend, widths)
@@ -155,7 +167,9 @@ def capture(
 
 
 def reason_against_halves(backend: GraphBackend, widths: tuple[int, ...]) -> str:
-    """Why decode graphs of this mechanism hold no two halves; empty if they do."""
+    """Return why decode graphs of this mechanism cannot hold two micro-batches; empty if they
+    can.
+    """
     if backend.kind != "full":
         return f"graphs of kind {backend.kind} are captured in parts, or as a list of calls, which two halves would mix"
     if widths != (1,):
@@ -164,7 +178,7 @@ def reason_against_halves(backend: GraphBackend, widths: tuple[int, ...]) -> str
 
 
 def _halves_row(config: EngineConfig, captured: GraphRunner, against: str) -> Row:
-    """What becomes of decodes that would be cut, where graphs replay them."""
+    """Return the ledger row for decode batches that run as two micro-batches in graphs."""
     topic, asked, sizes = "two-batch overlap of graphs", config.two_batch_overlap, captured.decode.in_halves
     if against:
         return Row(

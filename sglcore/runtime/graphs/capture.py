@@ -1,4 +1,6 @@
-"""Stream capture: the one thing a device brings, and the discipline around it, the same on every device."""
+"""Stream capture: the one primitive that a device provides, and the rules around it, the same on
+every device.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from sglcore.runtime.streams import Streams
 
 
 class CaptureError(RuntimeError):
-    """A capture that recorded nothing, or that has no stream to record."""
+    """A capture recorded nothing, or there is no stream to record."""
 
 
 class Segment(Protocol):
@@ -31,20 +33,25 @@ class Segment(Protocol):
 
 
 class StreamCapture(Protocol):
-    """How a device records what is queued on a stream."""
+    """How a device records the work queued on a stream."""
 
     def make_pool(self) -> object:
-        """Memory that all graphs of one runner share."""
+        """Return the memory that all graphs of one runner share."""
         ...
 
     def capture(self, stream: torch.Stream, pool: object) -> AbstractContextManager[Segment]:
-        """Record the work that a block queues on `stream`, which is current inside it; the segment may be replayed after the
-        block. Raises on failure, and what the block raises. Warm-up is the caller's."""
+        """Record the work that a block queues on `stream`, which is current inside the block.
+
+        The segment can be replayed after the block. Raises on failure, and what the block raises.
+        The caller warms up.
+        """
         ...
 
 
 class Recorder:
-    """Records segments on the forward stream, into one pool, and owns them and the memory between them."""
+    """Records segments on the forward stream into one pool; owns the segments and the memory
+    between them.
+    """
 
     def __init__(self, capture: StreamCapture, streams: Streams) -> None:
         if streams.forward is None:
@@ -56,8 +63,11 @@ class Recorder:
         self._between: dict[tuple[object, ...], Tensor] = {}
 
     def between(self, name: object, like: Tensor) -> Tensor:
-        """Memory outside the pool for a tensor [rows, ...] that leaves or enters a segment, the same for every segment:
-        only until the next one of this name. Zeros at first. The largest must come first, and not under capture."""
+        """Return memory outside the pool for a tensor [rows, ...] that leaves or enters a segment.
+
+        All segments share it: contents are valid until the next segment with this name. Initially
+        zero. The largest tensor must come first, and not under capture.
+        """
         key = (name, like.dtype, like.shape[1:])
         found = self._between.get(key)
         if found is None or len(found) < len(like):
@@ -65,7 +75,9 @@ class Recorder:
         return found[: len(like)]
 
     def leave(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """The same values, tensors copied to memory that the next call between segments uses again."""
+        """Return the values with tensors copied to memory that the next call between segments
+        reuses.
+        """
         return tuple(
             self.between(place, value).copy_(value) if isinstance(value, Tensor) else value
             for place, value in enumerate(inputs)
@@ -73,8 +85,10 @@ class Recorder:
 
     @contextmanager
     def record(self) -> Iterator[Segment]:
-        """Capture what the block does; raises CaptureError if it queued no work on the forward stream."""
-        # A pool goes with its last graph: one whose first capture failed is not taken again.
+        """Capture the work of the block; raises CaptureError if it queued none on the forward
+        stream.
+        """
+        # A pool ends with its last graph; a pool without a successful capture is not reused.
         if not self._segments:
             self._pool = self._capture.make_pool()
         with warnings.catch_warnings(record=True) as said:
@@ -91,7 +105,7 @@ class Recorder:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
     def close(self) -> None:
-        """Free every segment and let go of the pool. Waits for the forward stream."""
+        """Free every segment and drop the pool. Waits for the forward stream."""
         if self._segments:
             self._stream.synchronize()
         for segment in reversed(self._segments):
@@ -102,7 +116,7 @@ class Recorder:
 
 
 def _check_stream(wanted: torch.Stream) -> None:
-    """Raise CaptureError where a step would queue its work elsewhere than on the stream that is captured."""
+    """Raise CaptureError if a step would queue its work on another stream than the captured one."""
     if torch.accelerator.is_available() and (current := torch.accelerator.current_stream(wanted.device)) != wanted:
         raise CaptureError(
             f"the capture of {wanted} runs its step while {current} is current; enter the stream it was given"

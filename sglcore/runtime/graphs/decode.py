@@ -1,4 +1,6 @@
-"""The policy of decode graphs: a bucket is a batch size, its plan is refreshed in place before each replay."""
+"""Policy of decode graphs: a bucket is a batch size; its plan is refreshed in place before each
+replay.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CapturedBucket:
-    """A graph with everything it reads: its static batch view, its plan or those of its halves, and the generation of the pools it was
-    captured on."""
+    """A graph with everything it reads.
+
+    Its static batch view, its plan or those of its two micro-batches, and the generation of the
+    pools at capture.
+    """
 
     batch: ForwardBatch
     plan: AttentionPlan | CapturedHalves
@@ -40,7 +45,7 @@ def _refresh(
 
 
 class DecodeGraphs(SizedGraphs[CapturedBucket]):
-    """Decode graphs by batch size. Pads a batch up to the next captured size and replays."""
+    """Decode graphs by batch size. Pads a batch to the next captured size and replays."""
 
     def __init__(
         self,
@@ -52,29 +57,35 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         needs_host_lengths: bool = False,
         halves: Halves | None = None,
     ) -> None:
-        """`needs_host_lengths`: a replay must be told lengths from the host. `halves`: a graph holds two halves that take turns, where
-        they say so."""
+        """`needs_host_lengths`: a replay needs lengths on the host.
+
+        `halves`: which graphs hold two interleaved micro-batches.
+        """
         super().__init__(registry, context, forward, buckets, registry.max_bs)
         self.backend = backend
         self._needs_host_lengths, self._halves = needs_host_lengths, halves
 
     @property
     def in_halves(self) -> tuple[int, ...]:
-        """The captured sizes whose graphs hold two halves."""
+        """The captured sizes with graphs of two micro-batches."""
         return tuple(size for size in self.sizes if isinstance(self._captured[size].plan, CapturedHalves))
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """The batch has a bucket, and no input that the graphs do not read; its lengths are on the host if need be."""
+        """Return whether there is a bucket and the graph reads all inputs; host lengths must be
+        there if needed.
+        """
         if self.bucket_for(batch.batch_size) is None or (self._needs_host_lengths and batch.seq_lens_cpu is None):
             return False
         return self._reads_all(batch)
 
     def path(self, batch: ForwardBatch) -> str:
-        """The mechanism and the bucket."""
+        """Return mechanism and bucket."""
         return f"{self.backend.kind}:{self.bucket_for(batch.batch_size)}"
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [B, H]: a view of the graph's output, which the next replay overwrites."""
+        """Return hidden states [B, H]: a view of the graph's output, which the next replay
+        overwrites.
+        """
         size, attention = self.bucket_for(batch.batch_size) or 0, self._context.attn_backend
         captured = self._captured[size]
         check_generation(str(size), captured.generation, self._context)

@@ -14,20 +14,22 @@ from sglcore.runtime.streams import Streams
 
 @dataclass(frozen=True, slots=True)
 class FullStep:
-    """A captured forward and its output buffer. `step` holds what the segment reads: model, batch, plan."""
+    """A captured forward and its output buffer. `step` keeps alive what the segment reads: model,
+    batch, plan.
+    """
 
     segment: Segment
     output: Tensor
     step: Step
 
     def replay(self, update: HostUpdate | None) -> Tensor:
-        """Queue it; the output is overwritten by the next replay."""
+        """Queue the graph; the next replay overwrites the output."""
         self.segment.replay(update)
         return self.output
 
 
 class FullGraphs:
-    """Decode graphs over a stream capture. `kind` is how paths name it."""
+    """Decode graphs over a stream capture. `kind` is their name in `path`."""
 
     kind: str = "full"
 
@@ -35,7 +37,7 @@ class FullGraphs:
         self.recorder = Recorder(capture, streams)
 
     def capture(self, step: Step) -> FullStep:
-        """Run once to warm up (lazy libraries, tuners), once under capture."""
+        """Run once to warm up (lazy libraries, autotuners), then once under capture."""
         step()
         with self.recorder.record() as segment:
             output = step()

@@ -1,4 +1,6 @@
-"""Fewer buckets where a device bounds the captured pieces that may exist at a time. Sizes in, sizes out."""
+"""Reduces the number of buckets if a device bounds the number of captured pieces. Pure functions of
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,18 @@ from dataclasses import dataclass
 from sglcore.device.ledger import Row
 
 MOST_CAPTURED = 256
-"""Requests of the largest decode graph that is captured unasked. A capture queues a step and computes nothing."""
+"""Requests of the largest decode graph that is captured by default. A capture queues a step,
+computes nothing.
+"""
 MOST_RECORDED = 64
-"""The same where a step has to be computed to be recorded."""
+"""The same for devices that must compute a step to record it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Sizes of decode batches, one captured piece each, and of prompts, of `pieces` each."""
+    """Sizes of decode batches, one captured piece each, and of prefills, `pieces` captured pieces
+    each.
+    """
 
     decode: tuple[int, ...]
     prompts: tuple[int, ...] = ()
@@ -23,17 +29,21 @@ class Buckets:
 
     @property
     def count(self) -> int:
-        """Captured pieces of all sizes together."""
+        """Number of captured pieces of all sizes together."""
         return len(self.decode) + len(self.prompts) * self.pieces
 
 
 def batch_sizes(most: int) -> tuple[int, ...]:
-    """Powers of two below `most` requests, and that: a batch is padded to at most twice its size."""
+    """Return the powers of two below `most`, and `most`: padding at most doubles a batch."""
     return (*(1 << power for power in range((most - 1).bit_length())), most)
 
 
 def within(asked: Buckets, most: int | None) -> Buckets:
-    """Buckets of at most `most` pieces: prompts are thinned first, then decode; the largest of each stays as long as any."""
+    """Return buckets with at most `most` pieces: prefill sizes are thinned first, then decode
+    sizes.
+
+    The largest size of each kind is dropped last.
+    """
     if most is None or asked.count <= most:
         return asked
     decode = thinned(asked.decode, most)
@@ -41,7 +51,7 @@ def within(asked: Buckets, most: int | None) -> Buckets:
 
 
 def thinned(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """At most `most` of the sizes, ascending, evenly spread from the largest down."""
+    """Return at most `most` of the sizes, ascending, evenly spread from the largest down."""
     ordered = sorted(set(sizes))
     if len(ordered) <= most:
         return tuple(ordered)
@@ -50,7 +60,7 @@ def thinned(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def limit_row(asked: Buckets, fit: Buckets, most: int | None) -> Row | None:
-    """What the ledger says of sizes that were left out; None if none were."""
+    """Return the ledger row for sizes that were left out; None if none were."""
     if asked == fit:
         return None
     wanted = f"{len(asked.decode)} of decode, {len(asked.prompts)} of prompts"

@@ -1,4 +1,4 @@
-"""A forward in pieces: captured segments, and between them the calls that are never captured."""
+"""A forward in pieces: captured segments, and uncaptured calls between them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,30 @@ from sglcore.runtime.graphs.capture import Recorder, Segment
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
-    """A call between segments with the memory around it: inputs that a segment wrote, and the output that the next one
-    reads. All calls share it."""
+    """A call between segments, with the inputs that a segment wrote and the output that the next
+    one reads.
+
+    All calls share this memory.
+    """
 
     call: Callable[..., Tensor]
     inputs: tuple[Any, ...]
     output: Tensor
 
     def run(self, num_tokens: int) -> None:
-        """Call it on the first rows. Rows beyond keep finite values of an older step, which no real row reads."""
+        """Call it on the first rows. Later rows keep finite values of an older step, which no real
+        row reads.
+        """
         rows = [value[:num_tokens] if isinstance(value, Tensor) else value for value in self.inputs]
         self.output[:num_tokens].copy_(self.call(*rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Segments and eager calls in order, and the output of the last; `step` holds what they read: model, batch, weights."""
+    """Segments and eager calls in order, and the output of the last.
+
+    `step` keeps alive what they read: model, batch, weights.
+    """
 
     parts: list[Segment | EagerCall]
     output: Tensor
@@ -50,15 +58,18 @@ class Pieces:
 
 
 class Uncaptured:
-    """Segments of a forward that warms up: every call gives zeros, so that no cell of a request is written, and the memory
-    between segments gets ready. `has_calls`: something asked for them."""
+    """Segments of a warm-up forward: every call returns zeros, so that no request's cell is
+    written.
+
+    Also allocates the memory between segments. `has_calls`: an operation used the segments.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self.has_calls = False
         self._recorder = recorder
 
     def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Zeros."""
+        """Return zeros without calling."""
         self.has_calls = True
         self._recorder.leave(inputs)
         self._recorder.between("result", inputs[0])
@@ -66,7 +77,9 @@ class Uncaptured:
 
 
 class Captured:
-    """Segments of a forward that is captured; `parts` are those that ended, and the calls between them."""
+    """Segments of a forward under capture; `parts` are the finished segments and the calls between
+    them.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self.parts: list[Segment | EagerCall] = []
@@ -74,13 +87,17 @@ class Captured:
         self._open = ExitStack()
 
     def run(self, step: Step) -> Tensor:
-        """The output of a step, the last of whose segments ends with it. Raises what the step or the capture raises."""
+        """Return the output of a step; the last segment ends with it. Raises what step or capture
+        raises.
+        """
         with self._open:
             self._begin()
             return step()
 
     def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """End a segment, begin the next. Copied on both sides, so that the pool is free to reuse what only one of them needs."""
+        """End a segment and begin the next. Inputs and output are copied, so that the pool can
+        reuse their memory.
+        """
         left, result = self._recorder.leave(inputs), self._recorder.between("result", inputs[0])
         self._open.close()
         self.parts.append(EagerCall(call, left, result))
@@ -92,8 +109,10 @@ class Captured:
 
 
 def record_pieces(recorder: Recorder, step: Step) -> Pieces:
-    """Run a step once to warm up, then under capture: one segment up to each call between, and one after the last. Raises
-    ConfigError for one that asks for no segments: its attention would be captured."""
+    """Run a step once to warm up, then under capture, split into segments at each uncaptured call.
+
+    Raises ConfigError for a step without such calls: its attention would be captured.
+    """
     first, captured = Uncaptured(recorder), Captured(recorder)
     _run_with(first, step)
     if not first.has_calls:

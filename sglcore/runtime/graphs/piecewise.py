@@ -1,4 +1,6 @@
-"""Piecewise graphs: a prompt's forward compiled as one graph, split at attention; the pieces are captured."""
+"""Piecewise graphs: a prefill forward compiled as one graph and split at attention; the pieces are
+captured.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,16 @@ from sglcore.runtime.graphs.pieces import Pieces, record_pieces
 from sglcore.runtime.streams import Streams
 
 PieceCompiler: TypeAlias = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-"""Compiles one piece for the example inputs it is called with."""
+"""Compiles one piece for example inputs."""
 
 
 def as_traced(piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """No compiler: the piece as it was traced."""
+    """Return the piece as it was traced, without compiling it."""
     return piece
 
 
 def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Torch's own compiler for the device."""
+    """Compile the piece with torch's compiler for the device."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(piece, list(inputs))  # pyright: ignore[reportReturnType]  a callable for a GraphModule
@@ -38,7 +40,9 @@ def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]
 
 @dataclass(slots=True)
 class SplitForward:
-    """A traced forward whose attention calls are modules of their own, and the arguments it was called with."""
+    """A traced forward with each attention call as a module, and the arguments it was called
+    with.
+    """
 
     module: fx.GraphModule
     compiler: PieceCompiler
@@ -46,8 +50,10 @@ class SplitForward:
     arguments: tuple[Any, ...] = ()
 
     def run(self) -> Tensor:
-        """Run the pieces in order, attention between segments where there are some, and keep no value beyond its last use.
-        Compiles a piece when it is first reached."""
+        """Run the pieces in order, with attention between segments if there are any.
+
+        Each value is dropped after its last use. A piece is compiled when it is first reached.
+        """
         values: dict[fx.Node, Any] = {}
         arguments = iter(self.arguments)
         last = _last_uses(self.module.graph)
@@ -77,7 +83,9 @@ class SplitForward:
 
 
 class PiecewiseGraphs(FullGraphs):
-    """Full decode graphs, and compiled prompts in pieces, over one pool. `prompt_kind` is how paths name those."""
+    """Full decode graphs and compiled prefill graphs in one pool. `prompt_kind` names the latter in
+    `path`.
+    """
 
     prompt_kind: str = "piecewise"
 
@@ -86,7 +94,9 @@ class PiecewiseGraphs(FullGraphs):
         self._compiler = compiler
 
     def capture_prompt(self, forward: Forward, batch: ForwardBatch) -> Pieces:
-        """Trace the forward, split it at attention, compile each piece and capture it. Takes seconds or more."""
+        """Trace the forward, split it at attention, compile and capture each piece. Takes seconds
+        or more.
+        """
         return record_pieces(self.recorder, trace(lambda: forward(batch), self._compiler).run)
 
 
@@ -96,7 +106,9 @@ def _between(attention: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tenso
 
 
 def trace(step: Callable[[], Tensor], compiler: PieceCompiler = as_traced) -> SplitForward:
-    """One call of `step` as a split graph; nothing of it is run. Raises where it can not be traced whole."""
+    """Return one call of `step` as a split graph, without running it. Raises if it cannot be traced
+    whole.
+    """
     found: list[SplitForward] = []
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -117,14 +129,19 @@ def trace(step: Callable[[], Tensor], compiler: PieceCompiler = as_traced) -> Sp
 
 
 def _alone(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same function with code of its own: torch keeps what it compiled, and bounds how often, by the code object."""
+    """Return a copy of the function with a code object of its own.
+
+    Torch caches compiled code, and limits recompilation, by code object.
+    """
     assert isinstance(step, FunctionType)
     code = step.__code__.replace()
     return FunctionType(code, step.__globals__, step.__name__, step.__defaults__, step.__closure__)
 
 
 def split_at_attention(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with each attention call, and each run of nodes between two, as a module."""
+    """Return the graph with each attention call, and each run of nodes between two of them, as a
+    module.
+    """
     part = 0
     parts: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
@@ -149,7 +166,7 @@ def _attention_in(module: Any) -> fx.Node | None:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The last node that takes each node's value."""
+    """Return the last user of each node's value."""
     return {passed: node for node in graph.nodes for passed in node.all_input_nodes}
 
 
@@ -160,7 +177,7 @@ def _attribute(module: Any, path: str) -> Any:
 
 
 def _hidden(outputs: Any) -> Tensor:
-    """The one result of a forward."""
+    """Return the only output of a forward."""
     if isinstance(outputs, Tensor):
         return outputs
     if len(outputs) != 1:
@@ -169,7 +186,7 @@ def _hidden(outputs: Any) -> Tensor:
 
 
 def _fake_outputs(module: fx.GraphModule) -> tuple[Tensor, ...]:
-    """Empty tensors in place of what the graph would give."""
+    """Return uninitialised tensors with the shapes of the graph's outputs."""
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     fakes = [node.meta["example_value"] for node in output.args[0]]
     return tuple(torch.empty(fake.shape, dtype=fake.dtype, device=fake.device) for fake in fakes)

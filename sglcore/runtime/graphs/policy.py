@@ -1,4 +1,6 @@
-"""What both policies share: graphs by size, a generation that must hold, inputs that graphs do not read."""
+"""What both graph policies share: graphs by size, pool generations, and inputs that graphs do not
+read.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ Captured = TypeVar("Captured")
 
 
 def generation(context: ForwardContext) -> tuple[int, int]:
-    """Those of the KV pool and of the states, whose addresses a graph bakes in."""
+    """Return the generations of KV pool and states; a graph depends on their addresses."""
     states = context.state_pool
     return context.attn_backend.generation, 0 if states is None else states.generation
 
@@ -36,19 +38,19 @@ def check_generation(what: str, captured: tuple[int, int], context: ForwardConte
 
 
 def absent_inputs(captured: ForwardBatch) -> tuple[str, ...]:
-    """Inputs of a model that a captured batch does not have, so that its graph can not read them."""
+    """Return the model inputs that a captured batch does not have; its graph does not read them."""
     inputs = [s for s in specs(type(captured)) if s.is_buffered or s.axis is Axis.TOKENS or s.split is Split.NESTED]
     return tuple(spec.name for spec in inputs if getattr(captured, spec.name) is None)
 
 
 def carry_host_arrays(batch: ForwardBatch, captured: ForwardBatch) -> None:
-    """Give a captured batch what another one keeps on the host."""
+    """Copy the host arrays of a batch to a captured batch."""
     for spec in host_arrays(type(batch)):
         setattr(captured, spec.name, getattr(batch, spec.name))
 
 
 def read_host_arrays(captured: ForwardBatch) -> None:
-    """Mirror the tensors of a captured batch on the host, as they are now. Waits."""
+    """Mirror the present tensors of a captured batch on the host. Waits."""
     for spec in host_arrays(type(captured)):
         tensor = getattr(captured, spec.mirror) if spec.mirror else None
         if tensor is not None:
@@ -56,24 +58,27 @@ def read_host_arrays(captured: ForwardBatch) -> None:
 
 
 def real_view(registry: BufferRegistry, batch: ForwardBatch) -> ForwardBatch:
-    """The batch's real rows over the registry's buffers."""
+    """Return the batch's real rows as views of the registry's buffers."""
     return batch if registry.owns(batch) else registry.extract_buffer(batch, batch.batch_size, batch.num_tokens)
 
 
 def planned(view: ForwardBatch, context: ForwardContext) -> forward_context:
-    """The scope of one forward of `view`, planned first if it is not. A plan for another forward raises StalePlanError."""
+    """Return the context of one forward of `view`; plan first if needed.
+
+    Raises StalePlanError for a plan of another forward.
+    """
     if view.needs_forward_metadata_init(context.attn_backend):
         view.mark_forward_metadata_ready(context.attn_backend.plan(view))
     return forward_context(replace(context, batch=view))
 
 
 class SizedGraphs(ABC, Generic[Captured]):
-    """Graphs of one kind of step by size. What each was captured with is kept, because it reads that."""
+    """Graphs of one kind of step, by size. Keeps alive what each graph reads."""
 
     def __init__(
         self, registry: BufferRegistry, context: ForwardContext, forward: Forward, sizes: Iterable[int], most: int
     ) -> None:
-        """Captures nothing yet; the registry keeps its size from here on. Sizes above `most` are left out."""
+        """Freeze the registry; captures nothing yet. Sizes above `most` are left out."""
         self.registry = registry
         self.sizes = tuple(sorted(size for size in set(sizes) if 0 < size <= most))
         self._context = context
@@ -83,17 +88,17 @@ class SizedGraphs(ABC, Generic[Captured]):
         registry.freeze()
 
     def capture(self) -> Iterator[int]:
-        """Capture every size, the largest first; yields each when it is done."""
+        """Capture every size, the largest first; yield each size when it is done."""
         for size in reversed(self.sizes):
             self._captured[size] = self._capture(size)
             yield size
 
     def drop(self) -> None:
-        """Forget the captured graphs; the mechanism frees them."""
+        """Drop the captured graphs; the mechanism frees them."""
         self._captured.clear()
 
     def bucket_for(self, size: int) -> int | None:
-        """The smallest captured size that holds so much; None if there is none."""
+        """Return the smallest captured size of at least `size`; None if there is none."""
         place = bisect_left(self.sizes, size)
         return self.sizes[place] if size and place < len(self.sizes) else None
 
@@ -101,7 +106,7 @@ class SizedGraphs(ABC, Generic[Captured]):
     def _capture(self, size: int) -> Captured: ...
 
     def _static_batch(self, batch_size: int, num_tokens: int, mode: ForwardMode) -> ForwardBatch:
-        """A batch of padding over the registry's buffers."""
+        """Return a batch of padding over the registry's buffers."""
         template = self.registry.view(batch_size, num_tokens, extend=mode is ForwardMode.EXTEND)
         template.forward_mode = mode
         self.registry.fill_from(template, FillContext(0, batch_size, 0, num_tokens))
@@ -110,5 +115,5 @@ class SizedGraphs(ABC, Generic[Captured]):
         return batch
 
     def _reads_all(self, batch: ForwardBatch) -> bool:
-        """The batch brings none of the inputs that the graphs do not read."""
+        """Return whether the batch has no input that the graphs do not read."""
         return all(getattr(batch, name) is None for name in self._absent)

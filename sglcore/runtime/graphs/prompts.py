@@ -1,4 +1,6 @@
-"""The policy of prompt graphs: a bucket is a number of tokens, attention runs on the real rows under an eager plan."""
+"""Policy of prefill graphs: a bucket is a number of tokens; attention runs on the real rows with an
+eager plan.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ from sglcore.runtime.graphs.backend import CapturedPrompt, Forward, PromptBacken
 from sglcore.runtime.graphs.policy import SizedGraphs, check_generation, generation, planned, real_view
 
 SMALLEST = 16
-"""The smallest token bucket; prompts of less than half of it run eagerly."""
+"""The smallest token bucket; prefills of less than half of it run eagerly."""
 MOST_PADDING = 2
-"""A bucket holds at most this many times the real tokens."""
+"""Maximum ratio of a bucket's tokens to the real tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptForward:
-    """What prompt graphs are captured of: a forward, the registry of prompts at its final size, and token buckets."""
+    """What prefill graphs capture: a forward, the prefill registry at its final size, and token
+    buckets.
+    """
 
     forward: Forward
     registry: BufferRegistry
@@ -30,7 +34,7 @@ class PromptForward:
 
 @dataclass(frozen=True, slots=True)
 class CapturedTokens:
-    """A captured token bucket with its static batch, and the generation of the pools it was captured on."""
+    """A captured token bucket with its static batch, and the generation of the pools at capture."""
 
     batch: ForwardBatch
     generation: tuple[int, int]
@@ -38,7 +42,9 @@ class CapturedTokens:
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
-    """Powers of two and the points midway between them, from SMALLEST to `most`, and `most` itself."""
+    """Return the powers of two from SMALLEST and the midpoints between them, below `most`, and
+    `most`.
+    """
     sizes, size = {most}, SMALLEST
     while size < most:
         sizes |= {size, min(size * 3 // 2, most)}
@@ -47,7 +53,7 @@ def token_buckets(most: int) -> tuple[int, ...]:
 
 
 class PromptGraphs(SizedGraphs[CapturedTokens]):
-    """Graphs of prompts and mixed steps by number of tokens."""
+    """Graphs of prefill and mixed steps, by number of tokens."""
 
     def __init__(self, backend: PromptBackend, context: ForwardContext, forward: PromptForward) -> None:
         registry = forward.registry
@@ -55,12 +61,16 @@ class PromptGraphs(SizedGraphs[CapturedTokens]):
         self.backend = backend
 
     def bucket_for(self, size: int) -> int | None:
-        """The smallest captured number of tokens that holds so many; None if there is none, or if most were padding."""
+        """Return the smallest bucket that holds `size` tokens; None if there is none or padding
+        exceeds MOST_PADDING.
+        """
         found = super().bucket_for(size)
         return None if found is None or found > MOST_PADDING * size else found
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """A prompt or mixed step that has a bucket, and no input that the graphs do not read."""
+        """Return whether this is a prefill or mixed step with a bucket, and the graph reads all its
+        inputs.
+        """
         if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
             return False
         if self.bucket_for(batch.num_tokens) is None or batch.batch_size > self.registry.max_bs:
@@ -68,11 +78,13 @@ class PromptGraphs(SizedGraphs[CapturedTokens]):
         return self._reads_all(batch)
 
     def path(self, batch: ForwardBatch) -> str:
-        """The mechanism and the bucket."""
+        """Return mechanism and bucket."""
         return f"{self.backend.prompt_kind}:{self.bucket_for(batch.num_tokens)}"
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, H]: a view of the graph's output, which the next replay overwrites."""
+        """Return hidden states [T, H]: a view of the graph's output, which the next replay
+        overwrites.
+        """
         size = self.bucket_for(batch.num_tokens)
         assert size is not None
         captured = self._captured[size]

@@ -1,4 +1,6 @@
-"""Shadow mode: now and then a replayed forward also runs eagerly on the same inputs, and both must agree."""
+"""Shadow mode: every Nth replayed forward also runs eagerly on the same inputs, and both must
+agree.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from sglcore.runtime.graphs.backend import Step
 from sglcore.runtime.memory.states import StatePool
 
 TOLERANCE = MappingProxyType({torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2})
-"""Allowed error of a row, relative to the largest value of the row: padding changes the order of sums, no more."""
+"""Allowed error of a row, relative to its largest value: padding changes only the order of sums."""
 
 
 class ShadowMismatch(RuntimeError):
@@ -22,7 +24,7 @@ class ShadowMismatch(RuntimeError):
 
 
 class Shadow:
-    """Compares every Nth replay. `replays` and `compared` count."""
+    """Compares every Nth replay. `replays` and `compared` are counters."""
 
     def __init__(self, every: int) -> None:
         if every < 1:
@@ -32,12 +34,14 @@ class Shadow:
         self.compared = 0
 
     def is_due(self) -> bool:
-        """Count one replay; whether it is to be compared."""
+        """Count one replay; return whether to compare it."""
         self.replays += 1
         return self.replays % self.every == 0
 
     def compare(self, path: str, replayed: Tensor, eager: Tensor) -> None:
-        """Hidden states [T, H] of both; raises ShadowMismatch. Waits for the device."""
+        """Compare hidden states [T, H]; raise ShadowMismatch if they differ. Waits for the
+        device.
+        """
         self.compared += 1
         error = _difference(replayed, eager).amax(dim=1)
         limit = TOLERANCE[eager.dtype] * eager.float().nan_to_num().abs().amax(dim=1).clamp(min=1e-3)
@@ -53,7 +57,7 @@ class Shadow:
 
 
 def _difference(one: Tensor, other: Tensor) -> Tensor:
-    """|one - other| in float32; 0 where both are NaN, or the same infinity."""
+    """Return |one - other| in float32; 0 where both are NaN or the same infinity."""
     one, other = one.float(), other.float()
     same = (one == other) | (one.isnan() & other.isnan())
     return torch.where(same, 0.0, (one - other).abs())
@@ -61,8 +65,11 @@ def _difference(one: Tensor, other: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a forward goes on from and writes beside cells: states of slots int[B], and rows of tensors, what states take in later among
-    them, with what they held."""
+    """A copy of what a forward reads and overwrites, except KV cells.
+
+    The states of slots int[B], and rows of other tensors with their values; for models with
+    recurrent layers, the kept state inputs of verified tokens are among these.
+    """
 
     pool: StatePool | None
     slots: Tensor
@@ -71,7 +78,7 @@ class Held:
 
     @classmethod
     def of(cls, context: ForwardContext, batch: ForwardBatch) -> Held:
-        """Of a batch whose inputs are on the device, copied."""
+        """Copy for a batch with its inputs on the device."""
         pool, rows = context.state_pool, list(context.attn_backend.rows_of(batch))
         if pool is not None and batch.run_rows is not None:
             rows += pool.rows_of(batch.run_rows)
@@ -83,11 +90,11 @@ class Held:
         return cls(pool, slots, states, [(tensor, places, tensor[places]) for tensor, places, _ in rows])
 
     def now(self) -> Held:
-        """The same places with what they hold now."""
+        """Copy the present values of the same places."""
         return self._read(self.pool, self.slots, self.rows)
 
     def write(self) -> None:
-        """Put it back."""
+        """Restore the copied values."""
         if self.pool is not None:
             self.pool.write(self.slots, self.states)
         for tensor, places, values in self.rows:
@@ -95,7 +102,9 @@ class Held:
 
 
 def leaving_cells(context: ForwardContext, batch: ForwardBatch, forward: Step) -> Tensor:
-    """What `forward` returns, with the KV cells of the batch's tokens put back: its last bits differ from the replay's."""
+    """Run `forward` and restore the KV cells of the batch's tokens, because eager values differ in
+    the last bits.
+    """
     kept = []
     for layer in context.layers:
         pool, cells = context.attn_backend.cells_of(layer, batch)

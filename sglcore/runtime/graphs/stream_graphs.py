@@ -1,4 +1,4 @@
-"""Every kind of graph over one way to capture a stream: what a device with stream capture offers."""
+"""All kinds of graphs for a device with stream capture."""
 
 from __future__ import annotations
 
@@ -14,25 +14,30 @@ from sglcore.runtime.graphs.piecewise import PiecewiseGraphs, as_traced, inducto
 from sglcore.runtime.streams import Streams
 
 GraphFactory: TypeAlias = Callable[[Facts, Streams], GraphBackend]
-"""What `DevicePackage.graphs` names."""
+"""The type of the entries of `DevicePackage.graphs`."""
 
 
 def stream_graphs(
     make_capture: Callable[[], StreamCapture], *, compiles: bool = False
 ) -> tuple[GraphFactory, GraphFactory, GraphFactory]:
-    """The factories of full, breakable and piecewise graphs. `compiles`: torch has a compiler for the device, which piecewise
-    graphs use unless kernels are interpreted; where it has none, their pieces are as they were traced."""
+    """Return the factories of full, breakable and piecewise graphs.
+
+    `compiles`: torch has a compiler for the device. Piecewise graphs use it, except with
+    interpreted kernels; without a compiler, pieces run as traced.
+    """
 
     def full(facts: Facts, streams: Streams) -> GraphBackend:
-        """Decode graphs."""
+        """Return decode graphs."""
         return FullGraphs(make_capture(), streams)
 
     def breakable(facts: Facts, streams: Streams) -> GraphBackend:
-        """Decode graphs, and prefill graphs between which attention runs eagerly."""
+        """Return decode graphs, and segmented prefill graphs with eager attention between
+        segments.
+        """
         return BreakableGraphs(make_capture(), streams)
 
     def piecewise(facts: Facts, streams: Streams) -> GraphBackend:
-        """Decode graphs, and prefill traced as one graph and split at attention."""
+        """Return decode graphs, and prefill graphs traced as one graph and split at attention."""
         return PiecewiseGraphs(make_capture(), streams, inductor if compiles and not _interpreted() else as_traced)
 
     return full, breakable, piecewise

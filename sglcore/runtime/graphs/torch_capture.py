@@ -1,5 +1,8 @@
-"""Stream capture through a graph object with the names that torch gives its own: `capture_begin`, `capture_end`, `replay`,
-`reset`. A device whose torch module has such a class brings the class and the pool's handle, nothing else.
+"""Stream capture with a graph class like torch's own: `capture_begin`, `capture_end`, `replay`,
+`reset`.
+
+A device with such a class in its torch module provides the class and the pool's handle, nothing
+else.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from sglcore.runtime.graphs.capture import Segment
 from sglcore.runtime.streams import entered
 
 ERRORS = "thread_local"
-"""Only what this thread does can break its capture."""
+"""Only operations of this thread can invalidate its capture."""
 
 
 class GraphSegment:
@@ -25,18 +28,21 @@ class GraphSegment:
         self._graph = graph
 
     def replay(self, update: HostUpdate | None = None) -> None:
-        """Queue it on the current stream."""
+        """Queue the graph on the current stream."""
         assert update is None, "this graph takes no update"
         self._graph.replay()
 
     def reset(self) -> None:
-        """Free it; its memory goes back to the pool."""
+        """Free the graph; its memory goes back to the pool."""
         self._graph.reset()
 
 
 class TorchCapture:
-    """Captures what is queued on a stream; other threads may go on using the device. `error_mode`: what `capture_begin` takes
-    for that; None: these graphs take none."""
+    """Captures the work queued on a stream; other threads may use the device meanwhile.
+
+    `error_mode`: the `capture_error_mode` of `capture_begin`; None: these graphs have no such
+    parameter.
+    """
 
     def __init__(
         self,
@@ -52,7 +58,7 @@ class TorchCapture:
 
     @contextmanager
     def capture(self, stream: torch.Stream, pool: Any) -> Iterator[Segment]:
-        """Record the work that the block queues; raises what the block or the driver raised."""
+        """Record the work that the block queues; raises what the block or the driver raises."""
         graph = self._make_graph()
         with entered(stream):
             graph.capture_begin(pool=pool, **self._options)
@@ -61,7 +67,7 @@ class TorchCapture:
 
 
 class Pool:
-    """The memory of torch's own graphs of an accelerator: that of the first one that was captured."""
+    """The memory of torch's accelerator graphs: the pool id of the first captured graph."""
 
     __slots__ = ("id",)
 
@@ -70,15 +76,15 @@ class Pool:
 
 
 class AcceleratorCapture:
-    """The same through torch's own graph of an accelerator, which some extensions serve (torch 2.12 and later)."""
+    """Captures with torch's device-independent graph class (torch 2.12 and later)."""
 
     def make_pool(self) -> Pool:
-        """Nothing yet."""
+        """Return an empty pool."""
         return Pool()
 
     @contextmanager
     def capture(self, stream: torch.Stream, pool: Any) -> Iterator[Segment]:
-        """Record the work that the block queues; raises what the block or the driver raised."""
+        """Record the work that the block queues; raises what the block or the driver raises."""
         accelerator: Any = torch.accelerator  # an older torch, with which this is not chosen, has no such name
         graph = accelerator.Graph(pool=pool.id, capture_error_mode=ERRORS)
         with entered(stream):
@@ -90,7 +96,7 @@ class AcceleratorCapture:
 
 @contextmanager
 def _begun(graph: Any) -> Iterator[None]:
-    """A capture that has begun; it ends with the block."""
+    """End a capture that has begun when the block ends."""
     try:
         yield
     except BaseException:

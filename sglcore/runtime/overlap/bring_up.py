@@ -1,4 +1,4 @@
-"""The steps of a bring-up that are there for prompts by slices of layers."""
+"""The bring-up steps of prefill slices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ BEHIND = "a stream of its own, behind that of decode steps"
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """How slices stand beside decode steps, one of `step.slices.LANES`, and why; the parts of a device that is divided."""
+    """How prefill slices share the device with decode steps, and why.
+
+    `kind` is one of `step.slices.LANES`; `parts` are the streams of a partitioned device.
+    """
 
     kind: str
     why: str
@@ -47,14 +50,16 @@ class Lane:
 
     @property
     def is_beside(self) -> bool:
-        """They run while decode steps do."""
+        """True if slices run concurrently with decode steps."""
         return self.kind != INTERLEAVE
 
 
 def lane(
     config: EngineConfig, package: DevicePackage, facts: Facts, device: torch.device, groups: Groups | None = None
 ) -> Lane:
-    """The lane that was asked for, or the best that there is. Raises ConfigError for slices that can not be read."""
+    """Return the configured lane, or the best available one. Raises ConfigError for an invalid
+    slice setting.
+    """
     between = _why_between(config, facts, groups)
     if between:
         return Lane(INTERLEAVE, between)
@@ -69,7 +74,7 @@ def lane(
 
 
 def _why_between(config: EngineConfig, facts: Facts, groups: Groups | None) -> str:
-    """Why slices run between decode steps; "": they can run beside them."""
+    """Return why slices run between decode steps; empty if they can run concurrently."""
     if slice_budget(config.prompt_slices) is None:
         return "prompts come whole"
     if config.prompt_lane == INTERLEAVE:
@@ -88,8 +93,10 @@ def slice_ledger(
     hisparse: HiSparseCoordinator | None = None,
     groups: Groups | None = None,
 ) -> DecisionLedger | None:
-    """Where what is chosen for prompts by slices is written; None: they come whole. Raises ConfigError for a setting that can not
-    be read."""
+    """Return the ledger for decisions on prefill slices; None if prompts run whole.
+
+    Raises ConfigError for an invalid setting.
+    """
     asked = config.prompt_slices
     budget = slice_budget(asked)
     if budget is None:
@@ -109,7 +116,7 @@ def _why_whole(
     hisparse: HiSparseCoordinator | None,
     groups: Groups | None,
 ) -> tuple[str, str]:
-    """Why prompts can not come by slices, and what helps; nothing if they can."""
+    """Return why prompts cannot run in slices, and the remedy; empty if they can."""
     if model.config.is_encoder or not model.sliced_layers:
         return f"the forward of {model.config.architecture} is not divided into layers", "--prompt-slices off"
     if speculation is not None:
@@ -122,6 +129,6 @@ def _why_whole(
 
 
 def slices(runner: ModelRunner, model: LoadedModel, slice_attention: AttentionBackend | None) -> Slices | None:
-    """What runs prompts by slices; None where they come whole."""
+    """Return the runner of prefill slices; None if prompts run whole."""
     sliced: Any = model
     return None if slice_attention is None else Slices(runner, sliced, slice_attention, runner.streams)

@@ -1,4 +1,6 @@
-"""What a start decides of two halves of a batch: whether there are any, from how many rows on, and their attention backends."""
+"""The bring-up steps of two-batch overlap: whether and from which size batches are split, and their
+attention backends.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 TOPIC = "two-batch overlap"
 NEVER = 1 << 30
-"""More rows than a step has."""
+"""More rows than any step has."""
 
 
 def cut_terms(
@@ -36,7 +38,9 @@ def cut_terms(
     hisparse: HiSparseCoordinator | None = None,
     groups: Groups | None = None,
 ) -> CutTerms | None:
-    """Which batches run as two halves; None: none do. Waits for all ranks where it measures."""
+    """Return which batches run as two micro-batches; None if none do. Waits for all ranks if it
+    measures.
+    """
     asked = config.two_batch_overlap
     if asked == "off":
         if groups is not None:
@@ -63,7 +67,7 @@ def cut_terms(
 
 
 def _reason_against(asked: str, hisparse: HiSparseCoordinator | None, groups: Groups | None) -> str:
-    """Why no batch may be cut; empty if some may."""
+    """Return why no batch may be split; empty if some may."""
     if hisparse is not None:
         return "rows lie in host memory, and both halves would bring theirs to the same places of the device"
     if asked == "auto" and groups is None:
@@ -72,15 +76,18 @@ def _reason_against(asked: str, hisparse: HiSparseCoordinator | None, groups: Gr
 
 
 def _reason_of_shards(model: LoadedModel, theta: float, pools: Pools, groups: Groups | None) -> str:
-    """Why shards of requests can not agree on cuts; empty if they can. They know of states and of encoders, and of nothing else for
-    which no request is cut."""
+    """Return why data-parallel shards cannot agree on splits; empty if they can.
+
+    Shards know of recurrent states and encoders, but of no other reason against splitting a
+    request.
+    """
     if groups is None or groups.place.topology.dp == 1 or theta or pools.states is not None or model.config.is_encoder:
         return ""
     return "shards of requests agree on where they are cut, and do not know that blocks of rows are not parted"
 
 
 def _theta(model: LoadedModel, pools: Pools, attention: AttentionBackend) -> tuple[float, str]:
-    """How even halves must be, and what that means."""
+    """Return how even micro-batches must be, with a description."""
     from sglcore.runtime.attention.sparse.compressed import COMPRESSED
 
     if pools.states is not None:
@@ -93,8 +100,12 @@ def _theta(model: LoadedModel, pools: Pools, attention: AttentionBackend) -> tup
 
 
 def _align(theta: float, groups: Groups | None) -> int:
-    """Of how many tokens the first half of prompts has a multiple: with whole experts rows are divided among the ranks, which otherwise
-    would add rows to both halves. Where requests are not cut, boundaries matter more; shards agree on cuts without knowing of it."""
+    """Return the number that must divide the tokens of the first micro-batch of a prefill.
+
+    With whole experts, rows are divided among the ranks; an uneven split would pad both
+    micro-batches. 1 if requests are not split, because their boundaries matter more, and with
+    data-parallel shards, which agree on splits without this number.
+    """
     if not theta or groups is None or groups.place.topology.dp > 1 or not groups.has_experts_whole:
         return 1
     return groups.attn_tp.size
@@ -109,8 +120,11 @@ def _told(terms: CutTerms) -> str:
 
 
 def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig, layers: int) -> tuple[CutTerms | None, str]:
-    """By the cost of one of `layers` layers as this rank measured it, the terms of all: of every rank's the ones that cut least, and
-    the largest staggers. A rank by itself would send others into collectives that it does not join."""
+    """Return the terms of all ranks, from the layer cost that each rank measured.
+
+    The largest thresholds and staggers of all ranks: a rank with terms of its own would make others
+    enter collectives that it does not join.
+    """
     rows = config.max_batch_tokens
     found = _for_all(cost.least_rows(rows) or NEVER, groups)
     decode = _for_all(cost.least_rows(config.max_requests) or NEVER, groups)
@@ -128,19 +142,21 @@ def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig, layers
 
 
 def _for_all(rows: int, groups: Groups) -> int:
-    """The most of all ranks."""
+    """Return the maximum over all ranks."""
     return -groups.tp.least(-rows)
 
 
 def second_ledger(cut_terms: CutTerms | None, ledger: DecisionLedger) -> DecisionLedger | None:
-    """Where what is decided for the second half goes; None: there are no halves."""
+    """Return the ledger for decisions on the second micro-batch; None without micro-batches."""
     return None if cut_terms is None else ledger.about("second half:")
 
 
 def halves(
     cut_terms: CutTerms | None, attention: AttentionBackend, second_attention: AttentionBackend | None
 ) -> Halves | None:
-    """What runs batches as two halves: the first on the runner's own backend, the second on one like it."""
+    """Return the runner of two micro-batches: the first on the runner's own backend, the second on
+    another one.
+    """
     if cut_terms is None or second_attention is None:
         return None
     return Halves((attention, second_attention), cut_terms)

@@ -1,4 +1,7 @@
-"""Two halves of a decode inside one captured graph: the cut is that of the bucket, so it never changes; the plans are refreshed."""
+"""Two micro-batches of a decode in one captured graph.
+
+The split is that of the bucket and never changes; the plans are refreshed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from sglcore.runtime.overlap.halves import Halves, Model
 
 @dataclass(frozen=True, slots=True)
 class CapturedHalves:
-    """The halves of one bucket: where it is cut, and the plan of each."""
+    """The two micro-batches of one bucket: where it is split, and the plan of each."""
 
     halves: Halves
     cut: int
@@ -23,7 +26,7 @@ class CapturedHalves:
 
     @staticmethod
     def of(halves: Halves, size: int) -> CapturedHalves | None:
-        """Of the decodes of `size` rows; None for those that run whole."""
+        """Return the micro-batches of decodes with `size` rows; None if these run whole."""
         cut = halves.terms.of_decode(size)
         if not cut:
             return None
@@ -32,8 +35,10 @@ class CapturedHalves:
         return CapturedHalves(halves, cut, plans)
 
     def refresh(self, batch: ForwardBatch) -> None:
-        """Bring both plans up to date with a captured batch, before a replay. Raises TypeError for a backend that would have to tell
-        the graph something: a graph takes one update."""
+        """Update both plans for a captured batch before a replay.
+
+        Raises TypeError for a backend with graph updates: a graph takes one.
+        """
         parts = self.halves.parts(batch, self.cut)
         backend: Any
         for backend, plan, part in zip(self.halves.backends, self.plans, parts, strict=True):
@@ -41,7 +46,10 @@ class CapturedHalves:
                 raise TypeError(f"{type(backend).__name__} updates captured graphs, which can not hold two halves")
 
     def forward(self, model: Model, context: ForwardContext, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, H] of the captured batch. Inside of the capture: how many rows of a half are real is worked out there."""
+        """Return hidden states [T, H] of the captured batch. Runs inside the capture.
+
+        The number of real rows of each micro-batch is computed on the device.
+        """
         parts = self.halves.parts(batch, self.cut)
         for part, plan in zip(parts, self.plans, strict=True):
             part.mark_forward_metadata_ready(plan)

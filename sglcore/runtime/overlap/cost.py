@@ -1,9 +1,11 @@
-"""When two halves that take turns are faster than the whole: a model of one layer, by numbers that were measured.
+"""Predicts when two interleaved micro-batches are faster than the whole batch, from measured costs
+of a layer.
 
-A layer computes for c seconds and waits for m; what of c does not shrink with the rows (weights are read twice) is its share e. The
-whole takes c + m. Two halves take the longer of what they compute, (1 + e) c, and of what they wait for, each half by itself, where one
-always computes while the other waits. How far the first is ahead decides what is left of that where pieces between waits are not
-alike.
+A layer computes for c seconds and waits for m seconds. The share e of c does not shrink with the
+rows, because weights are read twice. The whole batch takes c + m. If one micro-batch always
+computes while the other waits, two take the larger of (1 + e) c and the sum of their waits. If the
+pieces between waits differ, the number of waits by which the first is ahead decides how much of
+that is reached.
 """
 
 from __future__ import annotations
@@ -14,25 +16,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Seconds of something done with `rows` rows: `fixed`, and `each` for every row."""
+    """Seconds as a function of rows: `fixed` plus `each` per row."""
 
     fixed: float
     each: float
 
     def seconds(self, rows: float) -> float:
-        """Of so many."""
+        """Return the seconds for `rows` rows."""
         return self.fixed + self.each * rows
 
     @staticmethod
     def through(few: tuple[int, float], many: tuple[int, float]) -> Affine:
-        """By (rows, seconds) of two measurements; neither number is below zero."""
+        """Fit two measurements (rows, seconds); neither coefficient is negative."""
         each = max((many[1] - few[1]) / (many[0] - few[0]), 0.0)
         return Affine(max(many[1] - each * many[0], 0.0), each)
 
 
 def in_turns(pieces: Sequence[tuple[float, float]], stagger: int) -> float:
-    """Seconds of two halves that each compute and then wait, piece after piece, and take turns where they wait, the first `stagger` waits
-    ahead: one device, and one link, on which one message goes at a time."""
+    """Simulate two micro-batches that compute and wait piece by piece; return the seconds.
+
+    They alternate at waits, with the first `stagger` waits ahead. There is one device, and one link
+    that carries one message at a time.
+    """
     device = link = 0.0
     arrived, places = [0.0, 0.0], [0, 0]
     half, ahead = 0, stagger
@@ -52,48 +57,59 @@ def in_turns(pieces: Sequence[tuple[float, float]], stagger: int) -> float:
 
 STAGGERS = (0, 1, 2)
 SETTLED = 4
-"""Layers after which one takes as long as the next."""
+"""Layers after which each further layer takes the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """A layer's computing and its waiting for other ranks. `parts`: what shares of both lie in each piece that it computes before it
-    waits."""
+    """A layer's compute time and its wait time for other ranks.
+
+    `parts`: the shares of both in each piece, which computes and then waits.
+    """
 
     compute: Affine
     waiting: Affine
     parts: tuple[tuple[float, float], ...] = ((0.5, 0.5), (0.5, 0.5))
 
     def pieces(self, rows: float, layers: int) -> list[tuple[float, float]]:
-        """What so many layers compute before each wait, and how long that is."""
+        """Return (compute seconds, wait seconds) of each piece of `layers` layers."""
         computing, waiting = self.compute.seconds(rows), self.waiting.seconds(rows)
         return [(part * computing, waits * waiting) for part, waits in self.parts] * layers
 
     def stagger(self, rows: int, layers: int) -> int:
-        """By how many pauses the first of two halves is best ahead; the fewest of those that are equally good."""
+        """Return the best number of waits by which the first micro-batch is ahead; the smallest if
+        several are equal.
+        """
         pieces = self.pieces(rows / 2, layers)
         return min(STAGGERS, key=lambda stagger: (round(in_turns(pieces, stagger), 9), stagger))
 
     def whole(self, rows: int) -> float:
-        """Seconds of a layer of so many rows."""
+        """Return the seconds of a layer with `rows` rows."""
         return self.compute.seconds(rows) + self.waiting.seconds(rows)
 
     def halves(self, rows: int) -> float:
-        """The same of two halves that are best staggered, in the midst of many layers. Where its pieces are alike, what is hidden is all
-        but the longer of both."""
+        """Return the seconds per layer of two micro-batches with the best stagger, in the steady
+        state.
+
+        If the pieces of a layer are equal, everything but the larger of compute and wait is hidden.
+        """
         few, many = self.pieces(rows / 2, SETTLED), self.pieces(rows / 2, 2 * SETTLED)
         return min(in_turns(many, stagger) - in_turns(few, stagger) for stagger in STAGGERS) / SETTLED
 
     def hideable(self, rows: int) -> float:
-        """Seconds that halves hide at best: the shorter of what they compute and what they wait for."""
+        """Return the seconds that micro-batches hide at best: the smaller of their compute and wait
+        time.
+        """
         return 2 * min(self.compute.seconds(rows / 2), self.waiting.seconds(rows / 2))
 
     def share(self, rows: int) -> float:
-        """e: the part of the computing that is there for any number of rows."""
+        """Return e: the share of compute time that does not depend on the rows."""
         return self.compute.fixed / self.compute.seconds(rows)
 
     def least_rows(self, most: int) -> int | None:
-        """From how many rows on halves are faster, a power of two of at most `most` rows; None: from no such number."""
+        """Return the least power of two, up to `most`, from which on micro-batches are faster; None
+        if none is.
+        """
         found, rows = None, 1 << max(most.bit_length() - 1, 0)
         while rows >= 2 and self.halves(rows) < self.whole(rows):
             found, rows = rows, rows // 2

@@ -1,4 +1,6 @@
-"""A batch as two halves: each with its own plan, workspace and context, taking turns where collectives are waited for."""
+"""A batch as two micro-batches, each with its own plan, workspace and context, interleaved at
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ Model = Callable[[ForwardBatch], Tensor]
 
 
 class Halves:
-    """Runs batches as two halves, by an attention backend for each."""
+    """Runs batches as two micro-batches, with an attention backend for each."""
 
     def __init__(self, backends: tuple[AttentionBackend[Any], AttentionBackend[Any]], terms: CutTerms) -> None:
-        """Raises ValueError for one backend given twice: the second half would overwrite what the first is still to read."""
+        """Raises ValueError if both backends are the same: the second micro-batch would overwrite
+        the first's workspace.
+        """
         if backends[0] is backends[1]:
             raise ValueError(
                 "both halves were given one attention backend; wanted one for each, with its own workspace"
@@ -33,8 +37,11 @@ class Halves:
         self.backends, self.terms = backends, terms
 
     def cut_of(self, batch: ForwardBatch) -> int | None:
-        """Tokens of its first half, or None for a batch that runs whole: a function of what every rank knows. Where shards of requests
-        agreed on a step that is their plan alone, and an idle one's halves are empty; else it is the lengths."""
+        """Return the tokens of the first micro-batch, or None for a batch that runs whole.
+
+        The result depends only on what every rank knows: the step plan if data-parallel shards
+        agreed on one (an idle shard's micro-batches are empty), else the lengths.
+        """
         if batch.step_plan is not None:
             return self._planned_cut(batch.step_plan)
         if refusal(batch):
@@ -46,22 +53,25 @@ class Halves:
         return self.terms.of_decode(batch.batch_size // width, width) or None
 
     def _planned_cut(self, plan: StepPlan) -> int | None:
-        """All shards that have rows have enough of them, or no shard is cut."""
+        """Return the planned split; None unless all shards with rows have enough of them."""
         least = self.terms.least_decode if plan.is_decode else self.terms.least
         if plan.cuts is None or any(0 < rows < least for rows in plan.global_num_tokens):
             return None
         return plan.cuts[plan.shard]
 
     def run(self, model: Model, context: ForwardContext, batch: ForwardBatch, cut: int) -> Tensor:
-        """Hidden states [T, H] of a batch whose first half has `cut` tokens. `context` is what both halves have in common. Does not
-        wait for the device; raises what one half raises, once the other has been ended."""
+        """Return hidden states [T, H] of a batch split after `cut` tokens.
+
+        `context` is common to both micro-batches. Does not wait for the device. Raises what one
+        micro-batch raises, after the other has been ended.
+        """
         parts = self.parts(batch, cut)
         for part, backend in zip(parts, self.backends, strict=True):
             part.mark_forward_metadata_ready(backend.plan(part))
         return self.forward(model, context, parts)
 
     def parts(self, batch: ForwardBatch, cut: int) -> tuple[ForwardBatch, ForwardBatch]:
-        """Its halves, neither planned."""
+        """Return the two micro-batches, without plans."""
         first, second = filter_batch(batch, 0, cut), filter_batch(batch, cut, batch.num_tokens)
         plan = batch.step_plan
         if plan is not None and plan.cuts is not None:
@@ -69,7 +79,7 @@ class Halves:
         return first, second
 
     def forward(self, model: Model, context: ForwardContext, parts: tuple[ForwardBatch, ForwardBatch]) -> Tensor:
-        """Hidden states [T, H] of two halves that are planned."""
+        """Return hidden states [T, H] of two planned micro-batches."""
         contexts = [
             replace(context, attn_backend=backend, batch=part)
             for backend, part in zip(self.backends, parts, strict=True)

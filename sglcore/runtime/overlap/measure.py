@@ -1,4 +1,4 @@
-"""What a layer costs here, measured before the first step: products as large as its own, and the collectives that end its blocks."""
+"""Measures the cost of a layer before the first step: products of its size, and its collectives."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ BURSTS, IN_BURST = 3, 4
 
 
 def layer_cost(config: EngineConfig, model: LoadedModel, groups: Groups, device: torch.device) -> LayerCost:
-    """Of one layer on this rank. Every rank calls this; waits for all. Products of `rows` with a square matrix stand for those of the
-    layer, by the number of its elements; attention's own scores are left out, which makes the computing too short, and so the gain."""
+    """Return the cost of one layer on this rank. Every rank calls this; waits for all.
+
+    Products of `rows` with a square matrix stand for those of the layer, scaled by the number of
+    elements. Attention scores are left out, which underestimates compute time, and so the gain.
+    """
     size, many = model.config.hidden_size, max(config.max_batch_tokens, 64)
     few = many // 8
     weight = torch.zeros(size, size, dtype=model.dtype, device=device)
@@ -36,8 +39,11 @@ def layer_cost(config: EngineConfig, model: LoadedModel, groups: Groups, device:
 
 
 def _waits(rows: int, like: torch.Tensor, model: LoadedModel, groups: Groups) -> list[float]:
-    """Seconds that a layer waits for each of its collectives: a sum behind attention, and behind the feed-forward block another, or
-    where experts are whole what goes to them and comes back."""
+    """Return the seconds of each collective of a layer.
+
+    An all-reduce after attention, and one after the feed-forward block; with whole experts,
+    dispatch and combine instead of the second.
+    """
     behind = _seconds(groups.tp.all_reduce, rows, like, groups)
     moe = model.config.moe
     if moe is None or not groups.has_experts_whole:
@@ -49,7 +55,9 @@ def _waits(rows: int, like: torch.Tensor, model: LoadedModel, groups: Groups) ->
 
 
 def _elements(model: LoadedModel) -> tuple[float, float]:
-    """Of the matrices of a layer's attention, and of its feed-forward block, that a token passes."""
+    """Return the matrix elements that a token uses in a layer's attention and in its feed-forward
+    block.
+    """
     config = model.config
     heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     inside = config.intermediate_size

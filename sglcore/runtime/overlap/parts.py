@@ -1,4 +1,6 @@
-"""Streams of a device whose compute units can be divided: prompts by slices keep to some of them, beside decode steps on all."""
+"""Streams limited to part of a device's compute units: prefill slices use some, decode steps
+all.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,11 @@ from sglcore.step.shares import prompt_units
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The compute units of a device, as `DevicePackage.partition` gives it. Kernels of `stream(n)`, a new stream, run on n of its
-    `units` alone, the same ones each time; n is a `multiple`. Raises ConfigError where that can not be had."""
+    """The compute units of a device, as returned by `DevicePackage.partition`.
+
+    `stream(n)` returns a new stream with kernels limited to n of the `units`, always the same ones;
+    n is divisible by `multiple`. Raises ConfigError if that is not possible.
+    """
 
     units: int
     multiple: int
@@ -24,7 +29,10 @@ class Partition:
 
 
 def make_parts(package: DevicePackage, device: torch.device) -> tuple[tuple[Part, ...], int]:
-    """A stream for each share, and how many units the device has. Raises ConfigError where it can not be divided."""
+    """Return a stream for each share, and the device's number of units.
+
+    Raises ConfigError if the device cannot be partitioned.
+    """
     if package.partition is None:
         raise ConfigError(f"the package of {package.name!r} divides no compute units")
     partition: Partition = resolve(package.partition, package.name)(device)

@@ -1,11 +1,12 @@
-"""A prompt by slices of layers: what its layers hand on stays here between two slices, while other steps run.
+"""Prefill in slices of layers: keeps the state between two slices while other steps run.
 
-It has an attention backend of its own over the same pools, so that a decode step between two slices plans elsewhere. The plan
-is made once; a slice whose batch is not as it was planned is an error.
+Slices have an attention backend of their own over the same pools, so that a decode step between two
+slices does not overwrite the plan. The plan is made once; a slice with a changed batch is an error.
 
-On a lane, a stream of their own, slices run beside decode steps. The lane waits for the inputs, steps behind the last slice for
-the lane; between them neither waits for the other: they write to cells, states and slots of different requests. Where the device is
-divided, each prompt has the lane of one part, by how many rows decode beside it.
+With a lane, slices run on a stream of their own, concurrently with decode steps. The lane waits for
+the inputs, and steps after the last slice wait for the lane. In between neither waits, because they
+write to cells, states and slots of different requests. On a partitioned device each prompt uses the
+stream of one part, chosen by the number of decode rows.
 """
 
 from __future__ import annotations
@@ -32,23 +33,25 @@ from sglcore.step.shares import share
 
 
 class SlicedModel(Protocol):
-    """A model whose forward is `embed`, `run_layers` over all layers, and `finish`."""
+    """A model with a forward in parts: `embed`, `run_layers` over all layers, and `finish`."""
 
     @property
     def sliced_layers(self) -> int:
-        """How many layers it has."""
+        """Number of layers."""
         ...
 
     def embed(self, batch: ForwardBatch) -> Any:
-        """What the first layer starts from."""
+        """Return the input state of the first layer."""
         ...
 
     def run_layers(self, state: Any, first: int, last: int) -> Any:
-        """The state after the layers first <= i < last; the one before is used up."""
+        """Run the layers first <= i < last and return the new state; the old one must not be used
+        again.
+        """
         ...
 
     def finish(self, state: Any) -> Tensor:
-        """Hidden states [T, H] after the last norm."""
+        """Return hidden states [T, H] after the last norm."""
         ...
 
 
@@ -75,24 +78,33 @@ class OpenPrompt:
 
 
 class Slices:
-    """Runs the open prompt's layers. One prompt is open at a time; the next one that opens takes its place."""
+    """Runs the layers of the open prompt. One prompt is open at a time; opening another replaces
+    it.
+    """
 
     def __init__(
         self, runner: ModelRunner, model: SlicedModel, attention: AttentionBackend, streams: Streams = Streams()
     ) -> None:
-        """`attention` is not the runner's own, and over the same pools. Slices run on the lane of `streams`, if it has one, or its parts."""
+        """`attention` is not the runner's own backend, and has the same pools.
+
+        Slices run on the lane of `streams` or on its parts, if it has any.
+        """
         self._runner, self._model, self._attention = runner, model, attention
         self._forward, self._lane, self._parts = streams.forward, streams.lane, streams.parts
         self._open: OpenPrompt | None = None
 
     def forget(self) -> None:
-        """Nobody wants the open prompt any more. What is queued from here on waits until the device has done with its inputs."""
+        """Drop the open prompt. Later work waits until the device has finished reading its
+        inputs.
+        """
         if self._open is not None:
             self._open = None
             self._join()
 
     def end(self) -> Passed | None:
-        """The end of what was queued last, for which no other step waits. None without streams."""
+        """Return an event after the work queued last, for which no other step waits. None without
+        streams.
+        """
         stream = self._forward if self._lane is None else self._lane
         return None if stream is None else Passed(stream)
 
@@ -104,7 +116,9 @@ class Slices:
         arrays: StagedArrays | None,
         inputs: SamplingInputs,
     ) -> None:
-        """Embed and plan a prompt, which is the open one from now on. All of its slices run on one stream. Does not wait."""
+        """Embed and plan a prompt and make it the open one. All its slices run on one stream. Does
+        not wait.
+        """
         if self._parts:
             self._lane = self._parts[share(host.decode_rows)].stream
         if self._lane is not None and self._forward is not None:
@@ -117,10 +131,11 @@ class Slices:
         self._open = OpenPrompt(host, rows, staged, arrays, inputs, view, state)
 
     def run(self, first: int, last: int) -> tuple[OpenPrompt, Tensor | None]:
-        """The layers first <= i < last of the open prompt; with the last one its hidden states [T, H], and it is open no more.
+        """Run the layers first <= i < last of the open prompt; the last layers return hidden states
+        [T, H].
 
-        Raises ValueError for layers that are not the next ones, and StalePlanError where batch or pools are not those of
-        the plan. Does not wait.
+        The prompt is then closed. Raises ValueError if these are not the next layers, and
+        StalePlanError if batch or pools changed since the plan. Does not wait.
         """
         prompt = self._open
         if prompt is None or first != prompt.done or not first < last <= self._model.sliced_layers:
@@ -140,13 +155,13 @@ class Slices:
         return nullcontext() if self._lane is None else entered(self._lane)
 
     def _join(self) -> None:
-        """What runs from here on on the forward stream waits for the lane."""
+        """Make the forward stream wait for the lane."""
         if self._lane is not None and self._forward is not None:
             self._forward.wait_stream(self._lane)
 
 
 class Passed:
-    """The end of what was queued on a stream, where a step's results would be: there are none."""
+    """Takes the place of a step's readback for a slice without results: an event on its stream."""
 
     __slots__ = ("_event",)
 
@@ -156,10 +171,10 @@ class Passed:
 
     @property
     def kept(self) -> list[Tensor]:
-        """Nothing: what layers hand on is used on this stream alone."""
+        """Nothing: the state between layers is used on this stream only."""
         return []
 
     def read(self) -> list[NDArray]:
-        """No tokens. Waits for the stream to come here."""
+        """Wait for the stream to reach the event; return no tokens."""
         self._event.synchronize()
         return [np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool)]

@@ -1,7 +1,9 @@
-"""Two functions take turns in one thread: where one would wait, it pauses, and the other runs on.
+"""Interleaves two functions in one thread: where one would wait, it pauses, and the other
+continues.
 
-Each has a context of its own, so that what one sets in a context variable the other never sees; the second has a greenlet of its
-own too. What torch keeps by thread (the current stream, inference mode) is common to both, and neither may change it across a pause.
+Each function has its own context variables; the second runs in its own greenlet. State that torch
+keeps per thread (current stream, inference mode) is shared, and neither may change it across a
+pause.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ Result = TypeVar("Result")
 
 
 def _goes_on() -> None:
-    """There is no other."""
+    """Do nothing: there is no other function to switch to."""
 
 
 class Turn:
-    """That of one of two functions: `pause` lets the other run until that one pauses or ends."""
+    """The turn of one of two functions: `pause` lets the other run until it pauses or ends."""
 
     __slots__ = ("_skips", "_switch", "pause")
 
     def __init__(self, switch: Callable[[], object], skips: int = 0) -> None:
-        """`switch` goes to the other. The first `skips` pauses are none."""
+        """`switch` goes to the other function. The first `skips` pauses do nothing."""
         self._switch, self._skips = switch, skips
         self.pause: Callable[[], object] = self._skip if skips else switch
 
@@ -35,25 +37,30 @@ class Turn:
             self.pause = self._switch
 
     def goes_on(self) -> None:
-        """From here on nobody runs while this one pauses."""
+        """Make later pauses do nothing: the other function does not run any more."""
         self.pause = _goes_on
 
 
 _turn: ContextVar[Turn | None] = ContextVar("sglcore_turn", default=None)
 
 current_turn: Callable[[], Turn | None] = _turn.get
-"""That of the function which runs, where another takes turns with it."""
+"""Returns the turn of the running function; None if it is not interleaved with another."""
 
 
 def pause() -> None:
-    """Here something is waited for: the other of two functions runs until it pauses too. Does nothing elsewhere."""
+    """Let the other function run until it pauses; call before a wait. Does nothing without another
+    function.
+    """
     turn = _turn.get()
     if turn is not None:
         turn.pause()
 
 
 class _Second(Generic[Result]):
-    """The second of two functions, in a greenlet beside that of the first, into which what it raises goes where that one paused."""
+    """Runs the second function in its own greenlet.
+
+    An exception in it is raised in the first function, at the point where that one paused.
+    """
 
     __slots__ = ("_first", "_function", "_turn", "error", "result", "strand")
 
@@ -66,7 +73,7 @@ class _Second(Generic[Result]):
         self._first, self._turn = Turn(self.strand.switch, stagger), Turn(getcurrent().switch)
 
     def beside(self, function: Callable[[], Result]) -> Result:
-        """What the first gives."""
+        """Run the first function and return its result."""
         _turn.set(self._first)
         return function()
 
@@ -81,14 +88,18 @@ class _Second(Generic[Result]):
             self._first.goes_on()
 
     def finish(self) -> None:
-        """Run to its end, by itself."""
+        """Run the second function to its end."""
         self._turn.goes_on()
         while not self.strand.dead:
             self.strand.switch()
 
     def ended(self, error: BaseException) -> BaseException:
-        """`error` came out of the first, by itself or because of this one, which ends where it paused: its `finally` blocks run, and
-        nothing pauses any more. What was raised first, with the other as a note."""
+        """Return the exception to raise after `error` left the first function, and end the second
+        one.
+
+        The second function ends at its pause: its `finally` blocks run, without further pauses. The
+        result is the exception that was raised first, with the other one as a note.
+        """
         self._first.goes_on()
         self._turn.goes_on()
         first, second = self.error or error, error
@@ -103,8 +114,11 @@ class _Second(Generic[Result]):
 
 
 def take_turns(first: Callable[[], Result], second: Callable[[], Result], stagger: int = 0) -> tuple[Result, Result]:
-    """What both give. The first starts, and is `stagger` pauses ahead: it goes through so many before the second starts. Raises what
-    one of them raised, once the other has been ended where it paused; what that raises meanwhile becomes a note."""
+    """Run both functions interleaved and return both results.
+
+    The first starts and passes `stagger` pauses before the second starts. Raises what one of them
+    raised, after the other was ended at its pause; an exception from that is added as a note.
+    """
     other = _Second(second, stagger)
     try:
         result = copy_context().run(other.beside, first)

@@ -1,4 +1,4 @@
-"""A group of one rank: the operations of a `Group`, and nobody to wait for."""
+"""A group of one rank, with the operations of a `Group`. Nothing waits."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from sglcore.runtime.parallel.handle import Finished, Handle
 
 
 class Alone:
-    """Every operation gives what this rank has."""
+    """Every operation returns the local value."""
 
     rank, size = 0, 1
 
     def goes_into(self, graph: str) -> bool:
-        """There is nothing to hold."""
+        """Return True: there is nothing to capture."""
         return True
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """`x` itself."""
+        """Return `x`."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[1, *shape of x]."""
+        """Return `x` as [1, *shape of x]."""
         return x.unsqueeze(0)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """`x` itself."""
+        """Return `x`."""
         return x
 
     def all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """`x` itself."""
+        """Return `x`."""
         return x
 
     def launch_all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Handle:
-        """`x` itself."""
+        """Return `x` as a finished handle."""
         return Finished(x)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """`x` itself."""
+        """Return `x`."""
         return x
 
     def least(self, value: int) -> int:
-        """The number itself."""
+        """Return `value`."""
         return value

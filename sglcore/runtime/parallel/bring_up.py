@@ -1,4 +1,4 @@
-"""What a start decides about ranks beyond their number."""
+"""The bring-up decisions for several ranks, other than their number."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ TOLD: Mapping[str, str] = MappingProxyType(
         "fixed": "a place for each row of each rank at every expert, so that no shape depends on the routing",
     }
 )
-"""The references, and what they do."""
+"""The reference dispatchers, with descriptions for the ledger."""
 
 
 def choose_dispatcher(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> MakeDispatcher:
-    """What carries rows to their experts: by name, else the device's own, else the reference with ragged rows. Where experts are
-    dealt out that is a row of the ledger. Raises ConfigError for a name that nobody offers."""
+    """Return the expert dispatcher: by name, else the device's own, else the ragged reference.
+
+    Recorded in the ledger with expert parallelism. Raises ConfigError for an unknown name.
+    """
     assert package.communication is not None
     offered = package.communication.dispatchers
     asked = config.expert_dispatch

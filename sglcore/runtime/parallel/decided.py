@@ -1,4 +1,6 @@
-"""What one rank decides for all: ranks that each drew a token would differ sooner or later, and wait for each other for ever."""
+"""Sampling decided by one rank: if each rank drew its own token, ranks would diverge and wait for
+each other.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,19 @@ from sglcore.sampling.state import SampledTokens
 
 
 class SampledByOne(Sampler):
-    """A sampler whose tokens are those that rank 0 of the group draws. On the other ranks nothing is drawn, no logits are read and
-    no log-probabilities come: nobody asks them."""
+    """A sampler that returns the tokens drawn by rank 0 of the group.
+
+    The other ranks draw nothing, read no logits and return no log-probabilities, which are not
+    needed there.
+    """
 
     def __init__(self, *sizes: Any, group: AnyGroup, **own: Any) -> None:
-        """The others are those of `Sampler`."""
+        """The other parameters are those of `Sampler`."""
         super().__init__(*sizes, **own)
         self._group = group
 
     def sample(self, logits: Tensor, state: SamplingState) -> SampledTokens[Tensor]:
-        """As `Sampler.sample`, on every rank alike."""
+        """Sample as `Sampler.sample`; the result is the same on every rank."""
         if self._group.rank == 0:
             found = super().sample(logits, state)
             self._group.broadcast(found.token_ids)
@@ -32,8 +37,10 @@ class SampledByOne(Sampler):
         return SampledTokens(ids, torch.zeros(len(logits), dtype=torch.bool, device=logits.device))
 
     def leaders(self, logits: Tensor, state: SamplingState, count: int) -> tuple[Tensor, Tensor]:
-        """As `Sampler.leaders`, on every rank alike: trees of other nodes, or of nodes in another order, would be verified by rows
-        that do not fit together."""
+        """Rank candidates as `Sampler.leaders`; the result is the same on every rank.
+
+        Otherwise ranks would verify different draft trees.
+        """
         if self._group.rank == 0:
             tokens, likely = super().leaders(logits, state, count)
             both = torch.cat([tokens, likely.view(torch.int32)], 1)
@@ -43,5 +50,5 @@ class SampledByOne(Sampler):
         return tokens, likely.view(torch.float32)
 
     def decided(self, *found: Tensor) -> tuple[Tensor, ...]:
-        """As `Sampler.decided`: on every rank what rank 0 found."""
+        """Return rank 0's values on every rank."""
         return self._group.broadcast(torch.stack(found)).unbind(0)

@@ -1,7 +1,9 @@
-"""Rows go to the ranks that hold their experts, and come back: the contract of libraries that do that, and two that define correct.
+"""Expert dispatch: sends token rows to the ranks of their experts and back. The contract and two
+references.
 
-`launch_` starts and gives a handle, which is a value; `wait` consumes it. Nothing is kept between the two but in the handle, so
-several may be under way. Weights are applied where the rows came from, in a fixed order.
+`launch_` functions start and return a handle; `wait` consumes it. The handle is the only state, so
+several dispatches may be in progress. Routing weights are applied on the source rank, in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ class CapacityExceeded(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ExpertInput:
-    """Rows [R, H] for the experts of this rank, and int32 [R]: which of them each is for, by its place on this rank. With fixed
-    places some rows are nobody's: they hold zeros, and what becomes of them is not read."""
+    """Rows [R, H] for the experts of this rank, and int32 [R]: the local place of each row's
+    expert.
+
+    With fixed places some rows are padding: they are zero, and results for them are ignored.
+    """
 
     rows: Tensor
     experts: Tensor
@@ -33,43 +38,48 @@ class Dispatched(Protocol):
     """Rows on their way to their experts."""
 
     def wait(self) -> ExpertInput:
-        """What came here; once."""
+        """Return the rows that arrived here; call once."""
         ...
 
 
 class Combining(Protocol):
-    """Rows on their way back."""
+    """Expert outputs on their way back."""
 
     def wait(self) -> Tensor:
-        """[T, K, H]: of each row that this rank sent, what each of its K experts made of it; zeros for none. Once."""
+        """Return [T, K, H]: for each row of this rank the output of its K experts, 0 for no expert.
+        Call once.
+        """
         ...
 
 
 class Dispatcher(Protocol):
-    """Takes rows to their experts. `max_rows`: what a rank may bring at most (None: any number), `is_fixed`: equally many places
-    whatever is sent. Every rank calls the same in the same order, with no rows too."""
+    """Sends rows to their experts. Every rank makes the same calls in the same order, even with no
+    rows.
+    """
 
     @property
     def max_rows(self) -> int | None:
-        """Rows that a rank may bring."""
+        """Maximum rows per rank; None: any number."""
         ...
 
     @property
     def is_fixed(self) -> bool:
-        """No shape depends on the routing, and the host waits for nothing."""
+        """True if no shape depends on the routing and the host does not wait."""
         ...
 
     def launch_dispatch(self, rows: Tensor, places: Tensor) -> Dispatched:
-        """Send rows [T, H] to the places int [T, K] of their experts, counted over all ranks; -1 is no expert."""
+        """Send rows [T, H] to the places int [T, K] of their experts, counted over all ranks; -1:
+        no expert.
+        """
         ...
 
     def launch_combine(self, made: Tensor, dispatched: Dispatched) -> Combining:
-        """Send [R, H], what the experts here made of what `dispatched` brought, back."""
+        """Send expert outputs [R, H] for the rows of `dispatched` back."""
         ...
 
 
 class MakeDispatcher(Protocol):
-    """What makes dispatchers; `is_fixed` is theirs."""
+    """Makes dispatchers; `is_fixed` is theirs."""
 
     @property
     def is_fixed(self) -> bool:
@@ -77,13 +87,19 @@ class MakeDispatcher(Protocol):
         ...
 
     def __call__(self, group: AnyGroup, each: int, max_rows: int) -> Dispatcher:
-        """One among the ranks of `group`, which have places for `each` experts and bring `max_rows` rows at most."""
+        """Return a dispatcher for the ranks of `group`, with `each` expert places and at most
+        `max_rows` rows per rank.
+        """
         ...
 
 
 @dataclass(slots=True)
 class _Ragged:
-    """What was sent: `order` int64 [S] are the choices, of T * K, in the order of sending; `sent` and `received` count rows by rank."""
+    """A ragged dispatch in progress.
+
+    `order` int64 [S] are indices of the T * K choices in send order; `sent` and `received` count
+    rows by rank.
+    """
 
     rows: Handle
     experts: Handle
@@ -98,7 +114,7 @@ class _Ragged:
 
 @dataclass(slots=True)
 class _RaggedBack:
-    """What comes back, and to which choices."""
+    """A ragged combine in progress, with the dispatch that it answers."""
 
     back: Handle
     dispatched: _Ragged
@@ -111,7 +127,9 @@ class _RaggedBack:
 
 
 class RaggedDispatcher:
-    """Each rank sends what there is, a copy for each choice: by any back end that has all-to-all. The host waits for the counts."""
+    """Sends one copy of a row per choice, by any backend with all-to-all. The host waits for the
+    counts.
+    """
 
     is_fixed: ClassVar[bool] = False
     max_rows = None
@@ -142,7 +160,7 @@ class RaggedDispatcher:
 
 @dataclass(slots=True)
 class _Fixed:
-    """Rows by the rank that they are for, under way, and int32 [R]: whose each of those that come is."""
+    """A fixed dispatch in progress; `experts` int32 [R] are the experts of the rows that arrive."""
 
     rows: Handle
     experts: Tensor
@@ -154,7 +172,7 @@ class _Fixed:
 
 @dataclass(slots=True)
 class _FixedBack:
-    """What comes back, of how many rows of each rank."""
+    """A fixed combine in progress, with `max_rows` rows of each rank."""
 
     back: Handle
     places: Tensor
@@ -168,8 +186,10 @@ class _FixedBack:
 
 
 class FixedDispatcher:
-    """Every expert has a place for each row of each rank, as libraries for few rows have it: equal shapes in every step, and an end
-    of what they hold."""
+    """Gives every expert a place for each row of each rank, as low-latency libraries do.
+
+    Shapes are the same in every step; capacity is limited.
+    """
 
     is_fixed: ClassVar[bool] = True
 
@@ -178,7 +198,9 @@ class FixedDispatcher:
         self._group, self._each, self.max_rows = group, each, max_rows
 
     def launch_dispatch(self, rows: Tensor, places: Tensor) -> Dispatched:
-        """See `Dispatcher`. Raises CapacityExceeded for one row too many, before anything is sent."""
+        """See `Dispatcher`. Raises CapacityExceeded before anything is sent if there are too many
+        rows.
+        """
         count, size = len(rows), self._group.size
         if count > self.max_rows:
             raise CapacityExceeded(
@@ -198,5 +220,7 @@ class FixedDispatcher:
         return _FixedBack(self._exchanged(made), dispatched.places, self.max_rows)
 
     def _exchanged(self, rows: Tensor) -> Handle:
-        """[..., H], in the order of [ranks, each, max_rows] by the rank that it is for, to [R, H] in that by the rank that it is from."""
+        """Exchange [..., H], ordered by (target rank, each, max_rows), to [R, H], ordered by source
+        rank.
+        """
         return self._group.launch_all_to_all(rows.reshape(-1, rows.shape[-1]).contiguous())

@@ -1,6 +1,6 @@
-"""Collectives of a group of ranks, over torch.distributed with the device's own back end.
+"""Collectives of a group of ranks, over torch.distributed with the device's communication backend.
 
-Every rank of a group calls the same operations in the same order. One rank by itself is `Alone`, whose operations do nothing.
+Every rank of a group calls the same operations in the same order. A group of one rank is `Alone`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,23 @@ if TYPE_CHECKING:
     from sglcore.runtime.parallel.dispatch import Dispatcher, MakeDispatcher
 
 TIMEOUT = timedelta(seconds=30)
-"""How long a collective may wait for the other ranks. A rank that died is seen far sooner, by who watches the processes."""
+"""How long a collective may wait for the other ranks. The process monitor detects a dead rank much
+sooner.
+"""
 MEETING = timedelta(seconds=120)
-"""How long ranks may take to find each other."""
+"""How long ranks may take to connect to each other."""
 
 Collective = Callable[[bool], dist.Work | None]
-"""Starts a collective; True: it is waited for later, and the work is given."""
+"""Starts a collective. True: start it asynchronously and return the work."""
 
 
 class Group:
-    """By the names that every torch from 2.11 on has: those that take one tensor for all parts change theirs.
+    """A group of ranks 0 to size - 1; this process is `rank`. Sums are computed in place.
 
-    Ranks 0..size - 1; this process is `rank`. Sums are made in place. Whether a call waits is the back end's affair: a
-    tensor on a stream is ordered with it. In one of two halves of a batch the other half runs before it waits."""
+    Uses only functions that every torch from 2.11 on has; those that take one tensor for all parts
+    were renamed. Whether a call waits depends on the backend: a tensor on a stream is ordered with
+    it. With two micro-batches the other one runs before this one waits.
+    """
 
     def __init__(
         self,
@@ -50,56 +54,62 @@ class Group:
         checks: bool = False,
         in_graphs: bool = False,
     ) -> None:
-        """`host` has the same ranks, for tensors in host memory. `in_graphs`: captured graphs may hold sums. `checks`: before each
-        collective the ranks compare what they are about to do, and disagreement is an error that names both; slow."""
+        """`host`: a group of the same ranks for tensors in host memory.
+
+        `in_graphs`: captured graphs may hold sums. `checks`: ranks compare the operation before
+        each collective and raise an error that names both if they differ; slow.
+        """
         self.rank, self.size = rank, size
         self._group, self._host = group, host
         self._checks, self._count = checks, 0
         self._in_graphs = in_graphs
 
     def goes_into(self, graph: str) -> bool:
-        """Whether a captured graph of this kind may hold sums of this group."""
+        """Return whether a captured graph of this kind may hold sums of this group."""
         return self._in_graphs
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in `x`, which must be contiguous."""
+        """Sum `x`, which must be contiguous, over all ranks, in place."""
         self._check("all_reduce", x)
         return self._run(lambda later: dist.all_reduce(x, group=self._group, async_op=later), x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[size, *shape of x]: everybody's, by rank. `x` must be contiguous."""
+        """Gather `x`, which must be contiguous, from all ranks: [size, *shape of x]."""
         self._check("all_gather", x)
         out = x.new_empty((self.size, *x.shape))
         parts = list(out.unbind(0))
         return self._run(lambda later: dist.all_gather(parts, x, group=self._group, async_op=later), out)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Of the sum of everybody's [size * N, ...], this rank's N rows."""
+        """Sum [size * N, ...] over all ranks and return this rank's N rows."""
         self._check("reduce_scatter", x)
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         parts = list(x.chunk(self.size))
         return self._run(lambda later: dist.reduce_scatter(out, parts, group=self._group, async_op=later), out)
 
     def all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """Rows [sum of received, ...]: from each rank, in order, those that it sent here. `sent` are this rank's rows for each,
-        in order; both None: equally many."""
+        """Return rows [sum of received, ...]: those that each rank sent here, in rank order.
+
+        `sent` is this rank's number of rows for each rank, in order. Both None: the same number for
+        each.
+        """
         out, collective = self._exchange(x, sent, received)
         return self._run(collective, out)
 
     def launch_all_to_all(self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Handle:
-        """The same, under way: `x` is read until it is waited for."""
+        """Start the same exchange; `x` must not change until the handle is waited for."""
         out, collective = self._exchange(x, sent, received)
         turn = current_turn()
         work = self._started(collective, turn is not None)
         return Finished(out) if work is None or turn is None else Launched(work, turn, out, x, self.size)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """`x` as the rank `source` of this group has it, in `x`."""
+        """Overwrite `x` with that of the rank `source` of this group."""
         self._check("broadcast", x)
         return self._run(lambda later: dist.broadcast(x, group=self._group, group_src=source, async_op=later), x)
 
     def least(self, value: int) -> int:
-        """The smallest of everybody's numbers; waits for all."""
+        """Return the minimum of all ranks' numbers; waits for all."""
         found = torch.tensor(value, dtype=torch.int64)
         self._wait(lambda: dist.all_reduce(found, dist.ReduceOp.MIN, group=self._host))
         return int(found)
@@ -109,8 +119,10 @@ class Group:
         self._wait(lambda: dist.barrier(group=self._host))
 
     def part(self, name: str, groups: Sequence[Sequence[int]]) -> Group:
-        """Of these groups of ranks, which divide this one, the one of this rank; `name` tells them from other divisions. Every
-        rank calls this with the same."""
+        """Return the group of this rank in a partition of this group into `groups` of ranks.
+
+        `name` identifies the partition. Every rank calls this with the same arguments.
+        """
         backend = None if self._host is self._group else dist.get_backend(self._host)
         for ranks in groups:
             own = dist.new_group(list(ranks), timeout=TIMEOUT)
@@ -121,11 +133,11 @@ class Group:
         return found
 
     def _smaller(self, name: str, group: dist.ProcessGroup, rank: int, size: int, host: dist.ProcessGroup) -> Group:
-        """A group of some of these ranks; none other has the name."""
+        """Return a group of some of these ranks; the name is unique."""
         return Group(group, rank, size, host, checks=self._checks, in_graphs=self._in_graphs)
 
     def close(self) -> None:
-        """Leave. Others that still wait for this rank fail. Idempotent."""
+        """Leave the group. Ranks that still wait for this one fail. Idempotent."""
         if dist.is_initialized():
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()
@@ -137,8 +149,11 @@ class Group:
         return out, lambda later: dist.all_to_all_single(out, x, received, sent, group=self._group, async_op=later)
 
     def _run(self, collective: Collective, out: Tensor) -> Tensor:
-        """`out`, once it is there. Of two halves of a batch this one is launched, the other runs, and then it is waited for; what the
-        collective reads and writes is held meanwhile."""
+        """Run a collective and return `out` once it is there.
+
+        With two micro-batches the collective is launched, the other micro-batch runs, then this one
+        waits. Inputs and output stay alive meanwhile.
+        """
         turn = current_turn()
         work = self._started(collective, turn is not None)
         if turn is None or work is None:
@@ -166,7 +181,9 @@ class Group:
         return CollectiveError(f"a collective among {self.size} ranks failed: {error}")
 
     def _check(self, operation: str, x: Tensor, by_shape: bool = True) -> None:
-        """With `checks`, raise CollectiveError unless all ranks are at the same operation of a tensor of the same kind."""
+        """With `checks`, raise CollectiveError unless all ranks run the same operation on the same
+        kind of tensor.
+        """
         if not self._checks:
             return
         self._count += 1
@@ -184,9 +201,13 @@ AnyGroup = Group | Alone
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of this rank. `tp`: those that hold the layers together. `attn_tp`: those that share each request's heads; rank
-    0 of it decides what is drawn. `ep`: those among which experts are dealt out, one rank if each holds a part of all.
-    `dispatch` makes what carries rows among those, for `max_rows` of a rank."""
+    """The groups of this rank.
+
+    `tp`: the tensor-parallel ranks of the layers. `attn_tp`: the ranks that share each request's
+    heads; its rank 0 decides what is sampled. `ep`: the ranks that experts are distributed over,
+    one rank if each holds a part of every expert. `dispatch` makes expert dispatchers for
+    `max_rows` rows per rank.
+    """
 
     tp: Group
     place: Place
@@ -198,27 +219,31 @@ class Groups:
 
     @property
     def shard(self) -> int:
-        """Which shard of requests this rank serves."""
+        """The data-parallel shard of requests that this rank serves."""
         return self.place.rank % self.tp.size // self.attn_tp.size
 
     def make_dispatcher(self, each: int) -> Dispatcher:
-        """What carries rows to their experts, of which every rank of `ep` has places for `each`."""
+        """Return a dispatcher for `each` expert places on every rank of `ep`."""
         return self.dispatch(self.ep, each, self.max_rows)
 
     @property
     def has_experts_whole(self) -> bool:
-        """Each rank holds some experts, rather than a part of every one."""
+        """True if each rank holds some experts whole, False if it holds a part of every expert."""
         return self.ep.size > 1
 
     def close(self) -> None:
-        """Leave them all. Idempotent."""
+        """Leave all groups. Idempotent."""
         self.tp.close()
 
 
 def divided(
     world: Group, place: Place, communication: Communication, make: MakeDispatcher, max_rows: int = 0
 ) -> Groups:
-    """The groups of the topology; every rank calls this. `make` makes dispatchers of experts for `max_rows` rows of a rank."""
+    """Return the groups of the topology; every rank calls this.
+
+    `make` makes expert dispatchers. `max_rows` is the maximum of a step; the ranks of `attn_tp`
+    divide them.
+    """
     topology = place.topology
 
     def group(name: str) -> AnyGroup:
@@ -235,8 +260,11 @@ def divided(
 def join(
     place: Place, communication: Communication, *, checks: bool = False, make: Callable[..., Group] = Group
 ) -> Group:
-    """Meet all ranks of the topology; waits for them, MEETING at most. The limits of time of what follows are set here. `make`
-    is a device's own kind of group. Raises WorkerLost where ranks of several hosts do not find each other."""
+    """Connect all ranks of the topology; waits at most MEETING.
+
+    Sets the timeouts of later collectives. `make` makes the device's kind of group. Raises
+    WorkerLost if ranks of several hosts do not find each other.
+    """
     try:
         return _joined(place, communication, checks, make)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""A collective under way, as a value: whoever has it may wait for it, and nothing else knows of it."""
+"""A collective in progress, as a value: the holder may wait for it; no other state refers to it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ if TYPE_CHECKING:
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed, most often because another rank has ended: a consequence, not a cause."""
+    """A collective failed, usually because another rank has ended: a consequence, not a cause."""
 
 
 class Handle(Protocol):
-    """What was launched."""
+    """A launched collective."""
 
     def wait(self) -> Tensor:
-        """What came of it, of any number of calls; where two halves of a batch take turns, the other runs first. Raises
-        CollectiveError."""
+        """Return the result; can be called repeatedly. Lets the other micro-batch run first, if
+        there is one.
+
+        Raises CollectiveError.
+        """
         ...
 
     def finish(self) -> Tensor:
-        """The same, without letting the other run."""
+        """Return the result without letting the other micro-batch run."""
         ...
 
 
 class Finished:
-    """Nobody is waited for."""
+    """A result that is already there."""
 
     __slots__ = ("_result",)
 
@@ -47,12 +50,17 @@ class Finished:
 
 
 class Launched:
-    """A back end's work. It holds what is read and written until the work is done, so that neither is used again before."""
+    """Asynchronous work of a communication backend.
+
+    Keeps inputs and output alive until the work is done, so that their memory is not reused before.
+    """
 
     __slots__ = ("_held", "_result", "_size", "_turn", "_work")
 
     def __init__(self, work: dist.Work, turn: Turn, result: Tensor, held: Tensor, size: int) -> None:
-        """`turn` is that of the half which launched it, `held` what is read, and `size` how many ranks there are."""
+        """`turn` is that of the micro-batch that launched the work, `held` the input, `size` the
+        number of ranks.
+        """
         self._work: dist.Work | None = work
         self._turn, self._result, self._held, self._size = turn, result, held, size
 
@@ -74,5 +82,5 @@ class Launched:
 
 
 def wait_all(*handles: Handle) -> list[Tensor]:
-    """What came of several, which were launched one after the other: the other half runs once."""
+    """Return the results of several handles launched in a row; the other micro-batch runs once."""
     return [handles[0].wait(), *(handle.finish() for handle in handles[1:])]

@@ -1,4 +1,4 @@
-"""How long collectives of a group take, for tensors of several sizes."""
+"""Measures the duration of collectives of a group, for several tensor sizes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from torch import Tensor
 from sglcore.runtime.parallel.group import Group
 
 BURSTS = 7
-"""Of each the mean is taken, and of those the least: what else runs here only adds."""
+"""Number of bursts. The result is the smallest mean of a burst, because other work only adds
+time.
+"""
 BURST_SECONDS = 0.02
 MOST_IN_BURST = 50
 
 
 def measure(group: Group, device: torch.device, sizes: Sequence[int]) -> list[tuple[str, int, float]]:
-    """(operation, bytes, seconds) of sums and of exchanges of tensors of about `sizes` bytes on each rank. Every rank calls this with
-    the same; waits. Bytes are those that were moved: equal parts for each rank, of at least one number."""
+    """Return (operation, bytes, seconds) of all-reduce and all-to-all for tensors of about `sizes`
+    bytes per rank.
+
+    Every rank must call this with the same sizes; waits. The bytes are those of the actual tensors:
+    equal parts for each rank, at least one number each.
+    """
     found: list[tuple[str, int, float]] = []
     for size in sizes:
         columns = max(size // 4 // group.size, 1)
@@ -36,7 +42,7 @@ def _seconds(group: Group, run: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 
 def _burst(group: Group, run: Callable[[Tensor], Tensor], x: Tensor, count: int) -> float:
-    """Seconds of one of `count` in a row, until the device has done the last."""
+    """Return the mean seconds of `count` calls in a row, until the device has finished the last."""
     group.barrier()
     start = time.perf_counter()
     for _ in range(count):

@@ -1,4 +1,6 @@
-"""Which rank holds which experts, as tables: a model's experts have numbers, and each place of a rank holds one of them."""
+"""Expert placement tables: which rank holds which experts. Each place of a rank holds one
+expert.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,20 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """`held` int32[P]: the expert at each of P places of one layer, of which each rank has equally many in a row. An expert may
-    have several places, none has no place."""
+    """The placement of one layer's experts.
+
+    `held` int32[P] is the expert at each of P places. Each rank has the same number of consecutive
+    places. Every expert has at least one place.
+    """
 
     held: Ints
     num_experts: int
     num_ranks: int
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a table that loses an expert, or that ranks can not share equally."""
+        """Raise ConfigError for a table that misses an expert, or that cannot be divided equally
+        among the ranks.
+        """
         found = set(self.held.tolist())
         lost = sorted(set(range(self.num_experts)) - found)
         if lost or not found <= set(range(self.num_experts)):
@@ -38,16 +45,19 @@ class Placement:
 
     @property
     def each(self) -> int:
-        """Places of a rank."""
+        """Places per rank."""
         return len(self.held) // self.num_ranks
 
     def of_rank(self, rank: int) -> Ints:
-        """int32[each]: the experts that a rank holds, in the order of their places."""
+        """Return int32[each]: the experts of a rank, in the order of their places."""
         return self.held[rank * self.each : (rank + 1) * self.each]
 
     def places_for(self, rank: int) -> Ints:
-        """int32[E]: the place to which a rank sends rows for each expert: its own if it holds the expert, else of several the
-        one that comes first after it, so that not all ranks choose the same."""
+        """Return int32[E]: the place to which a rank sends tokens for each expert.
+
+        The rank's own place if it holds the expert, else the first one on the ranks after it, so
+        that not all ranks choose the same.
+        """
         every = np.arange(len(self.held))
         after = (every // self.each - rank) % self.num_ranks
         found = np.zeros(self.num_experts, np.int32)
@@ -58,5 +68,7 @@ class Placement:
 
 
 def in_order(num_experts: int, num_ranks: int) -> Placement:
-    """Every expert once, in a row. Raises ConfigError where they do not divide."""
+    """Place every expert once, in order. Raises ConfigError if the ranks do not divide the
+    experts.
+    """
     return Placement(np.arange(num_experts, dtype=np.int32), num_experts, num_ranks)

@@ -1,7 +1,8 @@
-"""Where token rows are, and how they move between the ranks of one step.
+"""How token rows are distributed over ranks, and how they move between the ranks of one step.
 
-A place and a value that is whole or still a sum over a group make a state; `move` is a table of what leads from one state to
-another, in one or two collectives. Where a group is one rank wide its collectives do nothing.
+A state is a distribution, and whether values are complete or partial sums over a group. `move`
+looks up the one or two collectives that lead from one state to another. In a group of one rank they
+do nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from sglcore.runtime.parallel.group import Groups
 
 
 class Rows(Enum):
-    """`LOCAL`: those of this rank's shard of requests, on each of its ranks. `SCATTERED`: of those the equal part of this rank,
-    the last ones filled up with zeros. `GLOBAL`: those of all shards side by side, on every rank."""
+    """How token rows are distributed over ranks.
+
+    `LOCAL`: each rank has all rows of its data-parallel shard. `SCATTERED`: each rank has an equal
+    part of these; the last parts are padded with zeros. `GLOBAL`: each rank has the rows of all
+    shards.
+    """
 
     LOCAL = "local"
     SCATTERED = "scattered"
@@ -27,10 +32,12 @@ class Rows(Enum):
 
 
 class RowMoves:
-    """The moves of one step on one rank; `plan` says how many rows each shard has, and `shard` which is this rank's.
+    """The row moves of one step on one rank; `plan` has each shard's number of rows, `shard` is
+    this rank's.
 
-    What is moved is used up. A partial value is a part of a sum: over the ranks of the shard for rows in `LOCAL`, over all
-    of them for `GLOBAL`. What comes out is whole."""
+    A move may overwrite its input. A partial value is a summand: of a sum over the ranks of the
+    shard for `LOCAL` rows, of a sum over all ranks for `GLOBAL` rows. Results are complete.
+    """
 
     __slots__ = ("_groups", "_plan", "_shard")
 
@@ -43,11 +50,13 @@ class RowMoves:
         return self._plan.global_num_tokens[self._shard]
 
     def move(self, x: Tensor, source: Rows, target: Rows, *, is_partial: bool = False) -> Tensor:
-        """Rows [N, ...] of one place as those of another. Raises KeyError for a move that nobody makes."""
+        """Move rows [N, ...] from one distribution to another. Raises KeyError for a move that does
+        not exist.
+        """
         return MOVES[source, target, is_partial](self, x)
 
     def own_part(self, x: Tensor) -> Tensor:
-        """Of rows in `LOCAL` those of this rank, without what fills them up in `SCATTERED`."""
+        """Return this rank's part of `LOCAL` rows, without the padding of `SCATTERED`."""
         each = self._part_size()
         return x[self._groups.attn_tp.rank * each : (self._groups.attn_tp.rank + 1) * each]
 
@@ -55,7 +64,7 @@ class RowMoves:
         return self._plan.is_padded
 
     def _own_size(self) -> int:
-        """Rows that this shard brings to an exchange."""
+        """Rows that this shard contributes to an exchange."""
         return self._plan.sizes(self._groups.attn_tp.size)[self._shard]
 
     def _part_size(self) -> int:
@@ -81,13 +90,16 @@ class RowMoves:
         return self._spread_parts(self._scatter(x)) if self._is_padded() else self._spread_by_sum(x, is_partial=True)
 
     def _spread_parts(self, x: Tensor) -> Tensor:
-        """Everybody's equal part, without what only fills up."""
+        """Gather every rank's equal part and drop the padding."""
         every = self._groups.tp.all_gather(x.contiguous())
         by_shard = every.view(len(self._plan.global_num_tokens), self._own_size(), *x.shape[1:])
         return _joined(by_shard, self._plan.global_num_tokens)
 
     def _spread_by_sum(self, x: Tensor, is_partial: bool) -> Tensor:
-        """Into zeros at the place of this shard, by one of its ranks where each has them whole, then the sum."""
+        """Write this shard's rows into zeros and sum over all ranks.
+
+        If every rank of the shard has complete rows, only one of them writes.
+        """
         starts, shard = self._plan.starts(), self._shard
         every = x.new_zeros(starts[-1], *x.shape[1:])
         if is_partial or self._groups.attn_tp.rank == 0:
@@ -110,7 +122,7 @@ def _same(moves: RowMoves, x: Tensor) -> Tensor:
 
 
 def _grown(x: Tensor, rows: int) -> Tensor:
-    """`x` with zeros behind it, so that it has so many rows."""
+    """Pad `x` with zero rows at the end to `rows` rows."""
     if len(x) == rows:
         return x
     grown = x.new_zeros(rows, *x.shape[1:])
@@ -119,7 +131,7 @@ def _grown(x: Tensor, rows: int) -> Tensor:
 
 
 def _joined(by_shard: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """[shards, N, ...] to the first rows of each, one after the other."""
+    """Concatenate the first `counts` rows of each shard in [shards, N, ...]."""
     if all(count == by_shard.shape[1] for count in counts):
         return by_shard.flatten(0, 1)
     every = by_shard.new_empty(sum(counts), *by_shard.shape[2:])
@@ -142,11 +154,14 @@ MOVES: Mapping[tuple[Rows, Rows, bool], Callable[[RowMoves, Tensor], Tensor]] = 
         (Rows.GLOBAL, Rows.LOCAL, True): RowMoves._collect,
     }
 )
-"""Which collectives lead from where to where; True: of values that are parts of a sum."""
+"""The collectives for (source, target, is_partial)."""
 
 
 def moves_of_step(groups: Groups) -> RowMoves:
-    """Those of the step that runs, as all shards agreed on it. Raises RuntimeError for a forward that nobody agreed on."""
+    """Return the moves of the running step, with the row counts that all shards agreed on.
+
+    Raises RuntimeError for a forward without such a plan.
+    """
     batch = get_forward_context().batch
     if batch is None or batch.step_plan is None:
         raise RuntimeError("found a forward of one shard of requests without a plan; wanted a step that all agreed on")
@@ -154,5 +169,7 @@ def moves_of_step(groups: Groups) -> RowMoves:
 
 
 def moves_of_shard(x: Tensor, groups: Groups) -> RowMoves:
-    """Those of the rows [T, ...] of this rank's shard among its own ranks, which need nobody's agreement."""
+    """Return the moves of rows [T, ...] among the ranks of this shard, which need no agreed
+    plan.
+    """
     return RowMoves(StepPlan((len(x),)), groups, 0)
