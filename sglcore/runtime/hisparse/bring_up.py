@@ -1,4 +1,4 @@
-"""The steps of a bring-up that are there for rows in host memory."""
+"""The bring-up steps of HiSparse: KV rows in host memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_text
 
 
 def asks_for_hisparse(asked: str | None) -> bool:
-    """Rows of which few are chosen are to lie in host memory, as a configuration says. Raises ConfigError for what can not be read."""
+    """Return whether the configuration enables HiSparse. Raises ConfigError for an invalid
+    value.
+    """
     return parse_hisparse_config(asked) is not None
 
 
 def check_swapped(asked: str | None, architecture: str, layers: Sequence[Attention]) -> None:
-    """Raise ConfigError for a model without rows for host memory, or one of which a token reads more than are to stay on the device."""
+    """Raise ConfigError for a model without sparse rows, or if a token reads more rows than the
+    device keeps.
+    """
     hisparse = parse_hisparse_config(asked)
     if hisparse is None:
         return
@@ -43,7 +47,9 @@ def check_swapped(asked: str | None, architecture: str, layers: Sequence[Attenti
 
 
 def hisparse_config(config: EngineConfig, facts: Facts, kernels: KernelTable) -> HiSparseConfig | None:
-    """What was asked for, before anything is loaded; raises ConfigError where it can not be had."""
+    """Return the parsed setting before anything is loaded. Raises ConfigError if the device cannot
+    serve it.
+    """
     asked = parse_hisparse_config(config.hisparse)
     if asked is None:
         return None
@@ -76,8 +82,10 @@ def hisparse_config(config: EngineConfig, facts: Facts, kernels: KernelTable) ->
 def beside_buffers(
     hisparse: HiSparseConfig | None, shape: SwapShape | None, facts: Facts, kept: Geometry, budget: MemoryBudget
 ) -> tuple[Geometry, MemoryBudget]:
-    """The geometry with what each request has on the device of rows in host memory, and the budget without the staging rooms.
-    Where host and device share memory, the budget is for the rows of both."""
+    """Add the per-request device buffers to the geometry and take the staging rooms off the budget.
+
+    If host and device share memory, the budget is for the rows of both.
+    """
     if hisparse is None or shape is None:
         return kept, budget
     ratio = 1.0 if facts.shares_host_memory else hisparse.host_to_device_ratio
@@ -95,7 +103,7 @@ def hisparse(
     kernels: KernelTable,
     ledger: DecisionLedger,
 ) -> HiSparseCoordinator | None:
-    """What brings rows in host memory to attention; None: all rows are on the device."""
+    """Return the coordinator of KV rows in host memory; None if all rows are on the device."""
     table, rows = pools.req_to_token, pools.token_to_kv
     shape = swap_shape(hisparse_config, model.attention_layers, sizes.max_model_len, sizes.page_size, facts.has_streams)
     if hisparse_config is None or shape is None:

@@ -1,8 +1,8 @@
-"""Between rows in host memory and attention on the device: what a decode step chose is swapped in, and a prompt's step gets the
-rows of its requests whole.
+"""Brings KV rows from host memory to attention on the device.
 
-All rows are in the pool, by the pages of all tokens, so that prefix hits, retraction and aborts are those of pages and know
-nothing of this. A slot has room for the rows that it read last; what a request leaves there counts for nobody.
+A decode step swaps in the rows that it chose; a prefill step gathers all rows of its requests. The
+pool has all rows, by pages, so that prefix hits, preemption and aborts work on pages only. Each
+slot caches the rows that it used last; what an earlier request left there is invalid.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ if TYPE_CHECKING:
     from sglcore.runtime.memory.rows import RowPool
 
 HISPARSE = "hisparse"
-"""What layers whose rows lie in host memory ask of a backend."""
+"""The feature that layers with rows in host memory need from a backend."""
 ALL = slice(None)
 
 
 @dataclass(slots=True)
 class Swapped:
-    """A decode step: `table` int32 [1, P] and `owners` int32 [T], all 0, name rows by their places in the text. `copies` are what
-    the last choice needs from the host."""
+    """The host rows of a decode step.
+
+    `table` int32 [1, P] and `owners` int32 [T], all 0, name rows by their positions in the text.
+    `copies` are the rows that the last choice needs from the host.
+    """
 
     table: Tensor
     owners: Tensor
@@ -43,24 +46,29 @@ class Swapped:
     copies: Copies | None = None
 
     def choose(self, layer_id: int, chosen: Tensor, slots: Tensor) -> Tensor:
-        """int32 [T, K]: what the indexer of a layer chose, by the plan's names, of tokens of slots int32 [T], as rows of what `read`
-        gives. Once a layer and step. Runs inside graphs."""
+        """Return int32 [T, K]: the device rows of the entries that an indexer chose, as rows of
+        `read`.
+
+        `slots` int32 [T] are those of the tokens. Call once per layer and step. Runs inside graphs.
+        """
         rows, self.copies = self.hisparse.swap_in(layer_id, chosen, slots)
         return rows
 
     def read(self, layer_id: int) -> Iterator[tuple[slice, Tensor]]:
-        """Tokens of a forward and the rows that were chosen for them on the device, until the next are asked for. Once a layer
-        and step, when all of the step is stored. Runs inside graphs."""
+        """Yield all tokens and the device rows chosen for them, valid until the next choice.
+
+        Call once per layer and step, after the step's rows are stored. Runs inside graphs.
+        """
         assert self.copies is not None
         yield ALL, self.hisparse.load(layer_id, self.copies)
 
 
 HostRows = Swapped | Staged
-"""Where a forward finds rows that lie in host memory; its `table` and `owners` say by which names it chooses them."""
+"""Where a forward finds rows in host memory; `table` and `owners` say how its choices name them."""
 
 
 class HiSparseCoordinator:
-    """Of the layers that read what an indexer chooses, their own or that of a layer before. Made once; its addresses never change."""
+    """Serves the layers that read an indexer's choice. Made once; its addresses never change."""
 
     def __init__(
         self,
@@ -69,8 +77,11 @@ class HiSparseCoordinator:
         token_to_kv_pool: RowPool,
         kernels: KernelTable,
     ) -> None:
-        """Every slot of the page table has what the shape says. `missed` int32 [indexers, slots]: rows that each token of the last decode
-        step needed from the host."""
+        """Allocates the buffers of the shape for every slot of the page table.
+
+        `missed` int32 [indexers, slots]: rows that each token of the last decode step needed from
+        the host.
+        """
         self.shape, self.req_to_token_pool, self.kernels = shape, req_to_token_pool, kernels
         slots, device = len(req_to_token_pool.page_table), req_to_token_pool.page_table.device
         self._stores = {layer_id: token_to_kv_pool.rows(layer_id, name) for layer_id, name in shape.names.items()}
@@ -92,12 +103,12 @@ class HiSparseCoordinator:
 
     @property
     def num_bytes(self) -> int:
-        """What was allocated on the device for slots and staging rooms."""
+        """Bytes allocated on the device for slots and staging rooms."""
         tables = self._held, self._order, self._where, self.missed
         return sum(each.nbytes for each in (*tables, *self._buffers.values())) + self._rooms.num_bytes
 
     def plan(self, batch: ForwardBatch) -> HostRows:
-        """For one forward, and the first copies of a prompt's."""
+        """Plan one forward; start the first copies of a prefill."""
         if batch.extend_seq_lens is None:
             return self.capture_plan(batch.num_tokens)
         staged = plan_parts(batch, self.req_to_token_pool, self.shape.rows_per_page, self._rooms)
@@ -105,13 +116,16 @@ class HiSparseCoordinator:
         return staged
 
     def capture_plan(self, num_tokens: int) -> Swapped:
-        """Of any decode step of so many tokens."""
+        """Return the plan of any decode step of `num_tokens` tokens."""
         owners = torch.zeros(num_tokens, dtype=torch.int32, device=self._places.device)
         return Swapped(self._places, owners, self)
 
     def swap_in(self, layer_id: int, chosen: Tensor, slots: Tensor) -> tuple[Tensor, Copies]:
-        """Places on the device, int32 [T, K], for what the indexer of a layer chose for tokens of slots int32 [T], and the copies of what
-        is not there: of its layer, and of those behind it that choose nothing."""
+        """Return device rows int32 [T, K] of the chosen entries, and the copies of missing ones.
+
+        The copies hold for this layer and the layers after it without an indexer. `slots` int32
+        [T].
+        """
         group, rows = self._groups[layer_id], torch.empty_like(chosen)
         copies = Copies(chosen.new_empty(2, *chosen.shape), self.missed[group, : len(slots)])
         state = self._held[group], self._order[group], self._where[group]
@@ -120,25 +134,31 @@ class HiSparseCoordinator:
         return rows, copies
 
     def load(self, layer_id: int, copies: Copies) -> Tensor:
-        """The rows of a layer on the device, with these."""
+        """Copy the missing rows of a layer to the device and return its buffer."""
         buffer = self._buffers[layer_id]
         self.kernels.copy_rows(self._stores[layer_id], buffer, copies.loads, copies.counts)
         return buffer
 
     def count(self, batch: ScheduleBatch) -> StepSwaps[Tensor]:
-        """What came of a step whose forward has just been queued. Once a step; does not wait."""
+        """Return the swap statistics of the step that was just queued. Once per step; does not
+        wait.
+        """
         if not batch.forward_mode.is_decode:
             return StepSwaps.of(self._sizes, batch, None)
         missed = self.missed[:, : batch.batch_size].sum(1, dtype=torch.int32)
         return StepSwaps.of(self._sizes, batch, missed)
 
     def enter(self, slots: Tensor) -> None:
-        """Slots int32 [N] are given to requests, none of whose rows is on the device. Does not wait."""
+        """Invalidate the cached rows of slots int32 [N], which now belong to new requests. Does not
+        wait.
+        """
         self._held[:, slots] = -1
 
 
 def rows_read(host: HostRows | None, layer: Attention, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Tokens and what they read of a layer: all of `rows`, which are on the device, or what `host` gives."""
+    """Yield tokens and the rows that they read of a layer: all `rows` on the device, or those of
+    `host`.
+    """
     if host is None or swapped_rows(layer.rows) is None:
         yield ALL, rows
     else:
@@ -146,5 +166,5 @@ def rows_read(host: HostRows | None, layer: Attention, rows: Tensor) -> Iterator
 
 
 def names_of(host: HostRows | None) -> tuple[Tensor, Tensor] | None:
-    """As `choose_rows` takes them."""
+    """Return the `named` parameter of `choose_rows`."""
     return None if host is None else (host.table, host.owners)

@@ -1,4 +1,6 @@
-"""What the device has of rows that lie in host memory: by one value it is budgeted and allocated."""
+"""The device memory for KV rows in host memory: one value from which it is budgeted and
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -45,48 +47,56 @@ class SwapShape:
 
     @property
     def rows_per_page(self) -> int:
-        """Of one layer."""
+        """Rows per page of one layer."""
         return self.kept.count(self.page_size)
 
     @property
     def entries(self) -> int:
-        """Rows that a request can have of a layer."""
+        """Maximum rows of a request in one layer."""
         return self.pages * self.rows_per_page
 
     @property
     def room_rows(self) -> int:
-        """Of a staging room: those of the longest request, behind a page that is nobody's."""
+        """Rows of a staging room: those of the longest request, after one reserved page."""
         return self.entries + self.rows_per_page
 
     @property
     def table_sizes(self) -> tuple[int, int, int]:
-        """Elements int32 of a slot for each that chooses: the entries held, the order of their places, and where each entry is."""
+        """int32 elements per slot and indexer: held entries, order of their places, and place of
+        each entry.
+        """
         return self.buffer_rows, self.buffer_rows, self.entries + 1
 
     @property
     def sizes(self) -> SwapSizes:
-        """What steps are counted by. A layer reads what the last indexer up to it chose."""
+        """What step statistics are computed from. A layer reads the choice of the last indexer up
+        to it.
+        """
         readers = Counter(bisect_right(self.indexers, layer) - 1 for layer in self.names)
         layers = tuple(readers[group] for group in range(len(self.indexers)))
         return SwapSizes(self.kept.row.nbytes, self.kept.ratio, self.top_k, self.page_size, layers)
 
     @property
     def slot_bytes(self) -> int:
-        """Of a request, whatever its length: buffers, tables, and a count of what was missing."""
+        """Bytes of a request of any length: buffers, tables, and a miss counter."""
         buffers = len(self.names) * self.buffer_rows * self.kept.row.nbytes
         return buffers + len(self.indexers) * (sum(self.table_sizes) + 1) * INT32
 
     @property
     def room_bytes(self) -> int:
-        """Of all staging rooms."""
+        """Bytes of all staging rooms."""
         return self.rooms * self.room_rows * self.kept.row.nbytes
 
 
 def swap_shape(
     hisparse: HiSparseConfig | None, layers: Sequence[Attention], longest: int, page_size: int, has_streams: bool
 ) -> SwapShape | None:
-    """For requests of at most `longest` tokens; None where no rows lie in host memory. With streams a room is filled while another is
-    read. Raises ConfigError for a buffer that does not hold what a token reads."""
+    """Return the shape for requests of at most `longest` tokens; None if no rows lie in host
+    memory.
+
+    With streams, one room is filled while another is read. Raises ConfigError for a buffer smaller
+    than what a token reads.
+    """
     swapped = {layer: name for layer in layers if (name := swapped_rows(layer.rows)) is not None}
     if hisparse is None or not swapped:
         return None

@@ -1,7 +1,8 @@
-"""The rows of a prompt's step on the device: of one layer and some requests at a time, because all of them are in host memory.
+"""Stages the rows of a prefill step on the device, one layer and some requests at a time.
 
-A step reads (layer, part) after (layer, part). While one is read, what the next one has of earlier steps is on its way to another
-room, on a stream of its own; what this step itself stored follows when it is there.
+A step reads (layer, part) after (layer, part). While one is read, the older rows of the next one
+are copied to another room on a stream of its own; the rows stored in this step follow when they are
+there.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
     from sglcore.runtime.memory.pools import ReqToTokenPool
 
 CopyRows = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""The table's `copy_rows`."""
+"""The type of the kernel table's `copy_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Rows that go from one pool to another: int32 `loads` [2, B, N] and `counts` [B], as `copy_rows` takes them."""
+    """Rows to copy from one pool to another: int32 `loads` [2, B, N] and `counts` [B], as in
+    `copy_rows`.
+    """
 
     loads: Tensor
     counts: Tensor
@@ -33,7 +36,9 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some requests of a step: their tokens, and their rows on pages that were complete before it, and on the others."""
+    """Some requests of a step: their tokens, their rows on pages complete before it, and their
+    other rows.
+    """
 
     tokens: slice
     old: Copies
@@ -42,8 +47,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A step's parts, and how rows that were chosen are named: by `table` int32 [B, P], the pages of each request in a staging room, of
-    which token t has the line `owners[t]`, int32 [T]."""
+    """The parts of a step, and how chosen rows are named.
+
+    `table` int32 [B, P] has the pages of each request in a staging room; `owners` int32 [T] is each
+    token's row of it.
+    """
 
     table: Tensor
     owners: Tensor
@@ -51,17 +59,21 @@ class Staged:
     rooms: StagingRooms
 
     def choose(self, layer_id: int, chosen: Tensor, slots: Tensor) -> Tensor:
-        """int32 [T, K] by the names above, which are rows of a room already."""
+        """Return `chosen` int32 [T, K] unchanged: it already names rows of a room."""
         return chosen
 
     def read(self, layer_id: int) -> Iterator[tuple[slice, Tensor]]:
-        """Part by part the tokens of a layer and the room that has their rows, as `StagingRooms.read`."""
+        """Yield, part by part, the tokens of a layer and the room with their rows, as
+        `StagingRooms.read`.
+        """
         return self.rooms.read(layer_id, self)
 
 
 def plan_parts(batch: ForwardBatch, pool: ReqToTokenPool, rows_per_page: int, rooms: StagingRooms) -> Staged:
-    """The parts of a prompt's step, none with more pages than a request may have. On the device, in sizes that the host knows from the
-    lengths; does not wait."""
+    """Split a prefill step into parts that have at most the pages of one request each.
+
+    Computed on the device, in sizes that follow from host lengths; does not wait.
+    """
     ends, lengths = batch.seq_lens_cpu, batch.extend_seq_lens_cpu
     assert ends is not None and lengths is not None and batch.extend_seq_lens is not None
     size, slots = pool.page_size, batch.req_pool_indices
@@ -83,7 +95,7 @@ def plan_parts(batch: ForwardBatch, pool: ReqToTokenPool, rows_per_page: int, ro
 
 
 def _runs(pages: NDArray[np.int32], most: int) -> Iterator[tuple[int, int]]:
-    """Requests [first, last) that have no more than `most` pages together, as many as go."""
+    """Yield the longest runs of requests [first, last) with at most `most` pages together."""
     first, total = 0, 0
     for place, count in enumerate(pages.tolist()):
         if total + count > most and place > first:
@@ -95,7 +107,7 @@ def _runs(pages: NDArray[np.int32], most: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _PageRows:
-    """Pages of some requests, by their slots int [R], and the first that each has in a room."""
+    """Pages of some requests, by their slots int [R], and the first page of each in a room."""
 
     table: Tensor
     slots: Tensor
@@ -103,7 +115,9 @@ class _PageRows:
     rows_per_page: int
 
     def copies(self, begin: Tensor, count: Tensor, total: int) -> Copies:
-        """Of the pages [begin, begin + count) of each, int32 [R], `total` in all."""
+        """Return the copies of pages [begin, begin + count) of each request, int32 [R], `total` in
+        all.
+        """
         device = self.slots.device
         numbers = torch.arange(len(self.slots), dtype=torch.int32, device=device)
         owner = torch.repeat_interleave(numbers, count, output_size=total)
@@ -117,22 +131,26 @@ class _PageRows:
 
 
 def wait_for(reading: torch.Stream, copying: torch.Stream) -> None:
-    """What is read next has been copied."""
+    """Make `reading` wait for the copies to what it reads next."""
     reading.wait_stream(copying)
 
 
 def follow(copying: torch.Stream, reading: torch.Stream) -> None:
-    """What is copied next goes where nobody reads any more, and was stored before."""
+    """Make `copying` wait until the room is free and the rows are stored."""
     copying.wait_stream(reading)
 
 
 class StagingRooms:
-    """Room for the rows of the longest request, twice where streams let copies run beside the forward."""
+    """Rooms for the rows of the longest request: two if streams let copies overlap the forward,
+    else one.
+    """
 
     def __init__(
         self, stores: Mapping[int, Tensor], num_rows: int, device: torch.device, copy_rows: CopyRows, has_streams: bool
     ) -> None:
-        """`stores` are the rows [N, D] in host memory of the layers that read, by id, in their order."""
+        """`stores` are the rows [N, D] in host memory of the layers that read, by id, in layer
+        order.
+        """
         self._turns = {layer_id: turn for turn, layer_id in enumerate(stores)}
         self._stores, self._copy, self._device = tuple(stores.values()), copy_rows, device
         shape, dtype = (num_rows, self._stores[0].shape[1]), self._stores[0].dtype
@@ -141,17 +159,20 @@ class StagingRooms:
 
     @property
     def num_bytes(self) -> int:
-        """What was allocated on the device."""
+        """Bytes allocated on the device."""
         return sum(room.nbytes for room in self._rooms)
 
     def begin(self, staged: Staged) -> None:
-        """The first copies of a step, behind all that is queued on the current stream."""
+        """Start the first copies of a step, after the work queued on the current stream."""
         if self._stream is not None:
             self._start(self._stream, staged, 0)
 
     def read(self, layer_id: int, staged: Staged) -> Iterator[tuple[slice, Tensor]]:
-        """For a layer, once a step and in the order of layers: part by part its tokens and the room that has their rows, until the
-        next one is asked for. Does not wait."""
+        """Yield, part by part, a layer's tokens and the room with their rows, valid until the next
+        part.
+
+        Call once per step for each layer, in order. Does not wait.
+        """
         for place, part in enumerate(staged.parts):
             turn = self._turns[layer_id] * len(staged.parts) + place
             room, store = self._rooms[turn % len(self._rooms)], self._stores[self._turns[layer_id]]
@@ -164,7 +185,9 @@ class StagingRooms:
             yield part.tokens, room
 
     def _start(self, stream: torch.Stream, staged: Staged, turn: int) -> None:
-        """What was there before the step of what is read at a turn, when all that is queued so far has read the room."""
+        """Start the copy of the older rows for a turn, after the queued work that reads its
+        room.
+        """
         layer, place = divmod(turn, len(staged.parts))
         if layer < len(self._stores):
             follow(stream, torch.accelerator.current_stream(self._device))

@@ -1,7 +1,8 @@
-"""Proposals by a model of their own, one token after another: what it keeps of a text is rewritten by every forward of the target.
+"""Draft tokens from a draft model, one after another; every forward of the target rewrites the
+draft's cells.
 
-A draft that reads features keeps in cell i the token i + 1 and what the target made of token i (EAGLE, MTP); any other keeps token
-i, as the target does.
+A draft that reads features keeps token i + 1 and the target's features of token i in cell i (EAGLE,
+MTP). Any other draft keeps token i, as the target does.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from sglcore.runtime.split import filter_batch
 
 
 class AutoregressiveDrafter(ABC):
-    """A forward of a model for each proposal: the first over the target's own rows, the others of one row a request. `lookahead` is
-    how far the token in a cell is ahead of the cell."""
+    """Runs one forward of a model for each draft token.
+
+    The first forward has the target's rows, the others one row per request. `lookahead`: how many
+    places the token in a cell is after the cell.
+    """
 
     lookahead: int
     reads_history = False
@@ -37,14 +41,18 @@ class AutoregressiveDrafter(ABC):
 
     @abstractmethod
     def take_in(self, rows: DraftRows) -> Tensor:
-        """Write cells for all that the target computed; what the first proposals are drawn of, [R, H]."""
+        """Write cells for the target's rows; return hidden states [R, H] for the first draft
+        tokens.
+        """
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """As `Drafter.advance`."""
+        """Implements `Drafter.advance`."""
         return self.follow(rows, self.take_in(rows), rows.wanted)
 
     def follow(self, rows: DraftRows, hidden: Tensor, wanted: int) -> Tensor:
-        """int32[R, wanted]: each proposal after the one before it, the first drawn of hidden [R, H]."""
+        """Return int32[R, wanted], each draft token after the one before it; hidden [R, H] yields
+        the first.
+        """
         found, count = list[Tensor](), len(rows.most_lens)
         if not wanted or (not count and rows.batch.step_plan is None):
             return torch.empty(count, wanted, dtype=torch.int32, device=rows.ids.device)
@@ -55,11 +63,11 @@ class AutoregressiveDrafter(ABC):
         return torch.stack(found, 1)
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """One forward of the draft, [T, H]; the next one overwrites it."""
+        """Run one forward of the draft, [T, H]; the next one overwrites the result."""
         return self.runner.forward(batch)[0]
 
     def decode(self, rows: DraftRows, ids: Tensor, beyond: int, hidden: Tensor | None = None) -> ForwardBatch:
-        """A decode of one token of each request, in the cell that is `beyond` its lengths."""
+        """Return a decode batch of one token per request, in the cell at length + `beyond`."""
         slots, positions = placed(rows.slots, rows.lengths + beyond, rows.limits)
         room = self.runner.attn_backend.req_to_token_pool.max_tokens
         most_lens = np.minimum(rows.most_lens + np.int32(beyond + 1), np.int32(room))
@@ -72,12 +80,12 @@ class AutoregressiveDrafter(ABC):
 
 
 class FeatureDrafter(AutoregressiveDrafter):
-    """Proposals by a model that reads features: EAGLE, EAGLE-3, and the layer behind a model's last."""
+    """A draft model that reads features: EAGLE, EAGLE-3, and MTP layers."""
 
     lookahead = 1
 
     def __init__(self, runner: ModelRunner, tokens: int, project: Callable[[Tensor], Tensor]) -> None:
-        """`project` makes of the target's features [T, F] what the model reads, [T, H]."""
+        """`project` maps the target's features [T, F] to the model's input [T, H]."""
         super().__init__(runner, tokens)
         self._project = project
 
@@ -89,8 +97,11 @@ class FeatureDrafter(AutoregressiveDrafter):
 
 
 class StandaloneDrafter(AutoregressiveDrafter):
-    """Proposals by any model over the same tokens. The first forward of a verified step also has the new roots' rows, so that none
-    is left to run alone, as it is after a prompt."""
+    """Any model with the same vocabulary as draft model.
+
+    In a verified step the first forward also has the rows of the new roots, so that they do not
+    need a forward of their own, as they do after a prefill.
+    """
 
     lookahead = 0
 
@@ -98,12 +109,13 @@ class StandaloneDrafter(AutoregressiveDrafter):
         roots, plan = rows.ids.index_select(0, rows.select), rows.batch.step_plan
         if rows.batch.forward_mode.is_decode if plan is None else plan.is_decode:
             return self.run(self._with_roots(rows, roots))[rows.batch.num_tokens :]
-        # Where one shard of requests has prompts all run their roots alone; cells that are wrong then are written over by what follows.
+        # If one data-parallel shard has a prefill, all shards run their roots separately; later
+        # forwards overwrite wrong cells.
         self.run(replace(rows.batch, input_embeds=None, plan_record=None))
         return self.run(self.decode(rows, roots, 0)) if len(roots) or plan is not None else roots
 
     def _with_roots(self, rows: DraftRows, roots: Tensor) -> ForwardBatch:
-        """The rows of a verified step, but those behind what was accepted, and behind them the roots."""
+        """Return the accepted rows of a verification, followed by the new root of each request."""
         batch, ends = rows.batch, rows.lengths.repeat_interleave(rows.width, output_size=rows.batch.num_tokens)
         root = self.decode(rows, roots, 0)
         slots, positions = placed(batch.req_pool_indices, batch.positions, ends)
@@ -120,7 +132,9 @@ class StandaloneDrafter(AutoregressiveDrafter):
 
 
 def placed(slots: Tensor, positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots and positions int32[R]: those at or behind `ends` go to the beginning of slot 0, which nobody reads."""
+    """Return slots and positions int32[R]; those at or past `ends` move to position 0 of slot 0
+    (scratch).
+    """
     usable = positions < ends
     return slots * usable, positions * usable
 
@@ -134,8 +148,11 @@ def decode_batch(
     features: Tensor | None = None,
     plan: StepPlan | None = None,
 ) -> ForwardBatch:
-    """One token of each row, int32[R] each, for the runner of a draft; `most_lens` are lengths at most. `plan`: of a forward of several
-    shards of requests, all rows of which may be others'."""
+    """Return a decode batch of one token per row, int32[R] each, for a draft's runner.
+
+    `most_lens` are upper bounds of the lengths. `plan`: of a forward of several data-parallel
+    shards; all its rows may belong to other shards.
+    """
     if plan is not None and not len(most_lens):
         return no_tokens(like, plan, features)
     return type(like)(
@@ -154,6 +171,8 @@ def decode_batch(
 
 
 def no_tokens(like: ForwardBatch, plan: StepPlan, features: Tensor | None = None) -> ForwardBatch:
-    """A batch without rows, and features [0, F], for a runner whose other ranks run some."""
+    """Return a batch without rows, with features [0, F], for a forward in which other shards have
+    rows.
+    """
     given = {"forward_mode": ForwardMode.IDLE, "input_embeds": None, "features": features, "step_plan": plan}
     return replace(filter_batch(like, 0, 0), **given)

@@ -1,7 +1,9 @@
-"""Proposals by a draft as a tree: beams of several tokens each, of which the likeliest are kept.
+"""Draft trees from a draft model: beams of several tokens each; the likeliest candidates become the
+tree.
 
-Each beam sees its own branch: row b of the forward for tokens of depth s has cell w * (s - 1) + b behind the known ones, and a word
-that says which of those before it are its ancestors'. Beams of a draft that keeps nothing all see the same cells.
+Each beam sees its own branch. Row b of the forward for tokens of depth s has cell w * (s - 1) + b
+after the known ones, and a word that says which of the cells before it belong to its ancestors. All
+beams of a frozen draft see the same cells.
 """
 
 from __future__ import annotations
@@ -29,18 +31,24 @@ from sglcore.runtime.speculative.tree import Beams, CellBits, DraftTree, TreeRec
 
 
 class Beam(Protocol):
-    """The forwards by which beams of one step go on."""
+    """The forwards that continue the beams of one step."""
 
     def __call__(self, beams: Beams, depth: int, hidden: Tensor) -> Tensor:
-        """What the leaders of `depth` are drawn of, [R * w, H]: of the tokens of beams [R, w], after what the forward before gave, [R, H]
-        for depth 2 or [R * w, H]."""
+        """Run the tokens of beams [R, w]; return hidden states [R * w, H] for the candidates of
+        `depth`.
+
+        `hidden` is the output of the forward before, [R, H] for depth 2, [R * w, H] after that.
+        """
         ...
 
 
 def grown(
     rows: DraftRows, shape: TreeShape, depths: Tensor, hidden: Tensor, runner: ModelRunner, go: Beam
 ) -> DraftTree:
-    """The trees of roots whose next tokens are drawn of hidden [R, H]; `depths` as of `TreeShape.depths_of_records`. Waits for nothing."""
+    """Return the trees of the roots; hidden [R, H] yields their next tokens. Does not wait.
+
+    `depths` is the result of `TreeShape.depths_of_records`.
+    """
     assert rows.rank is not None
     found, beams = TreeRecords(len(rows.most_lens), shape, depths, runner.attn_backend.kernels), None
     for depth in range(1, shape.depth + 1):
@@ -51,7 +59,7 @@ def grown(
 
 
 def parents_of(hidden: Tensor, beams: Beams, depth: int) -> Tensor:
-    """The rows of hidden, as of `Beam`, from which beams [R, w] grew: [R * w, H]."""
+    """Return the rows of `hidden` (see `Beam`) from which beams [R, w] grew: [R * w, H]."""
     count, width = beams.tokens.shape
     if depth == 2:
         return hidden.repeat_interleave(width, 0)
@@ -60,13 +68,16 @@ def parents_of(hidden: Tensor, beams: Beams, depth: int) -> Tensor:
 
 
 class CellBeams(AutoregressiveDrafter):
-    """A draft that keeps cells: one forward over the target's own rows, and one of `shape.width` rows a request for each depth but
-    the last."""
+    """A draft with cells: one forward over the target's rows, then one for each depth except the
+    last.
+
+    The later forwards have `shape.width` rows per request.
+    """
 
     shape: TreeShape
 
     def shaped(self, shape: TreeShape) -> Self:
-        """It with trees of this shape."""
+        """Set the shape of the trees; return self."""
         device = self.runner.token_table.last.device
         self.shape = shape
         self._bits = CellBits(shape.cells, device)
@@ -74,11 +85,13 @@ class CellBeams(AutoregressiveDrafter):
         return self
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """As `Drafter.advance`: the tokens of a tree."""
+        """Implements `Drafter.advance`: returns the tokens of a tree."""
         return self.grow(rows).tokens
 
     def grow(self, rows: DraftRows) -> DraftTree:
-        """Take in what the target computed, and propose a tree for each root: a chain where the rows ask for one. Waits for nothing."""
+        """Take in the target's outputs and return a tree for each root, or a chain if
+        `rows.is_chain`. Does not wait.
+        """
         hidden = self.take_in(rows)
         if rows.is_chain or not len(rows.most_lens):
             return chained(self.follow(rows, hidden, self.shape.depth), self.tokens)
@@ -94,13 +107,17 @@ class CellBeams(AutoregressiveDrafter):
     def batch(
         self, rows: DraftRows, beams: Beams, depth: int, hidden: Tensor, seen: Tensor | None
     ) -> tuple[ForwardBatch, Tensor]:
-        """A decode of the beams' tokens, whose leaders are of `depth`; and the cells that each beam sees of those behind the known
-        ones, int32[R, w], by those of the depth before, `seen`."""
+        """Return the decode batch of the beams' tokens, which yields candidates of `depth`, and
+        what beams see.
+
+        The latter are bits int32[R, w] of the visible cells after the known ones; `seen` are those
+        of the depth before.
+        """
         count, width = beams.tokens.shape
         own, bits = slice((depth - 2) * width, (depth - 1) * width), self._bits
         before = bits.own.new_zeros(1).expand(count, width) if seen is None else seen.gather(1, beams.origins.long())
         seen = before.bitwise_or(bits.own[own])
-        # A draft without features has a cell of the root.
+        # A draft without features also has a cell of the root.
         known = 1 - self.lookahead
         slots, cells = placed(
             rows.slots[:, None], rows.lengths[:, None] + (bits.places[own] + known), rows.limits[:, None]
@@ -114,29 +131,32 @@ class CellBeams(AutoregressiveDrafter):
 
 
 class TreeDrafter(CellBeams, FeatureDrafter):
-    """By a draft that reads features."""
+    """Draft trees from a model that reads features."""
 
 
 class StandaloneTreeDrafter(CellBeams, StandaloneDrafter):
-    """By any model over the same tokens."""
+    """Draft trees from any model with the same vocabulary."""
 
 
 class FrozenTreeDrafter(FrozenDrafter):
-    """By a draft that keeps nothing: all beams of a request stand at one place and see the same cells, each with what was made of
-    its own branch."""
+    """Draft trees from a model without cells of its own.
+
+    All beams of a request have the same position and cells; each has the features of its own
+    branch.
+    """
 
     def __init__(self, runner: ModelRunner, shape: TreeShape, feature_size: int) -> None:
-        """`runner` and `feature_size` as of `FrozenDrafter`."""
+        """`runner` and `feature_size` are those of `FrozenDrafter`."""
         super().__init__(runner, shape.nodes - 1, feature_size)
         self.shape = shape
         self._depths = shape.depths_of_records(runner.token_table.last.device)
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """As `Drafter.advance`: the tokens of a tree."""
+        """Implements `Drafter.advance`: returns the tokens of a tree."""
         return self.grow(rows).tokens
 
     def grow(self, rows: DraftRows) -> DraftTree:
-        """As `CellBeams.grow`."""
+        """Like `CellBeams.grow`."""
         count = len(rows.most_lens)
         if rows.is_chain or not count:
             return chained(self.follow(rows, self.shape.depth if count else 0), self.tokens)
@@ -151,7 +171,7 @@ class FrozenTreeDrafter(FrozenDrafter):
         return grown(rows, self.shape, self._depths, self.runner.forward(first)[0], self.runner, go)
 
     def widened(self, batch: ForwardBatch) -> ForwardBatch:
-        """A batch of one row a request with a row for each beam of it, not planned yet."""
+        """Repeat each row of a batch for each beam; the result has no plan."""
         width = self.shape.width
         slots, positions, ids = (
             part.repeat_interleave(width) for part in (batch.req_pool_indices, batch.positions, batch.input_ids)
@@ -161,8 +181,10 @@ class FrozenTreeDrafter(FrozenDrafter):
         return replace(wide, turn=batch.turn)
 
     def batch(self, before: ForwardBatch, beams: Beams, depth: int, hidden: Tensor) -> ForwardBatch:
-        """The forward of the beams' tokens, planned with all that follow it if it is the first; `before` is the batch of that before
-        it, or what `widened` gave."""
+        """Return the batch of the beams' tokens; the first one is planned for all later ones too.
+
+        `before` is the batch of the depth before, or the result of `widened`.
+        """
         features = features_of(parents_of(hidden, beams, depth), self._feature_size)
         batch = replace(before, input_ids=beams.tokens.flatten(), features=features)
         if depth == 2:

@@ -1,7 +1,9 @@
-"""Proposals of a whole block by one forward of a draft that fills in masks (DFlash, arXiv 2602.06036).
+"""A block of draft tokens from one forward of a draft model that fills in masks (DFlash, arXiv
+2602.06036).
 
-Cell i of the draft's pool holds what the target made of token i. Each row of a block is a row of a decode whose length is the
-block's end, so that it sees the rows behind it too: a forward stores all cells before it attends.
+Cell i of the draft's pool holds the target's features of token i. Each row of a block is a decode
+row with the block's end as its length, so that it also sees later rows of the block: a forward
+stores all cells before it attends.
 """
 
 from __future__ import annotations
@@ -22,29 +24,35 @@ from sglcore.runtime.speculative.drafter import DraftRows
 
 
 class BlockModel(Protocol):
-    """What is injected, and what stands for a token that is to be found."""
+    """The draft model: it stores target features and fills in mask tokens."""
 
     block_size: int
     mask_token_id: int
 
     def project(self, features: Tensor, /) -> Tensor:
-        """The target's features [T, F] to [T, H]."""
+        """Map the target's features [T, F] to [T, H]."""
         ...
 
     def inject(self, features: Tensor, batch: ForwardBatch, /) -> None:
-        """Store what layers make of projected features in the cells of the batch's tokens."""
+        """Store each layer's keys and values of projected features in the cells of the batch's
+        tokens.
+        """
         ...
 
 
 class BlockDrafter:
-    """The target's features into the draft's cells, then one forward of each root and masks behind it."""
+    """Stores the target's features in the draft's cells, then runs one forward of each root and its
+    masks.
+    """
 
     lookahead = 0
     reads_history = False
 
     def __init__(self, runner: ModelRunner, tokens: int, model: BlockModel, is_exact: bool = False) -> None:
-        """`runner` is that of `model`, over the target's page table; `tokens` are at most a block's but the root. `is_exact`: the host
-        knows every length, and must tell each row's."""
+        """`runner` runs `model` over the target's page table. `tokens` is less than the block size.
+
+        `is_exact`: the host knows every length and must give each row's.
+        """
         self._is_exact = is_exact
         self.tokens = tokens
         self.runner = runner
@@ -52,7 +60,7 @@ class BlockDrafter:
         self._steps = torch.arange(model.block_size, dtype=torch.int32, device=runner.token_table.last.device)
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """As `Drafter.advance`."""
+        """Implements `Drafter.advance`."""
         self.inject(rows)
         count, size = len(rows.most_lens), self._model.block_size
         if not rows.wanted or not count:
@@ -62,14 +70,17 @@ class BlockDrafter:
         return torch.stack([rows.draw(logits[:, depth - 1], depth) for depth in range(1, rows.wanted + 1)], 1)
 
     def inject(self, rows: DraftRows) -> None:
-        """Write the cells of all that the target computed."""
+        """Write the cells of all tokens that the target computed."""
         assert rows.features is not None
         batch = self.runner.prepared(replace(rows.batch, input_embeds=None, plan_record=None))
         with forward_context(self.runner.context(batch)):
             self._model.inject(self._model.project(rows.features), batch)
 
     def block(self, rows: DraftRows) -> ForwardBatch:
-        """A decode of every row of each request's block; one without a cell goes to slot 0, and no row sees it."""
+        """Return a decode batch of every row of each request's block.
+
+        A row without a cell goes to slot 0; no other row sees it.
+        """
         limits, places = rows.limits[:, None], rows.lengths[:, None] + self._steps
         slots, positions = placed(rows.slots[:, None], places, limits)
         ends = torch.minimum(rows.lengths[:, None] + self._model.block_size, limits)
@@ -80,7 +91,7 @@ class BlockDrafter:
         return replace(batch, seq_lens=torch.where(places < limits, ends, 1).flatten())
 
     def _most_lens(self, rows: DraftRows) -> NDArray[np.int32]:
-        """int32[R * block]: lengths at most, or those that they are."""
+        """Return host lengths int32[R * block]: upper bounds, or exact if `is_exact`."""
         steps, limits = np.arange(self._model.block_size, dtype=np.int32), rows.host_limits[:, None]
         places = rows.most_lens[:, None] + steps
         most = np.minimum(rows.most_lens[:, None] + np.int32(len(steps)), limits)

@@ -1,4 +1,4 @@
-"""The steps of a bring-up that are there for a model that proposes tokens."""
+"""The bring-up steps of speculation."""
 
 from __future__ import annotations
 
@@ -50,12 +50,15 @@ def speculation(
     groups: Groups | None = None,
     package: DevicePackage | None = None,
 ) -> Speculation | None:
-    """What proposes tokens, with the model that does if one does; None: every step brings one token of a request."""
+    """Choose how draft tokens are made, and load the draft model if there is one.
+
+    None: every decode step has one token per request.
+    """
     why, remedy = "", ""
     if hisparse_config is not None:
         why, remedy = reason_against(HOST_ROWS, ALL), "--hisparse off"
     elif groups is not None and config.speculative == "auto":
-        # Each rank would time a trial for itself.
+        # Each rank would time a trial by itself.
         why = "several ranks hold this model, which do not try whether proposals are faster"
         remedy = "--speculative with a kind, which is then taken as it is"
     elif config.speculative == "auto" and config.prompt_slices != "off":
@@ -74,7 +77,9 @@ def speculation(
 
 
 def reason_against_trees(package: DevicePackage, config: EngineConfig) -> str:
-    """Why the package's attention hides no single cells from a row; empty if it, or that which was asked for, does."""
+    """Return why no (chosen) attention backend of the package can mask single cells; empty if one
+    can.
+    """
     asked = config.attention_backend
     offered = (
         package.attention if asked is None else {asked: package.attention[asked]} if asked in package.attention else {}
@@ -90,14 +95,16 @@ def reason_against_trees(package: DevicePackage, config: EngineConfig) -> str:
 
 
 def draft(speculation: Speculation | None) -> LoadedModel | None:
-    """The model that proposes tokens, if one does."""
+    """Return the draft model, if there is one."""
     return None if speculation is None else speculation.draft
 
 
 def beside_laws(
     config: EngineConfig, model: LoadedModel, speculation: Speculation, budget: MemoryBudget, ledger: DecisionLedger
 ) -> MemoryBudget:
-    """What is left beside what proposals are drawn from. Raises ConfigError where that does not fit."""
+    """Return the memory left after the buffer of draft distributions; ConfigError if that does not
+    fit.
+    """
     shape = speculation.laws_shape(config.max_requests, model.config.vocab_size)
     if not shape:
         return budget
@@ -120,8 +127,11 @@ def draft_pools(
     sizes: MemorySizes,
     pool_kind: PoolKind = PER_HEAD,
 ) -> Pools | None:
-    """The cells or rows of the model that proposes, or those of the model that verifies, which it only reads: pages and slots are that
-    one's."""
+    """Return the pools of the draft model: its own cells or rows, or a read-only view of the
+    target's.
+
+    Pages and slots are those of the target.
+    """
     if draft is None:
         return None
     layers, device = draft.attention_layers, facts.tensor_device
@@ -144,8 +154,11 @@ def draft_heads(
     speculation: Speculation | None,
     draft_runner: ModelRunner | None,
 ) -> tuple[ModelRunner, ...]:
-    """A runner for each layer behind the first of a draft whose layers propose a token each, over the first one's pools, attention and
-    buffers; with graphs of the same sizes where that has some. Waits for the device where it captures."""
+    """Return a runner for each further layer of a draft with one token per layer.
+
+    They share pools, attention and buffers with the first, and have graphs of the same sizes if it
+    has. Waits for the device if it captures.
+    """
     if speculation is None or speculation.draft is None or draft_runner is None or speculation.heads == 1:
         return ()
     model: Any = speculation.draft
@@ -153,7 +166,7 @@ def draft_heads(
     for head in model.heads[1:]:
         each = beside(draft_runner, head, config, facts)
         if draft_runner.graphs is not None:
-            # What the first one's rows of the ledger say is said of all.
+            # The ledger rows of the first layer hold for all.
             unsaid, told = DecisionLedger(), partial(progress, "capturing graphs")
             backend = make_backend(config, package, facts, streams, each.attn_backend, unsaid, each.groups)
             assert backend is not None
@@ -164,7 +177,7 @@ def draft_heads(
 
 
 def beside(runner: ModelRunner, model: Model, config: EngineConfig, facts: Facts) -> ModelRunner:
-    """An eager runner of another model over what a runner has."""
+    """Return an eager runner of another model with the pools, attention and buffers of `runner`."""
     return ModelRunner(
         model,
         runner.attn_backend,
@@ -182,7 +195,7 @@ def beside(runner: ModelRunner, model: Model, config: EngineConfig, facts: Facts
 
 
 def draft_ledger(ledger: DecisionLedger) -> DecisionLedger:
-    """Where what is chosen for the model that proposes is written."""
+    """Return the ledger for decisions on the draft model."""
     return ledger.about("draft")
 
 
@@ -194,7 +207,9 @@ def trial(
     speculation: Speculation | None,
     worker: TpModelWorker,
 ) -> Trial | None:
-    """The worker beside one that proposes nothing, where proposals are made only if that is faster."""
+    """Return the speculative worker with a plain one, to try which is faster. None if there is no
+    trial.
+    """
     if speculation is None or not speculation.is_tried or not isinstance(worker, SpeculativeWorker):
         return None
     plain = resolve(package.worker, package.name)(worker.runner, pools.token_table, limits, None)

@@ -1,4 +1,4 @@
-"""Whether proposals are verified at this start, and whose: what was asked for, what the checkpoint brings, what the model allows."""
+"""Decides whether this start speculates, and how: by configuration, checkpoint and model."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from sglcore.runtime.loaded_model import LoadedModel
 
 DRAFT_TOKENS = 4
-"""Proposals of a step at most where nobody asks for a number."""
+"""Default for the maximum draft tokens per step."""
 NGRAM, SUFFIX = WITHOUT_MODEL = ("ngram", "suffix")
-"""Kinds that need no model: what followed in the same text, and in those of others first."""
+"""Kinds without a model: they look up the same text, or other requests' texts first."""
 EAGLE, EAGLE3, MTP, STANDALONE, DFLASH, FROZEN = MODELS = (
     "eagle",
     "eagle3",
@@ -47,31 +47,40 @@ EAGLE, EAGLE3, MTP, STANDALONE, DFLASH, FROZEN = MODELS = (
     "dflash",
     "frozen-mtp",
 )
-"""Kinds of models that propose."""
+"""Kinds with a draft model."""
 COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
-"""The choices of `speculative_verify`. The first is the rule by which a proposal is right if it is what the target draws."""
+"""The choices of `speculative_verify`. `coupled` accepts a draft token if it is what the target
+draws.
+"""
 DRAFT_LOADER: Ref = "sglcore.models.draft:load_draft"
 DRAFT_KIND: Ref = "sglcore.models.draft:kind_of"
 OFFERED: Ref = "sglcore.models.draft:offered_head"
-"""How a draft becomes a model, of which kind one is, and which a checkpoint brings; references, because models build on the
-runtime."""
+"""Functions that load a draft, tell its kind, and find the draft of a checkpoint.
+
+References, because models import the runtime.
+"""
 
 IN_TREES = (EAGLE, EAGLE3, MTP, STANDALONE, FROZEN)
-"""Kinds whose proposals may be trees: those of a model that proposes a token at a time."""
+"""Kinds that may draft trees: those with a model that drafts one token at a time."""
 TREE_MASK = "tree_mask"
-"""The feature of attention whose rows may leave out single cells."""
+"""The feature of attention backends that can mask single cells for a row."""
 TREE_TOKENS, TREE_DEPTH = 7, 5
-"""Of a tree where nobody asks for others: proposals, and tokens one after another, as far as there are so many and their beams' cells
-can be told apart."""
+"""Default draft tokens and depth of a tree; the depth is reduced if there are too few tokens or
+cells.
+"""
 
 LoadDraft = Callable[[Path, str], Any]
-"""`load(folder, kind)`: the draft, with its `model`, its `aux_layers` and its `heads`."""
+"""`load(folder, kind)` returns the draft, with its `model`, `aux_layers` and `heads`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the decode steps of one runner look like: so many rows of each request, `feature_size` numbers that each row brings,
-    and the layers before which a drafter reads the model (none: it runs as it is). `takes_prompts`: it runs prompts too."""
+    """The shape of one runner's decode steps.
+
+    `widths` are the possible rows per request. `feature_size` is the number of elements that each
+    row brings. `aux_layers` are the layers before which a drafter reads the model (empty: the model
+    runs unchanged). `takes_prompts`: it also runs prefill.
+    """
 
     widths: tuple[int, ...] = (1,)
     feature_size: int = 0
@@ -80,7 +89,7 @@ class StepShape:
 
     @property
     def most(self) -> int:
-        """Rows of a request at most."""
+        """Maximum rows per request."""
         return max(self.widths)
 
 
@@ -108,7 +117,7 @@ class Speculation:
 
     @property
     def summary(self) -> str:
-        """The kind, and how many proposals."""
+        """The kind, and the number of draft tokens."""
         if self.tree is not None:
             return f"{self.kind}, trees of {self.tokens} tokens a step, {self.tree.width} beams {self.tree.depth} deep"
         fewer = f"{', '.join(map(str, self.lengths[:-1]))} or " if self.lengths[1:] else ""
@@ -116,16 +125,21 @@ class Speculation:
 
     @property
     def tokens(self) -> int:
-        """Proposals of a step at most."""
+        """Maximum draft tokens per step."""
         return self.lengths[-1]
 
     def laws_shape(self, requests: int, vocab_size: int) -> tuple[int, ...]:
-        """That of what proposals of so many requests are drawn from, float32 [slots, k, V]; empty where nobody reads it."""
+        """Return the shape [slots, k, V] of the draft distributions, float32; empty if no rule
+        reads them.
+        """
         return () if self.rule == COUPLED or self.draft is None else (requests + 1, self.tokens, vocab_size)
 
     def shape_of(self, model: LoadedModel) -> StepShape:
-        """The decode steps of the target, or of the draft, which also runs a row a request; one that reads no features runs the new
-        roots beside the target's rows."""
+        """Return the shape of the decode steps of the target or of the draft.
+
+        The draft also runs one row per request; a draft without features runs the new roots with
+        the target's rows.
+        """
         widths = tuple(each + 1 for each in self.lengths)
         if model is not self.draft:
             return StepShape(widths, aux_layers=self.aux_layers or ())
@@ -134,7 +148,7 @@ class Speculation:
         if self.kind == DFLASH:
             return StepShape((model.config.words["block_size"],))
         if self.heads > 1:
-            # As many rows before those of the target as are written again.
+            # The draft rewrites `heads` - 1 cells before those of the target.
             return StepShape(tuple(each + self.heads - 1 for each in widths), model.feature_size)
         if self.kind == FROZEN:
             return StepShape((1,), model.feature_size, takes_prompts=False)
@@ -151,14 +165,21 @@ class Speculation:
 
 
 def most_drafts(config: EngineConfig) -> int:
-    """Tokens of a request that a decode step may bring, the last one drawn and the proposals, as far as the configuration tells."""
+    """Return the maximum tokens per request in a decode step: the last sampled token and its draft
+    tokens.
+
+    Derived from the configuration alone.
+    """
     is_off = config.speculative == "off" or (config.speculative is None and config.draft_model is None)
     return 1 if is_off else 1 + _lengths(config)[-1]
 
 
 def most_rows(config: EngineConfig) -> int:
-    """Rows of a request that one forward of a decode step may have: beside the tokens to verify a draft may run a new root, or as many
-    cells as its further layers write again."""
+    """Return the maximum rows per request in one forward of a decode step.
+
+    In addition to the tokens to verify, a draft may run a new root, or cells that its further
+    layers rewrite.
+    """
     drafts = most_drafts(config)
     more = {STANDALONE: 1, **dict.fromkeys((*WITHOUT_MODEL, EAGLE, EAGLE3), 0)}
     return drafts if drafts == 1 else drafts + more.get(config.speculative or "", max(drafts - 2, 1))
@@ -167,8 +188,9 @@ def most_rows(config: EngineConfig) -> int:
 def _lengths(config: EngineConfig, is_divided: bool = False) -> tuple[int, ...]:
     if config.draft_width > 1:
         return (config.draft_tokens or TREE_TOKENS,)
-    # A text that is exact in law only would change with the number; and ranks, each of which times its steps, would differ in it. Shards
-    # of requests are told it with each step.
+    # The number of draft tokens is fixed if the text is only exact in distribution, because it
+    # would change the text, and with several ranks, which would choose differently. Data-parallel
+    # shards get it with each step.
     fixed = None if config.speculative_verify == COUPLED and not is_divided else DRAFT_TOKENS
     return lengths_of(config.draft_tokens or fixed, DRAFT_TOKENS)
 
@@ -183,8 +205,12 @@ def choose_speculation(
     no_trees: str = "",
     in_shards: bool = False,
 ) -> Speculation | None:
-    """As the configuration asks; `no_trees`: why proposals are chains whatever was asked for; `is_divided`: on several ranks, which verify as many proposals each step; `in_shards`: which have requests of their own. Raises ConfigError for a model that can not take a token back, and
-    what loading the draft raises."""
+    """Return the configured speculation; None: off. Records it in the ledger.
+
+    `is_divided`: on several ranks, which must verify the same number of tokens in each step.
+    `in_shards`: these have requests of their own. `no_trees`: why trees become chains. Raises
+    ConfigError for a model that cannot undo a token, and what loading the draft raises.
+    """
     asked, rule = config.speculative or "not asked", config.speculative_verify
     kind, why, is_tried = _kind(config, model, folder)
     if config.draft_model is not None and kind not in MODELS:
@@ -218,8 +244,11 @@ def choose_speculation(
 def _tree_of(
     config: EngineConfig, kind: str, model: LoadedModel, ledger: DecisionLedger, no_trees: str
 ) -> tuple[EngineConfig, TreeShape | None]:
-    """The tree that was asked for, and the configuration, with chains where the device has none. Raises ConfigError for one that can
-    not be."""
+    """Return the configuration and the configured tree; a chain if the device cannot mask single
+    cells.
+
+    Raises ConfigError if the model or the configuration does not allow the tree.
+    """
     tree = _tree(config, kind)
     if tree is None:
         return config, None
@@ -233,7 +262,9 @@ def _tree_of(
 
 
 def _with_draft(config: EngineConfig, made: Speculation, draft: Any, ledger: DecisionLedger) -> Speculation:
-    """By a draft that was loaded. Raises ConfigError for one that can not propose beyond verified tokens, or not as many."""
+    """Add a loaded draft. Raises ConfigError if it cannot draft after verified tokens, or not that
+    many.
+    """
     if reason := _reason_against_draft(draft.model, made.kind):
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
     if made.tree is not None and (reason := _reason_against_trees(draft.model.attention_layers)):
@@ -248,7 +279,7 @@ def _with_draft(config: EngineConfig, made: Speculation, draft: Any, ledger: Dec
 
 
 def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: DecisionLedger) -> Speculation:
-    """Proposals by layers of a draft of which each makes one."""
+    """Return the speculation of a draft with one token per layer."""
     lengths = tuple(sorted({min(each, heads) for each in made.lengths}))
     told, why = ", ".join(map(str, lengths)), f"each of the draft's {heads} layers proposes one token of a step"
     asked = "auto" if config.draft_tokens is None else str(config.draft_tokens)
@@ -257,7 +288,7 @@ def _by_heads(config: EngineConfig, made: Speculation, heads: int, ledger: Decis
 
 
 def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
-    """The tree that was asked for; None: chains. Raises ConfigError for one that can not be."""
+    """Return the configured tree; None: chains. Raises ConfigError for an impossible shape."""
     width, tokens = config.draft_width, config.draft_tokens or TREE_TOKENS
     depth = config.draft_depth or min(TREE_DEPTH, tokens, MOST_NODES // width + 1)
     if width == 1:
@@ -288,7 +319,9 @@ def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
 
 
 def _lengths_in_block(config: EngineConfig, made: Speculation, block: int) -> tuple[int, ...]:
-    """Those that a block has room for beside its root. Raises ConfigError where more were asked for."""
+    """Return the lengths that fit in a block after its root. Raises ConfigError if more were
+    configured.
+    """
     most = block - 1
     if config.draft_tokens is not None and made.tokens > most:
         found = f"draft_tokens is {made.tokens}, and a block of the draft has {most}"
@@ -297,7 +330,7 @@ def _lengths_in_block(config: EngineConfig, made: Speculation, block: int) -> tu
 
 
 def promise(rule: str) -> str:
-    """What texts are as without proposals."""
+    """Describe how the text relates to the text without speculation."""
     if rule == COUPLED:
         return "the text is the same as without"
     return (
@@ -306,7 +339,9 @@ def promise(rule: str) -> str:
 
 
 def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, str, bool]:
-    """What proposes, why, and whether only if that is faster."""
+    """Return the kind, the reason, and whether it is used only if a trial shows that it is
+    faster.
+    """
     if config.speculative not in (None, "auto"):
         return config.speculative, "asked for", False
     if config.draft_model is not None:
@@ -328,7 +363,10 @@ def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, 
 
 
 def _given_folder(text: str, folder: Path) -> Path:
-    """The one of this name, or the one in the model's `folder`. Raises ConfigError where neither is there."""
+    """Return the folder of this name, or the subfolder of the model's `folder`.
+
+    Raises ConfigError if neither exists.
+    """
     found = (Path(text).expanduser(), folder / text)
     for each in found:
         if each.is_dir():
@@ -341,8 +379,11 @@ def _given_folder(text: str, folder: Path) -> Path:
 
 
 def _draft_folder(config: EngineConfig, folder: Path, kind: str) -> Path:
-    """Where a model of this kind is: in the folder that was given, or beside the model's own weights, in a folder that is called as
-    the kind or as whatever the checkpoint brings."""
+    """Return the folder of the draft model.
+
+    The configured one, or one in the model's folder with the name of the kind or of the
+    checkpoint's own draft.
+    """
     if config.draft_model is not None:
         return _given_folder(config.draft_model, folder)
     if (folder / kind / "config.json").is_file():
@@ -356,7 +397,7 @@ def _draft_folder(config: EngineConfig, folder: Path, kind: str) -> Path:
 
 
 def _reason_against(model: LoadedModel, kind: str) -> str:
-    """Why proposals of a kind can not be verified on this model; empty if they can."""
+    """Return why draft tokens of a kind cannot be verified on this model; empty if they can."""
     has = {
         EMBEDS: model.config.is_encoder,
         OTHER_STATE: any(layer.taken_in is None for layer in model.state_layers),
@@ -366,14 +407,14 @@ def _reason_against(model: LoadedModel, kind: str) -> str:
 
 
 def _reason_against_draft(draft: LoadedModel, kind: str) -> str:
-    """What a model keeps that what it proposes beyond the verified tokens would spoil; empty if nothing."""
+    """Return which state of the draft would be spoiled by unverified tokens; empty if none."""
     rings = any(kept.ring for layer in draft.attention_layers for kept in layer.rows.values())
     has = {DRAFT_STATE: draft.state_layers, DRAFT_RINGS: rings}
     return first_reason(has, kind)
 
 
 def _reason_against_trees(layers: Sequence[Any]) -> str:
-    """What a model keeps of which a row can not leave out single tokens; empty if nothing."""
+    """Return which entries of a model cannot be masked one by one; empty if all can."""
     has = {
         ROWS: any(layer.rows for layer in layers),
         WINDOWS: any(layer.sliding_window is not None for layer in layers),

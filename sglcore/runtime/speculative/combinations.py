@@ -1,4 +1,7 @@
-"""What may propose tokens beside what else a start has, as data: the refusals of a start and the table of docs/speculation.md say it."""
+"""Which kinds of speculation are refused with which other features, as data.
+
+Start-up refusals and the table in docs/speculation.md are derived from it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 ALL, TREES = "all", "trees"
-"""Whatever proposes, and whatever proposes trees, in place of a kind."""
+"""Used in place of a kind: every kind, and every kind with draft trees."""
 CELLS, WINDOWS, ROWS = "keys and values", "windows", "rows"
 STATE, OTHER_STATE, HISTORY, EMBEDS = "state", "other state", "history", "embeds"
 DRAFT_STATE, DRAFT_RINGS = "draft state", "draft rings"
@@ -17,7 +20,10 @@ NO_PREFIX_CACHE, OTHER_RULES, TEXT = "no prefix cache", "rejection", "text"
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """`name`, as pages have it, and by what proposes why it is refused beside that; what is not named goes with it."""
+    """A feature and the kinds of speculation that are refused with it, each with its reason.
+
+    `name` is used in the documentation. Kinds that are not named work with the feature.
+    """
 
     name: str
     refused: Mapping[str, str]
@@ -81,20 +87,20 @@ COMBINATIONS: Mapping[str, Combination] = MappingProxyType(
         TEXT: _refused("grammars, schemas and penalties, for which trees become chains"),
     }
 )
-"""By what there is beside."""
+"""Combinations by feature."""
 
 
 def reason_against(beside: str, what: str) -> str:
-    """Why a kind, or TREES, is refused beside something; empty if they go together."""
+    """Return why a kind, or TREES, is refused with a feature; empty if they work together."""
     refused = COMBINATIONS[beside].refused
     return refused.get(what, refused.get(ALL, ""))
 
 
 def reason_in_shards(kind: str, is_tree: bool) -> str:
-    """Why shards of requests do not propose by a kind, or trees; empty if they can."""
+    """Return why data-parallel shards cannot use this kind, or trees; empty if they can."""
     return reason_against(SHARDS, kind) or (reason_against(SHARDS, TREES) if is_tree else "")
 
 
 def first_reason(beside: Mapping[str, object], what: str) -> str:
-    """The first reason against a kind, or TREES, of what is there: what has a true value."""
+    """Return the first reason against a kind, or TREES, among the features with a true value."""
     return next((reason_against(each, what) for each, is_there in beside.items() if is_there), "")

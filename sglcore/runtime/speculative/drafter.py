@@ -1,4 +1,4 @@
-"""What proposes tokens: the contract between a drafter and the worker that verifies them."""
+"""The contract between a drafter and the worker that verifies its draft tokens."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from torch import Tensor
 from sglcore.runtime.forward_batch import ForwardBatch
 
 NONE = -1
-"""In place of a proposal: there is none here, nor after it."""
+"""Marks that there is no draft token here, nor after it."""
 
 DrawDraft = Callable[[Tensor, int], Tensor]
-"""`draw(logits float[R, V], depth) -> int32[R]`: what the requests' own sampling would draw from these logits, with the
-same noise, as the token `depth` >= 1 places after the root."""
+"""`draw(logits float[R, V], depth) -> int32[R]`: draw a draft token with the requests' own
+sampling.
+
+Uses the same noise as the target's draw of the token `depth` >= 1 places after the root.
+"""
 
 RankDrafts = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
-"""`rank(logits float[R * b, V], depth, count) -> (int32[R * b, count], float32[R * b, count])`: the first `count` of what such a
-draw races for each of a request's b rows, and how likely each is to be right, as logarithms."""
+"""`rank(logits float[R * b, V], depth, count) -> (int32[R * b, count], float32[R * b, count])`.
+
+Returns the `count` leading candidates of such a draw for each of a request's b rows, and the
+logarithms of their estimated acceptance probabilities.
+"""
 
 
 @dataclass(slots=True)
@@ -74,8 +80,11 @@ class DraftRows:
 
 
 def no_rows(batch: ForwardBatch, features: Tensor, wanted: int, history: Tensor | None = None) -> DraftRows:
-    """Those of a shard of requests that has nothing to run in a step, of which every other makes `wanted` proposals: from its `batch` of
-    no tokens, and features [0, F]."""
+    """Return the draft rows of a data-parallel shard without requests in a step of `wanted` draft
+    tokens.
+
+    `batch` has no tokens; features are [0, F].
+    """
     none, host = batch.input_ids, np.zeros(0, np.int32)
 
     def draw(logits: Tensor, depth: int) -> Tensor:
@@ -85,10 +94,10 @@ def no_rows(batch: ForwardBatch, features: Tensor, wanted: int, history: Tensor 
 
 
 class Drafter(Protocol):
-    """Proposes tokens, and keeps what it needs of every slot by itself.
+    """Proposes draft tokens and keeps its own state for every slot.
 
-    `tokens`: how many it proposes at most. `lookahead`: how many following tokens what it keeps of a token depends on.
-    `reads_history`: it reads `DraftRows.history`.
+    `tokens`: maximum number of draft tokens. `lookahead`: number of following tokens that the state
+    of a token depends on. `reads_history`: it reads `DraftRows.history`.
     """
 
     tokens: int
@@ -96,9 +105,13 @@ class Drafter(Protocol):
     reads_history: bool
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """Take in what the target computed, and propose int32[R, rows.wanted] for the tokens after each root; NONE where there is
-        nothing to propose. Waits for nothing. With a plan of several shards of requests (`rows.batch.step_plan`) the forwards are
-        those of the plan, whatever the rows are: others wait for each of them."""
+        """Take in the target's outputs and return draft tokens int32[R, rows.wanted] after each
+        root.
+
+        NONE where there is nothing to propose. Does not wait. With a plan of several data-parallel
+        shards (`rows.batch.step_plan`), run the forwards of the plan even without rows: other
+        shards wait for them.
+        """
         ...
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""What a target model gives a drafter of each token: its hidden states, or the streams before some of its layers."""
+"""The target's features for a drafter: its hidden states, or the residual stream before some of its
+layers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from sglcore.runtime.model_runner import Model
 
 @runtime_checkable
 class LayeredModel(Protocol):
-    """A model whose forward is `finish(run_layers(embed(batch), 0, len(layers)))`."""
+    """A model with the forward `finish(run_layers(embed(batch), 0, len(layers)))`."""
 
     @property
     def layers(self) -> tuple[Any, ...]:
@@ -24,55 +26,61 @@ class LayeredModel(Protocol):
 
     @property
     def attention_layers(self) -> tuple[Attention, ...]:
-        """Those that attend, indexed by their id."""
+        """The layers with attention, indexed by their id."""
         ...
 
     @property
     def feature_size(self) -> int:
-        """Numbers F that one layer hands to the next of each token."""
+        """Elements F per token that a layer passes to the next."""
         ...
 
     def embed(self, batch: ForwardBatch, /) -> Any:
-        """What the first layer starts from: `hidden` of F numbers a token, and as many of `residual`, to which they are not yet added,
-        or None."""
+        """Return the input state of the first layer.
+
+        Its `hidden` has F elements per token; `residual` has the same shape and is not yet added,
+        or is None.
+        """
         ...
 
     def run_layers(self, state: Any, first: int, last: int, /) -> Any:
-        """The state after the layers first <= i < last."""
+        """Return the state after the layers first <= i < last."""
         ...
 
     def finish(self, state: Any, /) -> Tensor:
-        """[T, H] after the last norm."""
+        """Return hidden states [T, H] after the last norm."""
         ...
 
     def logits(self, hidden: Tensor, /) -> Tensor:
-        """float32 [N, vocab] from [N, H]."""
+        """Return float32 [N, vocab] for [N, H]."""
         ...
 
     def embed_ids(self, ids: Tensor, /) -> Tensor:
-        """[T] to [T, H]."""
+        """Return the embeddings [T, H] of ids [T]."""
         ...
 
 
 class FeatureModel:
-    """A model whose forward gives, beside its hidden states, the sums that enter some of its layers, `feature_size` numbers:
-    [T, H + feature_size]."""
+    """A model with a forward that also returns the residual sums before some layers: [T, H +
+    feature_size].
+    """
 
     def __init__(self, model: LayeredModel, aux_layers: tuple[int, ...]) -> None:
-        """`aux_layers`: numbers of layers, ascending; that after the last one is the sum before the last norm."""
+        """`aux_layers`: layer indices, ascending; the index after the last layer means before the
+        last norm.
+        """
         self._model = model
         self._aux_layers = aux_layers
         self.feature_size = len(aux_layers) * model.feature_size
         self.attention_layers = model.attention_layers
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """One forward."""
+        """Run one forward; return hidden states and features, concatenated."""
         found: list[Tensor] = []
         model, first = self._model, 0
         state = model.embed(batch)
         for layer in self._aux_layers:
             state = model.run_layers(state, first, layer)
-            # A layer uses up what it is given.
+            # A layer may overwrite its input.
             summed = state.hidden.clone() if state.residual is None else state.hidden + state.residual
             found.append(summed.flatten(1))
             first = layer
@@ -80,16 +88,19 @@ class FeatureModel:
         return torch.cat([hidden, *found], -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [N, vocab] from what a forward gave of N tokens."""
+        """Return float32 [N, vocab] for the output of a forward of N tokens."""
         return self._model.logits(hidden[:, : -self.feature_size].contiguous())
 
     def embed_ids(self, ids: Tensor) -> Tensor:
-        """[T] to the rows [T, H] that the first layer takes."""
+        """Return the embeddings [T, H] of ids [T], the input of the first layer."""
         return self._model.embed_ids(ids)
 
 
 def with_features(model: Model, aux_layers: tuple[int, ...]) -> Model:
-    """The model, or one that also gives the sums before these layers. Raises ConfigError for one without layers of its own."""
+    """Return the model, or one that also returns the sums before these layers.
+
+    Raises ConfigError if the model cannot run layer by layer.
+    """
     if not aux_layers:
         return model
     if not isinstance(model, LayeredModel):
@@ -101,5 +112,7 @@ def with_features(model: Model, aux_layers: tuple[int, ...]) -> Model:
 
 
 def features_of(output: Tensor, size: int | None) -> Tensor:
-    """[T, F] of a forward's output: its last `size` numbers of each token (None: all)."""
+    """Return the features [T, F]: the last `size` elements of each row of a forward's output (None:
+    all).
+    """
     return output if size is None else output[:, output.shape[-1] - size :]

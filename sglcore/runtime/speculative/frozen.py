@@ -1,7 +1,9 @@
-"""Proposals of a draft that keeps nothing: queries over the cells that the target has, which no forward of it adds to.
+"""Draft tokens from a draft model without cells of its own: its queries attend to the target's
+cells.
 
-It sees its own proposals by what it made of them alone. So all its forwards of a step stand at one place and see the same
-cells, and attention is planned once for them.
+No forward of the draft adds cells. It knows its earlier draft tokens only by its own hidden states.
+All its forwards of a step therefore have the same position and cells, and attention is planned
+once.
 """
 
 from __future__ import annotations
@@ -20,25 +22,30 @@ from sglcore.runtime.speculative.features import features_of
 
 
 class FrozenDrafter:
-    """A forward for each proposal, of one row a request: the last token with what was made of the one before."""
+    """Runs one forward per draft token, of one row per request.
+
+    The input is the last token and the features of the token before it.
+    """
 
     lookahead = 0
     reads_history = False
 
     def __init__(self, runner: ModelRunner, tokens: int, feature_size: int) -> None:
-        """`runner` is the draft's, over the target's page table and cells; the last `feature_size` numbers of each of its rows are
-        read by the next forward."""
+        """`runner` is the draft's, over the target's page table and cells.
+
+        The next forward reads the last `feature_size` elements of each of its output rows.
+        """
         self.tokens = tokens
         self.runner = runner
         self._feature_size = feature_size
         self._epoch = 0
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """As `Drafter.advance`."""
+        """Implements `Drafter.advance`."""
         return self.follow(rows, rows.wanted)
 
     def follow(self, rows: DraftRows, wanted: int) -> Tensor:
-        """int32[R, wanted]: each proposal after the one before it."""
+        """Return int32[R, wanted], each draft token after the one before it."""
         count, found = len(rows.most_lens), list[Tensor]()
         if not wanted or not count:
             return torch.empty(count, wanted, dtype=torch.int32, device=rows.ids.device)
@@ -50,7 +57,10 @@ class FrozenDrafter:
         return torch.stack(found, 1)
 
     def first(self, rows: DraftRows) -> ForwardBatch:
-        """Each root, with what the target made of the token before it, at the place of that token, the last that has a cell."""
+        """Return the batch of each root, with the target's features of the token before it.
+
+        Its position is that of the token before it, the last one with a cell.
+        """
         assert rows.features is not None
         self._epoch += 1
         slots, positions = placed(rows.slots, rows.lengths - 1, rows.limits)
@@ -60,7 +70,9 @@ class FrozenDrafter:
         return replace(decode_batch(rows.batch, slots, positions, ids, most, features), turn=Turn(self._epoch, 0))
 
     def planned(self, batch: ForwardBatch, steps: int) -> ForwardBatch:
-        """The batch with a plan for so many forwards; graphs have their own."""
+        """Plan the batch for `steps` forwards, unless a graph runs it; graphs have their own
+        plans.
+        """
         runner = self.runner
         if runner.graphs is None or not runner.graphs.can_run(batch):
             plan = runner.attn_backend.plan(runner.prepared(batch))
@@ -68,12 +80,14 @@ class FrozenDrafter:
         return batch
 
     def following(self, batch: ForwardBatch, ids: Tensor, hidden: Tensor) -> ForwardBatch:
-        """The same place and the same cells, with a proposal and with what the draft made of the token before it."""
+        """Return the batch for the next draft token: the same position and cells, with new ids and
+        features.
+        """
         features = features_of(hidden, self._feature_size)
         return replace(batch, input_ids=ids, features=features, turn=self.later(batch))
 
     def later(self, batch: ForwardBatch) -> Turn:
-        """That of the forward after a batch's, over the same plan."""
+        """Return the turn of the next forward with the same plan."""
         assert batch.turn is not None
         return batch.turn._replace(step=batch.turn.step + 1)
 

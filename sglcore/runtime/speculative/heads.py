@@ -1,8 +1,10 @@
-"""Proposals by several layers, of which each proposes one token (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
+"""Multi-token prediction by several layers, one draft token each (DeepSeek-AI 2024, arXiv
+2412.19437, 2.2).
 
-Cell i of layer j (from 0) has the token i + 1 + j, and what layer j - 1 made of cell i; layer 0 has what the target made of token i.
-So the last j cells of a text are made of proposals. Every forward begins k - 1 cells before those of the target, k being the
-number of layers, and writes them again of what the text has become; what it needs of these cells is kept by slot.
+Cell i of layer j (from 0) has token i + 1 + j and the output of layer j - 1 for cell i; layer 0 has
+the target's features of token i. The last j cells of a text therefore depend on draft tokens. With
+k layers, every forward begins k - 1 cells before those of the target and rewrites them from the
+accepted text; their inputs are kept by slot.
 """
 
 from __future__ import annotations
@@ -24,21 +26,23 @@ from sglcore.runtime.speculative.drafter import DraftRows
 
 
 class HeadsModel(Protocol):
-    """The first of the layers, and what all have in common."""
+    """The first layer, and what all layers have in common."""
 
     feature_size: int
     dtype: torch.dtype
 
     def project(self, features: Tensor, /) -> Tensor:
-        """The target's features [T, F] to [T, feature_size]."""
+        """Map the target's features [T, F] to [T, feature_size]."""
         ...
 
 
 class Window(NamedTuple):
-    """The last cells of B requests before those of the target's forward, and perhaps those too: N rows of each, C >= N.
+    """The last cells of B requests before the target's forward, in a verification with those of the
+    forward.
 
-    `slots` int32[B]; `batch` is a decode of all rows. `ids` int32[B, C] are the tokens after each row, and maybe a few more, the
-    first `known` int32[B] of which are the text's. `features` [B * N, H] are what the first layer reads.
+    There are N rows per request, C >= N. `slots` int32[B]; `batch` is a decode of all rows. `ids`
+    int32[B, C] are the tokens after each row, possibly with a few more; the first `known` int32[B]
+    of them are text. `features` [B * N, H] are the input of the first layer.
     """
 
     slots: Tensor
@@ -49,28 +53,32 @@ class Window(NamedTuple):
 
 
 class MultiHeadDrafter:
-    """One forward of each layer over the same cells; each proposes the token behind the last proposal. All layers run at every step,
-    however few proposals are wanted, so that no cell is left out."""
+    """Runs one forward of each layer over the same cells; each layer proposes the next draft token.
+
+    All layers run at every step, even if fewer tokens are wanted, so that every cell is written.
+    """
 
     reads_history = False
 
     def __init__(self, runners: Sequence[ModelRunner], slots: int, model: HeadsModel) -> None:
-        """`runners` of the layers, two or more, in order, over the target's page table; `slots` of requests, with that of padding."""
+        """`runners` of two or more layers, in order, over the target's page table. `slots` includes
+        slot 0.
+        """
         self.runners = tuple(runners)
         self.tokens = self.lookahead = len(self.runners)
         self._project = model.project
         self._back = back = self.tokens - 1
         device = runners[0].token_table.last.device
         self._steps = torch.arange(max(2 * self.tokens, slots), dtype=torch.int32, device=device)
-        # By slot: the tokens after its last cells and what the target made of these, how many cells were there before its first
-        # prompt tokens, and what follows the known tokens.
+        # By slot: the tokens after its last cells, the target's features of these, the cells before
+        # the request's first prefilled token, and the draft tokens after the known text.
         self._ids = torch.zeros(slots, back, dtype=torch.int32, device=device)
         self._features = torch.zeros(slots, back, model.feature_size, dtype=model.dtype, device=device)
         self._starts = torch.zeros(slots, dtype=torch.int32, device=device)
         self._beyond = torch.zeros(slots, back, dtype=torch.int32, device=device)
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """As `Drafter.advance`."""
+        """Implements `Drafter.advance`."""
         assert rows.features is not None
         found, count = list[Tensor](), len(rows.most_lens)
         run = self.run_verified if rows.batch.forward_mode.is_decode else self.run_prompts
@@ -85,7 +93,10 @@ class MultiHeadDrafter:
         return torch.stack(found, 1) if found else rows.ids.new_empty(count, rows.wanted)
 
     def run_verified(self, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
-        """What each layer makes of the last verified token of each request, [R, H]; the next one reads what was proposed by then."""
+        """Yield each layer's output [R, H] for the last accepted token of each request.
+
+        The next layer reads the tokens that were drawn meanwhile.
+        """
         count = len(rows.most_lens)
         if not count:
             return
@@ -102,7 +113,9 @@ class MultiHeadDrafter:
             yield hidden.index_select(0, last)
 
     def run_nothing(self, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
-        """The same without requests, beside shards that have some; features [0, H]."""
+        """Run the layers without requests, because other data-parallel shards have some; features
+        [0, H].
+        """
         plan = rows.batch.step_plan
         assert plan is not None
         for runner in self.runners:
@@ -110,7 +123,11 @@ class MultiHeadDrafter:
             yield runner.forward(no_tokens(rows.batch, plan.from_before(self._back), features))[0]
 
     def run_prompts(self, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
-        """The same of the last tokens of prompts that end here, after chunks of all prompts."""
+        """Yield each layer's output [R, H] for the last token of each prompt that ends in this
+        step.
+
+        Runs the chunks of all prompts.
+        """
         batch, slots = rows.batch, rows.batch.req_pool_indices
         first, lengths, before = batch.extend_start_loc, batch.extend_seq_lens, batch.extend_prefix_lens
         assert first is not None and lengths is not None and before is not None and rows.begins is not None
@@ -134,7 +151,10 @@ class MultiHeadDrafter:
             yield hidden.index_select(0, rows.select)
 
     def verified(self, rows: DraftRows, features: Tensor) -> Window:
-        """The cells before a verification and its own. Lengths on the host are those of its rows, as far as it knows them."""
+        """Return the cells before a verification and its own.
+
+        Host lengths are those of the verification, as far as the host knows them.
+        """
         count, batch = len(rows.most_lens), rows.batch
         assert batch.seq_lens_cpu is not None
         ends = batch.seq_lens_cpu.reshape(count, -1)
@@ -152,7 +172,9 @@ class MultiHeadDrafter:
         return Window(rows.slots, decode, ids, known, features)
 
     def before_chunks(self, rows: DraftRows, first: Tensor, ends: Tensor) -> Window:
-        """The cells before chunks of prompts, whose tokens are `first` <= i <= `ends` int32[B] of the batch."""
+        """Return the cells before prefill chunks with tokens `first` <= i <= `ends` int32[B] of the
+        batch.
+        """
         batch, slots = rows.batch, rows.batch.req_pool_indices
         assert batch.extend_prefix_lens is not None and batch.extend_prefix_lens_cpu is not None
         owners, positions = self.front(slots, batch.extend_prefix_lens)
@@ -166,19 +188,23 @@ class MultiHeadDrafter:
         return Window(slots, decode, ids, known, self._features.index_select(0, slots).flatten(0, 1))
 
     def front(self, slots: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots and positions int32[B, k - 1] of the last cells before `cells` int32[B]: those that are not there, or were before the
-        request was, go to the beginning of slot 0."""
+        """Return slots and positions int32[B, k - 1] of the last cells before `cells` int32[B].
+
+        Cells before the request's first go to position 0 of slot 0.
+        """
         places = cells[:, None] + (self._steps[: self._back] - self._back)
         usable = places >= self._starts.index_select(0, slots)[:, None]
         return slots[:, None] * usable, places * usable
 
     def keep(self, slots: Tensor, ids: Tensor, features: Tensor) -> None:
-        """Remember of slots int32[B] the tokens after the last k - 1 cells, and what the target made of these."""
+        """Store the tokens after the last k - 1 cells of slots int32[B], and the target's features
+        of these.
+        """
         self._ids.index_put_((slots,), ids.view(-1, self._back))
         self._features.index_put_((slots,), features.view(-1, self._back, features.shape[-1]))
 
     def _keep_of_chunks(self, rows: DraftRows, features: Tensor, first: Tensor, lengths: Tensor) -> None:
-        """Where a chunk is shorter, what was kept goes on to be."""
+        """Store the same for chunks; a chunk shorter than k - 1 keeps part of the stored values."""
         slots = rows.batch.req_pool_indices
         places = lengths[:, None] + (self._steps[: self._back] - self._back)
         new = (first[:, None] + places.clamp(min=0)).flatten()
@@ -189,22 +215,22 @@ class MultiHeadDrafter:
         self.keep(slots, ids, torch.where(is_new[:, None], features.index_select(0, new), before))
 
     def _expect(self, slots: Tensor, last: Tensor) -> None:
-        """Until something is proposed, the last known tokens int32[B] follow themselves."""
+        """Initialise the expected next tokens with the last known tokens int32[B]."""
         self._beyond.index_put_((slots,), last[:, None].expand(-1, self._back))
 
     def _run(self, runner: ModelRunner, window: Window, depth: int, features: Tensor) -> Tensor:
-        """A forward of the layer of this number, [B * N, H]."""
+        """Run the layer number `depth`; return [B * N, H]."""
         given = {"input_ids": self.ahead(window, depth), "features": features, "plan_record": None}
         return runner.forward(replace(window.batch, **given))[0]
 
     def _run_no_front(self, runner: ModelRunner, rows: DraftRows, features: Tensor) -> None:
-        """A layer's part of what other shards of requests run before their prompts, if any does."""
+        """Join the forward that other shards run before their prefill, if there is one."""
         plan = None if rows.batch.step_plan is None else rows.batch.step_plan.before_prompts(self._back)
         if plan is not None:
             runner.forward(no_tokens(rows.batch, plan, features[:0]))
 
     def ahead(self, window: Window, depth: int) -> Tensor:
-        """int32[B * N]: the tokens that are so many places behind those after each row."""
+        """Return int32[B * N]: the tokens `depth` places after those that follow each row."""
         size = window.batch.num_tokens // len(window.slots)
         columns = self._steps[:size] + depth
         ids = window.ids.index_select(1, columns.clamp(max=window.ids.shape[1] - 1))
@@ -214,16 +240,16 @@ class MultiHeadDrafter:
         return torch.where(behind < 0, ids, beyond).flatten()
 
     def _ahead(self, ids: Tensor, slots: Tensor, first: Tensor, ends: Tensor, depth: int) -> Tensor:
-        """The same of chunks, int32[T]."""
+        """Return the same for chunks, int32[T]."""
         turned, beyond = ids.roll(-depth), self._beyond.index_select(0, slots)
-        # The last one of a chunk at the end: what a short one has no token for is written over.
+        # The last token of a chunk is written last: a short chunk's missing tokens are overwritten.
         for place in range(depth):
             rows = torch.maximum(ends - (depth - 1 - place), first)
             turned.index_put_((rows,), beyond[:, place])
         return turned
 
     def _front_ends(self, cells: NDArray[np.int32]) -> NDArray[np.int32]:
-        """int32[B, k - 1]: lengths at the rows before cells int32[B, 1]."""
+        """Return int32[B, k - 1]: the lengths of the rows before cells int32[B, 1]."""
         steps = np.arange(1 - self._back, 1, dtype=np.int32)
         return np.maximum(cells + steps, np.int32(1))
 

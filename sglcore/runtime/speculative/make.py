@@ -1,4 +1,4 @@
-"""The worker of a start with proposals."""
+"""Makes the worker of an engine with speculation."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ def make_drafter(
     draft_heads: Sequence[ModelRunner] = (),
     slots: int = 1,
 ) -> Drafter:
-    """What proposes, for requests in so many slots; `draft_runner` is that of its model, if it has one, `draft_heads` those of
-    its layers behind the first, where each proposes one token. `is_exact`: the host must tell every length."""
+    """Return the drafter for requests in `slots` slots.
+
+    `draft_runner` runs its model, if it has one; `draft_heads` run the layers after the first if
+    each layer proposes one token. `is_exact`: the host must give exact lengths.
+    """
     if speculation.kind in WITHOUT_MODEL:
         return NgramDrafter(speculation.tokens)
     assert draft_runner is not None
@@ -54,7 +57,7 @@ def make_drafter(
 
 
 def make_tree_drafter(speculation: Speculation, shape: TreeShape, runner: ModelRunner, model: Any) -> Drafter:
-    """What proposes trees."""
+    """Return a drafter of trees."""
     if speculation.aux_layers is None:
         return StandaloneTreeDrafter(runner, speculation.tokens).shaped(shape)
     if speculation.kind == FROZEN:
@@ -63,7 +66,11 @@ def make_tree_drafter(speculation: Speculation, shape: TreeShape, runner: ModelR
 
 
 def cells_of_drafts(speculation: Speculation, drafter: Drafter) -> int:
-    """As `Limits.draft_cells` has them: a model of its own keeps one of the root too, one that keeps nothing has those of nodes."""
+    """Return `Limits.draft_cells`.
+
+    A draft model without features also has a cell of the root; a frozen draft needs only the cells
+    of nodes.
+    """
     if speculation.tree is None:
         return 0
     written = 0 if speculation.kind == FROZEN else speculation.tree.cells + 1 - drafter.lookahead
@@ -79,8 +86,11 @@ def make_speculative_worker(
     facts: Facts,
     draft_heads: Sequence[ModelRunner] = (),
 ) -> SpeculativeWorker:
-    """The worker whose decode steps verify what `speculation` proposes. Steps bring decode rows or prompts, never both; one
-    whose forward must be told lengths by the host waits for those of the step before, as one that takes the host's proposals does."""
+    """Return the worker that verifies draft tokens in its decode steps.
+
+    A step has decode rows or prefill rows, never both. If a forward needs host lengths, or the host
+    proposes tokens, each step waits for the one before.
+    """
     from_host = speculation.kind == SUFFIX
     is_agreed = runner.groups is not None and runner.groups.place.topology.dp > 1
     slots = limits.max_requests + 1
@@ -94,7 +104,7 @@ def make_speculative_worker(
         lookahead=drafter.lookahead,
         keeps_history=drafter.reads_history,
         allows_mixed_batches=False,
-        # Tokens to verify are placed by their number in the text.
+        # The positions of tokens to verify are their indices in the text.
         takes_mrope=False,
         can_overlap=limits.can_overlap and not facts.needs_host_lengths and not from_host,
     )

@@ -1,4 +1,6 @@
-"""Proposals without a model: what followed the last tokens when they occurred before in the same text (prompt lookup)."""
+"""Draft tokens without a model: what followed the last tokens at an earlier place in the same text
+(prompt lookup).
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,11 @@ from sglcore.runtime.speculative.drafter import NONE, DraftRows
 
 
 class NgramDrafter:
-    """Finds the latest earlier occurrence of the longest suffix of `least` to `most` tokens, and proposes what came after it,
-    again and again where it ends before enough tokens."""
+    """Proposes the tokens after the latest earlier occurrence of the longest matching suffix.
+
+    Suffixes have `least` to `most` tokens. If the text ends before enough tokens, the continuation
+    is repeated.
+    """
 
     lookahead = 0
     reads_history = True
@@ -20,7 +25,7 @@ class NgramDrafter:
         self._least, self._most = least, most
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """As `Drafter.advance`. Work grows with the longest text of the batch."""
+        """Implements `Drafter.advance`. Work grows with the longest text of the batch."""
         assert rows.history is not None
         if not rows.wanted or not len(rows.most_lens):
             return torch.empty(len(rows.most_lens), rows.wanted, dtype=torch.int32, device=rows.slots.device)
@@ -28,17 +33,20 @@ class NgramDrafter:
         return propose(known, rows.lengths, rows.wanted, self._least, self._most)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 def propose(known: Tensor, last: Tensor, tokens: int, least: int, most: int) -> Tensor:
-    """int32[R, tokens] for texts known int32[R, M] of which `last` int32[R] is the last token that is there; NONE for a text
-    whose last `least` tokens did not occur before. No host reads."""
+    """Return draft tokens int32[R, tokens] for texts `known` int32[R, M] that end at index `last`
+    int32[R].
+
+    NONE for a text in which its last `least` tokens did not occur before. No host reads.
+    """
     width = known.shape[1]
     places = torch.arange(max(width, tokens, most), dtype=torch.int32, device=known.device)
     padded = torch.nn.functional.pad(known, (most - 1, 0), value=NONE)
     suffix = padded.gather(1, (last[:, None] + places[:most]).long())
-    # Behind each place, the tokens up to it beside those at the end.
+    # For each place, compare the tokens up to it with the tokens at the end.
     same = padded.unfold(1, most, 1) == suffix[:, None]
     matching = same[..., -1] & (places[:width] < last[:, None])
     matched = matching.to(torch.int32)

@@ -1,8 +1,9 @@
-"""Verification that is exact in law and not in tokens: proposals are drawn from laws of their own, with noise of their own, and
-taken or replaced so that what comes out has the target's law.
+"""Verification that is exact in distribution, not in tokens.
 
-Token by token: accept X with min(1, p(X) / q(X)), else draw from (p - q)+ (arXiv 2211.17192). By the block: the longest prefix
-whose own coin says so (arXiv 2403.10444), which accepts no less.
+Draft tokens are drawn from distributions and noise of their own, and accepted or replaced so that
+the output has the target's distribution. By token: accept X with min(1, p(X) / q(X)), else draw
+from (p - q)+ (arXiv 2211.17192). By block: the longest prefix accepted by its own random number
+(arXiv 2403.10444), which accepts at least as many tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ from sglcore.sampling.sampler import Sampler, SamplingState
 from sglcore.sampling.state import SampledTokens
 
 DRAFTS, COINS = 0x2545F491, 0x6C078965
-"""What tells the noise of proposals and that of coins from each other, and both from that of the target's draws."""
+"""Constants that make the noise of draft tokens, of acceptance, and of the target's draws
+independent.
+"""
 COIN_BITS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Proposals of B requests with roots at `lengths` int32[B]: `tokens` int32[B, k], of which `offered` bool[B, k] may be taken
-    (none behind one that may not). `laws` float32[B, k, V] is what each was drawn from; None: they were certain."""
+    """Draft tokens of B requests with roots at `lengths` int32[B].
+
+    `tokens` int32[B, k]; `offered` bool[B, k]: may be accepted (False after the first False).
+    `laws` float32[B, k, V] are the distributions they were drawn from; None: they were certain.
+    """
 
     tokens: Tensor
     offered: Tensor
@@ -40,7 +46,11 @@ class Chain:
     laws: Tensor | None = None
 
     def law(self, place: int | Tensor, vocab_size: int) -> Tensor:
-        """float32[B, V]: that of the proposal after `place` (int64[B, 1], or one for all) others; zeros where none is offered."""
+        """Return float32[B, V]: the distribution of draft token number `place` (int64[B, 1], or one
+        for all).
+
+        Zeros where no token is offered.
+        """
         last = self.tokens.shape[1] - 1
         places = torch.as_tensor(place, device=self.tokens.device).expand(len(self.tokens), 1)
         within = places.clamp(max=last)
@@ -53,13 +63,17 @@ class Chain:
 
 
 class Rejection:
-    """Token by token. All of it is a function of the requests' seeds, their lengths and the laws: no host reads."""
+    """Acceptance by token. Depends only on the requests' seeds, lengths and distributions; no host
+    reads.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
 
     def drafting(self, state: SamplingState, slots: Tensor, lengths: Tensor, laws: Tensor) -> DrawDraft:
-        """What draws proposals by the requests' state, and writes what from to laws [slots + 1, k, V]."""
+        """Return a function that draws draft tokens, and writes their distributions to laws [slots
+        + 1, k, V].
+        """
         words = step_words(state.seed_words, lengths, DRAFTS)
 
         def draw(logits: Tensor, depth: int) -> Tensor:
@@ -70,8 +84,12 @@ class Rejection:
         return draw
 
     def verify(self, logits: Tensor, state: SamplingState, chain: Chain) -> tuple[Tensor, Tensor, Tensor]:
-        """How many proposals are accepted, the token after them, and where that one is bad: int32[B], int32[B], bool[B]; from
-        processed logits float[B, k + 1, V] and the requests' state."""
+        """Return the number of accepted draft tokens, the token after them, and whether that one is
+        bad.
+
+        int32[B], int32[B], bool[B], from processed logits float[B, k + 1, V] and the requests'
+        state.
+        """
         coins = draw_coins(state.seed_words, chain.lengths, chain.tokens.shape[1])
         accepted, share = self._accepted(logits, state, chain, coins)
         places = accepted[:, None].long()
@@ -83,7 +101,9 @@ class Rejection:
         return accepted, *self.sampler.draw_by_weight(weights, state.seed_words, chain.lengths + accepted + 1)
 
     def _accepted(self, logits: Tensor, state: SamplingState, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor]:
-        """int32[B] proposals, and by what float32[B] the target's law is scaled where they end."""
+        """Return the accepted draft tokens int32[B], and the scale float32[B] of the target's
+        distribution there.
+        """
         taken = chain.offered.clone()
         for place in range(taken.shape[1]):
             target, draft = self._of_token(self.sampler.probabilities(logits[:, place], state), chain, place)
@@ -92,17 +112,17 @@ class Rejection:
         return accepted, torch.ones_like(coins[:, 0])
 
     def _rest(self, target: Tensor, draft: Tensor, share: Tensor) -> Tensor:
-        """float32[B, V]: what the target's law, scaled by share float32[B], has more than the draft's."""
+        """Return float32[B, V]: the excess of the scaled target distribution over the draft's."""
         return (share[:, None] * target - draft).clamp_(min=0)
 
     def _of_token(self, law: Tensor, chain: Chain, place: int) -> tuple[Tensor, Tensor]:
-        """What both laws say of the proposal after `place` others, float32[B] each."""
+        """Return both distributions' probability of draft token number `place`, float32[B] each."""
         token = chain.tokens[:, place, None].clamp(min=0).long()
         return law.gather(1, token)[:, 0], chain.law(place, law.shape[1]).gather(1, token)[:, 0]
 
 
 class BlockRejection(Rejection):
-    """By the block: `share` is how likely a prefix is to be accepted at all."""
+    """Acceptance by block; `share` is the probability that a prefix is accepted."""
 
     def _accepted(self, logits: Tensor, state: SamplingState, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor]:
         count = chain.offered.sum(1, dtype=torch.int32)
@@ -122,16 +142,21 @@ class BlockRejection(Rejection):
 
 
 RULES: Mapping[str, type[Rejection]] = MappingProxyType({REJECTION: Rejection, BLOCK: BlockRejection})
-"""As they are asked for."""
+"""Rules by their configuration value."""
 
 
 class RejectionWorker(SpeculativeWorker):
-    """Verifies by a rule that is exact in law. What is proposed under a grammar has no chance where the grammar forbids it, so that
-    it is replaced as any other proposal."""
+    """Verifies with a rule that is exact in distribution.
+
+    A draft token that a grammar forbids has probability 0 and is replaced like any rejected token.
+    """
 
     def __init__(self, rule: type[Rejection], laws: Tensor | None, *given: Any) -> None:
-        """`laws` float32[slots + 1, k, V] is room for what proposals are drawn from, None for a drafter that draws none; `given`
-        as of `SpeculativeWorker`."""
+        """`laws` float32[slots + 1, k, V] stores draft distributions; None for a drafter without
+        any.
+
+        `given` are the parameters of `SpeculativeWorker`.
+        """
         self._laws = laws
         super().__init__(*given)
         self.rule = rule(self._sampling.sampler)
@@ -149,7 +174,7 @@ class RejectionWorker(SpeculativeWorker):
         offered = (proposals >= 0) & (staged.req_pool_indices.view(-1, width)[:, 1:] != 0)
         laws = None if self._laws is None else self._laws.index_select(0, rows.slots)[:, : width - 1]
         if laws is not None:
-            # A draft whose logits are not finite has drawn of nothing.
+            # A draft with non-finite logits has drawn from no distribution.
             offered &= laws.gather(2, proposals.clamp(min=0)[:, :, None].long())[:, :, 0] > 0
         lengths = self._lengths.index_select(0, rows.slots)
         chain = Chain(proposals, offered.to(torch.int32).cumprod(1) > 0, lengths, laws)
@@ -166,7 +191,7 @@ class RejectionWorker(SpeculativeWorker):
     def _sampled(
         self, chain: Chain, logits: Tensor, top_n: int | None, last: Tensor, tokens: Tensor, bad: Tensor
     ) -> SampledTokens[Tensor]:
-        """What was accepted, and behind it the token at `last` int64[B, 1]."""
+        """Return the accepted tokens followed by the token at index `last` int64[B, 1]."""
         proposals = torch.nn.functional.pad(chain.tokens.clamp(min=0), (0, 1))
         every = proposals.scatter(1, last, tokens[:, None]).view(-1)
         bad_rows = torch.zeros_like(proposals, dtype=torch.bool).scatter_(1, last, bad[:, None]).view(-1)
@@ -182,22 +207,26 @@ class RejectionWorker(SpeculativeWorker):
     def _propose(self, rows: DraftRows) -> None:
         super()._propose(rows)
         if self._laws is not None:
-            # What a model proposes without a cell of its own depends on who else has none.
+            # Draft tokens without a cell of their own depend on which other requests have none:
+            # drop them.
             steps = torch.arange(self._proposals.shape[1], dtype=torch.int32, device=rows.limits.device)
             without = rows.lengths[:, None] + steps >= rows.limits[:, None]
             self._proposals[rows.slots] = self._proposals[rows.slots].masked_fill_(without, NONE)
 
 
 def step_words(seed_words: Tensor, lengths: Tensor, domain: int) -> Tensor:
-    """Seed words int32[B, 2] of the noise that only the step with roots at lengths int32[B] uses: what it did not accept must say
-    nothing of what the next one draws."""
+    """Return seed words int32[B, 2] for noise that only the step with roots at lengths int32[B]
+    uses.
+
+    Rejected draft tokens must not influence the draws of the next step.
+    """
     words = row_keys(seed_words, lengths)
     words[:, 0] ^= domain
     return words
 
 
 def draw_coins(seed_words: Tensor, lengths: Tensor, count: int) -> Tensor:
-    """float32[B, count], uniform in [0, 1)."""
+    """Return random numbers float32[B, count], uniform in [0, 1)."""
     words = step_words(seed_words, lengths, COINS)
     drawn = torch.stack([row_keys(words, lengths + place)[:, 1] for place in range(1, count + 1)], 1)
     return ((drawn >> (32 - COIN_BITS)) & ((1 << COIN_BITS) - 1)).float() * 2.0**-COIN_BITS

@@ -1,4 +1,6 @@
-"""The worker that verifies trees: the same step, of which the right path is put in order before anything else looks at it."""
+"""The worker that verifies draft trees: the same step; the accepted path is put in order before
+later stages read it.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,20 @@ from sglcore.step.rows import RowPlan
 
 
 class Growing(Protocol):
-    """A drafter that proposes trees."""
+    """A drafter of trees."""
 
     def grow(self, rows: DraftRows) -> DraftTree:
-        """As `Drafter.advance`, with what follows what."""
+        """Like `Drafter.advance`, with the structure of the tree."""
         ...
 
 
 class TreeWorker(SpeculativeWorker):
-    """Verifies a tree of each request, a chain of those whose draws depend on the text before them or have masks."""
+    """Verifies a tree for each request; a chain for requests with masks or penalties."""
 
     def __init__(self, shape: TreeShape, runner: Any, token_table: TokenTable, limits: Any, *given: Any) -> None:
-        """`given` as of `SpeculativeWorker`, whose drafter is a `Growing` one."""
+        """`given` are the other parameters of `SpeculativeWorker`; its drafter must be a `Growing`
+        one.
+        """
         self.shape = shape
         device = token_table.last.device
         kernels = runner.attn_backend.kernels
@@ -85,7 +89,10 @@ class TreeWorker(SpeculativeWorker):
     def _walk(
         self, staged: ForwardBatch, rows: VerifiedRows, sampled: SampledTokens[Tensor], steps: int
     ) -> tuple[Tensor, Tensor]:
-        """`runs` int32[4, B] and paths int32[B, steps] of the table's `tree_walk`; the tables are those of the next step from here on."""
+        """Return `runs` int32[4, B] and paths int32[B, steps] of the kernel `tree_walk`.
+
+        Also updates the tables for the next step.
+        """
         runs, path = (
             torch.empty(*shape, dtype=torch.int32, device=rows.slots.device)
             for shape in ((4, len(rows.slots)), (len(rows.slots), steps))
@@ -98,7 +105,9 @@ class TreeWorker(SpeculativeWorker):
     def _chain(
         self, batch: ScheduleBatch, staged: ForwardBatch, rows: VerifiedRows, before: Tensor, order: Tensor
     ) -> ForwardBatch:
-        """The rows `order` int32[B * steps] of paths as those of a step that verified chains."""
+        """Return the path rows `order` int32[B * steps] as the batch of a step that verified
+        chains.
+        """
         steps = len(order) // len(before)
         places = before[:, None] + self._steps[:steps]
         slots, positions = placed(rows.slots[:, None], places, rows.limits[:, None])
@@ -111,7 +120,7 @@ class TreeWorker(SpeculativeWorker):
 
 
 def along(sampled: SampledTokens[Tensor], order: Tensor) -> SampledTokens[Tensor]:
-    """The rows `order` int32[N] of a draw."""
+    """Return the rows `order` int32[N] of a draw."""
     logprobs = sampled.logprobs
     if logprobs is not None:
         parts = {item.name: getattr(logprobs, item.name).index_select(0, order) for item in fields(logprobs)}
@@ -120,8 +129,11 @@ def along(sampled: SampledTokens[Tensor], order: Tensor) -> SampledTokens[Tensor
 
 
 def move_path(pool: TokenToKVPool, cells: Tensor, path: Tensor) -> None:
-    """Bring keys and values of the nodes of paths int32[B, steps], in cells int[B, N], into the cells behind the root's. All are read
-    before one is written; a place that is its own node's stays."""
+    """Copy keys and values of path nodes int32[B, steps], in cells int[B, N], to the cells after
+    the root's.
+
+    All cells are read before one is written; a node that is already at its place stays.
+    """
     sources, places = cells.gather(1, path[:, 1:].long()).flatten(), cells[:, 1 : path.shape[1]].flatten()
     for layer in range(pool.num_layers):
         pool.write_cells(layer, places, *pool.read_cells(layer, sources))

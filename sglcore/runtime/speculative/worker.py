@@ -1,7 +1,9 @@
-"""The worker that verifies proposals: one forward of the target over each request's last token and what was proposed after it.
+"""The worker that verifies draft tokens: one target forward over each request's last token and its
+draft tokens.
 
-A proposal is right when it equals the token that the target draws in its place, so the text is the same as without any. The
-state between steps is in tables by slot on the device: how many cells of it are valid, and what is proposed.
+A draft token is accepted if it equals the token that the target draws in its place, so the text is
+the same as without speculation. Between steps, tables by slot on the device hold the number of
+valid cells and the draft tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ from sglcore.step.sampling import NO_INPUTS, SamplingInputs
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRows:
-    """The rows of verifications while these stay the same: which `composition` of the host they are, their `slots` and `limits`
-    int32[B] on the device, and the limits on the host."""
+    """The rows of verifications as long as they are the same.
+
+    `composition` is the host's version number, `slots` and `limits` are int32[B] on the device, and
+    `cell_limits` are the limits on the host.
+    """
 
     composition: int
     cell_limits: NDArray[np.int32]
@@ -46,8 +51,11 @@ class VerifiedRows:
 
 
 class Verified(NamedTuple):
-    """What a verification came to, as rows that follow one another, the same number of each request: their `batch`, hidden [T, H],
-    what they emit, what was drawn for each, and `runs` int32[4, B]. The draw was of `width` rows a request."""
+    """The result of a verification, as chains with the same number of rows per request.
+
+    Their `batch`, hidden [T, H], the plan of the sampled rows, the sampled tokens, and `runs`
+    int32[4, B]. The draw had `width` rows per request.
+    """
 
     batch: ForwardBatch
     hidden: Tensor
@@ -58,8 +66,11 @@ class Verified(NamedTuple):
 
 
 class SpeculativeWorker(TpModelWorker):
-    """Composes the target's runner and a drafter. Decode rows bring up to `limits.draft_tokens` proposals, as `length` has it, prompts
-    as always."""
+    """Composes the target's runner and a drafter.
+
+    A decode step verifies up to `limits.draft_tokens` draft tokens per request; `length` chooses
+    how many. Prefill is that of the plain worker.
+    """
 
     def __init__(
         self,
@@ -71,16 +82,20 @@ class SpeculativeWorker(TpModelWorker):
         lengths: tuple[int, ...] = (),
         reads_proposals: bool = False,
     ) -> None:
-        """`feature_size`: of the runner's output, the last so many numbers of each token are the drafter's; None: all are, and
-        the model's too. `lengths` are the numbers of proposals that a step may verify, ascending (none: always all).
-        `reads_proposals`: the host reads them in their place, so that no step is wider than what was proposed."""
+        """`feature_size`: the last elements of each output row of the runner are the drafter's
+        features.
+
+        None: all are, and the model's hidden states too. `lengths`: the numbers of draft tokens
+        that a step may verify, ascending (empty: always all). `reads_proposals`: the host reads
+        draft tokens from shared memory, so that no step is wider than the draft tokens that exist.
+        """
         self.drafter = drafter
         self.length = LengthController(lengths or (drafter.tokens,))
         self._times = StepTimes()
         self._feature_size = feature_size
         self._table = token_table
         device, slots = token_table.last.device, limits.max_requests + 1
-        # Before the forward stream takes over what was made.
+        # Allocated before the forward stream takes over.
         self._lengths = torch.zeros(slots, dtype=torch.int32, device=device)
         self._proposals = torch.full((slots, drafter.tokens), NONE, dtype=torch.int32, device=device)
         self._proposals_here = self._proposals.numpy() if reads_proposals else None
@@ -91,7 +106,7 @@ class SpeculativeWorker(TpModelWorker):
 
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
-        """A prompt's forward, or a verification; then what the drafter proposes next."""
+        """Run a prefill or a verification; then draft the next tokens."""
         return self._verify(batch) if batch.forward_mode.is_decode else self._extend(batch)
 
     def _extend(self, batch: ScheduleBatch) -> Ticket:
@@ -151,7 +166,7 @@ class SpeculativeWorker(TpModelWorker):
         if (given := arrays.arrived.get("proposals")) is not None:
             replace_proposals(self._proposals, rows.slots, given)
         self._place(staged, rows, arrays.arrived.get("node_limits"))
-        # A row alone is right, and its state goes on at once.
+        # A single row is always accepted, and its state advances in the forward.
         states = None if width == 1 else self.runner.state_pool
         if states is not None:
             runs = states.runs(staged.req_pool_indices, width)
@@ -166,7 +181,7 @@ class SpeculativeWorker(TpModelWorker):
         self.length.choose(batch.batch_size)
         is_same = self.length.tokens == planned
         self._times.begin(Started(batch.step, batch.batch_size, width - 1, begin, is_same))
-        # The host goes on while proposals are made, unless it waits for them too.
+        # The host continues while the drafter runs, unless it needs the draft tokens for masks.
         ticket = self._ticket(batch, staged, arrays, output) if batch.masks is None else None
         if states is not None:
             states.take_in(staged.req_pool_indices, found.runs[0] + 1, width)
@@ -177,7 +192,7 @@ class SpeculativeWorker(TpModelWorker):
         return ticket
 
     def _arrays(self, batch: ScheduleBatch, inputs: SamplingInputs, width: int) -> StagedArrays:
-        """What the device does not have yet."""
+        """Return the arrays that the device does not have yet."""
         assert batch.cell_limits is not None
         sent, known = dict(inputs.arrays), self._rows
         is_new = (
@@ -202,11 +217,14 @@ class SpeculativeWorker(TpModelWorker):
         return self._rows
 
     def _wanted(self, batch: ScheduleBatch) -> int:
-        """How many proposals of each request this step makes."""
+        """Return the number of draft tokens per request that this step makes."""
         return self.length.tokens if batch.step_plan is None else batch.step_plan.proposed
 
     def _verified(self, batch: ScheduleBatch) -> int:
-        """How many proposals of each request this step verifies. Of shards each would see only what it has itself."""
+        """Return the number of draft tokens per request that this step verifies.
+
+        With data-parallel shards it comes from the plan, because a shard sees only its own.
+        """
         if batch.step_plan is not None:
             return batch.step_plan.verified
         tokens = self.length.tokens
@@ -224,23 +242,28 @@ class SpeculativeWorker(TpModelWorker):
         return self._wide
 
     def _drafts(self, batch: ScheduleBatch, slots: Tensor) -> Tensor | None:
-        """int32[B, k]: what is proposed next, where the host makes masks along it."""
+        """Return the next draft tokens int32[B, k] if the host needs them to make masks."""
         return None if batch.masks is None else self._proposals.index_select(0, slots)
 
     def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
-        """Where each token of a request is to go, by the tables of its slot; one without a cell, or without a mask that it
-        needs, goes to slot 0."""
+        """Place each token of a request by the tables of its slot.
+
+        A token without a cell, or without a mask that it needs, goes to slot 0.
+        """
         tables = self._table.last, self._lengths, self._proposals
         inputs = staged.input_ids, staged.positions, staged.seq_lens, staged.req_pool_indices
         self._kernels.place_proposals(*tables, rows.slots, rows.limits, nodes, *inputs)
 
     def _is_chain(self, batch: ScheduleBatch) -> bool:
-        """What is proposed after a step must be a chain: what is drawn for a row depends on those before it, or has a mask that does. All
-        steps of such a request are of this kind, so that none of its proposals is another's sibling."""
+        """Return whether the next draft must be a chain: sampling depends on earlier rows, by
+        penalties or masks.
+
+        This holds for all steps of such a request, so that none of its draft tokens are siblings.
+        """
         return batch.masks is not None or self._sampling.is_penalised
 
     def _ends(self, staged: ForwardBatch) -> Tensor:
-        """int32[B * N]: the number of the token that is drawn for each row, in its text."""
+        """Return int32[B * N]: the position in its text of the token drawn for each row."""
         return staged.seq_lens
 
     def _decided(
@@ -253,20 +276,29 @@ class SpeculativeWorker(TpModelWorker):
         state: SamplingState,
         plan: RowPlan,
     ) -> Verified:
-        """The tokens after the rows of a step, from logits float[B * N, V], and how many of each request are right."""
+        """Sample after each row, from logits float[B * N, V], and count the accepted tokens of each
+        request.
+        """
         sampled, runs = self._decide(staged, rows, logits, state)
         return Verified(staged, hidden, plan, sampled, runs, staged.num_tokens // max(batch.batch_size, 1))
 
     def _decide(
         self, staged: ForwardBatch, rows: VerifiedRows, logits: Tensor, state: SamplingState
     ) -> tuple[SampledTokens[Tensor], Tensor]:
-        """The token after each of B * N, from logits float[B * N, V], and int32[4, B], the `runs` of the table's
-        `accept_proposals`; the tables are those of the next step from here on."""
+        """Return the sampled tokens of B * N rows and `runs` int32[4, B] of the kernel
+        `accept_proposals`.
+
+        Also updates the tables for the next step. Logits are float[B * N, V].
+        """
         sampled = self._sampling.sampler.sample(logits, state)
         return sampled, self._accept(staged, rows, sampled)
 
     def _drafting(self, width: int, slots: Tensor, lengths: Tensor) -> DrawDraft:
-        """What draws the proposals of requests in slots int32[R] with roots at lengths int32[R], of a step of `width` rows each."""
+        """Return the draw function for draft tokens of slots int32[R] with roots at lengths
+        int32[R].
+
+        The step had `width` rows per request.
+        """
         return self._sampling.drafting(width, lengths)
 
     def _accept(self, staged: ForwardBatch, rows: VerifiedRows, sampled: SampledTokens[Tensor]) -> Tensor:
@@ -306,7 +338,7 @@ class SpeculativeWorker(TpModelWorker):
 
     @torch.inference_mode()
     def forward_idle(self, batch: ScheduleBatch) -> Ticket:
-        """Of every forward of the step one of no rows, of the target and of what proposes."""
+        """Run every forward of the step without rows, of the target and of the drafter."""
         staged, hidden, output = self._run_idle(batch)
         features = features_of(hidden, self._feature_size)
         self.drafter.advance(no_rows(staged, features, self._wanted(batch), self._history))
@@ -323,25 +355,29 @@ class SpeculativeWorker(TpModelWorker):
         self._proposals.index_put_((rows.slots,), whole)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """As the plain worker's."""
+        """Collect as the plain worker, and record the step's time for `length`."""
         result = super().collect(ticket)
         self._times.end(result, self.length)
         return result
 
     def close(self) -> None:
-        """As the plain worker's, and the drafter's."""
+        """Close as the plain worker, and close the drafter."""
         if not self._closed:
             super().close()
             self.drafter.close()
 
 
 def replace_proposals(table: Tensor, slots: Tensor, given: Tensor) -> None:
-    """Rows `slots` int32[B] of table int32[S, k] become given int32[B, k], but those of which nothing is given."""
+    """Replace the rows `slots` int32[B] of table int32[S, k] by `given` int32[B, k], where given is
+    not empty.
+    """
     table.index_put_((slots,), torch.where(given[:, :1] < 0, table.index_select(0, slots), given))
 
 
 def _chunk_arrays(batch: ScheduleBatch, rows: RowPlan) -> dict[str, NDArray]:
-    """What follows each chunk, where it ends and whether its request enters, and of the rows that emit, slots and cells."""
+    """Return the token after each chunk, its end, whether its request is new; slots and limits of
+    sampled rows.
+    """
     assert batch.cell_limits is not None
     following = np.full(batch.batch_size, -1, np.int32) if batch.next_ids is None else batch.next_ids
     return {
