@@ -1,6 +1,8 @@
-"""Which function of a kernel table a model gets: the first candidate of an entry that takes what the model calls it with.
+"""Chooses the function of a kernel entry for a model: the first candidate that takes the model's
+calls.
 
-Asked once, where sizes are known: as a layer is built, and when the pools are there. Nothing is asked when a kernel runs.
+Chosen once, when sizes are known: when a layer is built, and when the pools exist. Nothing is
+chosen when a kernel runs.
 """
 
 from __future__ import annotations
@@ -25,20 +27,24 @@ REMEDY = "another --dtype or model; --kernels reference asks for what is slow an
 
 
 class Refusals:
-    """What kernels did not take, for the ledger."""
+    """The calls that kernels refused, for the ledger."""
 
     def __init__(self) -> None:
         self._by_reason: dict[str, dict[tuple[str, str], Row]] = {}
 
     def add(self, entry: Entry[Any], refuses: Kernel, after: Kernel | None, reason: str, call: Call) -> None:
-        """A candidate of an entry refuses a call; `after` comes next, or the parts that the entry stands for."""
+        """Record that a candidate refuses a call; `after` is used instead, or the parts that the
+        entry combines.
+        """
         instead = "the parts it stands for" if after is None else origin_of(after)
         found = f"{reason}; found {_text(entry, call)}"
         row = Row(entry.name, origin_of(refuses), instead, found, REMEDY, downgrade=True)
         self._by_reason.setdefault(reason, {}).setdefault((row.topic, row.requested), row)
 
     def rows(self) -> Iterator[Row]:
-        """One for each reason, with the kernels named together, and what the first of them found."""
+        """Yield one ledger row per reason, with all kernels named, and the call that the first of
+        them refused.
+        """
         for found in self._by_reason.values():
             rows = tuple(found.values())
             names = ", ".join(dict.fromkeys(row.topic for row in rows))
@@ -54,8 +60,11 @@ def _modules(origins: Iterable[str]) -> str:
 
 
 def choose(table: KernelTable, entry: Entry[K], call: Call, refusals: Refusals | None = None) -> K:
-    """The function of `entry` for calls like this one; None where the entry is optional and none takes them. `refusals` is
-    told of the candidates that do not."""
+    """Return the function of `entry` for calls like this one; None if it is optional and no
+    candidate takes them.
+
+    Records candidates that refuse in `refusals`.
+    """
     described = [described_as(arg) for arg in call]
     candidates = table.candidates[entry.name]
     for place, candidate in enumerate(candidates, 1):
@@ -69,15 +78,18 @@ def choose(table: KernelTable, entry: Entry[K], call: Call, refusals: Refusals |
 
 
 def fitted(table: KernelTable, entry: Entry[Any], call: Call, refusals: Refusals | None) -> KernelTable:
-    """The table without the candidates of `entry` that `choose` passes by: its function is for calls like this one."""
+    """Return the table without the candidates of `entry` that refuse calls like this one."""
     chosen, held = choose(table, entry, call, refusals), table.candidates[entry.name]
     left = tuple(dropwhile(lambda candidate: candidate.function is not chosen, held))
     return table if left == held else type(table)(**{**table.candidates, entry.name: left})
 
 
 def described_as(arg: object) -> Any:
-    """What `takes` sees of an argument: a tensor without content, of its dtype, shape and strides; a number, text or None as
-    it is; None for anything else."""
+    """Return an argument as `takes` sees it: a tensor without content, with dtype, shape and
+    strides.
+
+    A number, text or None stays; anything else becomes None.
+    """
     if isinstance(arg, Tensor):
         return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
     return arg if isinstance(arg, (int, float, str)) else None

@@ -1,4 +1,4 @@
-"""What the Triton that is installed compiles for. Nothing of it is imported before that is asked."""
+"""Checks which compilers the installed Triton has. Imports nothing of it before it is asked."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from importlib import import_module
 
 
 def triton_gap(compiler: str) -> str:
-    """Why the core's Triton kernels can not run where Triton must compile by this backend of `triton.backends`; empty if they
-    can."""
+    """Return why the core's Triton kernels cannot run with this compiler of `triton.backends`;
+    empty if they can.
+    """
     try:
         from sglcore.runtime.kernels.triton.rounding import INTERPRETED
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""How an operation of the kernel table is declared."""
+"""Declares operations of the kernel table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Entry(Generic[K]):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names of its arguments."""
+        """The names of the arguments."""
         return tuple(inspect.signature(self.reference).parameters)
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -49,15 +49,20 @@ class Entry(Generic[K]):
     @overload
     def __get__(self, table: object, owner: type) -> K: ...
     def __get__(self, table: object, owner: type) -> Any:
-        """The declaration, of the class; a table has its functions as attributes of its own, which come first."""
+        """Return the declaration, as an attribute of the class; a table's own attributes come
+        first.
+        """
         return self
 
 
 def entry(reference: Function, **more: Any) -> Entry[Function]:
-    """An operation that every table has: the reference until a device replaces it. `more` as in `Entry`."""
+    """Declare an operation that every table has: the reference until a device replaces it.
+
+    `more` are fields of `Entry`.
+    """
     return Entry(reference, **more)
 
 
 def optional(reference: Function, **more: Any) -> Entry[Function | None]:
-    """An operation that a table has where a device gives it."""
+    """Declare an operation that only tables of some devices have."""
     return Entry(reference, True, **more)

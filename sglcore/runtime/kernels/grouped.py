@@ -1,6 +1,7 @@
-"""Experts by grouped matrix products: only the chosen ones are computed, and still no shape depends on the routing.
+"""MoE by grouped matrix products: only the chosen experts are computed, and no shape depends on the
+routing.
 
-For a device whose torch has a grouped product: `KernelTable().replace(moe=grouped_moe)`.
+For a device with a grouped product in torch: `KernelTable().replace(moe=grouped_moe)`.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from sglcore.runtime.kernels.reference import clamped_swiglu, relu2, silu_and_mu
 
 
 def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """The table's `moe`. Rows are copied once for each choice and sorted by expert; the sum over choices is wide.
+    """The table's `moe`. Rows are copied for each choice and sorted by expert; the sum is in a
+    wider dtype.
 
-    Rows of H and of I elements must be multiples of 16 bytes, and in bfloat16 if a compiler is to trace it; torch
-    raises `RuntimeError` otherwise.
+    Rows of H and of I elements must be multiples of 16 bytes, and bfloat16 if a compiler traces
+    this; torch raises `RuntimeError` otherwise.
     """
     return _grouped(hidden, weights, ids, w13, w2, lambda part, experts: silu_and_mul(part), None)
 
 
 def grouped_relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """The table's `relu2_moe`, in the same way."""
+    """The table's `relu2_moe`, computed in the same way."""
     return _grouped(hidden, weights, ids, w1, w2, lambda part, experts: relu2(part), None)
 
 
@@ -39,7 +41,7 @@ def grouped_clamped_moe(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """The table's `clamped_moe`, in the same way."""
+    """The table's `clamped_moe`, computed in the same way."""
 
     def activate(part: Tensor, experts: Tensor) -> Tensor:
         return clamped_swiglu(part + b13[experts], alpha, limit)
@@ -56,10 +58,11 @@ def _grouped(
     activate: Callable[[Tensor, Tensor], Tensor],
     b2: Tensor | None,
 ) -> Tensor:
-    """`activate` is called with what the first products give, and each row's expert."""
+    """`activate` receives the output of the first product and each row's expert."""
     tokens, choices = ids.shape
     experts, rows = w13.shape[0], tokens * choices
-    # Rows without an expert sort behind the last group; what the products leave there is undefined until masked.
+    # Rows without an expert sort after the last group; the products leave undefined values there,
+    # masked later.
     chosen = torch.where(ids < 0, experts, ids).view(rows)
     by_expert, order = torch.sort(chosen, stable=True)
     order, groups = order.to(ids.dtype), torch.arange(experts, dtype=ids.dtype, device=ids.device)

@@ -1,4 +1,6 @@
-"""Values in MXFP4 (OCP Microscaling Formats 1.0): 4-bit floats, and an exponent for each 32 of them."""
+"""Values in MXFP4 (OCP Microscaling Formats 1.0): 4-bit floats, with an exponent for each group of
+32.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,15 @@ from torch import Tensor
 GROUP = 32
 EXPONENT_BIAS = 127
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the codes without their highest bit, which is the sign."""
+"""Values of the codes without their highest bit, which is the sign."""
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """uint8 [N, groups, 16], of two codes each, the lower four bits first, and uint8 [N, groups], to float32
-    [N, groups * 32]."""
+    """Dequantise blocks uint8 [N, groups, 16] with scales uint8 [N, groups] to float32 [N, groups *
+    32].
+
+    Each byte has two codes, the lower four bits first.
+    """
     table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=blocks.device)
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)
     exponents = scales.to(torch.int32) - EXPONENT_BIAS

@@ -1,6 +1,7 @@
-"""The reference kernels: plain torch, slow and obvious. They define what is correct, down to the order of casts.
+"""The reference kernels: plain torch, slow and simple. They define correct results, including the
+order of casts.
 
-The casts are those of the transformers library, so that log-probabilities in bfloat16 can be compared with it.
+The casts are those of the transformers library, so that bfloat16 log-probabilities can be compared.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from sglcore.sampling.sampler import SamplingState, draw_greedy, draw_rows
 
 
 class QuantizedCodes(Protocol):
-    """A weight [N, K] as integers: w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) with g = k // group."""
+    """A weight [N, K] as integers: w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) with g = k
+    // group.
+    """
 
     @property
     def codes(self) -> Tensor:
-        """uint8 [N, K], contiguous, one code an element, each below 2 ** bits."""
+        """uint8 [N, K], contiguous, one code per element, each below 2 ** bits."""
         ...
 
     @property
@@ -32,7 +35,9 @@ class QuantizedCodes(Protocol):
 
     @property
     def zeros(self) -> Tensor | None:
-        """float32 as `scales`, not always whole numbers; None where every one is 2 ** (bits - 1)."""
+        """float32 with the shape of `scales`, not always integers; None: all are 2 ** (bits -
+        1).
+        """
         ...
 
     @property
@@ -47,7 +52,7 @@ class QuantizedCodes(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model is computed in."""
+        """The dtype that the model computes in."""
         ...
 
 
@@ -57,7 +62,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """As it is."""
+    """Return the weight unchanged."""
     return weight
 
 
@@ -67,14 +72,16 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm (Zhang and Sennrich 2019): wide until the product with the weight, which is of its dtype."""
+    """Root mean square norm (Zhang and Sennrich 2019): float32 until the product, which has the
+    weight's dtype.
+    """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (weight * normed.to(weight.dtype)).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum in the inputs' own dtype, then its norm."""
+    """Add in the inputs' own dtype, then normalise."""
     total = residual + x
     return rms_norm(total, weight, eps), total
 
@@ -109,7 +116,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
-    """GeGLU (Shazeer 2020) of the approximation by tanh, gate first."""
+    """GeGLU (Shazeer 2020) with the tanh approximation, gate first."""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -120,7 +127,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """A bound without a corner (Gemma 2, section 2)."""
+    """A smooth bound (Gemma 2, section 2)."""
     return torch.tanh(x / cap) * cap
 
 
@@ -140,8 +147,11 @@ def sigmoid(x: Tensor) -> Tensor:
 def sigmoid_routing(
     logits: Tensor, bias: Tensor, k: int, groups: int, top_groups: int, normalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Routing whose balance a bias keeps (DeepSeek-V3, section 2.1.2): the best groups by their best two, then the best in
-    them. The bias chooses, and does not weigh."""
+    """Routing balanced by a bias (DeepSeek-V3, section 2.1.2): the best groups by their two best
+    experts, then the best experts in them.
+
+    The bias affects the choice, not the weights.
+    """
     scores, (tokens, experts) = torch.sigmoid(logits.float()), logits.shape
     biased = (scores + bias).view(tokens, groups, experts // groups)
     if top_groups < groups:
@@ -156,7 +166,9 @@ def sigmoid_routing(
 
 
 def group_limited_routing(logits: Tensor, k: int, groups: int, top_groups: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Routing to experts on few devices (DeepSeek-V2, section 2.2.2): the groups with the best, then the best in them."""
+    """Routing limited to few devices (DeepSeek-V2, section 2.2.2): the groups with the best
+    experts, then the best in them.
+    """
     scores, (tokens, experts) = torch.softmax(logits.float(), dim=-1), logits.shape
     grouped = scores.view(tokens, groups, experts // groups)
     if top_groups < groups:
@@ -168,7 +180,9 @@ def group_limited_routing(logits: Tensor, k: int, groups: int, top_groups: int, 
 
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """Every expert runs on every token, and what was not chosen is masked: no shape depends on the routing."""
+    """Run every expert on every token and mask those not chosen: no shape depends on the
+    routing.
+    """
 
     def run(expert: int) -> Tensor:
         return F.linear(silu_and_mul(F.linear(hidden, w13[expert])), w2[expert])
@@ -177,7 +191,7 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -
 
 
 def relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """As `moe`, of experts without a gate."""
+    """As `moe`, for experts without a gate."""
 
     def run(expert: int) -> Tensor:
         return F.linear(relu2(F.linear(hidden, w1[expert])), w2[expert])
@@ -191,7 +205,7 @@ def relu2(x: Tensor) -> Tensor:
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """SwiGLU with a sharper gate, plus the gate alone (gpt-oss); gate and up side by side, element by element."""
+    """SwiGLU with a sharper gate, plus the gate alone (gpt-oss); gate and up are interleaved."""
     gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
@@ -216,7 +230,7 @@ def clamped_moe(
 
 
 def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
-    """Both factors are held within a limit before the gate is bent (DeepSeek-V4)."""
+    """Clamp both factors before the activation (DeepSeek-V4)."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
@@ -231,13 +245,15 @@ def limited_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: T
 
 
 def sqrtsoftplus_routing(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """The bias chooses, and does not weigh."""
+    """The bias affects the choice, not the weights."""
     scores = torch.sqrt(F.softplus(logits.float()))
     return _weighed(scores, torch.topk(scores + bias, k, dim=-1)[1], scale, logits.dtype)
 
 
 def hash_routing(logits: Tensor, input_ids: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The token chooses (Roller et al. 2021, Hash Layers), its contents weigh."""
+    """The token id chooses the experts (Roller et al. 2021, Hash Layers), the logits weight
+    them.
+    """
     scores = torch.sqrt(F.softplus(logits.float()))
     return _weighed(scores, table.index_select(0, input_ids).long(), scale, logits.dtype)
 
@@ -260,7 +276,7 @@ def mxfp4_moe(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """`clamped_moe` of the values, those of one expert at a time."""
+    """Dequantise one expert at a time and compute as `clamped_moe`."""
 
     def run(expert: int) -> Tensor:
         first = dequantized(w13[expert], s13[expert]).to(hidden.dtype)
@@ -271,7 +287,7 @@ def mxfp4_moe(
 
 
 def _clamped(hidden: Tensor, w13: Tensor, b13: Tensor, w2: Tensor, b2: Tensor, alpha: float, limit: float) -> Tensor:
-    """One expert."""
+    """Run one expert."""
     return F.linear(clamped_swiglu(F.linear(hidden, w13, b13), alpha, limit), w2, b2)
 
 
@@ -285,7 +301,7 @@ def _every_expert(hidden: Tensor, weights: Tensor, ids: Tensor, experts: int, ru
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    """Two indexed writes."""
+    """Write by two indexed assignments."""
     k_cache[out_cache_loc] = key.to(k_cache.dtype)
     v_cache[out_cache_loc] = value.to(v_cache.dtype)
 
@@ -301,7 +317,9 @@ def rotary_and_store(
     v_cache: Tensor,
     out_cache_loc: Tensor,
 ) -> Tensor:
-    """One after the other. Not in the table: it would stand in the way of a device's own two."""
+    """Call `rotary`, then `store_kv`. Not in the default table: it would replace a device's own two
+    kernels.
+    """
     q, k = rotary(q, k, positions, cos_sin_cache, head_dim)
     shape = (k.shape[0], *k_cache.shape[1:])
     store_kv(k.view(shape), v.view(shape), k_cache, v_cache, out_cache_loc)
@@ -322,7 +340,7 @@ def norm_rotary_and_store(
     k_weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """One after the other."""
+    """Call the parts one after the other."""
     q, k = (
         rms_norm(x.unflatten(1, (x.shape[1] // head_dim, head_dim)), weight, eps).flatten(1)
         for x, weight in ((q, q_weight), (k, k_weight))
@@ -331,26 +349,26 @@ def norm_rotary_and_store(
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """One after the other."""
+    """Call the parts one after the other."""
     return silu_and_mul(linear(x, weight, None))
 
 
 def cache_locations(
     page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out_cache_loc: Tensor
 ) -> None:
-    """The cell of each token, by its slot's page table."""
+    """Compute the cell of each token from its slot's page table."""
     pages = (positions // page_size).add_(slots, alpha=page_table.shape[1])
     torch.remainder(positions, page_size, out=out_cache_loc)
     out_cache_loc.add_(page_table.view(-1).index_select(0, pages), alpha=page_size)
 
 
 def draw(logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tensor, Tensor]:
-    """The sampler's own, in torch."""
+    """The sampler's own function, in torch."""
     return draw_rows(logits, state, tables)
 
 
 def pack_quantized(quantized: QuantizedCodes) -> Tensor:
-    """The values, plain."""
+    """Dequantise to a plain weight."""
     columns = quantized.codes.shape[1]
     scales, zeros = (
         part if part is None else part.repeat_interleave(quantized.group, 1)[:, :columns]
@@ -362,7 +380,9 @@ def pack_quantized(quantized: QuantizedCodes) -> Tensor:
 
 
 def quantize_linear(weight: Tensor, kind: str) -> Tensor:
-    """Each group of 32 columns rounded to the nearest of its steps: a 127th of its largest, or a 15th of its range."""
+    """Round each group of 32 columns to steps: 1/127 of its largest magnitude (int8), or 1/15 of
+    its range.
+    """
     columns = weight.shape[1]
     padded = F.pad(weight.float(), (0, -columns % 32)).unflatten(1, (-(-columns // 32), 32))
     low, high = padded.amin(-1, keepdim=True), padded.amax(-1, keepdim=True)
@@ -373,17 +393,17 @@ def quantize_linear(weight: Tensor, kind: str) -> Tensor:
 
 
 def pack_head(weight: Tensor) -> Tensor:
-    """As it is."""
+    """Return the weight unchanged."""
     return weight
 
 
 def head(hidden: Tensor, weight: Tensor) -> Tensor:
-    """One after the other."""
+    """Call the parts one after the other."""
     return linear(hidden, weight, None).float()
 
 
 def pack_parts(parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor | None:
-    """Joined."""
+    """Concatenate the parts and pack them."""
     joined = torch.cat(list(parts))
     for place in range(len(parts)):
         done(place)
@@ -391,5 +411,5 @@ def pack_parts(parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor |
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The sampler's own, in torch."""
+    """The sampler's own function, in torch."""
     return draw_greedy(logits)

@@ -1,4 +1,4 @@
-"""What the entries of rows in host memory mean. Plain torch without a host read."""
+"""The reference of the HiSparse entries. Plain torch without a host read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def swap_in(
     loads: Tensor,
     counts: Tensor,
 ) -> None:
-    """A cache of each request, from which what was used longest ago goes first."""
+    """An LRU cache for each request."""
     places, count = held.shape[1], chosen.shape[1]
     is_real = (chosen >= 0) & (slots > 0).unsqueeze(1)
     own, line = slots.long(), order[slots.long()].long()
@@ -54,12 +54,12 @@ def swap_in(
 
 
 def _with_spare(lines: Tensor) -> Tensor:
-    """One column more, for what is not there."""
+    """Add a column for absent entries."""
     return torch.cat((lines, lines[:, :1]), dim=1)
 
 
 def copy_rows(source: Tensor, target: Tensor, loads: Tensor, counts: Tensor) -> None:
-    """What is not counted goes from row 0 to row 0."""
+    """Copies that are not counted go from row 0 to row 0."""
     inside = torch.arange(loads.shape[2], device=loads.device) < counts.unsqueeze(1)
     taken, given = loads.masked_fill(~inside, 0).long().flatten(1).unbind(0)
     target[given] = source[taken]

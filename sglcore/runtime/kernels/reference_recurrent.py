@@ -1,8 +1,10 @@
-"""The reference kernels of recurrent layers: plain torch, token after token. They define what is correct.
+"""The reference kernels of recurrent layers: plain torch, token by token. They define correct
+results.
 
-A row keeps its state in `slots[row]` of a pool. Its tokens are [starts[row], starts[row] + lengths[row]); without `starts`
-and `lengths`, row r is token r alone. Rows of slot 0 are padding: they change no state, and theirs and nobody's tokens give zeros.
-What a row's state becomes is written to `targets[row]` of the pool, nowhere where that is 0; without `targets`, to where it was.
+Row r keeps its state in `slots[r]` of a pool. Its tokens are [starts[r], starts[r] + lengths[r]);
+without `starts` and `lengths` it is token r alone. Rows of slot 0 are padding: they change no
+state, and their tokens, like tokens of no row, give zeros. The new state of row r is written to
+`targets[r]` of the pool, nowhere if that is 0; without `targets`, to `slots[r]`.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 L2_EPS = 1e-6
-"""Of the norm of queries and keys."""
+"""The epsilon of the norm of queries and keys."""
 
 Step = Callable[..., Tensor]
-"""Tokens of different rows, one of each: [N, ...] tensors of inputs, then the slots int64 [N], to results [N, ...]."""
+"""Computes one token of each of several rows: inputs [N, ...] and slots int64 [N] to results [N,
+...].
+"""
 
 
 def causal_conv(
@@ -31,7 +35,9 @@ def causal_conv(
     lengths: Tensor | None,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """Depthwise convolution over a token and the W - 1 before it, as in Mamba (Gu and Dao 2023)."""
+    """Depthwise convolution over a token and the W - 1 tokens before it, as in Mamba (Gu and Dao
+    2023).
+    """
     if targets is not None:
         own, places = _apart(tails, slots)
         out = causal_conv(x, weight, bias, silu, own, places, starts, lengths)
@@ -85,7 +91,7 @@ def gated_delta_rule(
 
 
 def _unit(x: Tensor, heads: int) -> Tensor:
-    """[N, key_heads, K] with every head of length 1, each for as many of the `heads` in order."""
+    """Normalise every head of [N, key_heads, K] and repeat each for its share of the `heads`."""
     x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
@@ -141,19 +147,21 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_fir
 
 
 def _apart(pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """A pool of the rows' states alone, behind nobody's, and the rows' slots in it."""
+    """Copy the rows' states to a pool of their own, after the scratch state; return their slots in
+    it.
+    """
     places = torch.arange(1, slots.shape[0] + 1, dtype=slots.dtype, device=slots.device)
     return torch.cat((pool[:1], pool.index_select(0, slots))), places * (slots > 0)
 
 
 def _keep(pool: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Write the states of these slots, but never that of slot 0."""
+    """Write the states of these slots, except slot 0."""
     is_padding = (slots == 0).view(-1, *(1 for _ in new.shape[1:]))
     pool.index_copy_(0, slots, torch.where(is_padding, pool.index_select(0, slots), new.to(pool.dtype)))
 
 
 def _in_order(step: Step, slots: Tensor, starts: Tensor | None, lengths: Tensor | None, *inputs: Tensor) -> Tensor:
-    """The results of `step` for every token, each after those before it in its row."""
+    """Apply `step` to every token, each after the earlier tokens of its row."""
     if starts is None or lengths is None:
         return _of_rows(step(*inputs, slots.long()), slots)
     tokens = inputs[0].shape[0]

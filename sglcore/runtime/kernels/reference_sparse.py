@@ -1,7 +1,8 @@
-"""The reference kernels of attention over chosen rows: DeepSeek-V3.2's and V4's. Plain torch; they define what is correct.
+"""The reference kernels of DeepSeek-V3.2's and V4's sparse attention. Plain torch; they define
+correct results.
 
-A request's tokens are in pages; a pool has so many rows for each page, and lists name them. What a list does not fill is
--1, behind the rest.
+A request's tokens are in pages; a pool has a fixed number of rows per page, and lists name rows.
+Lists are padded with -1 at the end.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch import Tensor
 from sglcore.runtime.kernels.row_codec import RowCodec
 
 AT_ONCE = 1 << 24
-"""Elements of gathered rows that exist at a time."""
+"""Maximum elements of gathered rows at a time."""
 
 
 def rope_tail(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, norm_eps: float | None, is_inverse: bool) -> Tensor:
-    """Neighbours are turned together (Su et al. 2021), in float32."""
+    """Rotate pairs of neighbours (Su et al. 2021), in float32."""
     values = x.float()
     if norm_eps is not None:
         values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + norm_eps)
@@ -28,7 +29,7 @@ def rope_tail(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, norm_eps: flo
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The last elements of float32 [..., D], in pairs of neighbours."""
+    """Rotate the last elements of float32 [..., D] in pairs of neighbours."""
     rest, last = x.split((x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
     even, odd = last[..., ::2], last[..., 1::2]
     pairs = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
@@ -45,7 +46,7 @@ def norm_rope_store(
     out_rows: Tensor,
     codec: RowCodec | None,
 ) -> None:
-    """The norm of the first elements, the rotation of the last, and the store."""
+    """Normalise the first elements, rotate the last ones, and store."""
     size, values = weight.shape[0], x.float()
     first = values[:, :size]
     first = first * torch.rsqrt(first.square().mean(-1, keepdim=True) + eps) * weight.float()
@@ -64,7 +65,7 @@ def index_key_store(
     out_rows: Tensor,
     codec: RowCodec | None,
 ) -> None:
-    """Layer norm, the rotation of the first elements in pairs half of them apart, and the store."""
+    """Layer norm, rotation of the first elements in pairs (i, i + half), and store."""
     values = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)
     cos, sin = cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
     half = cos.shape[-1]
@@ -78,7 +79,7 @@ def _store(values: Tensor, rows: Tensor, out_rows: Tensor, codec: RowCodec | Non
 
 
 def _read(rows: Tensor, chosen: Tensor, codec: RowCodec | None) -> Tensor:
-    """float32 [*chosen, size]; what a list does not fill reads as zeros."""
+    """Return float32 [*chosen, size]; -1 entries read as zeros."""
     found = rows.index_select(0, chosen.clamp(min=0).flatten())
     values = found.float() if codec is None else codec.decode(found)
     return values.view(*chosen.shape, values.shape[1]).masked_fill((chosen < 0).unsqueeze(-1), 0)
@@ -87,25 +88,27 @@ def _read(rows: Tensor, chosen: Tensor, codec: RowCodec | None) -> Tensor:
 def window_rows(
     table: Tensor, token_slots: Tensor, positions: Tensor, window: int, page_size: int, out: Tensor
 ) -> None:
-    """The rows of the last tokens."""
+    """List the rows of the last tokens."""
     places = torch.arange(window, device=out.device) + (positions.unsqueeze(1) - window + 1).clamp(min=0)
     found = _rows_at(table, token_slots, places, page_size)
     out.copy_(found.masked_fill(places > positions.unsqueeze(1), -1))
 
 
 def block_rows(table: Tensor, token_slots: Tensor, positions: Tensor, ratio: int, page_size: int, out: Tensor) -> None:
-    """The rows of all blocks that are complete."""
+    """List the rows of all complete blocks."""
     out.copy_(_seen_rows(table, token_slots, (positions + 1) // ratio, page_size // ratio, out.shape[1]))
 
 
 def _rows_at(table: Tensor, slots: Tensor, places: Tensor, rows_per_page: int) -> Tensor:
-    """int64 like `places` [N, W], which are counted from the first page of slots [N]; anything where there is no page."""
+    """Return rows int64 at `places` [N, W], counted from the first page of slots [N]; undefined
+    beyond the pages.
+    """
     pages = (places // rows_per_page).clamp(0, table.shape[1] - 1)
     return table[slots.unsqueeze(1).long(), pages].long() * rows_per_page + places % rows_per_page
 
 
 def _seen_rows(table: Tensor, slots: Tensor, lens: Tensor, rows_per_page: int, width: int) -> Tensor:
-    """int64 [N, width]: the first `lens` rows of slots [N]."""
+    """Return int64 [N, width]: the first `lens` rows of slots [N]."""
     places = torch.arange(width, device=table.device).expand(slots.shape[0], width)
     return _rows_at(table, slots, places, rows_per_page).masked_fill(places >= lens.unsqueeze(1), -1)
 
@@ -128,7 +131,7 @@ def compress_plan(
     out_rows: Tensor,
     writes: Tensor,
 ) -> None:
-    """The blocks that each row's tokens complete are counted, and the rows' one after the other are the events."""
+    """Count the blocks that each request completes and enumerate them as events."""
     ends = seq_lens.long()
     begins = ends - (1 if lengths is None else lengths)
     count = torch.where(slots > 0, ends // ratio - begins // ratio, 0)
@@ -166,7 +169,7 @@ def compress_plan(
 
 
 def compress(kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes: Tensor) -> Tensor:
-    """A softmax of each channel over the tokens of a block weighs them; then the state goes on."""
+    """Weight the tokens of a block by a softmax per channel; then update the state."""
     ratio, width = ape.shape
     events, span = reads.shape
     size = width * ratio // span
@@ -175,11 +178,12 @@ def compress(kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes:
     kv, gate = torch.where((reads >= 0).view(events * span, 1), new, held).view(events, span, 2, width).unbind(2)
     gate = gate + ape.float().repeat(span // ratio, 1)
     if span > ratio:
-        # The older block counts by the first half of its channels, the newer by the second.
+        # The first half of the channels is that of the older block, the second half that of the
+        # newer.
         kv, gate = (torch.cat((each[:, :ratio, :size], each[:, ratio:, size:]), dim=1) for each in (kv, gate))
     absent = (reads == -1).unsqueeze(-1)
     weights = torch.softmax(gate.masked_fill(absent, -torch.inf), dim=1)
-    # What is absent may hold anything; where all is, the softmax has no value.
+    # Absent entries may hold anything; if all are absent, the softmax is NaN.
     entries = torch.where(absent, 0, weights * kv).sum(1)
     state[writes] = kv_gate.to(state.dtype)
     return entries.to(kv_gate.dtype)
@@ -197,7 +201,7 @@ def index_logits(
     width: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """Signed sums of what of each head is positive (DeepSeek-V3.2, section 2.1)."""
+    """Sum the positive scores of the heads, with signed weights (DeepSeek-V3.2, section 2.1)."""
     logits = torch.empty(q.shape[0], width, dtype=torch.float32, device=q.device)
     for part in _parts(q.shape[0], width * q.shape[2]):
         chosen = _seen_rows(table, token_slots[part], lens[part], rows_per_page, width)
@@ -208,14 +212,14 @@ def index_logits(
 
 
 def _parts(tokens: int, each: int) -> Iterator[slice]:
-    """Of tokens that gather so many elements each."""
+    """Yield slices of tokens that gather `each` elements per token."""
     step = max(1, AT_ONCE // max(1, each))
     for first in range(0, tokens, step):
         yield slice(first, first + step)
 
 
 def index_top_k(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int) -> Tensor:
-    """The first of equals; what is chosen, in its order."""
+    """Choose the largest, of equal ones the first; return them in text order."""
     width = logits.shape[1]
     places = torch.sort(logits, dim=1, descending=True, stable=True)[1][:, :k]
     places = torch.sort(places.masked_fill(places >= lens.unsqueeze(1), width), dim=1)[0]
@@ -234,7 +238,7 @@ def sparse_mqa(
     value_size: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """A softmax over the chosen rows of both lists; a row is key and value."""
+    """Softmax attention over the chosen rows of both lists; a row is key and value."""
     out = torch.empty(*q.shape[:2], value_size, dtype=q.dtype, device=q.device)
     width = chosen.shape[1] + (0 if more_chosen is None else more_chosen.shape[1])
     for part in _parts(q.shape[0], width * q.shape[2]):
@@ -247,7 +251,7 @@ def sparse_mqa(
 
 
 def _attend(q: Tensor, keys: Tensor, is_seen: Tensor, sinks: Tensor | None, scale: float, value_size: int) -> Tensor:
-    """q float32 [T, H, D], keys float32 [T, W, D], is_seen bool [T, W]."""
+    """Attend q float32 [T, H, D] to keys float32 [T, W, D], with is_seen bool [T, W]."""
     scores = (torch.einsum("thd,twd->thw", q, keys) * scale).masked_fill(~is_seen.unsqueeze(1), -torch.inf)
     if sinks is not None:
         last = sinks.float().view(1, sinks.shape[0], 1).expand(*scores.shape[:2], 1)
@@ -268,7 +272,7 @@ def paged_mqa(
     value_size: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """Over all rows of a token's request up to itself."""
+    """Attend to all rows of a token's request up to itself."""
     out, width = torch.empty(*q.shape[:2], value_size, dtype=q.dtype, device=q.device), table.shape[1] * page_size
     for part in _parts(q.shape[0], width * q.shape[2]):
         chosen = _seen_rows(table, token_slots[part], lens[part], page_size, width)
@@ -278,14 +282,16 @@ def paged_mqa(
 
 
 def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """One product for each group."""
+    """Compute one product per group."""
     return torch.einsum("tgk,grk->tgr", x, weight)
 
 
 def hc_pre(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How streams are mixed, by the streams themselves: manifold-constrained hyper-connections (Xie et al. 2025)."""
+    """Mix the residual streams by weights computed from them: manifold-constrained
+    hyper-connections (Xie et al. 2025).
+    """
     tokens, n, _ = h.shape
     pre, post, comb = _mixes(h, fn, norm_eps).split((n, n, n * n), dim=-1)
     pre = torch.sigmoid(pre * scale[0] + base[:n]) + hc_eps
@@ -299,18 +305,18 @@ def hc_pre(
 
 
 def hc_post(x: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """The result to every stream, beside what the streams become."""
+    """Add the result to every mixed stream."""
     mixed = torch.einsum("tjk,tjd->tkd", comb, h.float())
     return (post.unsqueeze(-1) * x.float().unsqueeze(1) + mixed).to(h.dtype)
 
 
 def hc_head(h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float) -> Tensor:
-    """The streams as one."""
+    """Reduce the streams to one."""
     pre = torch.sigmoid(_mixes(h, fn, norm_eps) * scale + base) + hc_eps
     return (pre.unsqueeze(-1) * h.float()).sum(1).to(h.dtype)
 
 
 def _mixes(h: Tensor, fn: Tensor, eps: float) -> Tensor:
-    """float32 [T, outputs] of all streams of a token, brought to length 1."""
+    """Return float32 [T, outputs] of all streams of a token, scaled to root mean square 1."""
     flat = h.float().flatten(1)
     return F.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps), fn.float())

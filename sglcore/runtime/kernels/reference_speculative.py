@@ -1,4 +1,4 @@
-"""What the entries of steps that verify proposals mean."""
+"""The reference of the entries for steps that verify draft tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def place_proposals(
     seq_lens: Tensor,
     owners: Tensor,
 ) -> None:
-    """Where each token of a request is to go, by the tables of its slot."""
+    """Place each token of a request by the tables of its slot."""
     if not slots.numel():
         return
     shape = slots.numel(), ids.numel() // slots.numel()
@@ -44,7 +44,7 @@ def accept_proposals(
     proposals: Tensor,
     runs: Tensor,
 ) -> None:
-    """How far the proposals of each request are what was drawn, and what the next step begins with."""
+    """Count the accepted draft tokens of each request and update the tables for the next step."""
     if not slots.numel():
         return
     shape = slots.numel(), drawn.numel() // slots.numel()
@@ -73,7 +73,7 @@ def tree_walk(
     path: Tensor,
     runs: Tensor,
 ) -> None:
-    """Which nodes of each request's tree are what was drawn, and what the next step begins with."""
+    """Find the accepted path of each request's tree and update the tables for the next step."""
     if not slots.numel():
         return
     shape, steps = (slots.numel(), drawn.numel() // slots.numel()), path.shape[1]
@@ -82,7 +82,7 @@ def tree_walk(
     found, usable = drawn.view(shape), owners.view(shape) != 0
     nodes = torch.arange(shape[1], dtype=torch.int32, device=slots.device)
     is_right = usable[:, 1:] & (proposed == found.gather(1, parents[:, 1:].long()))
-    # A node is taken if no bit of those on the way to it is that of a wrong one.
+    # A node is accepted if no node on the path to it is rejected.
     wrong = torch.where(is_right, 0, (1 << nodes)[1:]).sum(1, dtype=torch.int32)
     taken = (ancestors & wrong[:, None]) == 0
     depths = torch.where(taken, shifts + nodes, steps)

@@ -1,4 +1,4 @@
-"""What the entries for trees of proposals mean."""
+"""The reference of the entries for draft trees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tree_expand(
     beams: Tensor,
     reached: Tensor,
 ) -> None:
-    """Record what one depth found, and which of it goes on."""
+    """Record the candidates of one depth and choose the beams that continue."""
     count, width = reached.shape
     if not count:
         return
@@ -38,7 +38,7 @@ def tree_expand(
 
 
 def tree_build(records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor) -> None:
-    """The likeliest records, with what follows what."""
+    """Keep the likeliest records, with their parents."""
     count, nodes = tree.shape[1:]
     best = sums.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
     chosen = best.sort(1).values
@@ -53,7 +53,7 @@ def tree_build(records: Tensor, sums: Tensor, depths: Tensor, tree: Tensor) -> N
 def tree_place(
     tokens: Tensor, parents: Tensor, depths: Tensor, slots: Tensor, trees: Tensor, proposals: Tensor
 ) -> None:
-    """Trees in the tables of their slots."""
+    """Store trees in the tables of their slots."""
     nodes = trees.shape[2]
     before, behind = (torch.nn.functional.pad(each, (1, 0)) for each in (parents, depths))
     places = torch.arange(nodes, dtype=torch.int64, device=slots.device)
@@ -61,7 +61,7 @@ def tree_place(
     for _ in range((nodes - 1).bit_length()):
         ancestors = ancestors | ancestors.gather(1, upwards)
         upwards = upwards.gather(1, upwards)
-    # What is not an int32 loses its upper half.
+    # The cast to int32 drops the upper half.
     above = 31 - places
     words = ancestors << above | (1 << above) - 1
     made = before, behind - places, ancestors, words

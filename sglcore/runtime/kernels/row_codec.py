@@ -1,4 +1,6 @@
-"""Rows of a pool in eight bits: most elements as float8, with a scale for each group of them, the last ones as bfloat16."""
+"""KV rows in 8 bits: most elements as float8 with a scale for each group, the last ones as
+bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 E4M3FN, E4M3FNUZ = "e4m3fn", "e4m3fnuz"
-"""Forms of 8-bit floats: with a bias of 7 for exponents (OCP), and with one of 8 and a single zero."""
+"""8-bit float formats: with exponent bias 7 (OCP), and with bias 8 and a single zero."""
 SMALLEST = 1e-4
-"""Of what a group's largest element counts as."""
+"""The least value that a group's largest element counts as."""
 BIAS = 127
-"""Of an exponent in a scale's byte (ue8m0, OCP Microscaling Formats 1.0)."""
+"""The exponent bias of a scale byte (ue8m0, OCP Microscaling Formats 1.0)."""
 ALIGNMENT = 8
 NOTHING = 0xFF
-"""Twice this byte is no bfloat16, and a scale of it no number."""
+"""A byte that is NaN as a scale; two of them are NaN in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """Floats of four bits of exponent, with a `bias`, and three of mantissa. A group's largest is scaled to `most` or less, and
-    `nan` is a byte that is no number."""
+    """Floats with four bits of exponent, of this `bias`, and three of mantissa.
+
+    A group's largest element is scaled to at most `most`; `nan` is a byte that is NaN.
+    """
 
     dtype: torch.dtype
     most: float
@@ -38,15 +42,21 @@ FLOATS: Mapping[str, Float8] = MappingProxyType(
         E4M3FNUZ: Float8(torch.float8_e4m3fnuz, 224.0, 8, 0x80),
     }
 )
-"""By their names, as a kernel table has one. The same byte means half as much in the second, and half as much is the most that it is
-scaled to: rows of both have the same elements, but for zeros with a sign, and scales one exponent apart."""
+"""Formats by name, as in a kernel table.
+
+A byte means half as much in the second format, and its `most` is half as large. Rows in both
+formats have the same bytes, except negative zeros, and scales one exponent apart.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RowCodec:
-    """A row of `size` elements as uint8 [num_bytes]: the first size - exact as float8 e4m3 over their group's scale, a power of
-    two; the last `exact` as bfloat16; then a byte for each scale, which is its exponent. Groups are `group` neighbours; so many
-    are a power of two. `float8` names the form of the first, one of FLOATS."""
+    """The format of a row of `size` elements as uint8 [num_bytes].
+
+    The first size - exact elements are float8 divided by their group's scale, a power of two; the
+    last `exact` are bfloat16; then the exponent of each scale as one byte. A group has `group`
+    neighbouring elements, a power of two. `float8` is one of FLOATS.
+    """
 
     size: int
     exact: int = 0
@@ -55,29 +65,31 @@ class RowCodec:
 
     @property
     def floats(self) -> Float8:
-        """The form of its elements of eight bits."""
+        """The format of the 8-bit elements."""
         return FLOATS[self.float8]
 
     @property
     def unwritten(self) -> Tensor:
-        """uint8 [num_bytes] that no kernel reads as numbers."""
+        """uint8 [num_bytes] that reads as NaN."""
         elements, rest = self.size - self.exact, self.num_bytes - (self.size - self.exact)
         return torch.tensor([self.floats.nan] * elements + [NOTHING] * rest, dtype=torch.uint8)
 
     @property
     def num_scales(self) -> int:
-        """Groups of a row, the last of which may be cut."""
+        """Groups per row; the last may be shorter."""
         return -(-(self.size - self.exact) // self.group)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a row, with those that align the next."""
+        """Bytes per row, padding included."""
         used = self.size + self.exact + self.num_scales
         return -(-used // ALIGNMENT) * ALIGNMENT
 
     def encode(self, values: Tensor) -> Tensor:
-        """Float [N, size] to uint8 [N, num_bytes]. An element of float8 is off by at most a sixteenth of itself, or a 2^-9th
-        of its scale."""
+        """Encode float [N, size] to uint8 [N, num_bytes].
+
+        The error of a float8 element is at most 1/16 of itself, or 2^-9 of its scale.
+        """
         rows, rounded, most = values.shape[0], self.size - self.exact, self.floats.most
         groups = F.pad(values[:, :rounded].float(), (0, self.num_scales * self.group - rounded))
         groups = groups.view(rows, self.num_scales, self.group)
@@ -94,7 +106,7 @@ class RowCodec:
         return F.pad(parts, (0, self.num_bytes - parts.shape[1]))
 
     def decode(self, rows: Tensor) -> Tensor:
-        """The inverse, to float32 [N, size]."""
+        """Decode to float32 [N, size]."""
         rounded, last = self.size - self.exact, self.size + self.exact
         exponents = rows[:, last : last + self.num_scales].float() - BIAS
         scales = torch.exp2(exponents).repeat_interleave(self.group, dim=1)[:, :rounded]
