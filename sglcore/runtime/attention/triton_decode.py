@@ -50,8 +50,7 @@ def decode_kernel(
     """Programs (row, kv head, split): out [rows, HEADS, SPLITS, DIM] and, if SPLITS > 1, its log2
     weights.
 
-    Memory traffic at least: 2 * seq_len * kv_heads * DIM elements of the cache per row; the rest is
-    small.
+    Floor: 2 * seq_len * kv_heads * DIM elements of the cache for each row; the rest is small.
     """
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + row)

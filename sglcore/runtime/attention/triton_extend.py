@@ -51,8 +51,8 @@ def extend_kernel(
     """Programs (tile of a row's new tokens, kv head, row); a query row is a (token, head of the
     group).
 
-    Each tile reads the keys and values of all tokens that it sees. The limit is the matrix unit,
-    not memory.
+    Floor: for each tile the keys and values of all tokens that it sees; the matrix unit, not
+    memory, is the limit.
     """
     HELD: tl.constexpr = QUERIES // GROUP
     kv_head, row = tl.program_id(1), tl.program_id(2)

@@ -1,8 +1,9 @@
-"""The kernel table: every numerical operation a model may use, each declared once.
+"""The kernel table: every numerical operation that a model may use, each declared once.
 
-A declaration names the function of `reference.py` that says what the entry means; what a table holds, what the ledger
-says, and what the kit compares follow from it. A device replaces entries with `KernelTable.replace`; a function that does
-not take every dtype or size says so (`Limited`), and what it replaces stays behind it.
+A declaration names the function of `reference.py` that defines the entry. The contents of a table,
+the ledger rows and the comparisons of the conformance kit are derived from it. A device replaces
+entries with `KernelTable.replace`. A function that does not take every dtype or size is wrapped in
+`Limited`; the function that it replaces remains as the next candidate.
 """
 
 from __future__ import annotations
@@ -27,30 +28,33 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 
 
 def origin_of(kernel: Kernel) -> str:
-    """`module:name` of a kernel, as the ledger shows it; of its type, if the kernel is an object without a name."""
+    """Return `module:name` of a kernel, as the ledger shows it; of its type if it is an object
+    without a name.
+    """
     function = kernel.func if isinstance(kernel, functools.partial) else kernel
     named = function if isinstance(function, _FUNCTIONS) else type(function)
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def takes_all(*call: object) -> str:
-    """Of a function that takes whatever its entry may be called with."""
+    """Accept every call of the entry."""
     return ""
 
 
 def takes_one_dtype(*call: object) -> str:
-    """Of a function whose tensors have one dtype."""
+    """Accept calls with tensors of one dtype only."""
     found = dict.fromkeys(str(arg.dtype).removeprefix("torch.") for arg in call if isinstance(arg, Tensor))
     return "" if len(found) < 2 else f"it takes tensors of one dtype, not of {' and '.join(found)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Limited:
-    """A function that takes only some of what its entry may be called with.
+    """A function that takes only some calls of its entry.
 
-    `takes(*call)` has the parameters of the entry and gives the reason why such a call is not for this function, or "". It
-    looks at dtypes and sizes, but not at the number of rows or at strides: tensors come without content (torch's device
-    `meta`), what is neither a tensor, a number nor text as None. It is asked before anything runs, never by a call.
+    `takes(*call)` has the parameters of the entry and returns why such a call is not for this
+    function, or "". It checks dtypes and sizes, but neither the number of rows nor strides. Tensors
+    come without content (torch's device `meta`); anything other than a tensor, a number or text
+    comes as None. It is called before anything runs, never at run time.
     """
 
     function: Kernel
@@ -58,30 +62,36 @@ class Limited:
 
 
 Given: TypeAlias = Kernel | Limited | tuple[Limited, ...] | None
-"""What a table's entry is made of: a function, one that takes some calls, candidates in order, or nothing."""
+"""The value of a table's entry: a function, one with limits, candidates in order, or nothing."""
 
 
 class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
-    """One function for each operation. T tokens, H hidden size, D head size, I intermediate size, E experts, K of them a token.
+    """One function per operation. T tokens, H hidden size, D head size, I intermediate size, E
+    experts, K per token.
 
-    No entry reads a device value on the host, and every entry accepts T = 0. Results are new tensors unless the entry
-    says otherwise. Inputs may be row-strided views whose last dimension is contiguous. Unless noted, results have the
-    dtype of the first argument, and sums are accumulated in float32 or wider.
+    No entry reads a device value on the host, and every entry accepts T = 0. Results are new
+    tensors unless the entry says otherwise. Inputs may be row-strided views with a contiguous last
+    dimension. Unless noted, results have the dtype of the first argument, and sums are accumulated
+    in float32 or wider.
     """
 
     linear = entry(reference.linear, shapes=(("T K", "80 K", None), ("T K", "17 K", "17")))
     """`linear(x [T, in], weight [out, in], bias [out] | None) -> [T, out]`; takes plain and packed weights."""
     pack_linear = entry(reference.pack_linear)
-    """`pack_linear(weight [out, in]) -> weight`: the form that `linear` reads fastest, made once after loading.
+    """`pack_linear(weight [out, in]) -> weight`: the form that `linear` reads fastest, made once
+    after loading.
 
-    The result has the same shape; the plain weight is dropped. May return its argument, and does where the preferred
-    `linear` refuses such a weight: what serves instead reads plain weights.
+    The result has the same shape; the plain weight is dropped. It may return its argument, and does
+    so if the preferred `linear` refuses such a weight, because the next candidate reads plain
+    weights.
     """
     embedding = entry(reference.embedding)
     """`embedding(ids int [T], weight [vocab, H]) -> [T, H]`; every id is below vocab."""
     rms_norm = entry(reference.rms_norm, shapes=(("T H", "H", 1e-5), ("T 4 D", "D", 1e-6), ("T H", "H*", 1e-5)))
-    """`rms_norm(x [..., N], weight [N], eps) -> [..., N]`: x / sqrt(mean(x^2) + eps) in float32, cast to weight's dtype, times
-    weight. That is x's dtype, or float32: then the product is the one thing that is cast.
+    """`rms_norm(x [..., N], weight [N], eps) -> [..., N]`: x / sqrt(mean(x^2) + eps), times weight.
+
+    Computed in float32 and cast to the weight's dtype before the product. That dtype is x's, or
+    float32; in the latter case the product is cast instead.
     """
     add_rms_norm = entry(
         reference.add_rms_norm,
@@ -116,47 +126,70 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     The K largest of softmax(logits) in float32, largest first; `normalize` divides them by their sum.
     """
     sigmoid_routing = entry(reference.sigmoid_routing)
-    """`sigmoid_routing(logits [T, E], bias float32 [E], K, groups, top_groups, normalize, scale) -> (weights [T, K] of logits'
-    dtype, ids int32 or int64 [T, K])`.
+    """`sigmoid_routing(logits [T, E], bias float32 [E], K, groups, top_groups, normalize, scale) ->
+    (weights [T, K] of logits' dtype, ids int32 or int64 [T, K])`.
 
-    The K largest of sigmoid(logits) + bias, largest first, in the `top_groups` groups of E / groups neighbours whose two largest
-    have the largest sums. Weights are sigmoid(logits); `normalize` divides them by their sum; times `scale`.
+    The K largest of sigmoid(logits) + bias, largest first, within the best `top_groups` groups. A
+    group is E / groups neighbouring experts, ranked by the sum of its two largest. Weights are
+    sigmoid(logits); `normalize` divides them by their sum; times `scale`.
     """
     group_limited_routing = entry(reference.group_limited_routing)
-    """`group_limited_routing(logits [T, E], K, groups, top_groups, scale) -> (weights [T, K] of logits' dtype, ids int32 or int64
-    [T, K])`: the K largest of softmax(logits) in float32, largest first, in the `top_groups` groups of E / groups neighbours that have
-    the largest; times `scale`.
+    """`group_limited_routing(logits [T, E], K, groups, top_groups, scale) -> (weights [T, K] of
+    logits' dtype, ids int32 or int64 [T, K])`.
+
+    The K largest of softmax(logits) in float32, largest first, times `scale`, within the best
+    `top_groups` groups. A group is E / groups neighbouring experts, ranked by its largest.
     """
     moe = entry(reference.moe)
-    """`moe(hidden [T, H], weights [T, K], ids int [T, K], w13 [E, 2 * I, H], w2 [E, H, I]) -> [T, H]`.
+    """`moe(hidden [T, H], weights [T, K], ids int [T, K], w13 [E, 2 * I, H], w2 [E, H, I]) -> [T,
+    H]`.
 
-    Sum over k of weights[t, k] * w2[e] @ silu_and_mul(w13[e] @ hidden[t]) with e = ids[t, k], added by ascending expert
-    in hidden's dtype. An id of -1 means no expert and adds nothing, whatever its weight and its row contain.
+    Sum over k of weights[t, k] * w2[e] @ silu_and_mul(w13[e] @ hidden[t]) with e = ids[t, k], added
+    by ascending expert in hidden's dtype. An id of -1 means no expert and adds nothing, whatever
+    its weight and row contain.
     """
     relu2_moe = entry(reference.relu2_moe)
-    """`relu2_moe(hidden, weights, ids, w1 [E, I, H], w2 [E, H, I]) -> [T, H]`: as `moe`, of w2[e] @ max(w1[e] @ hidden[t], 0)^2."""
+    """`relu2_moe(hidden, weights, ids, w1 [E, I, H], w2 [E, H, I]) -> [T, H]`.
+
+    As `moe`, with experts w2[e] @ max(w1[e] @ hidden[t], 0)^2.
+    """
     clamped_moe = entry(reference.clamped_moe)
-    """`clamped_moe(hidden, weights, ids, w13, b13 [E, 2 * I], w2, b2 [E, H], alpha, limit) -> [T, H]`: as `moe`, of experts with
-    biases, whose rows of `w13` are gate and up in turn. Inside, gate is at most `limit`, up within it, and
-    (up + 1) * gate * sigmoid(alpha * gate) is taken.
+    """`clamped_moe(hidden, weights, ids, w13, b13 [E, 2 * I], w2, b2 [E, H], alpha, limit) -> [T,
+    H]`.
+
+    As `moe`, for experts with biases and with interleaved gate and up rows in `w13`. gate is at
+    most `limit`, up within +-`limit`; the activation is (up + 1) * gate * sigmoid(alpha * gate).
     """
     limited_moe = entry(reference.limited_moe)
-    """`limited_moe(hidden, weights, ids, w13, w2, limit) -> [T, H]`: as `moe`, of `limited_silu_and_mul`."""
+    """`limited_moe(hidden, weights, ids, w13, w2, limit) -> [T, H]`: `moe` with
+    `limited_silu_and_mul`.
+    """
     limited_silu_and_mul = entry(reference.limited_silu_and_mul, shapes=(("T 2I", 0.7),))
-    """`limited_silu_and_mul(x [T, 2 * I], limit) -> [T, I]`: silu(x[:, :I]), of at most `limit`, * x[:, I:], within it."""
+    """`limited_silu_and_mul(x [T, 2 * I], limit) -> [T, I]`: silu(gate) * up.
+
+    gate = x[:, :I] is at most `limit`, up = x[:, I:] within +-`limit`.
+    """
     sqrtsoftplus_routing = entry(reference.sqrtsoftplus_routing)
-    """`sqrtsoftplus_routing(logits [T, E], bias float32 [E], K, scale) -> (weights [T, K] of logits' dtype, ids int32 or int64
-    [T, K])`: the K largest of sqrt(softplus(logits)) + bias, largest first; weights without the bias over their sum, times `scale`.
+    """`sqrtsoftplus_routing(logits [T, E], bias float32 [E], K, scale) -> (weights [T, K] of
+    logits' dtype, ids int32 or int64 [T, K])`.
+
+    The K largest of sqrt(softplus(logits)) + bias, largest first. Weights are those without the
+    bias, divided by their sum, times `scale`.
     """
     hash_routing = entry(reference.hash_routing)
-    """`hash_routing(logits [T, E], input_ids int [T], table int32 [vocab, K], scale) -> (weights, ids)`: the same weights, of the
-    experts that the table has for each token."""
-    store_kv = entry(reference.store_kv, writes=("k_cache", "v_cache"))
-    """`store_kv(key, value [T, kv_heads, D], k_cache, v_cache [cells, kv_heads, D], out_cache_loc int [T])`.
+    """`hash_routing(logits [T, E], input_ids int [T], table int32 [vocab, K], scale) -> (weights,
+    ids)`.
 
-    Of cell-major pools, as the two below that store: another pool has a `store` of its own (`runtime/memory/pools.py`).
-    Writes row t into cell out_cache_loc[t] of both caches, cast to their dtype. Cells are distinct, except that any
-    number of padding rows may name cell 0, whose content is never read.
+    The weights of `sqrtsoftplus_routing`, for the experts that the table has for each token.
+    """
+    store_kv = entry(reference.store_kv, writes=("k_cache", "v_cache"))
+    """`store_kv(key, value [T, kv_heads, D], k_cache, v_cache [cells, kv_heads, D], out_cache_loc
+    int [T])`.
+
+    Writes row t to cell out_cache_loc[t] of both caches, cast to their dtype. Cells are distinct,
+    except that any number of padding rows may name cell 0, which is never read. For cell-major
+    pools only, as are `rotary_and_store` and `norm_rotary_and_store`: other pools have a `store` of
+    their own (`runtime/memory/pools.py`).
     """
     cache_locations = entry(reference.cache_locations, writes=("out_cache_loc",))
     """`cache_locations(page_table int32 [slots, P], slots int32 [T], positions int32 [T], page_size, out_cache_loc int [T])`.
@@ -164,33 +197,42 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     Writes page_table[slots, positions // page_size] * page_size + positions % page_size into `out_cache_loc`.
     """
     causal_conv = entry(reference_recurrent.causal_conv, writes=("tails",))
-    """`causal_conv(x [T, C], weight [W, C], bias [C] | None, silu: bool, tails [S, W - 1, C], slots int32 [B], starts int32
-    [B] | None, lengths int32 [B] | None, targets int32 [B] | None) -> [T, C]`: sum over j of weight[j] * x[t - W + 1 + j], and its silu if wanted.
+    """`causal_conv(x [T, C], weight [W, C], bias [C] | None, silu: bool, tails [S, W - 1, C], slots
+    int32 [B], starts int32 [B] | None, lengths int32 [B] | None, targets int32 [B] | None) -> [T,
+    C]`.
 
-    This and the two below keep a state for each row: row r's in slots[r] of a pool of S, which they read and write in
-    place. Its tokens are [starts[r], starts[r] + lengths[r]), a continuation of what the state knows; where both are None,
-    row r is token r. Slots are distinct, except that any number of padding rows have slot 0: they write nothing, and their
-    tokens and nobody's give zeros. With `targets` what a state becomes is written to targets[r] of the pool, nowhere where that
-    is 0, and its own place stays as it is; targets are nobody else's slots. A tail is a slot's last W - 1 rows of x, in its dtype, the latest last.
+    Sum over j of weight[j] * x[t - W + 1 + j], with its silu if `silu`. A tail is a slot's last W -
+    1 rows of x, in x's dtype, the latest last.
+
+    This entry, `gated_delta_rule` and `selective_scan` keep a state for each row: that of row r is
+    at slots[r] of a pool of S, read and written in place. Its tokens are [starts[r], starts[r] +
+    lengths[r]) and continue the state; if both are None, row r is token r. Slots are distinct,
+    except that any number of padding rows have slot 0: they write nothing, and their tokens, like
+    tokens of no row, give zeros. With `targets` the new state is written to targets[r], nowhere if
+    that is 0, and slots[r] does not change; targets are no other row's slots.
     """
     gated_delta_rule = entry(reference_recurrent.gated_delta_rule, writes=("states",))
-    """`gated_delta_rule(qkv [T, 2 * Hk * K + H * V], a, b [T, H], a_log, dt_bias float32 [H], states float32 [S, H, K, V],
-    slots, starts, lengths, targets) -> [T, H * V]`; head h has query and key head h // (H / Hk), which are brought to length 1.
+    """`gated_delta_rule(qkv [T, 2 * Hk * K + H * V], a, b [T, H], a_log, dt_bias float32 [H],
+    states float32 [S, H, K, V], slots, starts, lengths, targets) -> [T, H * V]`.
 
-    S = exp(-exp(a_log) softplus(a + dt_bias)) S, then S += k (sigmoid(b) (v - S^T k))^T, then S^T q / sqrt(K).
+    Head h uses query and key head h // (H / Hk), normalised to length 1. S = exp(-exp(a_log)
+    softplus(a + dt_bias)) S, then S += k (sigmoid(b) (v - S^T k))^T, then S^T q / sqrt(K).
     """
     selective_scan = entry(reference_recurrent.selective_scan, writes=("states",))
-    """`selective_scan(xbc [T, H * P + 2 * G * N], dt [T, H], a_log, d, dt_bias float32 [H], dt_min, dt_max, states float32
-    [S, H, P, N], slots, starts, lengths, targets) -> [T, H * P]`; head h has B and C of group h // (H / G).
+    """`selective_scan(xbc [T, H * P + 2 * G * N], dt [T, H], a_log, d, dt_bias float32 [H], dt_min,
+    dt_max, states float32 [S, H, P, N], slots, starts, lengths, targets) -> [T, H * P]`.
 
-    dt = softplus(dt + dt_bias) within [dt_min, dt_max]; S = exp(-exp(a_log) dt) S + dt x B^T, then S C + d x.
+    Head h uses B and C of group h // (H / G). dt = softplus(dt + dt_bias) within [dt_min, dt_max];
+    S = exp(-exp(a_log) dt) S + dt x B^T, then S C + d x.
     """
     gated_rms_norm = entry(
         reference_recurrent.gated_rms_norm,
         shapes=(("T 2D", "T 2D", "1 D", 1e-5, False), ("T 4D", "T 4D", "2 2D", 1e-6, True)),
     )
-    """`gated_rms_norm(x [T, N], gate [T, N], weight [G, size], eps, gate_first: bool) -> [T, N]`: each `size` elements of a
-    row, in float32, times silu(gate) before or after their norm; the rows of the weight serve in turn.
+    """`gated_rms_norm(x [T, N], gate [T, N], weight [G, size], eps, gate_first: bool) -> [T, N]`.
+
+    Normalises each `size` elements of a row in float32 and multiplies by silu(gate), before or
+    after the norm. The rows of the weight are used in turn.
     """
     draw = entry(reference.draw)
     """`draw(logits float [B, V], state, tables) -> (tokens int32 [B], bad bool [B])`: the sampler's draw, to the bit.
@@ -201,26 +243,30 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     greedy = optional(reference.greedy, rests_on=("draw",))
     """`greedy(logits float [B, V]) -> (tokens int32 [B], bad bool [B])`: `draw` where every row is greedy. None: torch's."""
     mxfp4_moe = optional(reference.mxfp4_moe)
-    """`mxfp4_moe(hidden, weights, ids, w13 uint8 [E, 2 * I, H / 32, 16], s13 uint8 [E, 2 * I, H / 32], b13, w2 uint8
-    [E, H, I / 32, 16], s2 uint8 [E, H, I / 32], b2, alpha, limit) -> [T, H]`: `clamped_moe` of weights in MXFP4 (OCP Microscaling
-    Formats 1.0), the lower four bits of a byte first, in hidden's dtype. None: such weights are dequantised as they are loaded.
+    """`mxfp4_moe(hidden, weights, ids, w13 uint8 [E, 2 * I, H / 32, 16], s13 uint8 [E, 2 * I, H /
+    32], b13, w2 uint8 [E, H, I / 32, 16], s2 uint8 [E, H, I / 32], b2, alpha, limit) -> [T, H]`.
+
+    `clamped_moe` with MXFP4 weights (OCP Microscaling Formats 1.0), the lower four bits of a byte
+    first, computed in hidden's dtype. None: such weights are dequantised on loading.
     """
     rotary_and_store = optional(
         reference.rotary_and_store, rests_on=("rotary", "store_kv"), writes=("k_cache", "v_cache")
     )
-    """`rotary_and_store(q, k, v [T, kv_heads * D], positions, cos_sin_cache, D, k_cache, v_cache, out_cache_loc) -> q`.
+    """`rotary_and_store(q, k, v [T, kv_heads * D], positions, cos_sin_cache, D, k_cache, v_cache,
+    out_cache_loc) -> q`.
 
-    `rotary` of q and k, then `store_kv` of that k and of v, in one pass. None: a layer calls the two.
+    `rotary` of q and k, then `store_kv` of k and v, in one pass. None: a layer calls the two.
     """
     norm_rotary_and_store = optional(
         reference.norm_rotary_and_store,
         rests_on=("rms_norm", "rotary", "store_kv", "rotary_and_store"),
         writes=("k_cache", "v_cache"),
     )
-    """`norm_rotary_and_store(q, k, v, positions, cos_sin_cache, D, k_cache, v_cache, out_cache_loc, q_weight [D],
-    k_weight [D], eps) -> q`.
+    """`norm_rotary_and_store(q, k, v, positions, cos_sin_cache, D, k_cache, v_cache, out_cache_loc,
+    q_weight [D], k_weight [D], eps) -> q`.
 
-    `rms_norm` of each head of q and of k, then `rotary_and_store`, in one pass. None: a layer calls the parts.
+    `rms_norm` of each head of q and k, then `rotary_and_store`, in one pass. None: a layer calls
+    the parts.
     """
     gated_linear = optional(reference.gated_linear, rests_on=("linear", "silu_and_mul"), shapes=(("T K", "80 K"),))
     """`gated_linear(x [T, in], weight [2 * I, in]) -> [T, I]`: `silu_and_mul(linear(x, weight, None))` in one pass.
@@ -228,47 +274,66 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     Takes plain and packed weights. None: a layer calls the two.
     """
     pack_quantized = optional(reference.pack_quantized, rests_on=("linear",))
-    """`pack_quantized(codes) -> weight`: a quantised checkpoint's weight in a form that `linear` reads, its codes as they are.
+    """`pack_quantized(codes) -> weight`: a quantised weight in a form that `linear` reads, with
+    unchanged codes.
 
-    The result has the shape [N, K] of the codes, which are dropped, and their `dtype`. None: such weights are dequantised
-    as they are loaded.
+    The result has the shape [N, K] of the codes, which are dropped, and their `dtype`. None: such
+    weights are dequantised on loading.
     """
     quantize_linear = optional(reference.quantize_linear, rests_on=("linear",))
-    """`quantize_linear(weight [out, in], "int8" or "int4") -> weight`: rounded to that many bits, in a form that `linear`
-    reads. The result has the same shape; the plain weight is dropped. None: this device does not quantise.
+    """`quantize_linear(weight [out, in], "int8" or "int4") -> weight`: rounded, in a form that
+    `linear` reads.
+
+    The result has the same shape; the plain weight is dropped. None: this device does not quantise.
     """
     pack_parts = optional(reference.pack_parts, rests_on=("linear", "pack_linear"))
-    """`pack_parts(parts, each [rows, in], done) -> weight`: `pack_linear` of the parts one below the other, read where they
-    lie: in a mapped file, at any address. `done(place)` when a part is read. None as the result where they do not fit this
-    form; then nothing was read.
+    """`pack_parts(parts, each [rows, in], done) -> weight`: `pack_linear` of the parts concatenated
+    by rows.
 
-    None as the entry: parts are copied side by side first.
+    Parts are read in place: from a mapped file, at any address. Calls `done(place)` when a part is
+    read. Returns None, before reading anything, if they do not fit this form. None as the entry:
+    parts are copied into one tensor first.
     """
     pack_head = optional(reference.pack_head, rests_on=("linear", "embedding"))
-    """`pack_head(weight [vocab, H]) -> weight`: `pack_linear` for the output layer, whose weight may be the embedding's.
+    """`pack_head(weight [vocab, H]) -> weight`: `pack_linear` for the output layer, which may be
+    tied.
 
-    Giving it promises that `embedding` reads, beside plain weights, what this entry, `pack_quantized` and
-    `quantize_linear` make. None: a weight that is both stays plain, and any other output layer is a linear layer.
+    A device with this entry promises that `embedding` reads plain weights and the results of this
+    entry, `pack_quantized` and `quantize_linear`. None: a tied weight stays plain, and any other
+    output layer is a linear layer.
     """
     head = optional(reference.head, rests_on=("linear",), shapes=(("T H", "29 H"),))
-    """`head(hidden [N, H], weight [vocab, H]) -> float32 [N, vocab]`: the values of `linear(hidden, weight, None).float()`,
-    in one pass. Takes plain and packed weights. None: the model calls the two.
+    """`head(hidden [N, H], weight [vocab, H]) -> float32 [N, vocab]`: `linear(hidden, weight,
+    None).float()` in one pass.
+
+    Takes plain and packed weights. None: the model calls the two.
     """
 
     origin: Mapping[str, str]
-    """Which implementation each entry that is there is, as `module:name`."""
+    """The implementation of each entry that exists, as `module:name`."""
     candidates: Mapping[str, tuple[Limited, ...]]
-    """What may serve each entry, the preferred first; the attribute of the entry's name is the function of that one. The last
-    of a required entry takes everything."""
+    """The candidates of each entry, the preferred first; the table's attribute is the function of
+    the first.
+
+    The last candidate of a required entry takes every call.
+    """
     refused: tuple[str, ...]
-    """What was to serve some entry and is not there, each with its reason and its remedy; the ledger has them."""
+    """Functions that were meant for some entry and are missing, each with reason and remedy, for
+    the ledger.
+    """
     float8: str
-    """The form of 8-bit floats that its functions are to read, one of `row_codec.FLOATS`: rows in eight bits are kept in it."""
+    """The 8-bit float format of its functions, one of `row_codec.FLOATS`; KV rows in 8 bits use
+    it.
+    """
     activation_bits: int
-    """Bits to which `linear` rounds what it multiplies with codes of `pack_quantized` and `quantize_linear`; 0: it does not."""
+    """Bits to which `linear` rounds activations for weights of `pack_quantized` and
+    `quantize_linear`; 0: none.
+    """
 
     def __init__(self, **entries: Given) -> None:
-        """The reference, but for these entries. Raises ConfigError for a name that is not an entry."""
+        """Start from the reference and set these entries. Raises ConfigError for a name that is not
+        an entry.
+        """
         declared = self.declared()
         if unknown := sorted(entries.keys() - declared.keys()):
             raise ConfigError(
@@ -288,14 +353,14 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
 
     @classmethod
     def declared(cls) -> dict[str, Entry[Any]]:
-        """Every entry by its name, in reading order."""
+        """Return every entry by its name, in reading order."""
         return {
             name: one for kind in reversed(cls.__mro__) for name, one in vars(kind).items() if isinstance(one, Entry)
         }
 
     @classmethod
     def complete(cls) -> Self:
-        """The table of what every entry means: the reference, for optional ones too."""
+        """Return the table of references, optional entries included."""
         return cls(**{name: one.reference for name, one in cls.declared().items()})
 
     @property
@@ -307,10 +372,11 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         }
 
     def replace(self, **entries: Kernel | Limited | None) -> Self:
-        """A new table with some entries replaced; raises `ConfigError` for a name that is not an entry.
+        """Return a table with some entries replaced; raises `ConfigError` for a name that is not an
+        entry.
 
-        What a `Limited` function replaces serves what it does not take. An optional entry that rests on a replaced one goes,
-        unless it is replaced too.
+        The function that a `Limited` one replaces serves the calls that this one refuses. An
+        optional entry that rests on a replaced one is dropped, unless it is replaced too.
         """
         gone = {name: () for name, one in self.declared().items() if not entries.keys().isdisjoint(one.rests_on)}
         behind = {**self.candidates, **gone}
@@ -318,21 +384,27 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         return self._like(type(self)(**{**behind, **new}))
 
     def refusing(self, *reasons: str) -> Self:
-        """The same table, which names these among `refused` too."""
+        """Return the same table with these reasons added to `refused`."""
         return self._like(self, refused=(*self.refused, *reasons))
 
     def storing(self, float8: str) -> Self:
-        """The same table, with rows in eight bits in this form; raises `ConfigError` for one that is none."""
+        """Return the same table with 8-bit KV rows in this format; raises `ConfigError` for an
+        unknown one.
+        """
         if float8 not in FLOATS:
             raise ConfigError(f"rows in eight bits are to be in {float8!r}", wanted=f"one of {', '.join(FLOATS)}")
         return self._like(self, float8=float8)
 
     def rounding(self, activation_bits: int) -> Self:
-        """The same table, whose products with codes round activations to so many bits."""
+        """Return the same table; its products with quantised weights round activations to
+        `activation_bits`.
+        """
         return self._like(self, activation_bits=activation_bits)
 
     def _like(self, other: Self, **changes: object) -> Self:
-        """The entries of another table, and beside them what this one has, but for changes."""
+        """Return the entries of another table with the other attributes of this one, except for
+        `changes`.
+        """
         new = type(self)(**other.candidates)
         kept = {"refused": self.refused, "float8": self.float8, "activation_bits": self.activation_bits}
         new.__dict__.update(kept | changes)

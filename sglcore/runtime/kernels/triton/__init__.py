@@ -1,8 +1,9 @@
 """Kernels in Triton, for any device that Triton compiles for. What differs between devices is data
 (`Tuning`).
 
-Needs the library `triton`, which nothing else in the core imports. Under `TRITON_INTERPRET=1`, set before this package
-is imported, the same kernels run on the host.
+Needs the library `triton`, which nothing else in the core imports. Under `TRITON_INTERPRET=1`, set
+before this package is imported, the same kernels run on the host. "Floor:" in the docstring of a
+kernel is the least memory traffic that the operation needs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ __all__ = ["LaunchConfig", "Tuning", "triton_kernels"]
 
 
 def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
-    """The reference table with the entries replaced for which there is a Triton kernel, launched as `tuning` says."""
+    """Return the reference table with Triton kernels where they exist, launched as `tuning`
+    says.
+    """
     entries = (rms_norm, add_rms_norm, rotary, rotary_and_store, silu_and_mul, gelu_tanh_and_mul, top_k_routing, moe)
     entries += (
         clamped_moe,

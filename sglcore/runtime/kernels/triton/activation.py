@@ -19,13 +19,13 @@ from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 @triton.jit
 def limited(gate, up, limit, dtype: tl.constexpr):
-    """Gate and up as `limited_silu_and_mul` holds them, of values of dtype."""
+    """Clamp gate and up as `limited_silu_and_mul` does, for values of dtype."""
     return rounded(tl.minimum(gate, limit), dtype), rounded(tl.minimum(tl.maximum(up, -limit), limit), dtype)
 
 
 @triton.jit
 def silu_times(gate, up, limit, dtype: tl.constexpr, LIMITED: tl.constexpr):
-    """silu(gate) * up as `silu_and_mul` rounds them, or as `limited_silu_and_mul`."""
+    """Return silu(gate) * up, rounded as by `silu_and_mul` or `limited_silu_and_mul`."""
     gate, up = rounded(gate, dtype), rounded(up, dtype)
     if LIMITED:
         gate, up = limited(gate, up, limit, dtype)
@@ -44,8 +44,11 @@ def gated_kernel(
     BLOCK: tl.constexpr,
     IS_GELU: tl.constexpr,
 ):
-    """GELU of the gate as gate * sigmoid(2 z), where its tanh is of z. A limit may be None. Floor: 2 * rows * SIZE elements read
-    and rows * SIZE written."""
+    """silu(gate) * up, or GELU as gate * sigmoid(2 z) with z the argument of its tanh. A limit may
+    be None.
+
+    Floor: 2 * rows * SIZE elements read and rows * SIZE written.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < SIZE)[None, :]
@@ -61,21 +64,25 @@ def gated_kernel(
 
 
 def silu_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `silu_and_mul`. A compiler gets the reference, which it fuses."""
+    """The table's `silu_and_mul`. While tracing, a compiler gets the reference and fuses it."""
     if torch.compiler.is_compiling():
         return reference_silu_and_mul(x)
     return _gated(x, False, None, tuning)
 
 
 def gelu_tanh_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `gelu_tanh_and_mul`. A compiler gets the reference, which it fuses."""
+    """The table's `gelu_tanh_and_mul`. While tracing, a compiler gets the reference and fuses
+    it.
+    """
     if torch.compiler.is_compiling():
         return reference_gelu_tanh_and_mul(x)
     return _gated(x, True, None, tuning)
 
 
 def limited_silu_and_mul(x: Tensor, limit: float, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `limited_silu_and_mul`. A compiler gets the reference, which it fuses."""
+    """The table's `limited_silu_and_mul`. While tracing, a compiler gets the reference and fuses
+    it.
+    """
     if torch.compiler.is_compiling():
         return reference_limited_silu_and_mul(x, limit)
     return _gated(x, False, limit, tuning)

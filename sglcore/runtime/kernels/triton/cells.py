@@ -1,4 +1,4 @@
-"""Cells of the paged pool: where each token goes, and the writes of its key and value."""
+"""Cells of the paged pool: the location of each token, and the writes of its key and value."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -57,7 +57,9 @@ def cache_locations_kernel(
 def store_kv(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor, tuning: Tuning = Tuning()
 ) -> None:
-    """The table's `store_kv`; both caches have the same strides, and a cell's heads lie side by side."""
+    """The table's `store_kv`; both caches have the same strides, and a cell's heads are
+    contiguous.
+    """
     tokens = key.shape[0]
     if not tokens:
         return

@@ -1,4 +1,6 @@
-"""Entries of blocks of tokens, each channel weighed by a softmax of its own; then the state that later blocks read."""
+"""Compresses blocks of tokens by a softmax per channel, then updates the state that later blocks
+read.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -30,11 +32,13 @@ def compress_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (event, channels). Floor: the SPAN values and gates of each channel of an event, read once."""
+    """Programs (event, channels). Floor: the SPAN values and gates of each channel of an event,
+    read once.
+    """
     event = tl.program_id(0).to(tl.int64)
     token, channel = tl.arange(0, TOKENS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     read = tl.load(reads + event * SPAN + token, mask=token < SPAN, other=-1).to(tl.int64)
-    # With SPAN = 2 RATIO, the second half of the channels is that of the newer tokens.
+    # With SPAN = 2 RATIO, the second half of the channels belongs to the newer tokens.
     column = (token // RATIO * SIZE)[:, None] + channel[None, :]
     inside = (channel < SIZE)[None, :]
     is_new, is_held = (read >= 0)[:, None] & inside, (read < -1)[:, None] & inside
@@ -64,7 +68,7 @@ def keep_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row t goes to state[writes[t]]. Floor: tokens * COLUMNS elements read and written."""
+    """Store row t at state[writes[t]]. Floor: tokens * COLUMNS elements read and written."""
     token, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (token < tokens)[:, None] & (column < COLUMNS)[None, :]
     row = tl.load(writes + token, mask=token < tokens, other=0).to(tl.int64)
@@ -77,7 +81,7 @@ def keep_kernel(
 def compress(
     kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes: Tensor, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """The table's `compress`. All is read in one launch, before another writes."""
+    """The table's `compress`. One launch reads everything before another writes."""
     (tokens, columns), (events, span), (ratio, width) = kv_gate.shape, reads.shape, ape.shape
     size = width * ratio // span
     out = torch.empty(events, size, dtype=kv_gate.dtype, device=kv_gate.device)

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over a token and those before it, with a tail for each slot."""
+"""Causal depthwise convolution over a token and the tokens before it, with a tail for each slot."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -35,7 +35,8 @@ def causal_conv_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (row, tile of its tokens, channels). Only a row's first reads its tail, and writes it when it has read.
+    """Programs (row, tile of its tokens, channels). Only a row's first tile reads and then writes
+    its tail.
 
     Floor: 2 * tokens * SIZE elements, and 2 * rows * (TAPS - 1) * SIZE of tails.
     """

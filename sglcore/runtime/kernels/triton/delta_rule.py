@@ -1,4 +1,6 @@
-"""The gated delta rule: one token a row, or a row's tokens in chunks, each of which is products of matrices."""
+"""The gated delta rule: one token per row, or a row's tokens in chunks computed by matrix
+products.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -20,13 +22,15 @@ EPS = tl.constexpr(L2_EPS)
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x), x itself where that is the same in float32."""
+    """Return log(1 + e^x); x itself where that is the same in float32."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
 def gates(a, b, a_log, dt_bias, token, a_stride, b_stride, head, mask):
-    """Logarithm of the decay, and the strength of the update, of one head; 0 where masked."""
+    """Return the logarithm of the decay and the strength of the update of one head; 0 where
+    masked.
+    """
     rate = tl.exp(tl.load(a_log + head))
     wide = tl.load(a + token * a_stride + head, mask=mask, other=0.0).to(tl.float32) + tl.load(dt_bias + head)
     strength = tl.load(b + token * b_stride + head, mask=mask, other=0.0).to(tl.float32)
@@ -36,13 +40,13 @@ def gates(a, b, a_log, dt_bias, token, a_stride, b_stride, head, mask):
 
 @triton.jit
 def decays_between(total, i):
-    """[later, earlier] e^(total[later] - total[earlier]), 0 where the second is later."""
+    """Return [later, earlier] e^(total[later] - total[earlier]), 0 where the second is later."""
     return tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
 
 
 @triton.jit
 def inverse_of(lower, i, CHUNK: tl.constexpr):
-    """The inverse of I + lower, row after row."""
+    """Return the inverse of I + lower, computed row by row."""
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     for step in range(1, CHUNK):
         factors = tl.sum(tl.where(i[:, None] == step, lower, 0.0), axis=0)
@@ -53,7 +57,7 @@ def inverse_of(lower, i, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_heads(rows, whose, mask, scale):
-    """Queries or keys of a chunk, each of length `scale`."""
+    """Load queries or keys of a chunk, normalised to length `scale`."""
     x = tl.load(rows + whose[None, :], mask=mask, other=0.0).to(tl.float32)
     return x * (tl.rsqrt(tl.sum(x * x, axis=1) + EPS) * scale)[:, None]
 
@@ -130,10 +134,12 @@ def delta_chunks_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Programs (row, head, columns of the state), each over its row's chunks in order (Yang et al. 2024, section 3).
+    """Programs (row, head, columns of the state), each over its row's chunks in order (Yang et al.
+    2024, section 3).
 
-    With t the sum of the logarithms of the decays since the chunk began: the updates of a chunk are the solution U of
-    (I + A) U = beta (V - e^t K S), A[i, j] = beta_i e^(t_i - t_j) k_i k_j for j < i. Floor: every input and the state once.
+    With t the cumulative log decay since the start of the chunk, the updates of a chunk are the
+    solution U of (I + A) U = beta (V - e^t K S), A[i, j] = beta_i e^(t_i - t_j) k_i k_j for j < i.
+    Floor: every input and the state once.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key, column = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

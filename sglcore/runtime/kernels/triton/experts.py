@@ -1,6 +1,7 @@
-"""The chosen experts of every token: choices sorted by expert into tiles on the device, two grouped products, a sum.
+"""MoE: choices sorted by expert into tiles on the device, two grouped products, a sum.
 
-No shape and no launch depends on the routing, so all of it can be captured; tiles that no expert needs end at once.
+No shape and no launch depends on the routing, so all of it can be captured; unused tiles end at
+once.
 """
 
 # A kernel is not Python to a type checker.
@@ -25,7 +26,7 @@ from sglcore.runtime.kernels.triton.rounding import narrow, rounded
 from sglcore.runtime.kernels.triton.tuning import MoeTile, Tuning, power_of_two, read_launches, tiles
 
 SCANNED = 1024
-"""Choices that one iteration of the sort looks at."""
+"""Choices per iteration of the sort."""
 
 
 @triton.jit
@@ -40,9 +41,11 @@ def sort_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Programs (expert): its choices go to `order`, padded to whole tiles with `choices`, and itself to `owners` of them.
+    """Programs (expert): write its choices to `order`, padded to whole tiles with `choices`, and
+    itself to `owners`.
 
-    Tiles behind the last expert's get -1. Floor: 8 * choices bytes for each expert, from the cache after the first.
+    Tiles after the last expert's get -1. Floor: 8 * choices bytes per expert, from the cache after
+    the first.
     """
     expert = tl.program_id(0)
     every = tl.arange(0, BINS)
@@ -72,7 +75,7 @@ def sort_kernel(
 
 @triton.jit
 def mxfp4_tile(codes, scales, line, part, inside, WIDTH: tl.constexpr):
-    """float32 [parts, lines] of a weight [lines, WIDTH] in MXFP4, zeros where not `inside`."""
+    """Return float32 [parts, lines] of an MXFP4 weight [lines, WIDTH], zero where not `inside`."""
     place, depth = line[None, :], part[:, None]
     byte = tl.load(codes + place * (WIDTH // 2) + depth // 2, mask=inside, other=0).to(tl.int32)
     code = (byte >> (depth % 2 * 4)) & 15
@@ -86,7 +89,10 @@ def mxfp4_tile(codes, scales, line, part, inside, WIDTH: tl.constexpr):
 def weight_tile(
     places, codes, scales, line, part, inside, dtype: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr
 ):
-    """[parts, lines] of a weight [lines, WIDTH], zeros where not `inside`: what is at `places`, or the values of codes."""
+    """Return [parts, lines] of a weight [lines, WIDTH], zero where not `inside`.
+
+    Plain values from `places`, or dequantised codes.
+    """
     if PACKED:
         tile = mxfp4_tile(codes, scales, line, part, inside, WIDTH).to(dtype)
     else:
@@ -117,10 +123,12 @@ def gate_up_kernel(
     PACKED: tl.constexpr,
     LIMITED: tl.constexpr,
 ):
-    """Programs (tile, columns): silu(gate) * up of the tile's choices into out [tiles * ROWS, SIZE].
+    """Programs (tile, columns): silu(gate) * up of the tile's choices into out [tiles * ROWS,
+    SIZE].
 
-    CLAMPED: gate and up take turns (`clamped_moe`), else up is behind gate. LIMITED: `limited_moe`. PACKED: `mxfp4_moe`.
-    Floor: the w13 of each expert that has a choice, read once; above some hundred rows an expert, the matrix unit.
+    CLAMPED: gate and up are interleaved (`clamped_moe`), else up follows gate. LIMITED:
+    `limited_moe`. PACKED: `mxfp4_moe`. Floor: the w13 of each chosen expert, read once; above some
+    hundred rows per expert the limit is the matrix unit.
     """
     tile = tl.program_id(0)
     expert = tl.load(owners + tile).to(tl.int64)
@@ -178,7 +186,7 @@ def down_kernel(
 ):
     """Programs (tile, columns): each choice's row times its weight into out [choices, HIDDEN].
 
-    Floor: the w2 of each expert that has a choice, read once.
+    Floor: the w2 of each chosen expert, read once.
     """
     tile = tl.program_id(0)
     expert = tl.load(owners + tile).to(tl.int64)
@@ -211,7 +219,10 @@ def down_kernel(
 def sum_kernel(
     parts, ids, out, tokens, CHOICES: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The wide sum over a token's choices; those without an expert are not read. Floor: CHOICES + 1 rows for each token."""
+    """Sum over a token's choices in float32; choices without an expert are not read.
+
+    Floor: CHOICES + 1 rows for each token.
+    """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (token < tokens)[:, None] & (column < HIDDEN)[None, :]
@@ -226,14 +237,16 @@ def sum_kernel(
 
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `moe`; weights and ids lie side by side. To a compiler it is one operation."""
+    """The table's `moe`; weights and ids are contiguous. A compiler sees one operation."""
     return _moe(hidden, weights, ids, w13, w2, None, tuning)
 
 
 def limited_moe(
     hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """The table's `limited_moe`, in the same kernels. A compiler gets the reference."""
+    """The table's `limited_moe`, by the same kernels. While tracing, a compiler gets the
+    reference.
+    """
     if torch.compiler.is_compiling():
         return reference_limited_moe(hidden, weights, ids, w13, w2, limit)
     return _moe(hidden, weights, ids, w13, w2, None, tuning, limit)
@@ -251,7 +264,9 @@ def clamped_moe(
     limit: float,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `clamped_moe`, in the same kernels. A compiler gets the reference."""
+    """The table's `clamped_moe`, by the same kernels. While tracing, a compiler gets the
+    reference.
+    """
     if torch.compiler.is_compiling():
         return reference_clamped_moe(hidden, weights, ids, w13, b13, w2, b2, alpha, limit)
     return _moe(hidden, weights, ids, w13, w2, Clamp(b13, b2, alpha, limit, w13, w2), tuning)
@@ -271,15 +286,19 @@ def mxfp4_moe(
     limit: float,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `mxfp4_moe`, in the same kernels. A compiler gets the reference."""
+    """The table's `mxfp4_moe`, by the same kernels. While tracing, a compiler gets the
+    reference.
+    """
     if torch.compiler.is_compiling():
         return reference_mxfp4_moe(hidden, weights, ids, w13, s13, b13, w2, s2, b2, alpha, limit)
     return _moe(hidden, weights, ids, w13, w2, Clamp(b13, b2, alpha, limit, s13, s2), tuning)
 
 
 class Clamp(NamedTuple):
-    """What `clamped_moe` has and `moe` has not, and then the scales that only `mxfp4_moe` has; the others give weights for them,
-    which nobody reads."""
+    """Arguments that `clamped_moe` has in addition to `moe`, and the scales of `mxfp4_moe`.
+
+    The other entries pass weights in place of the scales, which are not read.
+    """
 
     b13: Tensor
     b2: Tensor
@@ -303,7 +322,7 @@ def _moe(
     tile = next(tile for tile in tuning.moe if average <= tile.most_rows)
     if torch.compiler.is_compiling():
         sizes = [tile.rows, tile.columns, tile.depth_bytes, tuning.lanes, tuning.elements]
-        # On one line: a compiler quotes it in a comment of the code that it writes.
+        # On one line, because a compiler quotes it in a comment of the code that it generates.
         launches = f"[{tile.config.text}, {tuning.moe_sort.text}, {tuning.moe_sum.text}]"
         return torch.ops.sglcore.triton_moe(hidden, weights, ids, w13, w2, sizes, launches)
     return moe_in_tiles(hidden, weights, ids, w13, w2, clamp, tile, tuning, most)
@@ -313,7 +332,9 @@ def _moe(
 def moe_op(
     hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, sizes: list[int], launches: str
 ) -> Tensor:
-    """`moe` as one operation; `sizes` and `launches`, a list in JSON, are what it needs of the tuning."""
+    """`moe` as one operation; `sizes` and `launches`, a JSON list, are the parts of the tuning that
+    it needs.
+    """
     rows, columns, depth_bytes, lanes, elements = sizes
     products, sort, total = read_launches(launches)
     tuning = Tuning(lanes=lanes, elements=elements, moe_sort=sort, moe_sum=total)
@@ -327,7 +348,9 @@ def _(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, siz
 
 
 def _in_tiles(ids: Tensor, experts: int, rows: int, tuning: Tuning) -> tuple[Tensor, Tensor]:
-    """Choices in tiles of one expert each, int32 [tiles * rows], and the tiles' experts, int32 [tiles]."""
+    """Return the choices in tiles of one expert each, int32 [tiles * rows], and the tiles' experts,
+    int32 [tiles].
+    """
     choices = ids.numel()
     # Every tile holds a choice, and every expert's tiles but its last are full.
     most = min(choices, tiles(choices, rows) + experts)

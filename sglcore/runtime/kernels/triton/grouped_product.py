@@ -1,4 +1,4 @@
-"""A product of rows with a weight of its own for each group."""
+"""Products of rows with a separate weight for each group."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -35,7 +35,7 @@ def grouped_linear_kernel(
 ):
     """Programs (rows, columns, group): x [T, GROUPS, DEEP] by the weight [GROUPS, SIZE, DEEP].
 
-    Floor: the weight, read once; above some hundred rows, the matrix unit.
+    Floor: the weight, read once; above some hundred rows the limit is the matrix unit.
     """
     group = tl.program_id(2).to(tl.int64)
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -52,7 +52,7 @@ def grouped_linear_kernel(
 
 
 def grouped_linear(x: Tensor, weight: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `grouped_linear`, in the tiles of experts."""
+    """The table's `grouped_linear`, with the tile sizes of experts."""
     (tokens, groups, deep), size = x.shape, weight.shape[1]
     out = torch.empty(tokens, groups, size, dtype=x.dtype, device=x.device)
     if not tokens:

@@ -1,4 +1,4 @@
-"""Rows that lie in host memory: which of them the device takes in, and the copies."""
+"""KV rows in host memory: which rows the device cache takes in, and the copies."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -14,12 +14,12 @@ from sglcore.runtime.kernels.triton.rows import paged_rows
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 WORDS = (torch.int32, torch.int16, torch.uint8)
-"""What a row is copied as, the widest that it is made of."""
+"""The dtypes as which a row is copied: the widest that divides it."""
 
 
 @triton.jit
 def store_loads(line, turn, row, is_miss, lane, missed, K):
-    """One side of what a request loads, in turn, and -1 behind it."""
+    """Store one side of a request's loads, in order, then -1."""
     tl.store(line + turn, row, mask=is_miss)
     tl.store(line + lane, -1, mask=(lane >= missed) & (lane < K))
 
@@ -45,9 +45,11 @@ def swap_in_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Programs (request). `marks` int32 [requests, PLACES] are zeros: places in use, and then those to take, in their order.
+    """Programs (request). `marks` int32 [requests, PLACES] starts as zeros; it marks places in use,
+    then has
 
-    Floor: 2 * K + 3 * PLACES int32 read and 3 * K + PLACES written for each request.
+    those to take, in order. Floor: 2 * K + 3 * PLACES int32 read and 3 * K + PLACES written for
+    each request.
     """
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + request).to(tl.int64)
@@ -101,13 +103,13 @@ def copy_rows_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Programs (request, share): every so-manieth tile of a request's rows. `span` is from the rows to read to those to write in
-    `loads`.
+    """Programs (request, share): every num_programs(1)-th tile of a request's rows.
 
-    Floor: each row read and written once, over whatever joins host and device.
+    `span` is the distance in `loads` from the rows to read to the rows to write. Floor: each row
+    read and written once, over the link between host and device.
     """
     request, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    # Where a capture is rehearsed, nothing has been counted yet.
+    # In a capture rehearsal the counts are not computed yet.
     count = tl.minimum(tl.load(counts + request), K)
     for first in range(tl.program_id(1) * ROWS, count, tl.num_programs(1) * ROWS):
         row = first + tl.arange(0, ROWS)

@@ -1,4 +1,6 @@
-"""Hyper-connections: what mixes the streams of a token, in two launches; and what becomes of them, in one."""
+"""Hyper-connections: the mixing weights of a token's streams, in two launches, and their update, in
+one.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -31,8 +33,12 @@ def hc_mix_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Programs (tokens, split): what SPLIT elements of all streams add to the products and, behind those, to the square, of
-    mixes float32 [splits, tokens, OUTPUTS + 1]. Floor: h read once; fn once for each tile of tokens, from the cache."""
+    """Programs (tokens, split): the contribution of SPLIT elements of all streams to the products
+    and the square.
+
+    mixes is float32 [splits, tokens, OUTPUTS + 1], the square last. Floor: h read once; fn once for
+    each tile of tokens, from the cache.
+    """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output, depth = tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     live, first = token < tokens, tl.program_id(1) * SPLIT
@@ -54,7 +60,7 @@ def hc_mix_kernel(
 
 @triton.jit
 def summed(mixes, places, inside, splits, apart):
-    """The sum over splits of what is at `places`."""
+    """Return the sum over splits at `places`."""
     total = tl.load(mixes + places, mask=inside, other=0.0)
     for split in range(1, splits):
         total += tl.load(mixes + split * apart + places, mask=inside, other=0.0)
@@ -63,7 +69,7 @@ def summed(mixes, places, inside, splits, apart):
 
 @triton.jit
 def sums_to_one(matrix, inside, eps, AXIS: tl.constexpr):
-    """Divided by its sums over an axis."""
+    """Divide by the sums over an axis."""
     return tl.where(inside, matrix / (tl.expand_dims(tl.sum(matrix, axis=AXIS), AXIS) + eps), 0.0)
 
 
@@ -83,8 +89,11 @@ def store_ways_back(
     STREAMS: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """By the first program of a token: how its result goes to the streams, and they to each other, by a matrix whose sums are
-    brought to one (Sinkhorn and Knopp 1967)."""
+    """Compute, in the first program of a token, how its result is added to the streams and how
+    these are mixed.
+
+    The mixing matrix is normalised by rows and columns (Sinkhorn and Knopp 1967).
+    """
     if tl.program_id(1) == 0:
         stream, other = tl.arange(0, LINES), tl.arange(0, LINES)
         is_stream = stream < STREAMS
@@ -126,8 +135,11 @@ def hc_pre_kernel(
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (token, columns): a stream of all, and, by the first of a token, how a result goes back to them (`hc_pre`; not
-    for `hc_head`). Floor: h read once and a stream written."""
+    """Programs (token, columns): reduce the streams to one.
+
+    The first program of a token also computes `post` and `comb` (`hc_pre`; not for `hc_head`).
+    Floor: h read once and a stream written.
+    """
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, LINES)
     OUTPUTS: tl.constexpr = (2 + STREAMS) * STREAMS if HAS_MATRIX else STREAMS
@@ -186,7 +198,9 @@ def hc_pre(
     iters: int,
     tuning: Tuning = Tuning(),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The table's `hc_pre`; a token's streams lie side by side. A compiler gets the reference, which it fuses."""
+    """The table's `hc_pre`; a token's streams are contiguous. While tracing, a compiler gets the
+    reference and fuses it.
+    """
     if torch.compiler.is_compiling():
         return reference.hc_pre(h, fn, base, scale, norm_eps, hc_eps, iters)
     tokens, streams, _ = h.shape
@@ -198,7 +212,9 @@ def hc_pre(
 def hc_head(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """The table's `hc_head`; a token's streams lie side by side. A compiler gets the reference, which it fuses."""
+    """The table's `hc_head`; a token's streams are contiguous. While tracing, a compiler gets the
+    reference and fuses it.
+    """
     if torch.compiler.is_compiling():
         return reference.hc_head(h, fn, base, scale, norm_eps, hc_eps)
     return _collapsed(h, fn, base, scale, None, None, norm_eps, hc_eps, 0, tuning)
@@ -265,7 +281,9 @@ def _collapsed(
 
 
 def hc_post(x: Tensor, h: Tensor, post: Tensor, comb: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `hc_post`; a token's streams lie side by side. A compiler gets the reference, which it fuses."""
+    """The table's `hc_post`; a token's streams are contiguous. While tracing, a compiler gets the
+    reference and fuses it.
+    """
     if torch.compiler.is_compiling():
         return reference.hc_post(x, h, post, comb)
     tokens, streams, size = h.shape

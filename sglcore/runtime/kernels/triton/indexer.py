@@ -1,4 +1,6 @@
-"""The indexer of sparse attention: a score for each row of a request, and the rows of the highest."""
+"""The indexer of sparse attention: a score for each row of a request, and the rows with the highest
+scores.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -17,7 +19,7 @@ from sglcore.runtime.kernels.triton.rows import load_elements, load_heads, paged
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 LOWEST = tl.constexpr(-(1 << 31))
-"""Below `ordered` of every number."""
+"""Less than `ordered` of every number."""
 
 
 @triton.jit
@@ -47,9 +49,10 @@ def index_logits_kernel(
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Programs (token, part), which has each block of TOKENS rows that is its turn.
+    """Programs (token, part): every `parts`-th block of TOKENS rows.
 
-    Floor: the first `lens` keys of each token's request, read once for all heads, and `width` logits written.
+    Floor: the first `lens` keys of each token's request, read once for all heads, and `width`
+    logits written.
     """
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
     slot, count = tl.load(slots + token).to(tl.int64), tl.minimum(tl.load(lens + token), width)
@@ -73,7 +76,7 @@ def index_logits_kernel(
 
 @triton.jit
 def keys_at(line, at, count, BLOCK: tl.constexpr):
-    """int32 that compare as a block of logits do, LOWEST behind `count`, and their places."""
+    """Return int32 that order as a block of logits, LOWEST at or past `count`, and their places."""
     place = at + tl.arange(0, BLOCK)
     inside = place < count
     return tl.where(inside, ordered(tl.load(line + place, mask=inside, other=0.0)), LOWEST), place, inside
@@ -81,8 +84,11 @@ def keys_at(line, at, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def threshold_of(line, count, wanted, BLOCK: tl.constexpr):
-    """The largest int32 that at least `wanted` keys reach, two of its bits a pass over the row; a smaller one where exactly so
-    many reach it."""
+    """Return the largest int32 that at least `wanted` keys reach, or a smaller one that exactly
+    `wanted` reach.
+
+    Each pass over the row determines two bits.
+    """
     bound, reach, shift = tl.full([], LOWEST, tl.int32), count, 30
     while (shift >= 0) & (reach != wanted):
         step = tl.full([], 1, tl.int32) << shift
@@ -115,9 +121,10 @@ def index_top_k_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (token): what reaches the threshold goes to its place among what is kept, of equals to it the first.
+    """Programs (token): store the entries that reach the threshold, in order; of those equal to it
+    the first.
 
-    Floor: the logits, read once, where there are more than K; passes after the first find them in the cache.
+    Floor: the logits, read once if there are more than K; later passes find them in the cache.
     """
     token = tl.program_id(0).to(tl.int64)
     slot, count = tl.load(slots + token).to(tl.int64), tl.minimum(tl.load(lens + token), width)
@@ -165,7 +172,7 @@ def index_logits(
     if not out.numel():
         return out
     form = read_form_of(codec, tuning)
-    # Products of float32 take no matrix unit and twice the registers.
+    # Float32 products do not use the matrix unit and need twice the registers.
     step = max(NARROWEST_DOT, tuning.index_tokens // max(1, q.itemsize // 2) ** 2)
     parts = max(1, min(tiles(tuning.programs, tokens), tiles(width, step)))
     index_logits_kernel[(tokens, parts)](

@@ -1,4 +1,6 @@
-"""Latent rows: the norm and rotation of queries, keys and entries, and their writes into a pool, in eight bits where it wants."""
+"""Latent rows: norm and rotation of queries, keys and entries, and their stores, in 8 bits if the
+pool has them.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -19,29 +21,35 @@ from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 @triton.jit
 def float8_bits(x):
-    """int32: the bits of float32 x, of at most 448, as float8 e4m3fn, ties to even; whatever floats the device knows."""
+    """Return the bits of float32 x, of at most 448, as float8 e4m3fn: int32, ties to even, on any
+    device.
+    """
     bits = x.to(tl.int32, bitcast=True)
     sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # Steps of 2^-9 below 2^-6: the addition rounds.
+    # Values below 2^-6 are multiples of 2^-9: the addition rounds.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     return sign | tl.where(size < 0x3C800000, small, normal)
 
 
 @triton.jit
 def store_encoded(values, line, column, live, SIZE, EXACT, GROUP, BIAS, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Rows of float32 [ROWS, BLOCK] in the form of `RowCodec`, from the addresses `line` on."""
+    """Store rows of float32 [ROWS, BLOCK] in the format of `RowCodec` from the addresses `line`
+    on.
+    """
     ROUNDED: tl.constexpr = SIZE - EXACT
     SPAN: tl.constexpr = min(GROUP, BLOCK)
     group = tl.arange(0, BLOCK // SPAN)
     is_small = column < ROUNDED
     apart = tl.reshape(tl.where(is_small[None, :], values, 0.0), [ROWS, BLOCK // SPAN, SPAN])
     largest = tl.maximum(tl.max(tl.abs(apart), axis=2), 1e-4)
-    # The exponent of the power of two that is at least largest / 448, with its bias; 448 is 1.75 * 2^8.
+    # The exponent, with its bias, of the least power of two that is at least largest / 448; 448 is
+    # 1.75 * 2^8.
     exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     small = float8_bits(tl.reshape(apart * inverse[:, :, None], [ROWS, BLOCK]))
-    # By another bias the same bits are half as much, to a scale of twice as much; there a zero with a sign is no number.
+    # With the other bias the same bits mean half as much, so the scale doubles; there negative zero
+    # is NaN.
     if BIAS != 7:
         small = tl.where(small == 0x80, 0, small)
         exponent += BIAS - 7
@@ -58,7 +66,10 @@ def store_encoded(values, line, column, live, SIZE, EXACT, GROUP, BIAS, BLOCK: t
 def store_rows(
     values, rows, row, column, live, stride, dtype, SIZE, EXACT, GROUP, BIAS, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """float32 [ROWS, BLOCK], rounded to dtype, into rows of SIZE elements. GROUP is the codec's; 0: rows are numbers."""
+    """Store float32 [ROWS, BLOCK], rounded to dtype, in rows of SIZE elements.
+
+    GROUP is the codec's; 0: rows are numbers.
+    """
     values, line = rounded(values, dtype), rows + row * stride
     if GROUP > 0:
         store_encoded(values, line, column, live, SIZE, EXACT, GROUP, BIAS, BLOCK, ROWS)
@@ -69,7 +80,9 @@ def store_rows(
 
 @triton.jit
 def gained(start, column, live, scale, weight, SIZE: tl.constexpr, NORMED: tl.constexpr):
-    """float32 elements of rows, the first NORMED of which are scaled and weighed (None: scaled alone)."""
+    """Scale the first NORMED elements of float32 rows and multiply them by the weight (None: scale
+    only).
+    """
     inside = live[:, None] & ((column >= 0) & (column < SIZE))[None, :]
     values = tl.load(start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORMED > 0:
@@ -105,7 +118,9 @@ def tail_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Rows (token, head). A neighbour is loaded a second time, from the cache. Floor: rows * SIZE elements read and written."""
+    """Rows (token, head). A neighbour is loaded again, from the cache. Floor: rows * SIZE elements
+    read and written.
+    """
     flat = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, live = tl.arange(0, BLOCK), flat < rows
     flat = flat.to(tl.int64)
@@ -176,7 +191,7 @@ def index_key_kernel(
 
 @triton.jit
 def normed_by(apart, scale, weight, bias, column, SIZE: tl.constexpr):
-    """Differences from the mean, scaled and weighed."""
+    """Scale the differences from the mean, times weight, plus bias."""
     inside = (column >= 0) & (column < SIZE)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     return (
@@ -192,7 +207,7 @@ def rope_tail(
     is_inverse: bool,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `rope_tail`; elements of a head lie side by side."""
+    """The table's `rope_tail`; elements of a head are contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     normed = 0 if norm_eps is None else x.shape[2]
     _tails(x, None, norm_eps or 0.0, positions, cos_sin_cache, out, None, None, normed, is_inverse, tuning)

@@ -1,4 +1,6 @@
-"""Root mean square norm, alone or after the addition of the residual: one pass over rows held in registers."""
+"""Root mean square norm, alone or after adding the residual: one pass over rows held in
+registers.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -57,7 +59,7 @@ def add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """In place. Floor: both read once and written once, 4 * rows * SIZE elements."""
+    """Works in place. Floor: both inputs read and written once, 4 * rows * SIZE elements."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < SIZE)[None, :]
@@ -142,7 +144,9 @@ def gated_rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `rms_norm`; x [T, N] or [T, heads, N] by strides. A compiler gets the reference, which it fuses."""
+    """The table's `rms_norm`; x [T, N] or [T, heads, N] by strides. While tracing, a compiler gets
+    the reference.
+    """
     if torch.compiler.is_compiling():
         return reference_rms_norm(x, weight, eps)
     if x.dim() > 3 or x.stride(-1) != 1:

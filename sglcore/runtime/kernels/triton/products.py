@@ -16,7 +16,10 @@ NARROWEST_DOT = 16
 
 @triton.jit
 def wide_dot(a, b):
-    """a @ b in float32. The interpreter multiplies bfloat16 wrongly, so it gets float32; float32 is never cut short."""
+    """Return a @ b in float32. Float32 inputs are not rounded to a shorter format.
+
+    The interpreter multiplies bfloat16 wrongly, so it gets float32.
+    """
     if INTERPRETED:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -26,5 +29,5 @@ def wide_dot(a, b):
 
 @triton.jit
 def rounded_dot(a, b, dtype: tl.constexpr):
-    """float32 a @ b in float32, of values rounded to dtype: half types take the units that multiply matrices."""
+    """Return float32 a @ b of float32 values rounded to dtype: half dtypes use the matrix unit."""
     return wide_dot(narrow(a, dtype), narrow(b, dtype))

@@ -1,4 +1,6 @@
-"""Verification of proposals: where each token of a request goes, how far its proposals are right, and which nodes of its tree are."""
+"""Verification of draft tokens: place the tokens of each request, count the accepted ones, walk
+draft trees.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -77,7 +79,7 @@ def accept_proposals_kernel(
     tl.store(runs + 2 * requests + row, first + accepted)
     tl.store(runs + 3 * requests + row, length)
     tl.store(last + slot, tl.load(drawn + first + accepted))
-    # Every warp reads the length before one replaces it.
+    # Every warp reads the length before one of them replaces it.
     tl.debug_barrier()
     tl.store(lengths + slot, length)
 
@@ -130,7 +132,7 @@ def tree_walk_kernel(
     tl.store(runs + 2 * requests + row, row * steps + accepted)
     tl.store(runs + 3 * requests + row, length)
     tl.store(last + slot, tl.load(drawn + first + end))
-    # Every warp reads the length before one replaces it.
+    # Every warp reads the length before one of them replaces it.
     tl.debug_barrier()
     tl.store(lengths + slot, length)
 
@@ -148,7 +150,9 @@ def place_proposals(
     owners: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `place_proposals`. A step of fewer proposals than the table has runs the same program."""
+    """The table's `place_proposals`. A step of fewer draft tokens than the table has runs the same
+    program.
+    """
     requests = slots.shape[0]
     if not requests:
         return
@@ -181,7 +185,7 @@ def accept_proposals(
     runs: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `accept_proposals`, whatever the step's proposals by one program too."""
+    """The table's `accept_proposals`; one program for any number of draft tokens."""
     requests = slots.shape[0]
     if not requests:
         return
@@ -215,7 +219,7 @@ def tree_walk(
     runs: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `tree_walk`, whatever the step's nodes by one program too."""
+    """The table's `tree_walk`; one program for any number of nodes."""
     requests = slots.shape[0]
     if not requests:
         return

@@ -1,6 +1,7 @@
-"""The parts of the integer race that the kernels of a draw share: gaps, weights, noise, and keys that order like floats.
+"""Parts of the integer race that the kernels of a draw share: gaps, weights, noise, and keys that
+order like floats.
 
-The same integers as `sglcore.sampling`, whose words these are; `sampling.py` puts them together.
+Computes the same integers as `sglcore.sampling`; `sampling.py` combines them.
 """
 
 # A kernel is not Python to a type checker.
@@ -28,14 +29,14 @@ MIX_1 = tl.constexpr(noise.MIX_1)
 MIX_2 = tl.constexpr(noise.MIX_2)
 POSITION_FACTOR = tl.constexpr(noise.POSITION_FACTOR)
 TO_INTEGER = tl.constexpr(2.0**23)
-"""Added to a float below it, leaves its nearest integer in the low 23 bits."""
+"""Added to a smaller float, leaves the nearest integer in the low 23 bits."""
 NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)
 """Orders above every number."""
 
 
 @triton.jit
 def ordered(x):
-    """int32 that compare as float32 x do, zeros alike and NaN above all."""
+    """Return int32 that compare as float32 x: both zeros alike and NaN above all."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(x != x, NOT_A_NUMBER, bits)
@@ -43,19 +44,19 @@ def ordered(x):
 
 @triton.jit
 def number_of(order):
-    """The float32 of an int32 that `ordered` made."""
+    """Return the float32 of an int32 from `ordered`."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def keyed(value, ids):
-    """int64 of int32 value and id: the largest is the first of the largest values."""
+    """Pack int32 value and id into int64: the largest is the first of the largest values."""
     return value.to(tl.int64) * IDS + (ids ^ LAST_ID)
 
 
 @triton.jit
 def best_of(partial, row, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """(value int32, id int32) of the largest key of a row of partial int64 [rows, COUNT]."""
+    """Return (value int32, id int32) of the largest key of a row of partial int64 [rows, COUNT]."""
     part = tl.arange(0, BLOCK)
     key = tl.max(tl.load(partial + row * COUNT + part, mask=part < COUNT, other=-(1 << 62)), axis=0)
     return (key >> 22).to(tl.int32), ((key & LAST_ID) ^ LAST_ID).to(tl.int32)
@@ -63,9 +64,10 @@ def best_of(partial, row, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def gaps_below(logits, best, scale):
-    """int32 in 2**-16 nat, LIMIT where a token is no candidate, as `gaps_below_best`.
+    """Return int32 gaps in 2**-16 nat, LIMIT where a token is no candidate, as `gaps_below_best`.
 
-    The bound stands between product and sum, so that they are never one operation with one rounding.
+    The bound is between product and sum, so that they are never fused into one operation with one
+    rounding.
     """
     gap = (best - logits) * scale
     gap = tl.where(gap < LIMIT, gap, LIMIT * 1.0)
@@ -74,7 +76,7 @@ def gaps_below(logits, best, scale):
 
 @triton.jit
 def weight_of(gap, table):
-    """exp(-gap) in 2**-30, int32, as `token_weights`."""
+    """Return exp(-gap) in 2**-30, int32, as `token_weights`."""
     index = gap >> WEIGHT_STEP_BITS
     drop = tl.load(table + WEIGHT_SIZE + index) * (gap & WEIGHT_STEP_MASK)
     return tl.load(table + index) - (drop >> WEIGHT_STEP_BITS)
@@ -82,7 +84,7 @@ def weight_of(gap, table):
 
 @triton.jit
 def mix32(words):
-    """The avalanche of uint32."""
+    """Mix the bits of uint32 (avalanche)."""
     words = (words ^ (words >> 16)) * tl.full([], MIX_1, tl.uint32)
     words = (words ^ (words >> 15)) * tl.full([], MIX_2, tl.uint32)
     return words ^ (words >> 16)
@@ -90,7 +92,7 @@ def mix32(words):
 
 @triton.jit
 def row_key(seed_words, positions, row):
-    """Both key words uint32 of a row, as `row_keys`."""
+    """Return both key words uint32 of a row, as `row_keys`."""
     position = tl.load(positions + row).to(tl.uint32, bitcast=True)
     first = tl.load(seed_words + 2 * row).to(tl.uint32, bitcast=True)
     second = tl.load(seed_words + 2 * row + 1).to(tl.uint32, bitcast=True)
@@ -100,7 +102,7 @@ def row_key(seed_words, positions, row):
 
 @triton.jit
 def noise_of(hashed, first, second, table):
-    """Keyed Gumbel noise int32 in 2**-16 nat of hashed ids int32, as `gumbel_noise`."""
+    """Return keyed Gumbel noise int32 in 2**-16 nat for hashed ids int32, as `gumbel_noise`."""
     words = hashed.to(tl.uint32, bitcast=True) ^ first
     words = (words ^ (words >> 16)) * second
     words = (words ^ (words >> 15)) * tl.full([], MIX_2, tl.uint32)

@@ -1,4 +1,6 @@
-"""Rotary embedding of queries and keys, and the writes of keys and values into their cells, in one launch."""
+"""Rotary embedding of queries and keys, and the stores of keys and values in their cells, in one
+launch.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -78,8 +80,11 @@ def rotary_and_store(
     out_cache_loc: Tensor,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `rotary_and_store`; both caches have the same strides, and a cell's heads lie side by side. A compiler
-    gets the reference, which it fuses."""
+    """The table's `rotary_and_store`; both caches have the same strides, and a cell's heads are
+    contiguous.
+
+    While tracing, a compiler gets the reference and fuses it.
+    """
     if torch.compiler.is_compiling():
         return reference_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, k_cache, v_cache, out_cache_loc)
     tokens = q.shape[0]

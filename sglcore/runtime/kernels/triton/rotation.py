@@ -17,7 +17,7 @@ from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 @triton.jit
 def row_of(token, cells, tokens):
-    """Where a token goes: its cell, or without cells its own row. int64."""
+    """Return the target row of a token, int64: its cell, or its own row without cells."""
     row = token
     if cells is not None:
         row = tl.load(cells + token, mask=token < tokens, other=0).to(tl.int64)
@@ -40,10 +40,10 @@ def rotate_heads(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Rows `flat` of (token, head) of x [tokens, HEADS * DIM] into out; `out_stride` lies between tokens, or between cells
-    where `cells` says which one is a token's (None: its own row).
+    """Rotate rows `flat` of (token, head) of x [tokens, HEADS * DIM] and store them in out.
 
-    Products are rounded to x's dtype before they are added, as the reference does, and so is their sum.
+    `out_stride` is the distance between tokens, or between cells if `cells` has each token's (None:
+    its own row). Products and their sum are rounded to x's dtype, as in the reference.
     """
     token, head = (flat // HEADS).to(tl.int64), flat % HEADS
     column = tl.arange(0, BLOCK)
@@ -69,7 +69,7 @@ def rotate_heads(
 def copy_rest(
     x, out, cells, flat, tokens, x_stride, out_stride, HEADS, FROM: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr
 ):
-    """The elements [FROM, DIM) of each head, which are not rotated."""
+    """Copy the elements [FROM, DIM) of each head, which are not rotated."""
     token, head = (flat // HEADS).to(tl.int64), flat % HEADS
     column = FROM + tl.arange(0, REST)
     inside = (token < tokens)[:, None] & (column < DIM)[None, :]
@@ -118,7 +118,7 @@ def rotary_kernel(
 def rotary(
     q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int, tuning: Tuning = Tuning()
 ) -> tuple[Tensor, Tensor]:
-    """The table's `rotary`. A compiler gets the reference, which it fuses."""
+    """The table's `rotary`. While tracing, a compiler gets the reference and fuses it."""
     if torch.compiler.is_compiling():
         return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
     tokens = q.shape[0]

@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Whether kernels run in Triton's interpreter, decided when they were decorated."""
+"""True if kernels run in Triton's interpreter; decided when they are decorated."""
 
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """float32 x to the nearest value of dtype, ties to even.
+    """Round float32 x to the nearest value of dtype, ties to even.
 
-    Triton's interpreter cuts the low bits of a bfloat16 off, so there the bits are rounded before the cast; a NaN is
-    left alone, because adding to its bits could make a number of it.
+    Triton's interpreter truncates to bfloat16, so there the bits are rounded before the cast. NaN
+    does not change, because adding to its bits could make it a number.
     """
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -28,5 +28,7 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 x as float32, rounded to a value of dtype: what a chain of operations in dtype would have stored."""
+    """Return float32 x rounded to a value of dtype, as float32: as if a chain of operations in
+    dtype stored it.
+    """
     return narrow(x, dtype).to(tl.float32)

@@ -1,4 +1,6 @@
-"""Which experts a token goes to, and how they weigh: softmax over all experts or the roots of softplus, one row in registers."""
+"""Expert routing: softmax over all experts, or square roots of softplus, with one row in
+registers.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -31,7 +33,9 @@ def top_k_routing_kernel(
     NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Equal probabilities go by the lower id; ids are valid whatever a row contains. Floor: rows * EXPERTS elements read."""
+    """Equal probabilities prefer the lower id; ids are valid for any row. Floor: rows * EXPERTS
+    elements read.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
@@ -42,7 +46,8 @@ def top_k_routing_kernel(
     total = tl.sum(tl.where(inside, share, 0.0), axis=1)
     share = share / total[:, None]
     share = tl.where(share >= 0, share, 0.0)
-    # The bits of floats that are not negative order as the floats do; behind them the ids, the lowest largest.
+    # The bits of non-negative floats order as the floats; the ids follow in the low bits, the
+    # lowest id largest.
     order = share.to(tl.int32, bitcast=True).to(tl.int64) * BLOCK + (BLOCK - 1 - expert)[None, :]
     order = tl.where((expert < EXPERTS)[None, :], order, -1)
     chosen = tl.zeros([ROWS], tl.float32)
@@ -64,7 +69,9 @@ def top_k_routing_kernel(
 
 @triton.jit
 def sqrt_softplus(x):
-    """The root of log(1 + exp(x)), where the sum would lose what is small."""
+    """Return the square root of log(1 + exp(x)), accurate where 1 + exp(x) would lose small
+    values.
+    """
     small = tl.exp(x)
     whole = 1.0 + small
     near = tl.where(whole == 1.0, small, tl.log(whole) * (small / (whole - 1.0)))
@@ -86,7 +93,9 @@ def sqrtsoftplus_routing_kernel(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """As `top_k_routing_kernel`, by sums that may be below zero. Floor: rows * EXPERTS elements read."""
+    """As `top_k_routing_kernel`, for sums that may be negative. Floor: rows * EXPERTS elements
+    read.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert, choice = tl.arange(0, BLOCK), tl.arange(0, WIDE)
     inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
@@ -95,7 +104,7 @@ def sqrtsoftplus_routing_kernel(
         tl.load(logits + row[:, None] * stride + expert[None, :], mask=inside, other=0.0).to(tl.float32)
     )
     bits = (score + tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)[None, :]).to(tl.int32, bitcast=True)
-    # As integers, the bits of negative floats are in the wrong order until all but the sign are turned over.
+    # As integers, negative floats order in reverse until all bits except the sign are inverted.
     place = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
     order = tl.where((expert < EXPERTS)[None, :], place * BLOCK + (BLOCK - 1 - expert)[None, :], -1)
     chosen, share = tl.zeros([ROWS, WIDE], tl.int32), tl.zeros([ROWS, WIDE], tl.float32)
@@ -111,7 +120,7 @@ def sqrtsoftplus_routing_kernel(
 
 @triton.jit
 def store_shares(share, chosen, weights, ids, row, choice, rows, scale, CHOICES: tl.constexpr):
-    """What is chosen [rows, choices], by its part of the sum; nothing of what is not."""
+    """Store the chosen values [rows, choices] divided by their sum."""
     inside = (row < rows)[:, None] & (choice < CHOICES)[None, :]
     share = share / (tl.sum(share, axis=1)[:, None] + 1e-20) * scale
     place = row[:, None] * CHOICES + choice[None, :]
@@ -147,7 +156,9 @@ def hash_routing_kernel(
 def sqrtsoftplus_routing(
     logits: Tensor, bias: Tensor, k: int, scale: float, tuning: Tuning = Tuning()
 ) -> tuple[Tensor, Tensor]:
-    """The table's `sqrtsoftplus_routing`. A compiler gets the reference, which it fuses."""
+    """The table's `sqrtsoftplus_routing`. While tracing, a compiler gets the reference and fuses
+    it.
+    """
     if torch.compiler.is_compiling():
         return reference_sqrtsoftplus_routing(logits, bias, k, scale)
     rows, experts = logits.shape
@@ -177,7 +188,7 @@ def sqrtsoftplus_routing(
 def hash_routing(
     logits: Tensor, input_ids: Tensor, table: Tensor, scale: float, tuning: Tuning = Tuning()
 ) -> tuple[Tensor, Tensor]:
-    """The table's `hash_routing`. A compiler gets the reference, which it fuses."""
+    """The table's `hash_routing`. While tracing, a compiler gets the reference and fuses it."""
     if torch.compiler.is_compiling():
         return reference_hash_routing(logits, input_ids, table, scale)
     rows, k = logits.shape[0], table.shape[1]
@@ -210,7 +221,7 @@ def _choices(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_k_routing(logits: Tensor, k: int, normalize: bool, tuning: Tuning = Tuning()) -> tuple[Tensor, Tensor]:
-    """The table's `top_k_routing`. A compiler gets the reference, which it fuses."""
+    """The table's `top_k_routing`. While tracing, a compiler gets the reference and fuses it."""
     if torch.compiler.is_compiling():
         return reference_top_k_routing(logits, k, normalize)
     rows, experts = logits.shape

@@ -1,4 +1,6 @@
-"""Rows of a pool, which lists or pages name: their numbers, and their elements, decoded where they are in eight bits."""
+"""Rows of a pool that lists or pages name: their numbers, and their elements, decoded if they are
+in 8 bits.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -15,15 +17,19 @@ from sglcore.runtime.kernels.triton.tuning import Tuning
 
 @triton.jit
 def paged_rows(table, slot, place, inside, table_stride, PAGE: tl.constexpr):
-    """int64 rows of a slot's places, PAGE of which are in a page; anything where not inside."""
+    """Return int64 rows of a slot's places, with PAGE rows per page; undefined where not inside."""
     page = tl.load(table + slot * table_stride + place // PAGE, mask=inside, other=0).to(tl.int64)
     return page * PAGE + place % PAGE
 
 
 @triton.jit
 def small_floats(byte, BIAS: tl.constexpr):
-    """float32 of the bytes of float8 e4m3 with that bias, and what they are too small by: by their bits, as a float16's, or, where
-    the bias is negative, by the device's instruction; exact in both ways."""
+    """Return float32 for bytes of float8 e4m3 with that bias, and the factor by which they are too
+    small.
+
+    Converted through the bits of float16, or, if the bias is negative, by the device's instruction;
+    exact in both cases.
+    """
     if BIAS < 0:
         if BIAS == -8:
             values = byte.to(tl.float8e4b8, bitcast=True).to(tl.float32)
@@ -32,7 +38,7 @@ def small_floats(byte, BIAS: tl.constexpr):
         factor = 1.0
     else:
         bits = (byte.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4001
-        # A float16 has a bias of 15.
+        # The exponent bias of float16 is 15.
         values, factor = bits.to(tl.float16, bitcast=True).to(tl.float32), 256.0 if BIAS == 7 else 128.0
     return values, factor
 
@@ -49,7 +55,7 @@ def decoded(
     GROUP,
     BIAS,
 ):
-    """As `load_elements`, of rows in the form of `RowCodec`."""
+    """As `load_elements`, for rows in the format of `RowCodec`."""
     ROUNDED: tl.constexpr = SIZE - EXACT
     column = FIRST + tl.arange(0, BLOCK)
     is_small = inside[:, None] & (column < ROUNDED)[None, :]
@@ -82,8 +88,11 @@ def load_elements(
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """[rows, BLOCK] of dtype: the elements from FIRST on of the rows of SIZE that begin at `line`; zeros behind them and where
-    not inside. GROUP is that of the codec, 0 where rows are numbers."""
+    """Return [rows, BLOCK] of dtype: the elements from FIRST on of rows of SIZE elements that begin
+    at `line`.
+
+    Zeros after the row and where not inside. GROUP is that of the codec, 0 if rows are numbers.
+    """
     if GROUP:
         values = decoded(line, inside, dtype, FIRST, SIZE, BLOCK, EXACT, GROUP, BIAS)
     else:
@@ -99,22 +108,27 @@ def load_elements(
 def load_heads(
     line, head, head_stride, FIRST: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """[heads, BLOCK] of a token: the elements from FIRST on of heads of SIZE; zeros behind them and where there is none."""
+    """Return [heads, BLOCK] of a token: the elements from FIRST on of heads of SIZE elements.
+
+    Zeros after the head and where there is none.
+    """
     column = FIRST + tl.arange(0, BLOCK)
     inside = (head < HEADS)[:, None] & (column < SIZE)[None, :]
     return tl.load(line + (head * head_stride)[:, None] + column[None, :], mask=inside, other=0.0)
 
 
 def form_of(codec: RowCodec | None) -> dict[str, int]:
-    """How kernels that write rows are told of a codec."""
+    """Return the codec parameters of kernels that write rows."""
     if codec is None:
         return {"EXACT": 0, "GROUP": 0, "BIAS": 0}
     return {"EXACT": codec.exact, "GROUP": codec.group, "BIAS": codec.floats.bias}
 
 
 def read_form_of(codec: RowCodec | None, tuning: Tuning) -> dict[str, int]:
-    """How `load_elements` is told of a codec: as above, but that the bias of floats which the device converts by an instruction
-    is negative."""
+    """Return the codec parameters of `load_elements`.
+
+    As `form_of`, with a negative bias for a format that the device converts by an instruction.
+    """
     form = form_of(codec)
     converts = codec is not None and codec.float8 == tuning.float8
     return {**form, "BIAS": -form["BIAS"]} if converts else form

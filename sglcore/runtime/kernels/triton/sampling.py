@@ -1,7 +1,9 @@
-"""One token for each row of logits by the integer race, bit for bit what `sglcore.sampling` draws.
+"""Samples one token for each row of logits by the integer race, bit for bit as `sglcore.sampling`
+does.
 
-A cut is (last, ties): candidates have a smaller gap than `last`, or are among the first `ties` with that gap. Top-k and
-top-p each search for theirs in two histograms, coarse and fine; the sums are integers, so atomic additions are exact.
+A cut is (last, ties): candidates have a smaller gap than `last`, or are among the first `ties` with
+that gap. Top-k and top-p each search for theirs in two histograms, coarse and fine; the sums are
+integers, so atomic additions are exact.
 """
 
 # A kernel is not Python to a type checker.
@@ -39,12 +41,12 @@ OFF = tl.constexpr(noise.OFF)
 TOP_P_BITS = tl.constexpr(noise.TOP_P_BITS)
 TOP_P_MASK = tl.constexpr((1 << noise.TOP_P_BITS) - 1)
 NOTHING = tl.constexpr(-(1 << 62))
-"""The key of no candidate."""
+"""The key that stands for no candidate."""
 
 
 @triton.jit
 def load_row(logits, row, stride, vocab, BLOCK: tl.constexpr):
-    """This program's ids, whether they exist, and their logits as float32."""
+    """Return this program's ids, whether they exist, and their logits as float32."""
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab
     return ids, inside, tl.load(logits + row * stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
@@ -52,7 +54,9 @@ def load_row(logits, row, stride, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def best_kernel(logits, best, stride, vocab, BLOCK: tl.constexpr):
-    """Programs (row, block): the key of the block's first largest logit. Floor: the logits, read once."""
+    """Programs (row, block): the key of the block's first largest logit. Floor: the logits, read
+    once.
+    """
     row = tl.program_id(0).to(tl.int64)
     ids, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
     key = tl.where(inside, keyed(ordered(wide), ids), NOTHING)
@@ -76,9 +80,10 @@ def histogram_kernel(
     COUNT: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Programs (row, block): adds 1 or the weight of each token before the cut to its bin of sums int64 [rows, STEPS].
+    """Programs (row, block): add 1, or the weight, of each token before the cut to its bin.
 
-    Floor: the logits, read once. FINE: only of the coarse bin that was found, by the rest of the gap.
+    Bins are sums int64 [rows, STEPS]. FINE: only tokens of the coarse bin that was found, by the
+    rest of the gap. Floor: the logits, read once.
     """
     row = tl.program_id(0).to(tl.int64)
     _, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
@@ -96,7 +101,9 @@ def histogram_kernel(
 
 @triton.jit
 def first_reaching(sums, column, wanted, SIZE: tl.constexpr):
-    """The first column whose running sum reaches `wanted`, else the last, and the sum before it."""
+    """Return the first column with a running sum of at least `wanted`, else the last, and the sum
+    before it.
+    """
     running = tl.cumsum(sums, axis=0)
     behind = (running < wanted) & (column < SIZE)
     reached = tl.minimum(tl.sum(behind.to(tl.int32), axis=0), SIZE - 1)
@@ -105,8 +112,12 @@ def first_reaching(sums, column, wanted, SIZE: tl.constexpr):
 
 @triton.jit
 def search_kernel(sums, cut, found, limits, table, FINE: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Programs (row): coarse, `found` int64 [rows, 3] gets the bin, the sum before it and what is wanted; fine, the cut
-    is narrowed. Tokens at the present cut are in no histogram; those of them that are kept are added here."""
+    """Programs (row): coarse, `found` int64 [rows, 3] gets the bin, the sum before it and the
+    wanted sum.
+
+    Fine: the cut is narrowed. Tokens at the present cut are in no histogram; those that are kept
+    are added here.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, STEPS)
     last, ties = tl.load(cut + 2 * row), tl.load(cut + 2 * row + 1)
@@ -142,7 +153,9 @@ def search_kernel(sums, cut, found, limits, table, FINE: tl.constexpr, WEIGHTED:
 def ties_kernel(
     logits, best, scale, cut, ties, stride, vocab, BLOCK: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Programs (row, block): how many of the block's tokens have the gap of the cut. Floor: the logits, read once."""
+    """Programs (row, block): count the block's tokens that have the gap of the cut. Floor: the
+    logits, read once.
+    """
     row = tl.program_id(0).to(tl.int64)
     _, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
     value, _ = best_of(best, row, COUNT, PADDED)
@@ -195,7 +208,7 @@ def race_kernel(
 
 @triton.jit
 def pick_kernel(best, drawn, greedy, tokens, bad, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """Programs (row): the token, 0 in a bad row; the first best in a greedy row."""
+    """Programs (row): the token; 0 in a bad row, the first best in a greedy row."""
     row = tl.program_id(0).to(tl.int64)
     value, first = best_of(best, row, COUNT, PADDED)
     _, token = best_of(drawn, row, COUNT, PADDED)
@@ -207,13 +220,13 @@ def pick_kernel(best, drawn, greedy, tokens, bad, COUNT: tl.constexpr, PADDED: t
 
 @triton.jit
 def ordered_infinity():
-    """`ordered` of infinity; that of minus infinity is its complement."""
+    """Return `ordered` of infinity; its complement is that of minus infinity."""
     return 0x7F800000
 
 
 @dataclass(frozen=True, slots=True)
 class DrawKernels:
-    """One draw's buffers and how its kernels are launched."""
+    """The buffers of one draw and the launches of its kernels."""
 
     logits: Tensor
     state: SamplingState
@@ -224,16 +237,18 @@ class DrawKernels:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """(row, block)."""
+        """The grid (row, block)."""
         return self.logits.shape[0], self.best.shape[1]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What every kernel over blocks is told."""
+        """The size parameters of every kernel over blocks."""
         return {"BLOCK": self.block, "COUNT": self.best.shape[1], "PADDED": power_of_two(self.best.shape[1])}
 
     def narrow(self, cut: Tensor, limits: Tensor, weighted: bool) -> None:
-        """Search for the cut of top_k, or of top_p if weighted: coarse bins, then the steps of the bin found."""
+        """Search for the cut of top_k, or of top_p if weighted: coarse bins, then the steps of the
+        bin found.
+        """
         rows, (_, vocab) = self.grid[0], self.logits.shape
         sums = cut.new_zeros((2, rows, cutoffs.STEPS), dtype=torch.int64)
         found = sums.new_empty((rows, 3))
@@ -246,7 +261,7 @@ class DrawKernels:
             search_kernel[(rows,)](level, cut, found, limits, self.tables.weight, **kind, **self.options)
 
     def race(self, cut: Tensor | None) -> Tensor:
-        """The best key of each block, int64 [rows, blocks]."""
+        """Return the best key of each block, int64 [rows, blocks]."""
         state, drawn = self.state, torch.empty_like(self.best)
         ties = drawn
         sizes = (self.logits.stride(0), self.logits.shape[1])
@@ -274,10 +289,10 @@ class DrawKernels:
 
 
 def draw(logits: Tensor, state: SamplingState, tables: RaceTables, tuning: Tuning = Tuning()) -> tuple[Tensor, Tensor]:
-    """The table's `draw`: tokens int32[B] and bad bool[B] of logits float[B, V]. Waits for nothing.
+    """The table's `draw`: tokens int32[B] and bad bool[B] of logits float[B, V]. Does not wait.
 
-    Floor: the logits read twice without cut-offs, and five times more for each of top-k and top-p; from the cache after
-    the first, where they fit.
+    Floor: the logits read twice without cut-offs, and five times more for each of top-k and top-p;
+    from the cache after the first read, if they fit.
     """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)

@@ -1,4 +1,4 @@
-"""A softmax over one block of keys after another, and the merge of such softmaxes over parts of the keys."""
+"""A running softmax over blocks of keys, and the merge of such softmaxes over parts of the keys."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -15,13 +15,15 @@ from sglcore.runtime.kernels.triton.rounding import narrow
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-"""Scores are kept in base 2, whose exponential is one instruction."""
+"""Scores are kept in base 2: its exponential is one instruction."""
 
 
 @triton.jit
 def begin(sinks, head, counted, QUERIES: tl.constexpr):
-    """The running maximum and sum of each query row [QUERIES] before the first block: those of its head's sink, where it is
-    counted and there are sinks at all."""
+    """Return the running maximum and sum of each query row [QUERIES] before the first block.
+
+    With sinks they start from the head's sink where it is counted.
+    """
     best = tl.full([QUERIES], float("-inf"), tl.float32)
     if sinks is not None:
         best = tl.load(sinks + head, mask=counted, other=float("-inf")).to(tl.float32) * LOG2_E
@@ -30,10 +32,14 @@ def begin(sinks, head, counted, QUERIES: tl.constexpr):
 
 @triton.jit
 def take_scores(score, values, best, total, mean):
-    """The running maximum, sum and weighted sum of each query row [QUERIES] after one more block (Milakov and Gimelshein
-    2018), by its scores [QUERIES, TOKENS] in base 2; -inf where a row does not see a token."""
+    """Update the running maximum, sum and weighted sum of each query row [QUERIES] with one more
+    block.
+
+    `score` [QUERIES, TOKENS] is in base 2, -inf where a row does not see a token (Milakov and
+    Gimelshein 2018).
+    """
     higher = tl.maximum(best, tl.max(score, axis=1))
-    # A row that has seen nothing yet has -inf here, from which nothing can be subtracted.
+    # A row that has seen nothing yet has -inf here, which cannot be subtracted.
     level = tl.where(higher > float("-inf"), higher, 0.0)
     weight = tl.exp2(score - level[:, None])
     fade = tl.exp2(best - level)
@@ -44,10 +50,12 @@ def take_scores(score, values, best, total, mean):
 
 @triton.jit
 def take_in(query, keys, values, seen, scale, best, total, mean, SOFTCAP: tl.constexpr):
-    """As `take_scores`; seen [QUERIES, TOKENS], or a part of that shape, says which of the block's tokens a row sees."""
+    """As `take_scores`; `seen` [QUERIES, TOKENS], or broadcastable to it, says which tokens a row
+    sees.
+    """
     score = wide_dot(query, tl.trans(keys)) * scale
     if SOFTCAP is not None:
-        # tanh x = 1 - 2 / (e^2x + 1), and the score is a power of two's.
+        # tanh x = 1 - 2 / (e^2x + 1), and the score is in base 2.
         score = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (tl.exp2(score * (2.0 / SOFTCAP)) + 1.0))
     return take_scores(tl.where(seen, score, float("-inf")), values, best, total, mean)
 
@@ -73,8 +81,10 @@ def merge_kernel(
 
 
 def parts_of(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Where the splits of a result [rows, heads, dim] go, [rows, heads, splits, dim], and their weights; both `out`, and one not
-    read, where there is one."""
+    """Return buffers for the splits of a result, [rows, heads, splits, dim], and for their weights.
+
+    With one split both are `out`; the weights are then not used.
+    """
     if splits == 1:
         return out, out
     parts = out.new_empty((*out.shape[:2], splits, out.shape[2]), dtype=torch.float32)
@@ -82,7 +92,7 @@ def parts_of(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
 
 
 def merged(parts: Tensor, weights: Tensor, out: Tensor, tuning: Tuning) -> Tensor:
-    """`out` [rows, heads, dim], of the parts that `parts_of` gave."""
+    """Merge the buffers of `parts_of` into `out` [rows, heads, dim]."""
     if parts is not out:
         rows, heads, splits, dim = parts.shape
         merge_kernel[(rows * heads,)](

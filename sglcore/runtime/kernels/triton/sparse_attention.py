@@ -1,7 +1,8 @@
-"""Attention of many heads over rows that are key and value for all of them: those that lists name, or all of a request's.
+"""Multi-query attention over rows that are key and value for all heads: rows named by lists, or all
+of a request.
 
-A program holds many heads of one token, so that a row is read once for them; a long list is split over programs, then
-merged. Lengths are read on the device, so one launch serves every length.
+A program holds many heads of one token, so that a row is read once for all of them; a long list is
+split over programs, then merged. Lengths are read on the device, so one launch serves every length.
 """
 
 # A kernel is not Python to a type checker.
@@ -24,14 +25,14 @@ from sglcore.runtime.kernels.triton.softmax import LOG2_E, begin, merged, parts_
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 MOST_VALUES = 512
-"""Elements of a value; the weighted sums of all heads of a program stay in registers."""
+"""Maximum elements of a value; the weighted sums of all heads of a program stay in registers."""
 SCANNED = tl.constexpr(1024)
-"""Entries of a list that one iteration of its count looks at."""
+"""List entries per iteration of the count."""
 
 
 @triton.jit
 def length_of(chosen, width):
-    """int32: entries of a list up to the last that names a row."""
+    """Return int32: the number of entries of a list up to the last that names a row."""
     length = 0
     for at in range(0, width, SCANNED):
         place = at + tl.arange(0, SCANNED)
@@ -42,7 +43,9 @@ def length_of(chosen, width):
 
 @triton.jit
 def lengths_of(chosen, more_chosen, lens, token, width, more_width, PAGE: tl.constexpr):
-    """Entries of a token's first list, and of both; with pages, rows of its request."""
+    """Return the entries of a token's first list, and of both; with pages, the rows of its
+    request.
+    """
     more = 0
     if PAGE:
         first = tl.minimum(tl.load(lens + token), width)
@@ -55,7 +58,9 @@ def lengths_of(chosen, more_chosen, lens, token, width, more_width, PAGE: tl.con
 
 @triton.jit
 def share_of(count, split, SPLITS: tl.constexpr, TOKENS: tl.constexpr):
-    """Where a split's share of so many entries begins and ends, in whole iterations but for the last."""
+    """Return begin and end of a split's share of `count` entries, in whole iterations except for
+    the last.
+    """
     share = tl.cdiv(tl.cdiv(count, SPLITS), TOKENS) * TOKENS
     return split * share, tl.minimum(split * share + share, count)
 
@@ -80,8 +85,11 @@ def take_rows(
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """The running softmax after the entries [start, end) of a list, or after such rows of the pages of a request. `query` has
-    the elements that are values too, `tail` the others, if any."""
+    """Update the running softmax with the entries [start, end) of a list, or with such rows of a
+    request's pages.
+
+    `query` has the elements that are values too, `tail` the others, if any.
+    """
     for at in range(start, end, TOKENS):
         place = at + tl.arange(0, TOKENS)
         inside = place < end
@@ -103,7 +111,9 @@ def take_rows(
 
 @triton.jit
 def store_part(out, weights, part, mine, best, total, mean, VALUES: tl.constexpr, SPLITS: tl.constexpr):
-    """The mean of each head's values, and its weight among the splits, if there are several."""
+    """Store the mean of each head's values, and its weight among the splits if there are
+    several.
+    """
     total = tl.where(total > 0, total, 1.0)
     if SPLITS > 1:
         # Without a row and a sink `best` is still -inf, and so is the weight.
@@ -148,9 +158,12 @@ def sparse_mqa_kernel(
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Programs (token and block of heads, split): out [T, HEADS, SPLITS, VALUES] and, if SPLITS > 1, its log2 weights. MAIN
-    elements, the values among them, then TAIL. With pages, `chosen` is the table. Floor: the rows that a token's lists name,
-    read once for all heads: later blocks of heads find them in the cache."""
+    """Programs (token and block of heads, split): out [T, HEADS, SPLITS, VALUES].
+
+    If SPLITS > 1, also its log2 weights. A row has MAIN elements, which include the values, then
+    TAIL. With pages, `chosen` is the table. Floor: the rows in a token's lists, read once for all
+    heads: later blocks of heads find them in the cache.
+    """
     BLOCKS: tl.constexpr = (HEADS + QUERIES - 1) // QUERIES
     token, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     head = tl.program_id(0) % BLOCKS * QUERIES + tl.arange(0, QUERIES)
@@ -178,14 +191,16 @@ def sparse_mqa_kernel(
 
 
 def takes_values(*call: object) -> str:
-    """Whether a program holds the values of such a call of `sparse_mqa` or `paged_mqa`, the last but one argument."""
+    """Accept calls of `sparse_mqa` or `paged_mqa` with values (second last argument) that fit in a
+    program.
+    """
     size = call[-2]
     assert isinstance(size, int)
     return "" if size <= MOST_VALUES else f"values of {size} elements, and a program holds at most {MOST_VALUES}"
 
 
 class Lists(NamedTuple):
-    """What a launch is told of rows and of who reads which."""
+    """The row arguments of a launch."""
 
     rows: Tensor
     chosen: Tensor
@@ -229,15 +244,22 @@ def paged_mqa(
 
 
 def _block(tuning: Tuning, heads: int, itemsize: int) -> tuple[int, int]:
-    """Heads of a program and rows of an iteration. Products of float32 take no matrix unit and twice the registers."""
+    """Return heads per program and rows per iteration; float32 products need twice the registers.
+
+    Float32 products do not use the matrix unit either.
+    """
     share = max(1, itemsize // 2) ** 2
     most = min(power_of_two(heads), tuning.sparse_heads // share)
     return max(NARROWEST_DOT, most), max(NARROWEST_DOT, tuning.sparse_tokens // share)
 
 
 def _splits(tuning: Tuning, blocks: int, steps: int) -> int:
-    """Splits of lists of up to so many steps that give every core one program: these hold a core for themselves, and what a
-    split adds is not small beside a list of some hundred rows."""
+    """Return the number of splits that gives every core one program, for lists of up to `steps`
+    steps.
+
+    Each program occupies a core, and the cost of a split is not small compared with a list of some
+    hundred rows.
+    """
     return max(1, min(tuning.programs // 2 // blocks, tuning.most_splits, steps))
 
 

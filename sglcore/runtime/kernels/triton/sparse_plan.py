@@ -1,4 +1,4 @@
-"""Lists of rows, and the plan of what is compressed: integers of a step, made on the device."""
+"""Row lists and compression plans: integers of a step, computed on the device."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -13,7 +13,7 @@ from sglcore.runtime.kernels.triton.rows import paged_rows
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 EVENTS = 32
-"""Events, or tokens, of one program of a plan; as many rows are compared with them at a time."""
+"""Events, or tokens, per program of a plan; also the rows compared with them at a time."""
 
 
 @triton.jit
@@ -31,7 +31,9 @@ def window_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The last WINDOW tokens, or, where there is none, the blocks of RATIO that are complete. Floor: what is written."""
+    """List the last WINDOW tokens, or, without a window, the complete blocks of RATIO. Floor: the
+    output.
+    """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = token < tokens
@@ -51,7 +53,9 @@ def window_rows_kernel(
 
 @triton.jit
 def state_row(table, slot, offset, place, inside, stride, PAGE: tl.constexpr, RING: tl.constexpr):
-    """Where a state keeps a token: in its page's ring, or in its slot's where there is no table."""
+    """Return where a state keeps a token: in the ring of its page, or of its slot without a
+    table.
+    """
     home = slot
     if table is not None:
         home = tl.load(table + slot * stride + (place - offset) // PAGE, mask=inside, other=0).to(tl.int64)
@@ -60,7 +64,7 @@ def state_row(table, slot, offset, place, inside, stride, PAGE: tl.constexpr, RI
 
 @triton.jit
 def row_begin(seq_lens, lengths, row, live):
-    """The first token of a row in this step, and the end of the last."""
+    """Return the first token of a row in this step, and the end of the last."""
     end = tl.load(seq_lens + row, mask=live, other=0)
     length = live.to(tl.int32)
     if lengths is not None:
@@ -91,7 +95,7 @@ def events_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each event counts the rows whose events are all before it. Floor: what is written."""
+    """Each event counts the rows that have all their events before it. Floor: the output."""
     event = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, before = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     done = 0
@@ -143,7 +147,7 @@ def writes_kernel(
     RING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each token finds the row of its slot. Floor: what is written."""
+    """Each token finds the row of its slot. Floor: the output."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(token_slots + token, mask=token < tokens, other=0)
     place = tl.load(positions + token, mask=token < tokens, other=0)

@@ -1,4 +1,6 @@
-"""The selective scan of Mamba 2: one token a row, or a row's tokens in chunks, each of which is products of matrices."""
+"""The selective scan of Mamba 2: one token per row, or a row's tokens in chunks computed by matrix
+products.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -18,7 +20,7 @@ from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 @triton.jit
 def time_step(dt, dt_bias, place, head, mask, dt_min, dt_max):
-    """softplus(dt + bias) within its limits; 0 where masked."""
+    """Return softplus(dt + bias) within its limits; 0 where masked."""
     wide = softplus(tl.load(dt + place, mask=mask, other=0.0).to(tl.float32) + tl.load(dt_bias + head))
     return tl.where(mask, tl.minimum(tl.maximum(wide, dt_min), dt_max), 0.0)
 

@@ -1,4 +1,6 @@
-"""Trees of proposals: what of a depth goes on, which records are kept, and what is known of each node."""
+"""Draft trees: choose the beams that continue, keep the likeliest records, and derive the tables of
+nodes.
+"""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -113,7 +115,7 @@ def tree_place_kernel(
     depth = tl.load(depths + row * depths_stride + node - 1, mask=is_node, other=0)
     ancestors, upwards = 1 << node, parent
     for _ in tl.static_range(ROUNDS):
-        # As far again as a node knows its way already.
+        # Each round doubles the known part of a node's path to the root.
         is_above = upwards[:, None] == node[None, :]
         ancestors = ancestors | tl.sum(tl.where(is_above, ancestors[None, :], 0), axis=1)
         upwards = tl.sum(tl.where(is_above, upwards[None, :], 0), axis=1)

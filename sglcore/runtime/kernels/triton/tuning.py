@@ -1,4 +1,4 @@
-"""How Triton kernels are launched, as data: a device package makes a `Tuning` from what it knows of its chips."""
+"""Launch parameters of Triton kernels, as data: a device package makes a `Tuning` for its chips."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import triton
 
 Option = int | float | str | bool
 DECIDED = frozenset({"num_warps", "num_stages"})
-"""Launch options that follow from threads, lanes and stages."""
+"""Launch options derived from threads, lanes and stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """One kernel's program: how many threads work on it, how many loads its loop keeps in flight, and how many threads its
-    warps have, where those are not the device's (None).
+    """The launch of one kernel: threads, loads in flight per loop, and the warp size if it is not
+    the device's.
 
-    `options` go to the launch as they are: what only this vendor's compiler knows (`waves_per_eu`, `maxnreg`, `grf_mode`).
-    Raises ValueError for those that the other fields decide. `text` is all of it, which `read_launches` reads.
+    `options` are passed to the launch unchanged: options of this vendor's compiler (`waves_per_eu`,
+    `maxnreg`, `grf_mode`). Raises ValueError for options that the other fields determine. `text` is
+    the whole in JSON, read by `read_launches`.
     """
 
     threads: int = 128
@@ -39,14 +40,16 @@ class LaunchConfig:
 
 
 def read_launches(text: str) -> tuple[LaunchConfig, ...]:
-    """The launches whose `text` are the items of this list in JSON."""
+    """Return the launches of a JSON list of `text` values."""
     return tuple(LaunchConfig(**values) for values in json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
 class MoeTile:
-    """Expert products: up to `most_rows` rows for each expert on average use tiles of `rows` x `columns`, of which one
-    iteration adds up `depth_bytes` of each row."""
+    """The tile of expert products for up to `most_rows` rows per expert on average.
+
+    A tile has `rows` x `columns`; one iteration adds up `depth_bytes` of each row.
+    """
 
     most_rows: int
     rows: int
@@ -71,7 +74,7 @@ class Tuning:
     """
 
     lanes: int = 32
-    """Threads of one warp."""
+    """Threads per warp (the warp size)."""
     float8: str | None = None
     """The format of 8-bit floats that the device converts by an instruction. Other formats, or with
     None all, are converted by their bits."""
@@ -134,11 +137,11 @@ class Tuning:
     sparse_mqa: LaunchConfig = LaunchConfig(256, 2)
     """Attention over chosen rows that all heads share."""
     index_tokens: int = 64
-    """Rows of one iteration of the indexer's scores."""
+    """Rows per iteration of the indexer's scores."""
     index_logits: LaunchConfig = LaunchConfig(128, 2)
     """The indexer's scores."""
     index_scanned: int = 4096
-    """Scores of one iteration of the search for the highest."""
+    """Scores per iteration of the search for the highest."""
     index_top_k: LaunchConfig = LaunchConfig(512, 1)
     """The search for the highest scores of the indexer."""
     compress: LaunchConfig = LaunchConfig(128, 1)
@@ -152,7 +155,7 @@ class Tuning:
     moe_sum: LaunchConfig = LaunchConfig(128, 1)
     """Adding up the experts' results of each token."""
     conv_tokens: int = 16
-    """Tokens of a row in one program of a convolution over prompts."""
+    """Tokens of a row per program of a prefill convolution."""
     conv_channels: int = 256
     """Channels in one program of a convolution."""
     causal_conv: LaunchConfig = LaunchConfig(128, 1)
@@ -162,7 +165,7 @@ class Tuning:
     gated_delta_rule: LaunchConfig = LaunchConfig(128, 1)
     """The gated delta rule."""
     scan_tokens: int = 32
-    """Tokens of one chunk of a selective scan over prompts."""
+    """Tokens per chunk of a selective scan in prefill."""
     selective_scan: LaunchConfig = LaunchConfig(128, 1)
     """The selective scan."""
     gated_rms_norm: LaunchConfig = LaunchConfig(128, 1)
@@ -188,30 +191,32 @@ class Tuning:
     hc_post: LaunchConfig = LaunchConfig(128, 1)
     """Mixing one stream into all after a block."""
     draw_tokens: int = 4096
-    """Vocabulary entries of one program of the draw."""
+    """Vocabulary entries per program of the draw."""
     draw: LaunchConfig = LaunchConfig(256, 1)
     """Drawing tokens."""
 
     def options(self, config: LaunchConfig) -> dict[str, Option]:
-        """The launch options of a kernel."""
+        """Return the launch options of a kernel."""
         lanes = config.lanes or self.lanes
         return {"num_warps": max(1, config.threads // lanes), "num_stages": config.stages, **config.options}
 
     def rows(self, width: int, count: int) -> int:
-        """How many of `count` rows of `width` elements one program holds: a power of two."""
+        """Return how many of `count` rows of `width` elements one program holds: a power of two."""
         wanted = max(1, self.elements // width)
         return min(1 << (wanted.bit_length() - 1), power_of_two(max(count, 1)))
 
     def fitting(self, tokens: int, token_bytes: int) -> int:
-        """At most `tokens`, a power of two, of so many bytes each that fit into one tile; at least 16."""
+        """Return at most `tokens`, a power of two, at least 16, that fit in one tile at
+        `token_bytes` each.
+        """
         return max(16, min(tokens, 1 << ((self.tile_bytes // token_bytes).bit_length() - 1)))
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return triton.next_power_of_2(size)
 
 
 def tiles(size: int, tile: int) -> int:
-    """How many tiles cover `size`."""
+    """Return how many tiles cover `size`."""
     return triton.cdiv(size, tile)
