@@ -147,7 +147,7 @@ class GraphRunner:
             forward.wait_stream(schedule)  # it has queued weights and buffers
         if forward is not None:
             gc.collect()  # frees the device memory that garbage holds, for the graphs
-        # A finalizer that frees device memory breaks a capture.
+        # A finalizer that frees device memory would break a capture.
         with no_collection(), self._streams.running():
             # Prefill needs more memory and is captured first; decode graphs reuse that memory in
             # the pool.

@@ -36,7 +36,7 @@ class Readback:
     def read(self) -> list[NDArray]:
         """Return the results as host arrays, in the order of `post`. Waits for this step only."""
         if self._sent is None:
-            # `t.is_cpu` costs less than 1 µs; calling `cpu` on a host tensor costs about 1 µs.
+            # Calling `cpu` on a host tensor costs about 1 us, so check first.
             return [t.numpy() if t.is_cpu else t.cpu().numpy() for t in self._tensors]
         packed, lease = self._sent
         lease.buffer.wait()

@@ -12,7 +12,9 @@ from torch import Tensor
 
 
 class TokenTable:
-    """`last` int32[slots + 1]: the token last sampled for each slot."""
+    """The last sampled token of each slot, `last` int32[slots + 1], and optionally the slot's token
+    history.
+    """
 
     def __init__(self, max_requests: int, max_model_len: int, device: str) -> None:
         self.last = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
@@ -31,7 +33,7 @@ class TokenTable:
         return self._history
 
     def resolve_future(self, input_ids: Tensor) -> None:
-        """Replace each negative id -s by the last token of slot s, in place. Waits for nothing."""
+        """Replace each negative id -s by the last token of slot s, in place. Does not wait."""
         futures = self.last[(-input_ids).clamp_(min=0)]
         torch.where(input_ids < 0, futures, input_ids, out=input_ids)
 

@@ -28,7 +28,9 @@ length.
 
 
 class GatheredAttention(ReferenceAttention):
-    """Serves every shape, page size, window, softcap, sink and pool, in graphs of every stream device."""
+    """Serves every shape, page size, window, softcap, sink and pool, in stream graphs of any
+    device.
+    """
 
     facts = replace(ReferenceAttention.facts, features=ReferenceAttention.facts.features | {"capture"})
 

@@ -1,6 +1,8 @@
-"""Decode attention over pages in Triton: the tokens of each request are split over programs, then merged.
+"""Decode attention over pages in Triton: the tokens of each request are split over programs, then
+merged.
 
-A split covers an equal share of a row's own length, read on the device, so one launch serves every length.
+A split covers an equal share of the row's length, read on the device, so one launch serves every
+length.
 """
 
 # A kernel is not Python to a type checker.

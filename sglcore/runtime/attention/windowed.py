@@ -43,7 +43,7 @@ class WindowedPlan(AttentionPlan):
 
 
 class WindowedAttention(AttentionBackend[WindowedPlan]):
-    """Serves what both of its backends serve."""
+    """Serves what both of its backends serve; the facts are their intersection."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
 
     @property
     def parts(self) -> tuple[AttentionBackend[Any], ...]:
-        """Both backends."""
+        """The backend of full layers, if there is one, and that of sliding-window layers."""
         return (self.window,) if self.full is None else (self.full, self.window)
 
     @property

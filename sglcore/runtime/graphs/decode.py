@@ -89,7 +89,8 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         size, attention = self.bucket_for(batch.batch_size) or 0, self._context.attn_backend
         captured = self._captured[size]
         check_generation(str(size), captured.generation, self._context)
-        # A plan for another forward raises here; any other is superseded by the captured one, which is refreshed below.
+        # Raises for a plan of another forward. Any other plan is replaced by the captured one,
+        # refreshed below.
         batch.needs_forward_metadata_init(attention)
         self.registry.fill_from(batch, FillContext(batch.batch_size, size, batch.num_tokens, size))
         carry_host_arrays(batch, captured.batch)

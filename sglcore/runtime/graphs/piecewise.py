@@ -120,11 +120,11 @@ def trace(step: Callable[[], Tensor], compiler: PieceCompiler = as_traced) -> Sp
 
         return remember
 
-    # A bucket has one shape and its buffers never move: nothing needs a guard.
+    # A bucket has one shape and fixed buffers: no guards are needed.
     torch.compile(_alone(step), fullgraph=True, dynamic=False, backend=backend)()
     if len(found) != 1:
         raise CaptureError(f"the forward was traced as {len(found)} graphs; it must be one")
-    # Torch keeps every backend that it was given: what this one found must not be kept with it.
+    # Torch keeps every backend that it received: remove the traced graph from this one.
     return found.pop()
 
 

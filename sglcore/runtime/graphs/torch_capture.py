@@ -100,7 +100,7 @@ def _begun(graph: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # The driver gave up the capture too; what the block raised says why.
+        # The driver has dropped the capture too; the exception of the block gives the cause.
         with suppress(RuntimeError):
             graph.capture_end()
         raise

@@ -57,7 +57,7 @@ class QuantizedCodes(Protocol):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b."""
+    """Return x W^T + b."""
     return F.linear(x, weight, bias)
 
 
@@ -67,7 +67,7 @@ def pack_linear(weight: Tensor) -> Tensor:
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of the weight."""
+    """Return rows of the weight."""
     return F.embedding(ids, weight)
 
 
@@ -92,7 +92,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Rotary embedding (Su et al. 2021), the first half of the rotated part paired with the second."""
+    """Rotary embedding (Su et al. 2021): element i of the rotated part is paired with element i +
+    half.
+    """
     rows = cos_sin_cache.index_select(0, positions).to(q.dtype).unsqueeze(1)
     cos, sin = rows.chunk(2, dim=-1)
     return _rotate(q, cos, sin, head_dim), _rotate(k, cos, sin, head_dim)
@@ -200,7 +202,7 @@ def relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tens
 
 
 def relu2(x: Tensor) -> Tensor:
-    """max(x, 0)^2 (So et al. 2021, Primer)."""
+    """Return max(x, 0)^2 (So et al. 2021, Primer)."""
     return torch.relu(x).square()
 
 
@@ -221,7 +223,7 @@ def clamped_moe(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """As `moe`, every expert on every token."""
+    """As `moe`: run every expert on every token."""
 
     def run(expert: int) -> Tensor:
         return _clamped(hidden, w13[expert], b13[expert], w2[expert], b2[expert], alpha, limit)
@@ -236,7 +238,7 @@ def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
 
 
 def limited_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
-    """As `moe`, every expert on every token."""
+    """As `moe`: run every expert on every token."""
 
     def run(expert: int) -> Tensor:
         return F.linear(limited_silu_and_mul(F.linear(hidden, w13[expert]), limit), w2[expert])

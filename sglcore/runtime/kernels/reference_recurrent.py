@@ -66,7 +66,10 @@ def gated_delta_rule(
     lengths: Tensor | None,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """S = exp(g) S; S = S + k (beta (v - S^T k))^T; S^T q (Yang et al. 2024, Gated Delta Networks), q and k of unit length."""
+    """S = exp(g) S; S = S + k (beta (v - S^T k))^T; S^T q, with q and k of length 1.
+
+    Yang et al. 2024, Gated Delta Networks.
+    """
     if targets is not None:
         own, places = _apart(states, slots)
         out = gated_delta_rule(qkv, a, b, a_log, dt_bias, own, places, starts, lengths)
@@ -110,7 +113,10 @@ def selective_scan(
     lengths: Tensor | None,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """S = exp(dt A) S + dt x B^T; S C + D x (Dao and Gu 2024, Mamba 2), dt = softplus(dt + bias) within its limits."""
+    """S = exp(dt A) S + dt x B^T; S C + D x, with dt = softplus(dt + bias) within its limits.
+
+    Dao and Gu 2024, Mamba 2.
+    """
     if targets is not None:
         own, places = _apart(states, slots)
         out = selective_scan(xbc, dt, a_log, d, dt_bias, dt_min, dt_max, own, places, starts, lengths)

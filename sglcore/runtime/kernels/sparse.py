@@ -122,6 +122,13 @@ class SparseKernels:
     their sums + hc_eps.
     """
     hc_post = entry(reference_sparse.hc_post)
-    """`hc_post(x [T, d], h [T, n, d], post, comb) -> [T, n, d]`: new[k] = post[k] x + sum over j of comb[j, k] h[j]."""
+    """`hc_post(x [T, d], h [T, n, d], post, comb) -> [T, n, d]`.
+
+    new[k] = post[k] x + sum over j of comb[j, k] h[j].
+    """
     hc_head = entry(reference_sparse.hc_head)
-    """`hc_head(h [T, n, d], fn float32 [n, n d], base float32 [n], scale float32 [1], norm_eps, hc_eps) -> [T, d]`: x of `hc_pre`."""
+    """`hc_head(h [T, n, d], fn float32 [n, n d], base float32 [n], scale float32 [1], norm_eps,
+    hc_eps) -> [T, d]`.
+
+    The x of `hc_pre`.
+    """

@@ -76,7 +76,9 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     """
 
     linear = entry(reference.linear, shapes=(("T K", "80 K", None), ("T K", "17 K", "17")))
-    """`linear(x [T, in], weight [out, in], bias [out] | None) -> [T, out]`; takes plain and packed weights."""
+    """`linear(x [T, in], weight [out, in], bias [out] | None) -> [T, out]`; takes plain and packed
+    weights.
+    """
     pack_linear = entry(reference.pack_linear)
     """`pack_linear(weight [out, in]) -> weight`: the form that `linear` reads fastest, made once
     after loading.
@@ -98,22 +100,31 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         spoils=("x", "residual"),
         shapes=(("T H", "T H", "H", 1e-5), ("T H", "T H", "H*", 1e-5)),
     )
-    """`add_rms_norm(x [T, H], residual [T, H], weight [H], eps) -> (normed, residual)`: residual + x, and its norm.
+    """`add_rms_norm(x [T, H], residual [T, H], weight [H], eps) -> (normed, residual)`.
 
-    May write its results into `x` and `residual`; the caller uses neither afterwards.
+    Returns residual + x and its norm. May write its results to `x` and `residual`; the caller must
+    not use either afterwards.
     """
     layer_norm = entry(reference.layer_norm, shapes=(("T H", "H", "H", 1e-5),))
     """`layer_norm(x [T, H], weight [H], bias [H], eps) -> [T, H]`."""
     rotary = entry(reference.rotary)
-    """`rotary(q [T, heads * D], k [T, kv_heads * D], positions int [T], cos_sin_cache float32 [P, R], D) -> (q, k)`.
+    """`rotary(q [T, heads * D], k [T, kv_heads * D], positions int [T], cos_sin_cache float32 [P,
+    R], D) -> (q, k)`.
 
-    Rotates the first R <= D elements of each head in pairs (i, i + R / 2); the others pass. Row p of the cache is
-    R / 2 cosines, then R / 2 sines, of position p; they are cast to q's dtype before use. Every position is below P.
+    Rotates the first R <= D elements of each head in pairs (i, i + R / 2); the others do not
+    change. Row p of the cache has R / 2 cosines, then R / 2 sines, of position p; they are cast to
+    q's dtype before use. Every position is below P.
     """
     silu_and_mul = entry(reference.silu_and_mul, shapes=(("T 2I",),))
-    """`silu_and_mul(x [T, 2 * I]) -> [T, I]`: silu(x[:, :I]) * x[:, I:], silu cast to x's dtype before the product."""
+    """`silu_and_mul(x [T, 2 * I]) -> [T, I]`: silu(x[:, :I]) * x[:, I:].
+
+    silu is cast to x's dtype before the product.
+    """
     gelu_tanh_and_mul = entry(reference.gelu_tanh_and_mul, shapes=(("T 2I",),))
-    """`gelu_tanh_and_mul(x [T, 2 * I]) -> [T, I]`: as `silu_and_mul`, by x * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
+    """`gelu_tanh_and_mul(x [T, 2 * I]) -> [T, I]`: as `silu_and_mul`, with another activation.
+
+    It is x * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+    """
     gelu = entry(reference.gelu, shapes=(("T I",),))
     """`gelu(x [T, I]) -> [T, I]`: x * Phi(x), with the exact error function."""
     sigmoid = entry(reference.sigmoid, shapes=(("T I",),))
@@ -121,9 +132,11 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     softcap = entry(reference.softcap, shapes=(("T I", 3.0),))
     """`softcap(x [T, I], cap) -> [T, I]`: cap * tanh(x / cap)."""
     top_k_routing = entry(reference.top_k_routing)
-    """`top_k_routing(logits [T, E], K, normalize) -> (weights [T, K] of logits' dtype, ids int32 or int64 [T, K])`.
+    """`top_k_routing(logits [T, E], K, normalize) -> (weights [T, K] of logits' dtype, ids int32 or
+    int64 [T, K])`.
 
-    The K largest of softmax(logits) in float32, largest first; `normalize` divides them by their sum.
+    The K largest of softmax(logits) in float32, largest first; `normalize` divides them by their
+    sum.
     """
     sigmoid_routing = entry(reference.sigmoid_routing)
     """`sigmoid_routing(logits [T, E], bias float32 [E], K, groups, top_groups, normalize, scale) ->
@@ -192,9 +205,11 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     their own (`runtime/memory/pools.py`).
     """
     cache_locations = entry(reference.cache_locations, writes=("out_cache_loc",))
-    """`cache_locations(page_table int32 [slots, P], slots int32 [T], positions int32 [T], page_size, out_cache_loc int [T])`.
+    """`cache_locations(page_table int32 [slots, P], slots int32 [T], positions int32 [T],
+    page_size, out_cache_loc int [T])`.
 
-    Writes page_table[slots, positions // page_size] * page_size + positions % page_size into `out_cache_loc`.
+    Writes page_table[slots, positions // page_size] * page_size + positions % page_size to
+    `out_cache_loc`.
     """
     causal_conv = entry(reference_recurrent.causal_conv, writes=("tails",))
     """`causal_conv(x [T, C], weight [W, C], bias [C] | None, silu: bool, tails [S, W - 1, C], slots
@@ -235,13 +250,18 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     after the norm. The rows of the weight are used in turn.
     """
     draw = entry(reference.draw)
-    """`draw(logits float [B, V], state, tables) -> (tokens int32 [B], bad bool [B])`: the sampler's draw, to the bit.
+    """`draw(logits float [B, V], state, tables) -> (tokens int32 [B], bad bool [B])`: the sampler's
+    draw, bit for bit.
 
-    `tables` are those of the vocabulary. Logits are not changed. A bad row holds NaN, +inf or nothing but -inf; its
-    token is 0. A greedy row's token is its first largest logit.
+    `tables` are those of the vocabulary. Logits are not changed. A bad row has NaN, +inf or nothing
+    but -inf; its token is 0. The token of a greedy row is its first largest logit.
     """
     greedy = optional(reference.greedy, rests_on=("draw",))
-    """`greedy(logits float [B, V]) -> (tokens int32 [B], bad bool [B])`: `draw` where every row is greedy. None: torch's."""
+    """`greedy(logits float [B, V]) -> (tokens int32 [B], bad bool [B])`: `draw` if every row is
+    greedy.
+
+    None: torch's functions are used.
+    """
     mxfp4_moe = optional(reference.mxfp4_moe)
     """`mxfp4_moe(hidden, weights, ids, w13 uint8 [E, 2 * I, H / 32, 16], s13 uint8 [E, 2 * I, H /
     32], b13, w2 uint8 [E, H, I / 32, 16], s2 uint8 [E, H, I / 32], b2, alpha, limit) -> [T, H]`.
@@ -269,7 +289,8 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     the parts.
     """
     gated_linear = optional(reference.gated_linear, rests_on=("linear", "silu_and_mul"), shapes=(("T K", "80 K"),))
-    """`gated_linear(x [T, in], weight [2 * I, in]) -> [T, I]`: `silu_and_mul(linear(x, weight, None))` in one pass.
+    """`gated_linear(x [T, in], weight [2 * I, in]) -> [T, I]`: `silu_and_mul(linear(x, weight,
+    None))` in one pass.
 
     Takes plain and packed weights. None: a layer calls the two.
     """

@@ -55,11 +55,11 @@ class ReadOnlyPool:
         return self._pool.read_cells(layer_id, cells)
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> NoReturn:
-        """Raise ReadOnlyPoolError."""
+        """Raise ReadOnlyPoolError: this pool cannot be written."""
         self.refuse(layer_id)
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> NoReturn:
-        """Raise ReadOnlyPoolError."""
+        """Raise ReadOnlyPoolError: this pool cannot be written."""
         self.refuse(layer_id)
 
     def refuse(self, layer_id: int) -> NoReturn:

@@ -35,7 +35,7 @@ class ExpertInput:
 
 
 class Dispatched(Protocol):
-    """Rows on their way to their experts."""
+    """Rows in transit to their experts."""
 
     def wait(self) -> ExpertInput:
         """Return the rows that arrived here; call once."""
@@ -43,7 +43,7 @@ class Dispatched(Protocol):
 
 
 class Combining(Protocol):
-    """Expert outputs on their way back."""
+    """Expert outputs in transit back to the rows' ranks."""
 
     def wait(self) -> Tensor:
         """Return [T, K, H]: for each row of this rank the output of its K experts, 0 for no expert.

@@ -141,7 +141,7 @@ class MultiHeadDrafter:
         plan = None if batch.step_plan is None else batch.step_plan.from_before(self._back)
         for depth, runner in enumerate(self.runners):
             if window is not None and front is not None:
-                # Graphs of prompts may share their memory with those of decodes.
+                # Prefill graphs may share memory with decode graphs.
                 front = self._run(runner, window, depth, front).clone()
             else:
                 self._run_no_front(runner, rows, features)

@@ -28,7 +28,9 @@ def store_kv_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Floor: 4 * tokens * WIDTH elements, WIDTH = kv_heads * head_dim, half read and half written."""
+    """Store keys and values. Floor: 2 * tokens * WIDTH elements read and written; WIDTH = kv_heads
+    * head_dim.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
@@ -45,7 +47,9 @@ def store_kv_kernel(
 def cache_locations_kernel(
     page_table, slots, positions, out, tokens, table_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Floor: three int32 read and one index written for each token."""
+    """Compute cells from the page table. Floor: three int32 read and one index written for each
+    token.
+    """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
     slot = tl.load(slots + token, mask=inside, other=0).to(tl.int64)

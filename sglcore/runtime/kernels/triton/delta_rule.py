@@ -84,11 +84,14 @@ def delta_step_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (row, head, columns of the state). Floor: rows * HEADS * KEY * SIZE float32 read once and written once."""
+    """Programs (row, head, columns of the state).
+
+    Floor: rows * HEADS * KEY * SIZE float32 read once and written once.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key, column = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     slot, target = tl.load(slots + row).to(tl.int64), tl.load(targets + row)
-    # A padding row has neither keys nor values.
+    # A padding row has no keys and no values.
     keys, values = key < tl.where(slot > 0, KEY, 0), column < tl.where(slot > 0, SIZE, 0)
     g, beta = gates(a, b, a_log, dt_bias, row, a_stride, b_stride, head, slot > 0)
     whose = qkv + row * qkv_stride + (head // (HEADS // KEY_HEADS)) * KEY + key

@@ -32,7 +32,9 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Floor: x read once, out written once, 2 * rows * SIZE elements; the weight stays in the cache."""
+    """Floor: x read once, out written once, 2 * rows * SIZE elements; the weight stays in the
+    cache.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < SIZE)[None, :]

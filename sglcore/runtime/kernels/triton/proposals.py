@@ -30,7 +30,7 @@ def place_proposals_kernel(
     proposals_stride,
     NODES: tl.constexpr,
 ):
-    """One request. Floor: one int32 read and four written for each token."""
+    """Programs (request). Floor: one int32 read and four written for each token."""
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
     inside = node < width
@@ -63,7 +63,7 @@ def accept_proposals_kernel(
     proposals_stride,
     NODES: tl.constexpr,
 ):
-    """One request. Floor: three int32 read for each token."""
+    """Programs (request). Floor: three int32 read for each token."""
     row = tl.program_id(0)
     place = tl.arange(0, NODES)
     inside = place < width - 1
@@ -104,7 +104,7 @@ def tree_walk_kernel(
     proposals_stride,
     NODES: tl.constexpr,
 ):
-    """One request. Floor: six int32 read for each node."""
+    """Programs (request). Floor: six int32 read for each node."""
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
     inside, is_node = node < width, (node > 0) & (node < width)

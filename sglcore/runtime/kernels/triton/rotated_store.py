@@ -46,7 +46,8 @@ def rotary_and_store_kernel(
 ):
     """Programs for rows of (token, head) of q, then of k, then of v.
 
-    Floor: 2 * tokens * (Q_HEADS + 2 * K_HEADS) * DIM elements, half read and half written: k is written once, rotated.
+    Floor: 2 * tokens * (Q_HEADS + 2 * K_HEADS) * DIM elements, half read and half written: k is
+    written once, rotated.
     """
     program = tl.program_id(0)
     row = tl.arange(0, ROWS)

@@ -47,11 +47,14 @@ def scan_step_kernel(
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Programs (row, head, rows of the state). Floor: rows * HEADS * SIZE * WIDTH float32 read once and written once."""
+    """Programs (row, head, rows of the state).
+
+    Floor: rows * HEADS * SIZE * WIDTH float32 read once and written once.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     element, column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
     slot, target = tl.load(slots + row).to(tl.int64), tl.load(targets + row)
-    # A padding row has neither values nor a state.
+    # A padding row has no values and no state.
     elements, columns = element < tl.where(slot > 0, SIZE, 0), column < tl.where(slot > 0, WIDTH, 0)
     step = time_step(dt, dt_bias, row * dt_stride + head, head, slot > 0, dt_min, dt_max)
     given = xbc + row * xbc_stride
@@ -94,7 +97,8 @@ def scan_chunks_kernel(
     BLOCK_W: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Programs (row, head, rows of the state), each over its row's chunks in order (Dao and Gu 2024, section 6).
+    """Programs (row, head, rows of the state), each over its row's chunks in order (Dao and Gu
+    2024, section 6).
 
     Floor: every input and the state once.
     """

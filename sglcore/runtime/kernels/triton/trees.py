@@ -34,7 +34,7 @@ def tree_expand_kernel(
     scores_stride,
     LEADERS: tl.constexpr,
 ):
-    """One request. Floor: two numbers read and three written for each leader."""
+    """Programs (request). Floor: two numbers read and three written for each candidate."""
     row = tl.program_id(0)
     place = tl.arange(0, LEADERS)
     inside = place < leaders
@@ -63,7 +63,7 @@ def tree_expand_kernel(
 
 @triton.jit
 def tree_build_kernel(records, sums, depths, tree, most, requests, nodes, RECORDS: tl.constexpr):
-    """One request. Floor: four numbers read for each record."""
+    """Programs (request). Floor: four numbers read for each record."""
     row = tl.program_id(0)
     place = tl.arange(0, RECORDS)
     inside = place < most
@@ -105,7 +105,7 @@ def tree_place_kernel(
     NODES: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """One request. Floor: three int32 read and five written for each node."""
+    """Programs (request). Floor: three int32 read and five written for each node."""
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
     inside, is_node = node < nodes, (node > 0) & (node < nodes)
