@@ -275,7 +275,7 @@ def runner(
         reads_history=model.reads_history,
         entered=entered,
         groups=groups,
-        halves=halves if halves is not None and halves.backends[0] is attention else None,  # not a draft's
+        halves=halves if halves is not None and halves.backends[0] is attention else None,  # not for a draft's runner
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")

@@ -144,7 +144,7 @@ class GraphRunner:
         free = _free_memory(self._streams)
         schedule, forward = self._streams.schedule, self._streams.forward
         if schedule is not None and forward is not None:
-            forward.wait_stream(schedule)  # it has queued weights and buffers
+            forward.wait_stream(schedule)  # where weights and buffers were queued
         if forward is not None:
             gc.collect()  # frees the device memory that garbage holds, for the graphs
         # A finalizer that frees device memory would break a capture.

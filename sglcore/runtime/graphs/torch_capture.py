@@ -85,7 +85,7 @@ class AcceleratorCapture:
     @contextmanager
     def capture(self, stream: torch.Stream, pool: Any) -> Iterator[Segment]:
         """Record the work that the block queues; raises what the block or the driver raises."""
-        accelerator: Any = torch.accelerator  # an older torch, with which this is not chosen, has no such name
+        accelerator: Any = torch.accelerator  # older torch lacks it; then this class is not chosen
         graph = accelerator.Graph(pool=pool.id, capture_error_mode=ERRORS)
         with entered(stream):
             graph.capture_begin()

@@ -33,7 +33,7 @@ def layer_cost(config: EngineConfig, model: LoadedModel, groups: Groups, device:
     waited = [(rows, _waits(rows, weight, model, groups)) for rows in (few, many)]
     totals = [(rows, sum(waits)) for rows, waits in waited]
     part, (_, waits), (_, total) = attention / (attention + feed_forward), waited[1], totals[1]
-    computed = (part, 1 - part) if len(waits) == 2 else (part, 0.0, 1 - part)  # experts wait for their rows first
+    computed = (part, 1 - part) if len(waits) == 2 else (part, 0.0, 1 - part)  # experts first wait for their rows
     parts = tuple((each, wait / total) for each, wait in zip(computed, waits, strict=True))
     return LayerCost(Affine.through(*scaled), Affine.through(*totals), parts)
 
@@ -71,7 +71,7 @@ def _seconds(
     run: Callable[[torch.Tensor], torch.Tensor], rows: int, like: torch.Tensor, groups: Groups | None = None
 ) -> float:
     x, found = like.new_zeros(rows, like.shape[0]), []
-    for _ in range(BURSTS + 1):  # the first makes what is made once
+    for _ in range(BURSTS + 1):  # the first run includes one-time set-up
         if groups is not None:
             groups.tp.barrier()
         start = time.perf_counter()

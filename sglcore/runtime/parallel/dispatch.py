@@ -209,7 +209,7 @@ class FixedDispatcher:
             )
         every = rows.new_zeros(size * self._each + 1, self.max_rows, rows.shape[1])
         row = torch.arange(count, device=rows.device).unsqueeze(1).expand_as(places)
-        every[places.long(), row] = rows.unsqueeze(1)  # none is the last, which stays here
+        every[places.long(), row] = rows.unsqueeze(1)  # place -1 (no expert) is the last row, which is not sent
         experts = torch.arange(self._each, dtype=torch.int32, device=rows.device)
         every_expert = experts.repeat_interleave(self.max_rows).repeat(size)
         return _Fixed(self._exchanged(every[:-1]), every_expert, places)

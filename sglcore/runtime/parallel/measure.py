@@ -35,7 +35,7 @@ def measure(group: Group, device: torch.device, sizes: Sequence[int]) -> list[tu
 
 
 def _seconds(group: Group, run: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    _burst(group, run, x, 1)  # what is made once
+    _burst(group, run, x, 1)  # one-time set-up
     guess = _burst(group, run, x, 2)
     count = group.least(min(max(int(BURST_SECONDS / guess), 1), MOST_IN_BURST))
     return min(_burst(group, run, x, count) for _ in range(BURSTS))
