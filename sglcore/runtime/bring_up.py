@@ -1,5 +1,6 @@
-"""The standard bring-up of a torch device. A step's name is what it provides, its parameters what
-it needs.
+"""The standard bring-up of a torch device.
+
+A step's name is what it provides, its parameters what it needs.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ REFERENCE = "sglcore.runtime.kernels.reference"
 def world(
     config: EngineConfig, package: DevicePackage, device: torch.device, place: Place | None = None
 ) -> Group | None:
-    """Return the group of all ranks, after they have connected. None with one rank, which loads no
-    library for it.
+    """Return the group of all ranks, after they have connected.
+
+    None with one rank, which loads no library for it.
     """
     if place is None or package.communication is None:
         return None
@@ -92,8 +94,9 @@ def groups(
     world: Group | None,
     place: Place | None = None,
 ) -> Groups | None:
-    """Return the communication groups of this rank; None with one rank, which needs no
-    collectives.
+    """Return the communication groups of this rank.
+
+    None with one rank, which needs no collectives.
     """
     if world is None or place is None or package.communication is None:
         return None
@@ -118,8 +121,9 @@ def device(facts: Facts) -> torch.device:
 
 
 def streams(facts: Facts, device: torch.device, lane: Lane | None = None) -> Streams:
-    """Return the current stream and the stream for steps, or none; with `lane`, a stream for
-    prefill slices.
+    """Return the current stream and the stream for steps, or none.
+
+    With `lane`, a stream for prefill slices.
     """
     return make_streams(facts) if lane is None else make_streams(facts, has_lane=lane.is_beside, parts=lane.parts)
 

@@ -36,8 +36,9 @@ def retained(batch: Any) -> list[torch.Tensor]:
 
 @cache
 def _readers(batch_type: type) -> tuple[Callable[[Any], tuple[Any, ...]], Callable[[Any], tuple[Any, ...]]]:
-    """Return a reader of all plain fields and a reader of all nested fields; each returns a
-    tuple.
+    """Return a reader of all plain fields and a reader of all nested fields.
+
+    Each returns a tuple.
     """
     nested = [spec.name for spec in specs(batch_type) if spec.split is Split.NESTED]
     plain = [spec.name for spec in specs(batch_type) if spec.split is not Split.NESTED]

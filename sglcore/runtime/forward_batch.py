@@ -1,8 +1,8 @@
-"""The inputs of one forward, on the device. Per-batch data only: no pools, no backend, no
-coordinator.
+"""The inputs of one forward, on the device.
 
-Every field is declared once (see step/forward_inputs.py). The buffers of the registry, padded
-views, splitting, retention and poisoning are derived from the declarations.
+Per-batch data only: no pools, no backend, no coordinator. Every field is declared once (see
+step/forward_inputs.py). The buffers of the registry, padded views, splitting, retention and
+poisoning are derived from the declarations.
 """
 
 from __future__ import annotations
@@ -69,11 +69,10 @@ class ForwardBatch(ForwardInputs[Tensor]):
 
     @staticmethod
     def init_new(batch: ScheduleBatch, registry: BufferRegistry) -> ForwardBatch:
-        """Stage a host batch in the registry's buffers and return the unpadded view of them. Does
-        not wait.
+        """Stage a host batch in the registry's buffers and return the unpadded view of them.
 
-        One-shot values are taken from `batch`, so a second call does not see them. `resolve_future`
-        fills in negative input ids, `fill_from` the cache locations.
+        Does not wait. One-shot values are taken from `batch`, so a second call does not see them.
+        `resolve_future` fills in negative input ids, `fill_from` the cache locations.
         """
         fields = registry.stage_all(batch)
         registry.commit()

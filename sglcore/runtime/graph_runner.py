@@ -1,8 +1,7 @@
-"""Graph policy: what is captured, when it is replayed, what is compared. The mechanism is the
-device's `GraphBackend`.
+"""Graph policy: what is captured, when it is replayed, what is compared.
 
-The runner composes; nothing subclasses it. A graph holds references to every tensor whose address
-it captured.
+The mechanism is the device's `GraphBackend`. The runner composes; nothing subclasses it. A graph
+holds references to every tensor whose address it captured.
 """
 
 from __future__ import annotations
@@ -94,12 +93,11 @@ class GraphRunner:
         return "eager" if policy is None else policy.path(batch)
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Return hidden states [T, H] of a batch in this runner's registry; the next replay
-        overwrites them.
+        """Return hidden states [T, H] of a batch in this runner's registry.
 
-        Does not wait for the device, except for a comparison in shadow mode. Raises StalePlanError
-        if the KV pool moved after capture or the batch was planned for another forward,
-        ShadowMismatch if the comparison fails.
+        The next replay overwrites them. Does not wait for the device, except for a comparison in
+        shadow mode. Raises StalePlanError if the KV pool moved after capture or the batch was
+        planned for another forward, ShadowMismatch if the comparison fails.
         """
         policy = self._policy(batch)
         assert policy is not None
@@ -115,6 +113,7 @@ class GraphRunner:
 
     def recapture(self) -> None:
         """Free all graphs and capture them again, after the KV pool moved or weights were replaced.
+
         Waits.
         """
         for policy in self._policies:
@@ -180,8 +179,9 @@ def _owned(batch: ForwardBatch, hidden: Tensor, beside: Tensor) -> Tensor:
 
 
 def _free_memory(streams: Streams) -> int | None:
-    """Return the free bytes on the forward stream's device, once it is idle; None if they are
-    unknown.
+    """Return the free bytes on the forward stream's device, once it is idle.
+
+    None if they are unknown.
     """
     if streams.forward is None or not torch.accelerator.is_available():
         return None

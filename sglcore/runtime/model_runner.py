@@ -223,17 +223,18 @@ class ModelRunner:
             return self.model(view)
 
     def context(self, batch: ForwardBatch | None, attention: AttentionBackend | None = None) -> ForwardContext:
-        """Return the context of a batch; with None, the context in which future batches are
-        captured.
+        """Return the context of a batch.
 
-        `attention`: another backend with the same pools.
+        With None, the context in which future batches are captured. `attention`: another backend
+        with the same pools.
         """
         backend = self.attn_backend if attention is None else attention
         return ForwardContext(backend, batch, self._layers, state_pool=self.state_pool, history=self.history)
 
     def prepared(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return the batch as an eager forward reads it, computed inputs included. Does not
-        wait.
+        """Return the batch as an eager forward reads it, computed inputs included.
+
+        Does not wait.
         """
         ctx = FillContext(batch.batch_size, batch.batch_size, batch.num_tokens, batch.num_tokens)
         registry = self.registry_for(batch)

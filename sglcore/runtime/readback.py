@@ -54,8 +54,9 @@ class ReadbackQueue:
         self.ring = PinnedRing(device, pinned)
 
     def post(self, tensors: Sequence[Tensor]) -> Readback:
-        """Start the copy of int32, float32 or bool tensors that the forward stream computes. Does
-        not wait.
+        """Start the copy of int32, float32 or bool tensors that the forward stream computes.
+
+        Does not wait.
         """
         schedule, forward = self._streams.schedule, self._streams.forward
         if forward is None or schedule is None:

@@ -207,8 +207,9 @@ def cache_locations(pool: ReqToTokenPool, compute: Compute, field: str = "positi
 
 
 class RealTokens:
-    """Writes the number of real tokens, so that MoE routing can ignore padding. Writes only if it
-    changes.
+    """Writes the number of real tokens, so that MoE routing can ignore padding.
+
+    Writes only if it changes.
     """
 
     __slots__ = ("_count", "_view")

@@ -40,8 +40,9 @@ class DeviceSampling:
 
 
 class SampleStep:
-    """Logits, draw and bookkeeping for one runner. Keeps sampling state as long as the composition
-    is the same.
+    """Logits, draw and bookkeeping for one runner.
+
+    Keeps sampling state as long as the composition is the same.
     """
 
     def __init__(
@@ -123,10 +124,9 @@ class SampleStep:
         return self._known.host.needs.any_penalty
 
     def ranking(self, width: int, lengths: Tensor) -> RankDrafts:
-        """Return a function that ranks the leading candidates of each draw; parameters as in
-        `drafting`.
+        """Return a function that ranks the leading candidates of each draw.
 
-        Every request must have the same number of rows of logits.
+        Parameters as in `drafting`. Every request must have the same number of rows of logits.
         """
         state = self.state_of_requests(width)
 
@@ -153,10 +153,10 @@ class SampleStep:
         arrived: Mapping[str, Tensor],
         positions: Tensor,
     ) -> SamplingState:
-        """Return the sampling state for one token per sampled row; `positions` int32[N] are their
-        token positions.
+        """Return the sampling state for one token per sampled row.
 
-        Keeps the part that later steps of the composition reuse.
+        `positions` int32[N] are their token positions. Keeps the part that later steps of the
+        composition reuse.
         """
         known = self._known if inputs.new is None else self._placed(inputs.new, arrived, positions)
         state = known.state

@@ -69,8 +69,9 @@ LENGTHS: Mapping[str, Moved] = MappingProxyType(
         "req_lens": Moved(by_skipped=-1, by_rest=1),
     }
 )
-"""Clipped fields with one number per request; a host mirror changes as the field that it
-mirrors.
+"""Clipped fields with one number per request.
+
+A host mirror changes as the field that it mirrors.
 """
 SIZES = frozenset({"batch_size", "num_tokens", "extend_start_loc"})
 """Clipped fields with formulas of their own."""

@@ -64,11 +64,10 @@ class Lease:
 
 
 class PinnedRing:
-    """Pinned buffers that grow by powers of two; one is reused when its lease is gone and its last
-    copy is done.
+    """Pinned buffers that grow by powers of two.
 
-    `waits` counts reuses that had to wait for a copy. It stays 0 if at most RING leases are held
-    until their copies are done.
+    One is reused when its lease is gone and its last copy is done. `waits` counts reuses that had
+    to wait for a copy. It stays 0 if at most RING leases are held until their copies are done.
     """
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
@@ -128,8 +127,9 @@ class HostBlock:
         return device.view(getattr(torch, dtype)), host.view(dtype)
 
     def carry(self, size: int) -> tuple[Tensor, NDArray[np.int32]]:
-        """Return device and host views of the first `size` spare words; the next commit copies them
-        too.
+        """Return device and host views of the first `size` spare words.
+
+        The next commit copies them too.
         """
         self._carries = size
         end = self._size + size
@@ -195,8 +195,9 @@ class StagedArrays:
         write_words(words, arrays, self._starts)
 
     def arrive(self, block: HostBlock) -> None:
-        """Make the device views, valid for work queued on the current stream from now on. Does not
-        wait.
+        """Make the device views, valid for work queued on the current stream from now on.
+
+        Does not wait.
         """
         arrays = self._arrays
         if block.shares_memory:

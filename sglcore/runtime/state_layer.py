@@ -104,8 +104,9 @@ def pool_rows(batch: ForwardBatch) -> PoolRows:
 
 @torch.library.custom_op("sglcore::state_layer", mutates_args=())
 def state_layer_op(hidden: Tensor, layer_id: int) -> Tensor:
-    """A layer with states as one operation that is opaque to a compiler; its inputs come from the
-    context.
+    """A layer with states as one operation that is opaque to a compiler.
+
+    Its inputs come from the context.
     """
     layer = get_state_pool().layers[layer_id]
     assert isinstance(layer, StateLayer)

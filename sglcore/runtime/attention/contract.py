@@ -1,7 +1,7 @@
-"""The attention contract: `plan` runs outside the forward, `attend` inside; a plan is all that
-passes between them.
+"""The attention contract: `plan` runs outside the forward, `attend` inside.
 
-`plan` may allocate and read host data. `attend` runs inside graphs and reads nothing on the host.
+A plan is all that passes between them. `plan` may allocate and read host data. `attend` runs inside
+graphs and reads nothing on the host.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ class Bucket:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """What a backend prepared for one batch. `generation` is that of the cells whose addresses it
-    may hold.
+    """What a backend prepared for one batch.
+
+    `generation` is that of the cells whose addresses it may hold.
     """
 
     planner: AttentionBackend[Any]
@@ -95,8 +96,9 @@ class AttentionPlan:
 
 Plan = TypeVar("Plan", bound=AttentionPlan)
 HostUpdate = object
-"""Values that a replay must patch into the graph; only the vendor's graph backend understands
-them.
+"""Values that a replay must patch into the graph.
+
+Only the vendor's graph backend understands them.
 """
 
 
@@ -157,11 +159,10 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     @classmethod
     def unavailable(cls) -> str:
-        """Return why the backend cannot run on the current device, with the remedy; empty if it
-        can.
+        """Return why the backend cannot run on the current device, with the remedy.
 
-        Selection calls it once. A missing library is reported by `Unavailable` when the module is
-        imported.
+        Empty if it can. Selection calls it once. A missing library is reported by `Unavailable`
+        when the module is imported.
         """
         return ""
 
@@ -175,16 +176,17 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     @abstractmethod
     def refresh(self, plan: Plan, batch: ForwardBatch) -> HostUpdate | None:
-        """Update a captured plan in place before a replay; return the update of the graph itself,
-        or None.
+        """Update a captured plan in place before a replay.
+
+        Return the update of the graph itself, or None.
         """
 
     @abstractmethod
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: Plan) -> Tensor:
-        """Attend q [T, heads * head_dim] to the cells, including this step's keys and values;
-        return q's shape.
+        """Attend q [T, heads * head_dim] to the cells, including this step's keys and values.
 
-        Padding rows may hold anything and must not change other rows. No host reads.
+        Return q's shape. Padding rows may hold anything and must not change other rows. No host
+        reads.
         """
 
     def encode(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, plan: Plan) -> Tensor:

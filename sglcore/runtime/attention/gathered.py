@@ -52,8 +52,9 @@ class GatheredAttention(ReferenceAttention):
         """Do nothing: slots and lengths are read from the batch's buffers."""
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:
-        """Attend as the contract says. Rows of padding requests hold results computed from page
-        0.
+        """Attend as the contract says.
+
+        Rows of padding requests hold results computed from page 0.
         """
         rows = plan.captured
         if rows is None:

@@ -131,10 +131,10 @@ class Attention:
         return None if cells is None else (*pool.kv(self.layer_id), cells)
 
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """Map q [T, heads * head_dim], k and v [T, kv_heads * head_dim] to [T, heads * head_dim];
-        store k and v.
+        """Map q [T, heads * head_dim], k and v [T, kv_heads * head_dim] to [T, heads * head_dim].
 
-        k and v are None if they are already in the layer's `cells`, or if the layer is frozen.
+        Store k and v. k and v are None if they are already in the layer's `cells`, or if the layer
+        is frozen.
         """
         if torch.compiler.is_compiling():
             assert k is not None and v is not None

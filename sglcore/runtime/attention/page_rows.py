@@ -33,8 +33,9 @@ class RowsPlan(AttentionPlan):
 
 
 class PageRowsAttention(AttentionBackend[RowsPlan]):
-    """A backend that only implements `attend_pages`. Planning gathers on the device; does not
-    wait.
+    """A backend that only implements `attend_pages`.
+
+    Planning gathers on the device; does not wait.
     """
 
     @abstractmethod

@@ -59,8 +59,9 @@ def page_list(pool: ReqToTokenPool, slots: Tensor, starts: Tensor, total: int) -
 
 
 def cell_list(pool: ReqToTokenPool, slots: Tensor, starts: Tensor, total: int) -> Tensor:
-    """Return the cells of all rows' tokens, concatenated: int32[total]. `starts` int32[B + 1]
-    counts tokens.
+    """Return the cells of all rows' tokens, concatenated: int32[total].
+
+    `starts` int32[B + 1] counts tokens.
     """
     row, column = _places(starts, total)
     pages = pool.page_table[slots[row], column // pool.page_size]
@@ -115,8 +116,9 @@ def pinned(host: Tensor, like: Tensor) -> Tensor:
 
 
 def page_rows(pool: ReqToTokenPool, slots: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the page-table rows of slots: int32[B, pages per request]; written to `out` if
-    given.
+    """Return the page-table rows of slots: int32[B, pages per request].
+
+    Written to `out` if given.
     """
     return torch.index_select(pool.page_table, 0, slots, out=out)
 
@@ -135,7 +137,8 @@ def with_padding(out: Tensor, q: Tensor) -> Tensor:
 
 
 def window_left(window: int | None) -> int:
-    """Return the number of tokens before itself that a query sees, as libraries count; -1 for
-    all.
+    """Return the number of tokens before itself that a query sees, as libraries count.
+
+    -1 for all.
     """
     return -1 if window is None else window - 1

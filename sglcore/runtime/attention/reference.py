@@ -222,8 +222,9 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
     def _attend_row(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Attention, causal: bool
     ) -> Tensor:
-        """Attend one request: q [n, kv_heads, group, dim], k and v [s, kv_heads, dim]; return q's
-        shape.
+        """Attend one request: q [n, kv_heads, group, dim], k and v [s, kv_heads, dim].
+
+        Return q's shape.
         """
         if not _is_plain(layer):
             if mask is None and causal:
@@ -262,8 +263,9 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
 
 
 def _encoder_mask(row: LongRow, layer: Attention, device: torch.device) -> Tensor | None:
-    """Return the mask bool [n, n] of a row without cells, cached by window. None: no token is
-    masked.
+    """Return the mask bool [n, n] of a row without cells, cached by window.
+
+    None: no token is masked.
     """
     window, count = layer.sliding_window, row.end - row.start
     if window is None or window >= count:
@@ -276,8 +278,9 @@ def _encoder_mask(row: LongRow, layer: Attention, device: torch.device) -> Tenso
 
 
 def is_seen(visible: Tensor, back: Tensor) -> Tensor:
-    """Return whether rows with words `visible` see the cells `back` before their own; int32,
-    broadcast.
+    """Return whether rows with words `visible` see the cells `back` before their own.
+
+    Both are int32 and broadcast.
     """
     return (visible >> (31 - back).clamp_(min=0, max=31)).bitwise_and_(1).bool() | (back > 31)
 

@@ -31,8 +31,9 @@ OF_ROWS: Mapping[str, Ref] = MappingProxyType(
 
 
 FROZEN = "frozen"
-"""The feature of layers with queries only; it needs a backend that reads keys and values from
-cells.
+"""The feature of layers with queries only.
+
+It needs a backend that reads keys and values from cells.
 """
 
 

@@ -56,8 +56,9 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         self.tuning = self.make_tuning()
 
     def make_tuning(self) -> kernels.Tuning:
-        """Return the launch parameters. Called once, by the constructor, so it may read device
-        properties.
+        """Return the launch parameters.
+
+        Called once, by the constructor, so it may read device properties.
         """
         return kernels.Tuning()
 
@@ -75,8 +76,9 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         return TritonPlan(self, self.token_to_kv_pool.generation, splits)
 
     def refresh(self, plan: TritonPlan, batch: ForwardBatch) -> None:
-        """Update the sizes of extend launches. Decode needs no update: its kernels read the
-        lengths.
+        """Update the sizes of extend launches.
+
+        Decode needs no update: its kernels read the lengths.
         """
         lengths = batch.extend_seq_lens_cpu
         if lengths is None:

@@ -48,11 +48,10 @@ def extend_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Programs (tile of a row's new tokens, kv head, row); a query row is a (token, head of the
-    group).
+    """Programs (tile of a row's new tokens, kv head, row).
 
-    Floor: for each tile the keys and values of all tokens that it sees; the matrix unit, not
-    memory, is the limit.
+    A query row is a (token, head of the group). Floor: for each tile the keys and values of all
+    tokens that it sees; the matrix unit, not memory, is the limit.
     """
     HELD: tl.constexpr = QUERIES // GROUP
     kv_head, row = tl.program_id(1), tl.program_id(2)

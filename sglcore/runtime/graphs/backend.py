@@ -19,8 +19,9 @@ class CapturedStep(Protocol):
     """One captured forward; `replay` runs it on the present contents of the buffers."""
 
     def replay(self, update: HostUpdate | None) -> Tensor:
-        """Run it and return its output buffer. `update` is the result of the attention backend's
-        `refresh`.
+        """Run it and return its output buffer.
+
+        `update` is the result of the attention backend's `refresh`.
         """
         ...
 
@@ -34,8 +35,9 @@ class GraphBackend(Protocol):
         ...
 
     def capture(self, step: Step) -> CapturedStep:
-        """Capture one forward. `step` reads only static buffers; it may be called several times to
-        warm up.
+        """Capture one forward.
+
+        `step` reads only static buffers; it may be called several times to warm up.
         """
         ...
 
@@ -57,8 +59,9 @@ class CapturedPrompt(Protocol):
 
 @runtime_checkable
 class PromptBackend(Protocol):
-    """A mechanism that also captures prefill; calls to the context's `segments` run between
-    captured segments.
+    """A mechanism that also captures prefill.
+
+    Calls to the context's `segments` run between captured segments.
     """
 
     @property

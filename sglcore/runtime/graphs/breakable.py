@@ -11,8 +11,9 @@ from sglcore.runtime.graphs.pieces import Pieces, record_pieces
 
 
 class BreakableGraphs(FullGraphs):
-    """Full decode graphs and segmented prefill graphs in one pool. `prompt_kind` names the latter
-    in `path`.
+    """Full decode graphs and segmented prefill graphs in one pool.
+
+    `prompt_kind` names the latter in `path`.
     """
 
     prompt_kind: str = "breakable"

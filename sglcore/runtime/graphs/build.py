@@ -37,10 +37,10 @@ def make_backend(
     ledger: DecisionLedger,
     groups: Groups | None = None,
 ) -> GraphBackend | None:
-    """Return the configured graph mechanism, or the device's own; None means eager, with a ledger
-    row.
+    """Return the configured graph mechanism, or the device's own.
 
-    Raises ConfigError for a kind that the package does not offer.
+    None means eager, with a ledger row. Raises ConfigError for a kind that the package does not
+    offer.
     """
     kind, is_automatic = facts.graph_kind(config.graph), config.graph == "auto"
     offered = ", ".join(package.graphs) or "none"
@@ -61,8 +61,9 @@ def make_backend(
 
 
 def reason_of_ranks(groups: Groups | None, kind: str) -> str:
-    """Return why several ranks cannot replay steps as this kind of graph; empty if they can, and
-    for one rank.
+    """Return why several ranks cannot replay steps as this kind of graph.
+
+    Empty if they can, and for one rank.
     """
     if groups is None:
         return ""
@@ -167,8 +168,9 @@ def capture(
 
 
 def reason_against_halves(backend: GraphBackend, widths: tuple[int, ...]) -> str:
-    """Return why decode graphs of this mechanism cannot hold two micro-batches; empty if they
-    can.
+    """Return why decode graphs of this mechanism cannot hold two micro-batches.
+
+    Empty if they can.
     """
     if backend.kind != "full":
         return f"graphs of kind {backend.kind} are captured in parts, or as a list of calls, which two halves would mix"

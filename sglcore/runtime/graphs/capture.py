@@ -49,8 +49,9 @@ class StreamCapture(Protocol):
 
 
 class Recorder:
-    """Records segments on the forward stream into one pool; owns the segments and the memory
-    between them.
+    """Records segments on the forward stream into one pool.
+
+    Owns the segments and the memory between them.
     """
 
     def __init__(self, capture: StreamCapture, streams: Streams) -> None:
@@ -85,8 +86,9 @@ class Recorder:
 
     @contextmanager
     def record(self) -> Iterator[Segment]:
-        """Capture the work of the block; raises CaptureError if it queued none on the forward
-        stream.
+        """Capture the work of the block.
+
+        Raises CaptureError if it queued none on the forward stream.
         """
         # A pool ends with its last graph; a pool without a successful capture is not reused.
         if not self._segments:

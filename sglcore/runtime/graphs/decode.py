@@ -1,5 +1,6 @@
-"""Policy of decode graphs: a bucket is a batch size; its plan is refreshed in place before each
-replay.
+"""Policy of decode graphs: a bucket is a batch size.
+
+Its plan is refreshed in place before each replay.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         return tuple(size for size in self.sizes if isinstance(self._captured[size].plan, CapturedHalves))
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Return whether there is a bucket and the graph reads all inputs; host lengths must be
-        there if needed.
+        """Return whether there is a bucket and the graph reads all inputs.
+
+        Host lengths must be there if needed.
         """
         if self.bucket_for(batch.batch_size) is None or (self._needs_host_lengths and batch.seq_lens_cpu is None):
             return False

@@ -14,8 +14,9 @@ from sglcore.runtime.streams import Streams
 
 @dataclass(frozen=True, slots=True)
 class FullStep:
-    """A captured forward and its output buffer. `step` keeps alive what the segment reads: model,
-    batch, plan.
+    """A captured forward and its output buffer.
+
+    `step` keeps alive what the segment reads: model, batch, plan.
     """
 
     segment: Segment

@@ -1,5 +1,6 @@
-"""Reduces the number of buckets if a device bounds the number of captured pieces. Pure functions of
-sizes.
+"""Reduces the number of buckets if a device bounds the number of captured pieces.
+
+Pure functions of sizes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 from sglcore.device.ledger import Row
 
 MOST_CAPTURED = 256
-"""Requests of the largest decode graph that is captured by default. A capture queues a step,
-computes nothing.
+"""Requests of the largest decode graph that is captured by default.
+
+A capture queues a step, computes nothing.
 """
 MOST_RECORDED = 64
 """The same for devices that must compute a step to record it."""

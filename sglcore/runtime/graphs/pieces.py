@@ -29,8 +29,9 @@ class EagerCall:
     output: Tensor
 
     def run(self, num_tokens: int) -> None:
-        """Call it on the first rows. Later rows keep finite values of an older step, which no real
-        row reads.
+        """Call it on the first rows.
+
+        Later rows keep finite values of an older step, which no real row reads.
         """
         rows = [value[:num_tokens] if isinstance(value, Tensor) else value for value in self.inputs]
         self.output[:num_tokens].copy_(self.call(*rows))
@@ -77,8 +78,9 @@ class Uncaptured:
 
 
 class Captured:
-    """Segments of a forward under capture; `parts` are the finished segments and the calls between
-    them.
+    """Segments of a forward under capture.
+
+    `parts` are the finished segments and the calls between them.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -87,16 +89,18 @@ class Captured:
         self._open = ExitStack()
 
     def run(self, step: Step) -> Tensor:
-        """Return the output of a step; the last segment ends with it. Raises what step or capture
-        raises.
+        """Return the output of a step; the last segment ends with it.
+
+        Raises what step or capture raises.
         """
         with self._open:
             self._begin()
             return step()
 
     def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """End a segment and begin the next. Inputs and output are copied, so that the pool can
-        reuse their memory.
+        """End a segment and begin the next.
+
+        Inputs and output are copied, so that the pool can reuse their memory.
         """
         left, result = self._recorder.leave(inputs), self._recorder.between("result", inputs[0])
         self._open.close()

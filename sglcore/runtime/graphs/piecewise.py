@@ -1,5 +1,6 @@
-"""Piecewise graphs: a prefill forward compiled as one graph and split at attention; the pieces are
-captured.
+"""Piecewise graphs: a prefill forward compiled as one graph and split at attention.
+
+The pieces are captured.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ class SplitForward:
 
 
 class PiecewiseGraphs(FullGraphs):
-    """Full decode graphs and compiled prefill graphs in one pool. `prompt_kind` names the latter in
-    `path`.
+    """Full decode graphs and compiled prefill graphs in one pool.
+
+    `prompt_kind` names the latter in `path`.
     """
 
     prompt_kind: str = "piecewise"
@@ -94,8 +96,9 @@ class PiecewiseGraphs(FullGraphs):
         self._compiler = compiler
 
     def capture_prompt(self, forward: Forward, batch: ForwardBatch) -> Pieces:
-        """Trace the forward, split it at attention, compile and capture each piece. Takes seconds
-        or more.
+        """Trace the forward, split it at attention, compile and capture each piece.
+
+        Takes seconds or more.
         """
         return record_pieces(self.recorder, trace(lambda: forward(batch), self._compiler).run)
 
@@ -106,8 +109,9 @@ def _between(attention: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tenso
 
 
 def trace(step: Callable[[], Tensor], compiler: PieceCompiler = as_traced) -> SplitForward:
-    """Return one call of `step` as a split graph, without running it. Raises if it cannot be traced
-    whole.
+    """Return one call of `step` as a split graph, without running it.
+
+    Raises if it cannot be traced whole.
     """
     found: list[SplitForward] = []
 

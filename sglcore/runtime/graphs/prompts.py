@@ -1,5 +1,6 @@
-"""Policy of prefill graphs: a bucket is a number of tokens; attention runs on the real rows with an
-eager plan.
+"""Policy of prefill graphs: a bucket is a number of tokens.
+
+Attention runs on the real rows with an eager plan.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class PromptGraphs(SizedGraphs[CapturedTokens]):
         self.backend = backend
 
     def bucket_for(self, size: int) -> int | None:
-        """Return the smallest bucket that holds `size` tokens; None if there is none or padding
-        exceeds MOST_PADDING.
+        """Return the smallest bucket that holds `size` tokens.
+
+        None if there is none or padding exceeds MOST_PADDING.
         """
         found = super().bucket_for(size)
         return None if found is None or found > MOST_PADDING * size else found

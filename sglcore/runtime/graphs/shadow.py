@@ -39,8 +39,9 @@ class Shadow:
         return self.replays % self.every == 0
 
     def compare(self, path: str, replayed: Tensor, eager: Tensor) -> None:
-        """Compare hidden states [T, H]; raise ShadowMismatch if they differ. Waits for the
-        device.
+        """Compare hidden states [T, H]; raise ShadowMismatch if they differ.
+
+        Waits for the device.
         """
         self.compared += 1
         error = _difference(replayed, eager).amax(dim=1)

@@ -22,8 +22,9 @@ from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_text
 
 
 def asks_for_hisparse(asked: str | None) -> bool:
-    """Return whether the configuration enables HiSparse. Raises ConfigError for an invalid
-    value.
+    """Return whether the configuration enables HiSparse.
+
+    Raises ConfigError for an invalid value.
     """
     return parse_hisparse_config(asked) is not None
 
@@ -47,8 +48,9 @@ def check_swapped(asked: str | None, architecture: str, layers: Sequence[Attenti
 
 
 def hisparse_config(config: EngineConfig, facts: Facts, kernels: KernelTable) -> HiSparseConfig | None:
-    """Return the parsed setting before anything is loaded. Raises ConfigError if the device cannot
-    serve it.
+    """Return the parsed setting before anything is loaded.
+
+    Raises ConfigError if the device cannot serve it.
     """
     asked = parse_hisparse_config(config.hisparse)
     if asked is None:

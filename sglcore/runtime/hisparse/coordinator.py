@@ -140,8 +140,9 @@ class HiSparseCoordinator:
         return buffer
 
     def count(self, batch: ScheduleBatch) -> StepSwaps[Tensor]:
-        """Return the swap statistics of the step that was just queued. Once per step; does not
-        wait.
+        """Return the swap statistics of the step that was just queued.
+
+        Once per step; does not wait.
         """
         if not batch.forward_mode.is_decode:
             return StepSwaps.of(self._sizes, batch, None)
@@ -149,8 +150,9 @@ class HiSparseCoordinator:
         return StepSwaps.of(self._sizes, batch, missed)
 
     def enter(self, slots: Tensor) -> None:
-        """Invalidate the cached rows of slots int32 [N], which now belong to new requests. Does not
-        wait.
+        """Invalidate the cached rows of slots int32 [N], which now belong to new requests.
+
+        Does not wait.
         """
         self._held[:, slots] = -1
 

@@ -69,8 +69,9 @@ class SwapShape:
 
     @property
     def sizes(self) -> SwapSizes:
-        """What step statistics are computed from. A layer reads the choice of the last indexer up
-        to it.
+        """What step statistics are computed from.
+
+        A layer reads the choice of the last indexer up to it.
         """
         readers = Counter(bisect_right(self.indexers, layer) - 1 for layer in self.names)
         layers = tuple(readers[group] for group in range(len(self.indexers)))
@@ -91,11 +92,10 @@ class SwapShape:
 def swap_shape(
     hisparse: HiSparseConfig | None, layers: Sequence[Attention], longest: int, page_size: int, has_streams: bool
 ) -> SwapShape | None:
-    """Return the shape for requests of at most `longest` tokens; None if no rows lie in host
-    memory.
+    """Return the shape for requests of at most `longest` tokens.
 
-    With streams, one room is filled while another is read. Raises ConfigError for a buffer smaller
-    than what a token reads.
+    None if no rows lie in host memory. With streams, one room is filled while another is read.
+    Raises ConfigError for a buffer smaller than what a token reads.
     """
     swapped = {layer: name for layer in layers if (name := swapped_rows(layer.rows)) is not None}
     if hisparse is None or not swapped:

@@ -33,8 +33,9 @@ class Refusals:
         self._by_reason: dict[str, dict[tuple[str, str], Row]] = {}
 
     def add(self, entry: Entry[Any], refuses: Kernel, after: Kernel | None, reason: str, call: Call) -> None:
-        """Record that a candidate refuses a call; `after` is used instead, or the parts that the
-        entry combines.
+        """Record that a candidate refuses a call.
+
+        `after` is used instead, or the parts that the entry combines.
         """
         instead = "the parts it stands for" if after is None else origin_of(after)
         found = f"{reason}; found {_text(entry, call)}"
@@ -60,10 +61,10 @@ def _modules(origins: Iterable[str]) -> str:
 
 
 def choose(table: KernelTable, entry: Entry[K], call: Call, refusals: Refusals | None = None) -> K:
-    """Return the function of `entry` for calls like this one; None if it is optional and no
-    candidate takes them.
+    """Return the function of `entry` for calls like this one.
 
-    Records candidates that refuse in `refusals`.
+    None if it is optional and no candidate takes them. Records candidates that refuse in
+    `refusals`.
     """
     described = [described_as(arg) for arg in call]
     candidates = table.candidates[entry.name]

@@ -6,8 +6,9 @@ from importlib import import_module
 
 
 def triton_gap(compiler: str) -> str:
-    """Return why the core's Triton kernels cannot run with this compiler of `triton.backends`;
-    empty if they can.
+    """Return why the core's Triton kernels cannot run with this compiler of `triton.backends`.
+
+    Empty if they can.
     """
     try:
         from sglcore.runtime.kernels.triton.rounding import INTERPRETED

@@ -49,8 +49,9 @@ class Entry(Generic[K]):
     @overload
     def __get__(self, table: object, owner: type) -> K: ...
     def __get__(self, table: object, owner: type) -> Any:
-        """Return the declaration, as an attribute of the class; a table's own attributes come
-        first.
+        """Return the declaration, as an attribute of the class.
+
+        A table's own attributes come first.
         """
         return self
 

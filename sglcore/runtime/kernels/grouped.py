@@ -16,11 +16,11 @@ from sglcore.runtime.kernels.reference import clamped_swiglu, relu2, silu_and_mu
 
 
 def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """The table's `moe`. Rows are copied for each choice and sorted by expert; the sum is in a
-    wider dtype.
+    """The table's `moe`.
 
-    Rows of H and of I elements must be multiples of 16 bytes, and bfloat16 if a compiler traces
-    this; torch raises `RuntimeError` otherwise.
+    Rows are copied for each choice and sorted by expert; the sum is in a wider dtype. Rows of H and
+    of I elements must be multiples of 16 bytes, and bfloat16 if a compiler traces this; torch
+    raises `RuntimeError` otherwise.
     """
     return _grouped(hidden, weights, ids, w13, w2, lambda part, experts: silu_and_mul(part), None)
 

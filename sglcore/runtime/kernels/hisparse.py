@@ -10,10 +10,10 @@ REACHING = ("norm_rope_store", "copy_rows")
 
 
 class HiSparseKernels:
-    """A request's entries are counted from 0; K of them are chosen, and D are cached on the device,
-    K <= D.
+    """A request's entries are counted from 0.
 
-    All tables are int32, by slot. Slot 0 is for padding. Row 0 of a pool is reserved.
+    K of them are chosen, and D are cached on the device, K <= D. All tables are int32, by slot.
+    Slot 0 is for padding. Row 0 of a pool is reserved.
     """
 
     swap_in = entry(reference_hisparse.swap_in, writes=("held", "order", "where", "rows", "loads", "counts"))

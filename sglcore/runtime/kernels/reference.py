@@ -1,7 +1,7 @@
-"""The reference kernels: plain torch, slow and simple. They define correct results, including the
-order of casts.
+"""The reference kernels: plain torch, slow and simple.
 
-The casts are those of the transformers library, so that bfloat16 log-probabilities can be compared.
+They define correct results, including the order of casts. The casts are those of the transformers
+library, so that bfloat16 log-probabilities can be compared.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class QuantizedCodes(Protocol):
 
     @property
     def zeros(self) -> Tensor | None:
-        """float32 with the shape of `scales`, not always integers; None: all are 2 ** (bits -
-        1).
+        """float32 with the shape of `scales`, not always integers.
+
+        None: all are 2 ** (bits - 1).
         """
         ...
 
@@ -319,8 +320,9 @@ def rotary_and_store(
     v_cache: Tensor,
     out_cache_loc: Tensor,
 ) -> Tensor:
-    """Call `rotary`, then `store_kv`. Not in the default table: it would replace a device's own two
-    kernels.
+    """Call `rotary`, then `store_kv`.
+
+    Not in the default table: it would replace a device's own two kernels.
     """
     q, k = rotary(q, k, positions, cos_sin_cache, head_dim)
     shape = (k.shape[0], *k_cache.shape[1:])

@@ -1,10 +1,10 @@
-"""The reference kernels of recurrent layers: plain torch, token by token. They define correct
-results.
+"""The reference kernels of recurrent layers: plain torch, token by token.
 
-Row r keeps its state in `slots[r]` of a pool. Its tokens are [starts[r], starts[r] + lengths[r]);
-without `starts` and `lengths` it is token r alone. Rows of slot 0 are padding: they change no
-state, and their tokens, like tokens of no row, give zeros. The new state of row r is written to
-`targets[r]` of the pool, nowhere if that is 0; without `targets`, to `slots[r]`.
+They define correct results. Row r keeps its state in `slots[r]` of a pool. Its tokens are
+[starts[r], starts[r] + lengths[r]); without `starts` and `lengths` it is token r alone. Rows of
+slot 0 are padding: they change no state, and their tokens, like tokens of no row, give zeros. The
+new state of row r is written to `targets[r]` of the pool, nowhere if that is 0; without `targets`,
+to `slots[r]`.
 """
 
 from __future__ import annotations
@@ -153,8 +153,9 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_fir
 
 
 def _apart(pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy the rows' states to a pool of their own, after the scratch state; return their slots in
-    it.
+    """Copy the rows' states to a pool of their own, after the scratch state.
+
+    Return their slots in it.
     """
     places = torch.arange(1, slots.shape[0] + 1, dtype=slots.dtype, device=slots.device)
     return torch.cat((pool[:1], pool.index_select(0, slots))), places * (slots > 0)

@@ -1,8 +1,7 @@
-"""The reference kernels of DeepSeek-V3.2's and V4's sparse attention. Plain torch; they define
-correct results.
+"""The reference kernels of DeepSeek-V3.2's and V4's sparse attention.
 
-A request's tokens are in pages; a pool has a fixed number of rows per page, and lists name rows.
-Lists are padded with -1 at the end.
+Plain torch; they define correct results. A request's tokens are in pages; a pool has a fixed number
+of rows per page, and lists name rows. Lists are padded with -1 at the end.
 """
 
 from __future__ import annotations
@@ -100,8 +99,9 @@ def block_rows(table: Tensor, token_slots: Tensor, positions: Tensor, ratio: int
 
 
 def _rows_at(table: Tensor, slots: Tensor, places: Tensor, rows_per_page: int) -> Tensor:
-    """Return rows int64 at `places` [N, W], counted from the first page of slots [N]; undefined
-    beyond the pages.
+    """Return rows int64 at `places` [N, W], counted from the first page of slots [N].
+
+    Undefined beyond the pages.
     """
     pages = (places // rows_per_page).clamp(0, table.shape[1] - 1)
     return table[slots.unsqueeze(1).long(), pages].long() * rows_per_page + places % rows_per_page

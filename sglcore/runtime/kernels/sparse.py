@@ -9,10 +9,10 @@ from sglcore.runtime.kernels.entry import entry
 
 
 class SparseKernels:
-    """H heads of D elements, with the last or first R elements rotated. A pool has rows [N, D]; row
-    0 is reserved.
+    """H heads of D elements, with the last or first R elements rotated.
 
-    Any number of padding rows may name row 0. Lists of rows are int32, padded with -1 at the end.
+    A pool has rows [N, D]; row 0 is reserved. Any number of padding rows may name row 0. Lists of
+    rows are int32, padded with -1 at the end.
 
     `table` int32 [S, P] has each slot's pages; slot 0, which padding tokens have, has page 0.
     `positions`, `token_slots` and `lens` are int32 [T]. `cos_sin_cache` float32 [positions, R] is

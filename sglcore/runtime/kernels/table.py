@@ -28,8 +28,9 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 
 
 def origin_of(kernel: Kernel) -> str:
-    """Return `module:name` of a kernel, as the ledger shows it; of its type if it is an object
-    without a name.
+    """Return `module:name` of a kernel, as the ledger shows it.
+
+    Of its type if it is an object without a name.
     """
     function = kernel.func if isinstance(kernel, functools.partial) else kernel
     named = function if isinstance(function, _FUNCTIONS) else type(function)
@@ -66,13 +67,13 @@ Given: TypeAlias = Kernel | Limited | tuple[Limited, ...] | None
 
 
 class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
-    """One function per operation. T tokens, H hidden size, D head size, I intermediate size, E
-    experts, K per token.
+    """One function per operation.
 
-    No entry reads a device value on the host, and every entry accepts T = 0. Results are new
-    tensors unless the entry says otherwise. Inputs may be row-strided views with a contiguous last
-    dimension. Unless noted, results have the dtype of the first argument, and sums are accumulated
-    in float32 or wider.
+    T tokens, H hidden size, D head size, I intermediate size, E experts, K per token. No entry
+    reads a device value on the host, and every entry accepts T = 0. Results are new tensors unless
+    the entry says otherwise. Inputs may be row-strided views with a contiguous last dimension.
+    Unless noted, results have the dtype of the first argument, and sums are accumulated in float32
+    or wider.
     """
 
     linear = entry(reference.linear, shapes=(("T K", "80 K", None), ("T K", "17 K", "17")))
@@ -333,18 +334,19 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     origin: Mapping[str, str]
     """The implementation of each entry that exists, as `module:name`."""
     candidates: Mapping[str, tuple[Limited, ...]]
-    """The candidates of each entry, the preferred first; the table's attribute is the function of
-    the first.
+    """The candidates of each entry, the preferred first.
 
-    The last candidate of a required entry takes every call.
+    The table's attribute is the function of the first. The last candidate of a required entry takes
+    every call.
     """
     refused: tuple[str, ...]
     """Functions that were meant for some entry and are missing, each with reason and remedy, for
     the ledger.
     """
     float8: str
-    """The 8-bit float format of its functions, one of `row_codec.FLOATS`; KV rows in 8 bits use
-    it.
+    """The 8-bit float format of its functions, one of `row_codec.FLOATS`.
+
+    KV rows in 8 bits use it.
     """
     activation_bits: int
     """Bits to which `linear` rounds activations for weights of `pack_quantized` and
@@ -352,8 +354,9 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     """
 
     def __init__(self, **entries: Given) -> None:
-        """Start from the reference and set these entries. Raises ConfigError for a name that is not
-        an entry.
+        """Start from the reference and set these entries.
+
+        Raises ConfigError for a name that is not an entry.
         """
         declared = self.declared()
         if unknown := sorted(entries.keys() - declared.keys()):
@@ -393,11 +396,11 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         }
 
     def replace(self, **entries: Kernel | Limited | None) -> Self:
-        """Return a table with some entries replaced; raises `ConfigError` for a name that is not an
-        entry.
+        """Return a table with some entries replaced.
 
-        The function that a `Limited` one replaces serves the calls that this one refuses. An
-        optional entry that rests on a replaced one is dropped, unless it is replaced too.
+        Raises `ConfigError` for a name that is not an entry. The function that a `Limited` one
+        replaces serves the calls that this one refuses. An optional entry that rests on a replaced
+        one is dropped, unless it is replaced too.
         """
         gone = {name: () for name, one in self.declared().items() if not entries.keys().isdisjoint(one.rests_on)}
         behind = {**self.candidates, **gone}
@@ -409,16 +412,18 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         return self._like(self, refused=(*self.refused, *reasons))
 
     def storing(self, float8: str) -> Self:
-        """Return the same table with 8-bit KV rows in this format; raises `ConfigError` for an
-        unknown one.
+        """Return the same table with 8-bit KV rows in this format.
+
+        Raises `ConfigError` for an unknown one.
         """
         if float8 not in FLOATS:
             raise ConfigError(f"rows in eight bits are to be in {float8!r}", wanted=f"one of {', '.join(FLOATS)}")
         return self._like(self, float8=float8)
 
     def rounding(self, activation_bits: int) -> Self:
-        """Return the same table; its products with quantised weights round activations to
-        `activation_bits`.
+        """Return the same table with rounded activations.
+
+        Products with quantised weights round activations to `activation_bits` bits.
         """
         return self._like(self, activation_bits=activation_bits)
 

@@ -1,5 +1,6 @@
-"""The free memory of an accelerator, as torch's device-independent interface reports it. Names no
-device.
+"""The free memory of an accelerator, as torch's device-independent interface reports it.
+
+Names no device.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from sglcore.device.facts import Facts
 from sglcore.step.sizing import MemoryBudget, size_text
 
 DEFAULT_SHARE = 0.85
-"""The share of free memory that KV cells may take. The rest is for activations, graphs and the
-allocator.
+"""The share of free memory that KV cells may take.
+
+The rest is for activations, graphs and the allocator.
 """
 
 

@@ -113,8 +113,9 @@ def verified_rows(model: LoadedModel, speculation: Speculation | None) -> int:
 
 
 def least_of_ranks(facts: Facts, own: MemoryBudget, groups: Groups) -> MemoryBudget:
-    """Return the memory of the rank that has the least; ranks that share memory divide it. Waits
-    for the others.
+    """Return the memory of the rank that has the least; ranks that share memory divide it.
+
+    Waits for the others.
     """
     sharing = groups.place.neighbours if facts.shares_host_memory else 1
     available = groups.tp.least(own.available // sharing)

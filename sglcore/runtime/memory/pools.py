@@ -96,10 +96,10 @@ class WindowTable(ReqToTokenPool):
 
 
 class KVPool(Protocol):
-    """What `num_layers` layers keep of the tokens of pages. `generation` changes when an address
-    changes.
+    """What `num_layers` layers keep of the tokens of pages.
 
-    `layout` names the pool's memory layout; a backend's facts name the layouts that it reads.
+    `generation` changes when an address changes. `layout` names the pool's memory layout; a
+    backend's facts name the layouts that it reads.
     """
 
     generation: int
@@ -134,8 +134,9 @@ class TokenToKVPool(KVPool, Protocol):
         ...
 
     def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values [N, kv_heads, head_dim] to distinct cells with plain torch; no
-        other cell changes.
+        """Write keys and values [N, kv_heads, head_dim] to distinct cells with plain torch.
+
+        No other cell changes.
         """
         ...
 

@@ -153,8 +153,9 @@ class RowCounts:
 
 
 class RowPool:
-    """One tensor [rows, size] for each layer and name. `generation` changes when an address
-    changes.
+    """One tensor [rows, size] for each layer and name.
+
+    `generation` changes when an address changes.
     """
 
     layout: ClassVar[str] = ROWS

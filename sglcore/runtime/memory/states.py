@@ -134,11 +134,10 @@ class StatePool:
         self._copy(arrived, "state_kept", "state_copies")
 
     def runs(self, slots: Tensor, width: int) -> Runs:
-        """Return the runs of a decode with `width` rows per request; `slots` int32[T], 0 for
-        padding.
+        """Return the runs of a decode with `width` rows per request.
 
-        The states do not change; `take_in` advances them once the accepted rows are known. Does not
-        wait.
+        `slots` int32[T], 0 for padding. The states do not change; `take_in` advances them once the
+        accepted rows are known. Does not wait.
         """
         of_requests = slots.view(-1, width)
         parts = torch.zeros(2, *of_requests.shape, dtype=torch.int32, device=slots.device)
@@ -150,8 +149,9 @@ class StatePool:
         return self._places[:count]
 
     def keep(self, layer_id: int, taken: Tensor, rows: Tensor) -> None:
-        """Keep a layer's state inputs [T, n] of tokens, at rows int32[T] of `Runs`. Does not
-        wait.
+        """Keep a layer's state inputs [T, n] of tokens, at rows int32[T] of `Runs`.
+
+        Does not wait.
         """
         self._taken[layer_id][rows] = taken
 

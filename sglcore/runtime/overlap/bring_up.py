@@ -57,8 +57,9 @@ class Lane:
 def lane(
     config: EngineConfig, package: DevicePackage, facts: Facts, device: torch.device, groups: Groups | None = None
 ) -> Lane:
-    """Return the configured lane, or the best available one. Raises ConfigError for an invalid
-    slice setting.
+    """Return the configured lane, or the best available one.
+
+    Raises ConfigError for an invalid slice setting.
     """
     between = _why_between(config, facts, groups)
     if between:

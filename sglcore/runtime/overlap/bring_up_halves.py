@@ -38,8 +38,9 @@ def cut_terms(
     hisparse: HiSparseCoordinator | None = None,
     groups: Groups | None = None,
 ) -> CutTerms | None:
-    """Return which batches run as two micro-batches; None if none do. Waits for all ranks if it
-    measures.
+    """Return which batches run as two micro-batches; None if none do.
+
+    Waits for all ranks if it measures.
     """
     asked = config.two_batch_overlap
     if asked == "off":

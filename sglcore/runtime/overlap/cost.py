@@ -77,8 +77,9 @@ class LayerCost:
         return [(part * computing, waits * waiting) for part, waits in self.parts] * layers
 
     def stagger(self, rows: int, layers: int) -> int:
-        """Return the best number of waits by which the first micro-batch is ahead; the smallest if
-        several are equal.
+        """Return the best number of waits by which the first micro-batch is ahead.
+
+        The smallest if several are equal.
         """
         pieces = self.pieces(rows / 2, layers)
         return min(STAGGERS, key=lambda stagger: (round(in_turns(pieces, stagger), 9), stagger))
@@ -107,8 +108,9 @@ class LayerCost:
         return self.compute.fixed / self.compute.seconds(rows)
 
     def least_rows(self, most: int) -> int | None:
-        """Return the least power of two, up to `most`, from which on micro-batches are faster; None
-        if none is.
+        """Return the least power of two, up to `most`, from which on micro-batches are faster.
+
+        None if none is.
         """
         found, rows = None, 1 << max(most.bit_length() - 1, 0)
         while rows >= 2 and self.halves(rows) < self.whole(rows):

@@ -45,8 +45,9 @@ class SlicedModel(Protocol):
         ...
 
     def run_layers(self, state: Any, first: int, last: int) -> Any:
-        """Run the layers first <= i < last and return the new state; the old one must not be used
-        again.
+        """Run the layers first <= i < last and return the new state.
+
+        The old one must not be used again.
         """
         ...
 
@@ -78,8 +79,9 @@ class OpenPrompt:
 
 
 class Slices:
-    """Runs the layers of the open prompt. One prompt is open at a time; opening another replaces
-    it.
+    """Runs the layers of the open prompt.
+
+    One prompt is open at a time; opening another replaces it.
     """
 
     def __init__(
@@ -94,16 +96,18 @@ class Slices:
         self._open: OpenPrompt | None = None
 
     def forget(self) -> None:
-        """Drop the open prompt. Later work waits until the device has finished reading its
-        inputs.
+        """Drop the open prompt.
+
+        Later work waits until the device has finished reading its inputs.
         """
         if self._open is not None:
             self._open = None
             self._join()
 
     def end(self) -> Passed | None:
-        """Return an event after the work queued last, for which no other step waits. None without
-        streams.
+        """Return an event after the work queued last, for which no other step waits.
+
+        None without streams.
         """
         stream = self._forward if self._lane is None else self._lane
         return None if stream is None else Passed(stream)
@@ -116,8 +120,9 @@ class Slices:
         arrays: StagedArrays | None,
         inputs: SamplingInputs,
     ) -> None:
-        """Embed and plan a prompt and make it the open one. All its slices run on one stream. Does
-        not wait.
+        """Embed and plan a prompt and make it the open one. All its slices run on one stream.
+
+        Does not wait.
         """
         if self._parts:
             self._lane = self._parts[share(host.decode_rows)].stream
@@ -131,11 +136,11 @@ class Slices:
         self._open = OpenPrompt(host, rows, staged, arrays, inputs, view, state)
 
     def run(self, first: int, last: int) -> tuple[OpenPrompt, Tensor | None]:
-        """Run the layers first <= i < last of the open prompt; the last layers return hidden states
-        [T, H].
+        """Run the layers first <= i < last of the open prompt.
 
-        The prompt is then closed. Raises ValueError if these are not the next layers, and
-        StalePlanError if batch or pools changed since the plan. Does not wait.
+        The last layers return hidden states [T, H]. The prompt is then closed. Raises ValueError if
+        these are not the next layers, and StalePlanError if batch or pools changed since the plan.
+        Does not wait.
         """
         prompt = self._open
         if prompt is None or first != prompt.done or not first < last <= self._model.sliced_layers:

@@ -48,8 +48,9 @@ current_turn: Callable[[], Turn | None] = _turn.get
 
 
 def pause() -> None:
-    """Let the other function run until it pauses; call before a wait. Does nothing without another
-    function.
+    """Let the other function run until it pauses; call before a wait.
+
+    Does nothing without another function.
     """
     turn = _turn.get()
     if turn is not None:

@@ -1,9 +1,8 @@
-"""Expert dispatch: sends token rows to the ranks of their experts and back. The contract and two
-references.
+"""Expert dispatch: sends token rows to the ranks of their experts and back.
 
-`launch_` functions start and return a handle; `wait` consumes it. The handle is the only state, so
-several dispatches may be in progress. Routing weights are applied on the source rank, in a fixed
-order.
+The contract and two references. `launch_` functions start and return a handle; `wait` consumes it.
+The handle is the only state, so several dispatches may be in progress. Routing weights are applied
+on the source rank, in a fixed order.
 """
 
 from __future__ import annotations
@@ -47,14 +46,16 @@ class Combining(Protocol):
 
     def wait(self) -> Tensor:
         """Return [T, K, H]: for each row of this rank the output of its K experts, 0 for no expert.
+
         Call once.
         """
         ...
 
 
 class Dispatcher(Protocol):
-    """Sends rows to their experts. Every rank makes the same calls in the same order, even with no
-    rows.
+    """Sends rows to their experts.
+
+    Every rank makes the same calls in the same order, even with no rows.
     """
 
     @property
@@ -68,8 +69,9 @@ class Dispatcher(Protocol):
         ...
 
     def launch_dispatch(self, rows: Tensor, places: Tensor) -> Dispatched:
-        """Send rows [T, H] to the places int [T, K] of their experts, counted over all ranks; -1:
-        no expert.
+        """Send rows [T, H] to the places int [T, K] of their experts, counted over all ranks.
+
+        -1: no expert.
         """
         ...
 
@@ -127,8 +129,9 @@ class _RaggedBack:
 
 
 class RaggedDispatcher:
-    """Sends one copy of a row per choice, by any backend with all-to-all. The host waits for the
-    counts.
+    """Sends one copy of a row per choice, by any backend with all-to-all.
+
+    The host waits for the counts.
     """
 
     is_fixed: ClassVar[bool] = False
@@ -198,8 +201,9 @@ class FixedDispatcher:
         self._group, self._each, self.max_rows = group, each, max_rows
 
     def launch_dispatch(self, rows: Tensor, places: Tensor) -> Dispatched:
-        """See `Dispatcher`. Raises CapacityExceeded before anything is sent if there are too many
-        rows.
+        """See `Dispatcher`.
+
+        Raises CapacityExceeded before anything is sent if there are too many rows.
         """
         count, size = len(rows), self._group.size
         if count > self.max_rows:

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from sglcore.runtime.parallel.dispatch import Dispatcher, MakeDispatcher
 
 TIMEOUT = timedelta(seconds=30)
-"""How long a collective may wait for the other ranks. The process monitor detects a dead rank much
-sooner.
+"""How long a collective may wait for the other ranks.
+
+The process monitor detects a dead rank much sooner.
 """
 MEETING = timedelta(seconds=120)
 """How long ranks may take to connect to each other."""

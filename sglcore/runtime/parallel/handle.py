@@ -20,10 +20,9 @@ class Handle(Protocol):
     """A launched collective."""
 
     def wait(self) -> Tensor:
-        """Return the result; can be called repeatedly. Lets the other micro-batch run first, if
-        there is one.
+        """Return the result; can be called repeatedly.
 
-        Raises CollectiveError.
+        Lets the other micro-batch run first, if there is one. Raises CollectiveError.
         """
         ...
 

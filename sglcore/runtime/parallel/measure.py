@@ -11,8 +11,9 @@ from torch import Tensor
 from sglcore.runtime.parallel.group import Group
 
 BURSTS = 7
-"""Number of bursts. The result is the smallest mean of a burst, because other work only adds
-time.
+"""Number of bursts.
+
+The result is the smallest mean of a burst, because other work only adds time.
 """
 BURST_SECONDS = 0.02
 MOST_IN_BURST = 50

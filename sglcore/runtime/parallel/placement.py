@@ -1,5 +1,6 @@
-"""Expert placement tables: which rank holds which experts. Each place of a rank holds one
-expert.
+"""Expert placement tables: which rank holds which experts.
+
+Each place of a rank holds one expert.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Placement:
 
 
 def in_order(num_experts: int, num_ranks: int) -> Placement:
-    """Place every expert once, in order. Raises ConfigError if the ranks do not divide the
-    experts.
+    """Place every expert once, in order.
+
+    Raises ConfigError if the ranks do not divide the experts.
     """
     return Placement(np.arange(num_experts, dtype=np.int32), num_experts, num_ranks)

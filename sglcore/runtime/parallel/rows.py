@@ -32,11 +32,11 @@ class Rows(Enum):
 
 
 class RowMoves:
-    """The row moves of one step on one rank; `plan` has each shard's number of rows, `shard` is
-    this rank's.
+    """The row moves of one step on one rank.
 
-    A move may overwrite its input. A partial value is a summand: of a sum over the ranks of the
-    shard for `LOCAL` rows, of a sum over all ranks for `GLOBAL` rows. Results are complete.
+    `plan` has each shard's number of rows, `shard` is this rank's. A move may overwrite its input.
+    A partial value is a summand: of a sum over the ranks of the shard for `LOCAL` rows, of a sum
+    over all ranks for `GLOBAL` rows. Results are complete.
     """
 
     __slots__ = ("_groups", "_plan", "_shard")
@@ -50,8 +50,9 @@ class RowMoves:
         return self._plan.global_num_tokens[self._shard]
 
     def move(self, x: Tensor, source: Rows, target: Rows, *, is_partial: bool = False) -> Tensor:
-        """Move rows [N, ...] from one distribution to another. Raises KeyError for a move that does
-        not exist.
+        """Move rows [N, ...] from one distribution to another.
+
+        Raises KeyError for a move that does not exist.
         """
         return MOVES[source, target, is_partial](self, x)
 

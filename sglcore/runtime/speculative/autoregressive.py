@@ -1,8 +1,8 @@
-"""Draft tokens from a draft model, one after another; every forward of the target rewrites the
-draft's cells.
+"""Draft tokens from a draft model, one after another.
 
-A draft that reads features keeps token i + 1 and the target's features of token i in cell i (EAGLE,
-MTP). Any other draft keeps token i, as the target does.
+Every forward of the target rewrites the draft's cells. A draft that reads features keeps token i +
+1 and the target's features of token i in cell i (EAGLE, MTP). Any other draft keeps token i, as the
+target does.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class AutoregressiveDrafter(ABC):
 
     @abstractmethod
     def take_in(self, rows: DraftRows) -> Tensor:
-        """Write cells for the target's rows; return hidden states [R, H] for the first draft
-        tokens.
+        """Write cells for the target's rows.
+
+        Return hidden states [R, H] for the first draft tokens.
         """
 
     def advance(self, rows: DraftRows) -> Tensor:
@@ -50,8 +51,9 @@ class AutoregressiveDrafter(ABC):
         return self.follow(rows, self.take_in(rows), rows.wanted)
 
     def follow(self, rows: DraftRows, hidden: Tensor, wanted: int) -> Tensor:
-        """Return int32[R, wanted], each draft token after the one before it; hidden [R, H] yields
-        the first.
+        """Return int32[R, wanted], each draft token after the one before it.
+
+        The first is drawn from `hidden` [R, H].
         """
         found, count = list[Tensor](), len(rows.most_lens)
         if not wanted or (not count and rows.batch.step_plan is None):
@@ -132,8 +134,9 @@ class StandaloneDrafter(AutoregressiveDrafter):
 
 
 def placed(slots: Tensor, positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return slots and positions int32[R]; those at or past `ends` move to position 0 of slot 0
-    (scratch).
+    """Return slots and positions int32[R].
+
+    Those at or past `ends` move to position 0 of slot 0 (scratch).
     """
     usable = positions < ends
     return slots * usable, positions * usable

@@ -1,9 +1,8 @@
-"""Draft trees from a draft model: beams of several tokens each; the likeliest candidates become the
-tree.
+"""Draft trees from a draft model: beams of several tokens each.
 
-Each beam sees its own branch. Row b of the forward for tokens of depth s has cell w * (s - 1) + b
-after the known ones, and a word that says which of the cells before it belong to its ancestors. All
-beams of a frozen draft see the same cells.
+The likeliest candidates become the tree. Each beam sees its own branch. Row b of the forward for
+tokens of depth s has cell w * (s - 1) + b after the known ones, and a word that says which of the
+cells before it belong to its ancestors. All beams of a frozen draft see the same cells.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class Beam(Protocol):
     """The forwards that continue the beams of one step."""
 
     def __call__(self, beams: Beams, depth: int, hidden: Tensor) -> Tensor:
-        """Run the tokens of beams [R, w]; return hidden states [R * w, H] for the candidates of
-        `depth`.
+        """Run the tokens of beams [R, w].
 
-        `hidden` is the output of the forward before, [R, H] for depth 2, [R * w, H] after that.
+        Return hidden states [R * w, H] for the candidates of `depth`. `hidden` is the output of the
+        forward before, [R, H] for depth 2, [R * w, H] after that.
         """
         ...
 

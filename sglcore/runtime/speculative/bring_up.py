@@ -77,8 +77,9 @@ def speculation(
 
 
 def reason_against_trees(package: DevicePackage, config: EngineConfig) -> str:
-    """Return why no (chosen) attention backend of the package can mask single cells; empty if one
-    can.
+    """Return why no (chosen) attention backend of the package can mask single cells.
+
+    Empty if one can.
     """
     asked = config.attention_backend
     offered = (
@@ -102,8 +103,9 @@ def draft(speculation: Speculation | None) -> LoadedModel | None:
 def beside_laws(
     config: EngineConfig, model: LoadedModel, speculation: Speculation, budget: MemoryBudget, ledger: DecisionLedger
 ) -> MemoryBudget:
-    """Return the memory left after the buffer of draft distributions; ConfigError if that does not
-    fit.
+    """Return the memory left after the buffer of draft distributions.
+
+    Raises ConfigError if the buffer does not fit.
     """
     shape = speculation.laws_shape(config.max_requests, model.config.vocab_size)
     if not shape:
@@ -207,8 +209,9 @@ def trial(
     speculation: Speculation | None,
     worker: TpModelWorker,
 ) -> Trial | None:
-    """Return the speculative worker with a plain one, to try which is faster. None if there is no
-    trial.
+    """Return the speculative worker with a plain one, to try which is faster.
+
+    None if there is no trial.
     """
     if speculation is None or not speculation.is_tried or not isinstance(worker, SpeculativeWorker):
         return None

@@ -49,8 +49,9 @@ EAGLE, EAGLE3, MTP, STANDALONE, DFLASH, FROZEN = MODELS = (
 )
 """Kinds with a draft model."""
 COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
-"""The choices of `speculative_verify`. `coupled` accepts a draft token if it is what the target
-draws.
+"""The choices of `speculative_verify`.
+
+`coupled` accepts a draft token if it is what the target draws.
 """
 DRAFT_LOADER: Ref = "sglcore.models.draft:load_draft"
 DRAFT_KIND: Ref = "sglcore.models.draft:kind_of"
@@ -65,8 +66,9 @@ IN_TREES = (EAGLE, EAGLE3, MTP, STANDALONE, FROZEN)
 TREE_MASK = "tree_mask"
 """The feature of attention backends that can mask single cells for a row."""
 TREE_TOKENS, TREE_DEPTH = 7, 5
-"""Default draft tokens and depth of a tree; the depth is reduced if there are too few tokens or
-cells.
+"""Default draft tokens and depth of a tree.
+
+The depth is reduced if there are too few tokens or cells.
 """
 
 LoadDraft = Callable[[Path, str], Any]
@@ -129,8 +131,9 @@ class Speculation:
         return self.lengths[-1]
 
     def laws_shape(self, requests: int, vocab_size: int) -> tuple[int, ...]:
-        """Return the shape [slots, k, V] of the draft distributions, float32; empty if no rule
-        reads them.
+        """Return the shape [slots, k, V] of the draft distributions, float32.
+
+        Empty if no rule reads them.
         """
         return () if self.rule == COUPLED or self.draft is None else (requests + 1, self.tokens, vocab_size)
 
@@ -244,10 +247,10 @@ def choose_speculation(
 def _tree_of(
     config: EngineConfig, kind: str, model: LoadedModel, ledger: DecisionLedger, no_trees: str
 ) -> tuple[EngineConfig, TreeShape | None]:
-    """Return the configuration and the configured tree; a chain if the device cannot mask single
-    cells.
+    """Return the configuration and the configured tree.
 
-    Raises ConfigError if the model or the configuration does not allow the tree.
+    A chain if the device cannot mask single cells. Raises ConfigError if the model or the
+    configuration does not allow the tree.
     """
     tree = _tree(config, kind)
     if tree is None:
@@ -262,8 +265,9 @@ def _tree_of(
 
 
 def _with_draft(config: EngineConfig, made: Speculation, draft: Any, ledger: DecisionLedger) -> Speculation:
-    """Add a loaded draft. Raises ConfigError if it cannot draft after verified tokens, or not that
-    many.
+    """Add a loaded draft.
+
+    Raises ConfigError if it cannot draft after verified tokens, or not that many.
     """
     if reason := _reason_against_draft(draft.model, made.kind):
         raise ConfigError(f"the draft keeps {reason}", remedy="use another draft")
@@ -319,8 +323,9 @@ def _tree(config: EngineConfig, kind: str) -> TreeShape | None:
 
 
 def _lengths_in_block(config: EngineConfig, made: Speculation, block: int) -> tuple[int, ...]:
-    """Return the lengths that fit in a block after its root. Raises ConfigError if more were
-    configured.
+    """Return the lengths that fit in a block after its root.
+
+    Raises ConfigError if more were configured.
     """
     most = block - 1
     if config.draft_tokens is not None and made.tokens > most:

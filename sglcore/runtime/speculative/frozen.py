@@ -70,8 +70,9 @@ class FrozenDrafter:
         return replace(decode_batch(rows.batch, slots, positions, ids, most, features), turn=Turn(self._epoch, 0))
 
     def planned(self, batch: ForwardBatch, steps: int) -> ForwardBatch:
-        """Plan the batch for `steps` forwards, unless a graph runs it; graphs have their own
-        plans.
+        """Plan the batch for `steps` forwards, unless a graph runs it.
+
+        Graphs have their own plans.
         """
         runner = self.runner
         if runner.graphs is None or not runner.graphs.can_run(batch):

@@ -113,8 +113,9 @@ class MultiHeadDrafter:
             yield hidden.index_select(0, last)
 
     def run_nothing(self, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
-        """Run the layers without requests, because other data-parallel shards have some; features
-        [0, H].
+        """Run the layers without requests, because other data-parallel shards have some.
+
+        `features` are [0, H].
         """
         plan = rows.batch.step_plan
         assert plan is not None

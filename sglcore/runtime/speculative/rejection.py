@@ -63,8 +63,9 @@ class Chain:
 
 
 class Rejection:
-    """Acceptance by token. Depends only on the requests' seeds, lengths and distributions; no host
-    reads.
+    """Acceptance by token.
+
+    Depends only on the requests' seeds, lengths and distributions; no host reads.
     """
 
     def __init__(self, sampler: Sampler) -> None:

@@ -25,8 +25,9 @@ MOST_RECORDS = 2048
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """For each request `width` beams grow to `depth` tokens; `nodes` - 1 draft tokens are kept,
-    plus the root.
+    """For each request `width` beams grow to `depth` tokens.
+
+    `nodes` - 1 draft tokens are kept, plus the root.
     """
 
     width: int

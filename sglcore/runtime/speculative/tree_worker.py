@@ -1,5 +1,6 @@
-"""The worker that verifies draft trees: the same step; the accepted path is put in order before
-later stages read it.
+"""The worker that verifies draft trees: the same step.
+
+The accepted path is put in order before later stages read it.
 """
 
 from __future__ import annotations

@@ -375,8 +375,9 @@ def replace_proposals(table: Tensor, slots: Tensor, given: Tensor) -> None:
 
 
 def _chunk_arrays(batch: ScheduleBatch, rows: RowPlan) -> dict[str, NDArray]:
-    """Return the token after each chunk, its end, whether its request is new; slots and limits of
-    sampled rows.
+    """Return the token after each chunk, its end, whether its request is new.
+
+    Slots and limits of sampled rows.
     """
     assert batch.cell_limits is not None
     following = np.full(batch.batch_size, -1, np.int32) if batch.next_ids is None else batch.next_ids

@@ -91,8 +91,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         return found
 
     def plan(self, batch: ForwardBatch) -> CompressedPlan:
-        """Plan on the device, with the same number of operations for any batch; host lengths bound
-        the sizes.
+        """Plan on the device, with the same number of operations for any batch.
+
+        Host lengths bound the sizes.
         """
         tokens = TokenRows.of(batch, self.req_to_token_pool.max_tokens)
         counts = {kept.ratio: _most_completed(batch, kept.ratio) for kept in self.token_to_kv_pool.states}
@@ -174,8 +175,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         return found
 
     def _empty(self, tokens: TokenRows, counts: Mapping[int, int], window_out: Tensor) -> CompressedPlan:
-        """Allocate a plan with unwritten lists; `counts` are numbers of completed blocks, by
-        ratio.
+        """Allocate a plan with unwritten lists.
+
+        `counts` are numbers of completed blocks, by ratio.
         """
         pool, size, device = self.token_to_kv_pool, len(tokens.slots), tokens.slots.device
         (width,) = (each for each in self.shape.windows if each is not None)
@@ -227,8 +229,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
     def _fill_completed(
         self, out: Completed, kept: KeptRows, rows: RequestRows, slots: Tensor, batch: ForwardBatch
     ) -> None:
-        """Compute the completed blocks. States are in window pages, from the first page a request
-        still has.
+        """Compute the completed blocks.
+
+        States are in window pages, from the first page a request still has.
         """
         pool, table, offsets = self.token_to_kv_pool, self.req_to_token_pool.page_table, None
         state_table = None if kept.place is Place.SLOTS else table

@@ -33,8 +33,9 @@ class Compressor:
     cos_sin_cache: Tensor
 
     def __call__(self, kv_gate: Tensor, batch: ForwardBatch, backend: DeepseekV4AttnBackend) -> None:
-        """Compress kv_gate [T, 2 C], values and gates side by side. Call once per forward: it
-        advances the state.
+        """Compress kv_gate [T, 2 C], values and gates side by side.
+
+        Call once per forward: it advances the state.
         """
         _, plan = backend.planned(batch)
         pool, kernels, layer_id = backend.token_to_kv_pool, backend.kernels, self.layer.layer_id
@@ -48,8 +49,9 @@ class Compressor:
 
 @dataclass(frozen=True, slots=True)
 class C4Indexer:
-    """Chooses the complete blocks that each token attends to. Each block's key is scored by `heads`
-    queries.
+    """Chooses the complete blocks that each token attends to.
+
+    Each block's key is scored by `heads` queries.
     """
 
     layer: SparseLayer

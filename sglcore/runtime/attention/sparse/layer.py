@@ -83,8 +83,9 @@ class SparseLayer(Attention, ABC):
 
 @torch.library.custom_op("sglcore::sparse_layer", mutates_args=())
 def sparse_layer_op(hidden: Tensor, layer_id: int) -> Tensor:
-    """A sparse layer as one operation that is opaque to a compiler; its inputs come from the
-    context.
+    """A sparse layer as one operation that is opaque to a compiler.
+
+    Its inputs come from the context.
     """
     layer = get_forward_context().layers[layer_id]
     assert isinstance(layer, SparseLayer)

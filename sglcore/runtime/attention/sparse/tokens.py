@@ -39,10 +39,10 @@ class TokenRows:
 
     @classmethod
     def of(cls, batch: ForwardBatch, most: int) -> Self:
-        """Return the tokens of a batch on the device; `most` is used if only the device knows the
-        lengths.
+        """Return the tokens of a batch on the device.
 
-        Shares the batch's tensors if each row is one token.
+        `most` is used if only the device knows the lengths. Shares the batch's tensors if each row
+        is one token.
         """
         if batch.seq_lens_cpu is not None:
             most = int(batch.seq_lens_cpu.max(initial=1))

@@ -44,10 +44,9 @@ def gated_kernel(
     BLOCK: tl.constexpr,
     IS_GELU: tl.constexpr,
 ):
-    """silu(gate) * up, or GELU as gate * sigmoid(2 z) with z the argument of its tanh. A limit may
-    be None.
+    """silu(gate) * up, or GELU as gate * sigmoid(2 z) with z the argument of its tanh.
 
-    Floor: 2 * rows * SIZE elements read and rows * SIZE written.
+    A limit may be None. Floor: 2 * rows * SIZE elements read and rows * SIZE written.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -71,8 +70,9 @@ def silu_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
 
 
 def gelu_tanh_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `gelu_tanh_and_mul`. While tracing, a compiler gets the reference and fuses
-    it.
+    """The table's `gelu_tanh_and_mul`.
+
+    While tracing, a compiler gets the reference and fuses it.
     """
     if torch.compiler.is_compiling():
         return reference_gelu_tanh_and_mul(x)
@@ -80,8 +80,9 @@ def gelu_tanh_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
 
 
 def limited_silu_and_mul(x: Tensor, limit: float, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `limited_silu_and_mul`. While tracing, a compiler gets the reference and fuses
-    it.
+    """The table's `limited_silu_and_mul`.
+
+    While tracing, a compiler gets the reference and fuses it.
     """
     if torch.compiler.is_compiling():
         return reference_limited_silu_and_mul(x, limit)

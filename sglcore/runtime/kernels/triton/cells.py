@@ -28,8 +28,9 @@ def store_kv_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store keys and values. Floor: 2 * tokens * WIDTH elements read and written; WIDTH = kv_heads
-    * head_dim.
+    """Store keys and values.
+
+    Floor: 2 * tokens * WIDTH elements read and written; WIDTH = kv_heads * head_dim.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -47,8 +48,9 @@ def store_kv_kernel(
 def cache_locations_kernel(
     page_table, slots, positions, out, tokens, table_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute cells from the page table. Floor: three int32 read and one index written for each
-    token.
+    """Compute cells from the page table.
+
+    Floor: three int32 read and one index written for each token.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
@@ -61,8 +63,9 @@ def cache_locations_kernel(
 def store_kv(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor, tuning: Tuning = Tuning()
 ) -> None:
-    """The table's `store_kv`; both caches have the same strides, and a cell's heads are
-    contiguous.
+    """The table's `store_kv`.
+
+    Both caches have the same strides, and a cell's heads are contiguous.
     """
     tokens = key.shape[0]
     if not tokens:

@@ -32,8 +32,9 @@ def compress_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (event, channels). Floor: the SPAN values and gates of each channel of an event,
-    read once.
+    """Programs (event, channels).
+
+    Floor: the SPAN values and gates of each channel of an event, read once.
     """
     event = tl.program_id(0).to(tl.int64)
     token, channel = tl.arange(0, TOKENS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

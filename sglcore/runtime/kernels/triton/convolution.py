@@ -35,10 +35,10 @@ def causal_conv_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (row, tile of its tokens, channels). Only a row's first tile reads and then writes
-    its tail.
+    """Programs (row, tile of its tokens, channels).
 
-    Floor: 2 * tokens * SIZE elements, and 2 * rows * (TAPS - 1) * SIZE of tails.
+    Only a row's first tile reads and then writes its tail. Floor: 2 * tokens * SIZE elements, and 2
+    * rows * (TAPS - 1) * SIZE of tails.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

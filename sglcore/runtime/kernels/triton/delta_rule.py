@@ -28,8 +28,9 @@ def softplus(x):
 
 @triton.jit
 def gates(a, b, a_log, dt_bias, token, a_stride, b_stride, head, mask):
-    """Return the logarithm of the decay and the strength of the update of one head; 0 where
-    masked.
+    """Return the logarithm of the decay and the strength of the update of one head.
+
+    0 where masked.
     """
     rate = tl.exp(tl.load(a_log + head))
     wide = tl.load(a + token * a_stride + head, mask=mask, other=0.0).to(tl.float32) + tl.load(dt_bias + head)

@@ -244,8 +244,9 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, t
 def limited_moe(
     hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """The table's `limited_moe`, by the same kernels. While tracing, a compiler gets the
-    reference.
+    """The table's `limited_moe`, by the same kernels.
+
+    While tracing, a compiler gets the reference.
     """
     if torch.compiler.is_compiling():
         return reference_limited_moe(hidden, weights, ids, w13, w2, limit)
@@ -264,8 +265,9 @@ def clamped_moe(
     limit: float,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `clamped_moe`, by the same kernels. While tracing, a compiler gets the
-    reference.
+    """The table's `clamped_moe`, by the same kernels.
+
+    While tracing, a compiler gets the reference.
     """
     if torch.compiler.is_compiling():
         return reference_clamped_moe(hidden, weights, ids, w13, b13, w2, b2, alpha, limit)
@@ -286,8 +288,9 @@ def mxfp4_moe(
     limit: float,
     tuning: Tuning = Tuning(),
 ) -> Tensor:
-    """The table's `mxfp4_moe`, by the same kernels. While tracing, a compiler gets the
-    reference.
+    """The table's `mxfp4_moe`, by the same kernels.
+
+    While tracing, a compiler gets the reference.
     """
     if torch.compiler.is_compiling():
         return reference_mxfp4_moe(hidden, weights, ids, w13, s13, b13, w2, s2, b2, alpha, limit)

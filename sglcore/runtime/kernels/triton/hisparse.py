@@ -45,11 +45,11 @@ def swap_in_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Programs (request). `marks` int32 [requests, PLACES] starts as zeros; it marks places in use,
-    then has
+    """Programs (request).
 
-    those to take, in order. Floor: 2 * K + 3 * PLACES int32 read and 3 * K + PLACES written for
-    each request.
+    `marks` int32 [requests, PLACES] starts as zeros; it marks places in use, then has those to
+    take, in order. Floor: 2 * K + 3 * PLACES int32 read and 3 * K + PLACES written for each
+    request.
     """
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + request).to(tl.int64)

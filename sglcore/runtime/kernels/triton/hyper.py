@@ -198,8 +198,9 @@ def hc_pre(
     iters: int,
     tuning: Tuning = Tuning(),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The table's `hc_pre`; a token's streams are contiguous. While tracing, a compiler gets the
-    reference and fuses it.
+    """The table's `hc_pre`; a token's streams are contiguous.
+
+    While tracing, a compiler gets the reference and fuses it.
     """
     if torch.compiler.is_compiling():
         return reference.hc_pre(h, fn, base, scale, norm_eps, hc_eps, iters)
@@ -212,8 +213,9 @@ def hc_pre(
 def hc_head(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, tuning: Tuning = Tuning()
 ) -> Tensor:
-    """The table's `hc_head`; a token's streams are contiguous. While tracing, a compiler gets the
-    reference and fuses it.
+    """The table's `hc_head`; a token's streams are contiguous.
+
+    While tracing, a compiler gets the reference and fuses it.
     """
     if torch.compiler.is_compiling():
         return reference.hc_head(h, fn, base, scale, norm_eps, hc_eps)
@@ -281,8 +283,9 @@ def _collapsed(
 
 
 def hc_post(x: Tensor, h: Tensor, post: Tensor, comb: Tensor, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `hc_post`; a token's streams are contiguous. While tracing, a compiler gets the
-    reference and fuses it.
+    """The table's `hc_post`; a token's streams are contiguous.
+
+    While tracing, a compiler gets the reference and fuses it.
     """
     if torch.compiler.is_compiling():
         return reference.hc_post(x, h, post, comb)

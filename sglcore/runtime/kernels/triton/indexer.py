@@ -121,10 +121,10 @@ def index_top_k_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs (token): store the entries that reach the threshold, in order; of those equal to it
-    the first.
+    """Programs (token): store the entries that reach the threshold, in order.
 
-    Floor: the logits, read once if there are more than K; later passes find them in the cache.
+    Of those equal to it the first. Floor: the logits, read once if there are more than K; later
+    passes find them in the cache.
     """
     token = tl.program_id(0).to(tl.int64)
     slot, count = tl.load(slots + token).to(tl.int64), tl.minimum(tl.load(lens + token), width)

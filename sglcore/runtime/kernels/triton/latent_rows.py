@@ -118,8 +118,9 @@ def tail_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Rows (token, head). A neighbour is loaded again, from the cache. Floor: rows * SIZE elements
-    read and written.
+    """Rows (token, head). A neighbour is loaded again, from the cache.
+
+    Floor: rows * SIZE elements read and written.
     """
     flat = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, live = tl.arange(0, BLOCK), flat < rows

@@ -32,8 +32,9 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Floor: x read once, out written once, 2 * rows * SIZE elements; the weight stays in the
-    cache.
+    """Floor: x read once, out written once, 2 * rows * SIZE elements.
+
+    The weight stays in the cache.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -146,8 +147,9 @@ def gated_rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()) -> Tensor:
-    """The table's `rms_norm`; x [T, N] or [T, heads, N] by strides. While tracing, a compiler gets
-    the reference.
+    """The table's `rms_norm`; x [T, N] or [T, heads, N] by strides.
+
+    While tracing, a compiler gets the reference.
     """
     if torch.compiler.is_compiling():
         return reference_rms_norm(x, weight, eps)

@@ -150,8 +150,9 @@ def place_proposals(
     owners: Tensor,
     tuning: Tuning = Tuning(),
 ) -> None:
-    """The table's `place_proposals`. A step of fewer draft tokens than the table has runs the same
-    program.
+    """The table's `place_proposals`.
+
+    A step of fewer draft tokens than the table has runs the same program.
     """
     requests = slots.shape[0]
     if not requests:

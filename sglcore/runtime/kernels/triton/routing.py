@@ -33,8 +33,9 @@ def top_k_routing_kernel(
     NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Equal probabilities prefer the lower id; ids are valid for any row. Floor: rows * EXPERTS
-    elements read.
+    """Equal probabilities prefer the lower id; ids are valid for any row.
+
+    Floor: rows * EXPERTS elements read.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK)
@@ -93,8 +94,9 @@ def sqrtsoftplus_routing_kernel(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """As `top_k_routing_kernel`, for sums that may be negative. Floor: rows * EXPERTS elements
-    read.
+    """As `top_k_routing_kernel`, for sums that may be negative.
+
+    Floor: rows * EXPERTS elements read.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert, choice = tl.arange(0, BLOCK), tl.arange(0, WIDE)
@@ -156,8 +158,9 @@ def hash_routing_kernel(
 def sqrtsoftplus_routing(
     logits: Tensor, bias: Tensor, k: int, scale: float, tuning: Tuning = Tuning()
 ) -> tuple[Tensor, Tensor]:
-    """The table's `sqrtsoftplus_routing`. While tracing, a compiler gets the reference and fuses
-    it.
+    """The table's `sqrtsoftplus_routing`.
+
+    While tracing, a compiler gets the reference and fuses it.
     """
     if torch.compiler.is_compiling():
         return reference_sqrtsoftplus_routing(logits, bias, k, scale)

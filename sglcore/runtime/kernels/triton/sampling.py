@@ -54,8 +54,9 @@ def load_row(logits, row, stride, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def best_kernel(logits, best, stride, vocab, BLOCK: tl.constexpr):
-    """Programs (row, block): the key of the block's first largest logit. Floor: the logits, read
-    once.
+    """Programs (row, block): the key of the block's first largest logit.
+
+    Floor: the logits, read once.
     """
     row = tl.program_id(0).to(tl.int64)
     ids, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
@@ -153,8 +154,9 @@ def search_kernel(sums, cut, found, limits, table, FINE: tl.constexpr, WEIGHTED:
 def ties_kernel(
     logits, best, scale, cut, ties, stride, vocab, BLOCK: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Programs (row, block): count the block's tokens that have the gap of the cut. Floor: the
-    logits, read once.
+    """Programs (row, block): count the block's tokens that have the gap of the cut.
+
+    Floor: the logits, read once.
     """
     row = tl.program_id(0).to(tl.int64)
     _, inside, wide = load_row(logits, row, stride, vocab, BLOCK)

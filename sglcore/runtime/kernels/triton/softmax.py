@@ -50,8 +50,9 @@ def take_scores(score, values, best, total, mean):
 
 @triton.jit
 def take_in(query, keys, values, seen, scale, best, total, mean, SOFTCAP: tl.constexpr):
-    """As `take_scores`; `seen` [QUERIES, TOKENS], or broadcastable to it, says which tokens a row
-    sees.
+    """As `take_scores`.
+
+    `seen` [QUERIES, TOKENS], or broadcastable to it, says which tokens a row sees.
     """
     score = wide_dot(query, tl.trans(keys)) * scale
     if SOFTCAP is not None:

@@ -43,8 +43,9 @@ def length_of(chosen, width):
 
 @triton.jit
 def lengths_of(chosen, more_chosen, lens, token, width, more_width, PAGE: tl.constexpr):
-    """Return the entries of a token's first list, and of both; with pages, the rows of its
-    request.
+    """Return the entries of a token's first list, and of both.
+
+    With pages, the rows of its request.
     """
     more = 0
     if PAGE:

@@ -31,8 +31,9 @@ def window_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List the last WINDOW tokens, or, without a window, the complete blocks of RATIO. Floor: the
-    output.
+    """List the last WINDOW tokens, or, without a window, the complete blocks of RATIO.
+
+    Floor: the output.
     """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
