@@ -177,8 +177,9 @@ def model(
     kernels: KernelTable,
     groups: Groups | None,
 ) -> LoadedModel:
-    """Return the model, or this rank's part of it, with its weights on the device and the package's
-    kernels.
+    """Return the model, or this rank's part of it, with its weights on the device.
+
+    It calls the functions of the package's kernel table.
     """
     load = resolve(MODEL_LOADER)
     return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress, groups=groups)
@@ -242,9 +243,7 @@ def runner(
     groups: Groups | None = None,
     halves: Halves | None = None,
 ) -> ModelRunner:
-    """Return the runner with its registries, and with graphs as configured or as the device
-    prefers.
-    """
+    """Return the runner with its registries, and with graphs if configured or preferred."""
     backend = make_backend(config, package, facts, streams, attention, ledger, groups)
     cells = kernels.cache_locations if model.config.is_encoder else _cache_locations(kernels, pools, facts, ledger)
     pool = None if model.config.is_encoder else pools.req_to_token

@@ -134,11 +134,10 @@ class Staging:
 
 
 class BufferRegistry:
-    """Input buffers by name, for batches of `batch_type` with up to `max_bs` requests and
-    `max_num_tokens` tokens.
+    """Input buffers by name, for batches of `batch_type`.
 
-    Capacity grows by powers of two until `freeze` (a graph has captured addresses). After that a
-    larger batch is an error.
+    Capacity is `max_bs` requests and `max_num_tokens` tokens. It grows by powers of two until
+    `freeze` (a graph has captured addresses). After that a larger batch is an error.
     """
 
     def __init__(
@@ -203,9 +202,7 @@ class BufferRegistry:
         return tuple(buffer.tensor for buffer in self._buffers.values())
 
     def make_buffers(self) -> None:
-        """Allocate every buffer at the present capacity and check that it is on this registry's
-        device.
-        """
+        """Allocate every buffer at the present capacity; check that it is on this device."""
         self._views.clear()
         self._heads.clear()
         self._staging.clear()
@@ -302,9 +299,7 @@ class BufferRegistry:
         return found
 
     def commit(self) -> None:
-        """Copy the staged values to the device: one asynchronous copy, or none with shared
-        memory.
-        """
+        """Copy staged values to the device: one asynchronous copy, none with shared memory."""
         self.block.commit()
 
     def fill_from(self, batch: ForwardBatch, ctx: FillContext, skip: Collection[str] = ()) -> None:
@@ -374,13 +369,13 @@ class BufferRegistry:
         return heads
 
     def extract_buffer(self, template: ForwardBatch, padded_bs: int, padded_num_tokens: int) -> ForwardBatch:
-        """Return the padded view: fields with a buffer become slices of it, others come from
-        `template`.
+        """Return the padded view of a batch.
 
-        A plain field that is None in the template stays None, because its buffer holds an older
-        batch. Computed buffers are always exposed if the batch declares a field of their name. The
-        template does not change. The plan record keeps the sizes it was made for, so padding after
-        planning is detected.
+        Fields with a buffer become slices of it, others come from `template`. A plain field that is
+        None in the template stays None, because its buffer holds an older batch. Computed buffers
+        are always exposed if the batch declares a field of their name. The template does not
+        change. The plan record keeps the sizes it was made for, so padding after planning is
+        detected.
         """
         changes: dict[str, Any] = {"batch_size": padded_bs, "num_tokens": padded_num_tokens}
         for spec in specs(type(template)):
@@ -402,9 +397,7 @@ class BufferRegistry:
 
 
 def _is_optional(buffer: InputBuffer) -> bool:
-    """Return whether a step may come without this field, or bring it from elsewhere than the
-    host.
-    """
+    """Return whether a step may lack this field, or bring it from elsewhere than the host."""
     return not buffer.spec.is_staged or buffer.spec.when in (When.IF_GIVEN, When.WINDOWS)
 
 

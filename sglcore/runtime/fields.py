@@ -1,5 +1,6 @@
-"""The torch side of the declarations of a batch: element types, and the tensors that a batch
-holds.
+"""The torch side of the declarations of a batch.
+
+Element types, and the tensors that a batch holds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The state of a forward that layers need and batches do not carry: the attention backend and its
-pools.
+"""The state of a forward that layers need and batches do not carry.
 
-Contexts are frozen and nested: `forward_context` enters one and restores the outer one on exit.
+The attention backend and its pools. Contexts are frozen and nested: `forward_context` enters one
+and restores the outer one on exit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class Segments(Protocol):
     """The captured segments of a forward that is captured in pieces."""
 
     def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """End the segment, run `call(*inputs)` uncaptured, and begin the next segment with its
-        result.
+        """End the segment, run `call(*inputs)` uncaptured, begin the next one with its result.
 
         At each replay the call runs on the rows of the real batch, with the context of that batch.
         Its tensors have one row per token; the result has the shape and dtype of the first input.

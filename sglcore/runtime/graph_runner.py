@@ -53,11 +53,11 @@ class GraphRunner:
         needs_host_lengths: bool = False,
         halves: Halves | None = None,
     ) -> None:
-        """Capture `forward` for every bucket, the largest first, and call `progress(done, total)`
-        after each.
+        """Capture `forward` for every bucket, the largest first.
 
-        Waits. All device work, including capture, runs on the forward stream of `streams`.
-        `halves`: how decode batches are split into two micro-batches.
+        Calls `progress(done, total)` after each. Waits. All device work, including capture, runs on
+        the forward stream of `streams`. `halves`: how decode batches are split into two
+        micro-batches.
         """
         self.backend = backend
         self.memory: int | None = None
@@ -81,8 +81,9 @@ class GraphRunner:
         return () if self._closed else self.decode.sizes
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Return whether a graph can run this batch: there is a bucket for it and the graph reads
-        all its inputs.
+        """Return whether a graph can run this batch.
+
+        There must be a bucket for it, and the graph must read all its inputs.
         """
         policy = self._policy(batch)
         return policy is not None and policy.can_run(batch)
@@ -170,8 +171,8 @@ class GraphRunner:
 
 
 def _owned(batch: ForwardBatch, hidden: Tensor, beside: Tensor) -> Tensor:
-    """Return hidden [T, H], with the rows of slot 0 (padding) replaced by those of `beside` in a
-    decode.
+    """Return hidden [T, H]; in a decode, rows of slot 0 (padding) are replaced by those of
+    `beside`.
     """
     if not batch.forward_mode.is_decode:
         return hidden

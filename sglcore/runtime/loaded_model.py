@@ -18,9 +18,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class LinearLayer(Protocol):
-    """A linear layer of a loaded model, with its `weight` in the form that the device's kernels
-    read.
-    """
+    """A linear layer of a loaded model; its `weight` has the form that the kernels read."""
 
     weight: Tensor
 
@@ -67,10 +65,9 @@ class LoadedModel(Model, Protocol):
 
     @property
     def sliced_layers(self) -> int:
-        """Number of layers if a forward can run in slices of layers (`embed`, `run_layers`,
-        `finish`).
+        """Number of layers if a forward can run in slices of layers; 0: it runs whole only.
 
-        0 if a forward runs whole only.
+        Slices are `embed`, `run_layers` and `finish`.
         """
         ...
 

@@ -1,6 +1,4 @@
-"""One model on one device: stages a host batch, plans attention, enters the context, runs eagerly
-or by graph.
-"""
+"""One model on one device: stages batches, plans attention, runs eagerly or by graph."""
 
 from __future__ import annotations
 
@@ -116,10 +114,10 @@ class ModelRunner:
         return self.decode_registry if batch.forward_mode.is_decode else self.prefill_registry
 
     def init_batch(self, batch: ScheduleBatch, arrays: StagedArrays | None = None) -> ForwardBatch:
-        """Stage a host batch: page-table changes, inputs, last tokens, states that enter slots, and
-        `arrays`.
+        """Stage a host batch on the device and return it.
 
-        One copy to the device, or two if `arrays` is large. Does not wait.
+        Includes page-table changes, inputs, last tokens, states that enter slots, and `arrays`. One
+        copy to the device, or two if `arrays` is large. Does not wait.
         """
         registry = self.registry_for(batch)
         if self._poison:

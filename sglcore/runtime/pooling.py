@@ -1,6 +1,4 @@
-"""Pooling: one vector per request, computed from its hidden states as `checkpoint/pooling.py`
-describes.
-"""
+"""Pooling: one vector per request from its hidden states, as `checkpoint/pooling.py` describes."""
 
 from __future__ import annotations
 

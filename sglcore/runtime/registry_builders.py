@@ -182,11 +182,10 @@ def _computed(
 
 
 def cache_locations(pool: ReqToTokenPool, compute: Compute, field: str = "positions") -> PostFill:
-    """Return a `post_fill` that computes the cell of each token from the page table and its
-    position.
+    """Return a `post_fill` that computes the cell of each token from the page table.
 
-    The position is the batch's `field`; in a batch with trees it is the row's `seq_lens - 1`.
-    Padding tokens keep cell 0.
+    The position of a token is the batch's `field`; in a batch with trees it is the row's `seq_lens
+    - 1`. Padding tokens keep cell 0.
     """
     read = attrgetter("req_pool_indices", field)
 

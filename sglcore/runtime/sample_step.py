@@ -1,5 +1,6 @@
-"""From hidden states to tokens: logits of the sampled rows, the draw, and the state kept for the
-next step.
+"""From hidden states to tokens.
+
+Logits of the sampled rows, the draw, and the state kept for the next step.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ class SampleStep:
         return sampled, prompt
 
     def is_steady(self, number: int) -> bool:
-        """Return whether the last draw had this composition and needs no host lengths (no
-        penalties).
+        """Return whether the last draw had this composition and no penalties.
+
+        Such a draw needs no host lengths.
         """
         return self._known.host.number == number and not self._known.host.needs.any_penalty
 
@@ -183,9 +185,7 @@ class SampleStep:
     def _penalties(
         self, known: DeviceSampling, batch: ScheduleBatch, rows: RowPlan, positions: Tensor
     ) -> PenaltyState | None:
-        """Count tokens in the history anew at each step: nothing is accumulated, so nothing is
-        counted twice.
-        """
+        """Count the tokens of the history, anew at each step: nothing can be counted twice."""
         if known.penalties is None:
             return None
         own, constant, slots = known.penalties
@@ -214,8 +214,9 @@ def repeated(state: SamplingState, count: int) -> SamplingState:
 
 
 def _of_requests(state: SamplingState, width: int) -> SamplingState:
-    """Return the state of each request's first row, for a draw without penalties, biases, XTC and
-    masks.
+    """Return the state of each request's first row, for a plain draw.
+
+    Without penalties, biases, XTC and masks.
     """
     needs = replace(state.needs, any_penalty=False, any_bias=False, any_xtc=False, top_logprobs=None)
     parts = {item.name: getattr(state, item.name) for item in fields(state)}

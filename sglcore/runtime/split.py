@@ -173,9 +173,7 @@ def _clipped(name: str, value: Any, part: Clip) -> Any:
 
 
 def _moved(value: Any, part: Clip, moved: Moved) -> Any:
-    """Adjust one number per request, of a tensor or of a host array, which may have fewer
-    entries.
-    """
+    """Adjust one number per request, of a tensor or of a (possibly shorter) host array."""
     found = value[part.rows]
     before, behind = moved.by_skipped * part.skipped, -moved.by_rest * part.rest
     if not (before or behind) or not len(found):

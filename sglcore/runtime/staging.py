@@ -1,8 +1,8 @@
-"""Copies host data to the device: one block of words with a device twin, and the other arrays of a
-step.
+"""Copies host data to the device.
 
-If host and device share memory, both sides are the same bytes. Otherwise the host side is a ring of
-pinned buffers, so that writing the next step does not race with the copy of the previous one.
+One block of words with a device twin, and the other arrays of a step. If host and device share
+memory, both sides are the same bytes. Otherwise the host side is a ring of pinned buffers, so that
+writing the next step does not race with the copy of the previous one.
 """
 
 from __future__ import annotations
@@ -119,9 +119,7 @@ class HostBlock:
         self._copies = [(self._device[:size], mirror.memory[:size]) for mirror in self._mirrors]
 
     def part(self, offset: int, shape: tuple[int, ...], dtype: str = "int32") -> tuple[Tensor, NDArray]:
-        """Return the device view and the host view of one array in the block, of a four-byte
-        dtype.
-        """
+        """Return device view and host view of one array in the block, of a four-byte dtype."""
         end = offset + math.prod(shape)
         device, host = self._device[offset:end].view(shape), self._host[offset:end].reshape(shape)
         return device.view(getattr(torch, dtype)), host.view(dtype)

@@ -59,11 +59,10 @@ class StateLayer(ABC):
 
 
 class ReplayedLayer(StateLayer):
-    """A state layer in three parts: `take` and `finish` work on each token alone, `advance` updates
-    states.
+    """A state layer in three parts.
 
-    After a verification, states can thus be advanced over the accepted tokens again without `take`
-    and `finish`.
+    `take` and `finish` work on each token alone, `advance` updates states. After a verification,
+    states can thus be advanced over the accepted tokens again without `take` and `finish`.
     """
 
     def __init__(self, layer_id: int, kept: Mapping[str, StateTensor], taken_in: StateTensor) -> None:

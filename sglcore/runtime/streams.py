@@ -1,6 +1,4 @@
-"""The streams of a device: one for forwards, one for host preparation and readback, optionally one
-for prefill slices.
-"""
+"""The streams of a device: for forwards, for host preparation and readback, for prefill slices."""
 
 from __future__ import annotations
 

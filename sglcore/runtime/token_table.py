@@ -1,8 +1,8 @@
-"""Per-slot state that the device keeps between steps: the last token, and the token history if
-sampling needs it.
+"""Per-slot state that the device keeps between steps.
 
-A decode step reads its input ids from here, not from the host. It can therefore be scheduled before
-the tokens of the step before it are known.
+The last token, and the token history if sampling needs it. A decode step reads its input ids from
+here, not from the host. It can therefore be scheduled before the tokens of the step before it are
+known.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from torch import Tensor
 
 
 class TokenTable:
-    """The last sampled token of each slot, `last` int32[slots + 1], and optionally the slot's token
-    history.
+    """The last sampled token of each slot, and optionally the slot's token history.
+
+    `last` is int32[slots + 1].
     """
 
     def __init__(self, max_requests: int, max_model_len: int, device: str) -> None:
@@ -23,10 +24,9 @@ class TokenTable:
 
     @property
     def history(self) -> Tensor:
-        """int32[slots + 1, context + 1]: the tokens of each slot, for requests with penalties or
-        n-gram inputs.
+        """int32[slots + 1, context + 1]: the tokens of each slot, allocated at first use.
 
-        Allocated at first use.
+        For requests with penalties or n-gram inputs.
         """
         if self._history is None:
             self._history = torch.zeros(self._history_shape, dtype=torch.int32, device=self.last.device)

@@ -1,5 +1,6 @@
-"""The ModelWorker of every torch device: takes a ScheduleBatch, returns a ticket, and results at
-collect.
+"""The ModelWorker of every torch device.
+
+Takes a ScheduleBatch, returns a ticket, and results at collect.
 """
 
 from __future__ import annotations
@@ -35,10 +36,9 @@ from sglcore.step.tickets import Tickets, refuse_hidden_states, take_payload
 
 @dataclass(slots=True)
 class Pending:
-    """What a ticket holds until `collect`: the readback, the staged batch with its plan, and the
-    staged arrays.
+    """What a ticket holds until `collect`: everything that the device still reads.
 
-    Together they are everything that the device still reads.
+    The readback, the staged batch with its plan, and the staged arrays.
     """
 
     batch: ForwardBatch
@@ -48,9 +48,7 @@ class Pending:
 
     @property
     def kept(self) -> list[Tensor]:
-        """Every tensor that the device may still read or write: of the batch, the staged arrays,
-        the results.
-        """
+        """Every tensor that the device may still read or write."""
         sent = () if self.arrays is None else self.arrays.arrived.values()
         return [*retained(self.batch), *sent, *self.readback.kept]
 
@@ -184,9 +182,7 @@ class TpModelWorker:
 
     @torch.inference_mode()
     def forward_idle(self, batch: ScheduleBatch) -> Ticket:
-        """Run one forward without rows, so that this rank takes part in the collectives of the
-        others.
-        """
+        """Run one forward without rows, so that this rank joins the collectives of the others."""
         staged, _, output = self._run_idle(batch)
         return self._ticket(batch, staged, None, output)
 

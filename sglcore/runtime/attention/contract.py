@@ -146,14 +146,12 @@ class AttentionBackend(ABC, Generic[Plan]):
         return self.token_to_kv_pool.generation
 
     def cells_of(self, layer: Attention, batch: ForwardBatch) -> tuple[TokenToKVPool, Tensor | None]:
-        """Return the pool of a layer's keys and values, and the cells int[T] of this batch's tokens
-        in it.
-        """
+        """Return the pool of a layer, and the cells int[T] of this batch's tokens in it."""
         return self.token_to_kv_pool, batch.out_cache_loc
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors, other than cells, that a forward of the batch writes, each with the
-        rows int[N] written.
+        """Return the tensors that a forward writes besides cells, each with the rows int[N]
+        written.
         """
         return []
 

@@ -22,22 +22,16 @@ if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
 
 BLOCK_ELEMENTS = 1 << 24
-"""Elements of one block of keys, over all rows: bounds the memory of a gather for any context
-length.
-"""
+"""Maximum elements of a block of keys, over all rows; bounds the memory of a gather."""
 
 
 class GatheredAttention(ReferenceAttention):
-    """Serves every shape, page size, window, softcap, sink and pool, in stream graphs of any
-    device.
-    """
+    """Serves every shape, page size, window, softcap, sink and pool, in stream graphs."""
 
     facts = replace(ReferenceAttention.facts, features=ReferenceAttention.facts.features | {"capture"})
 
     def capture_plan(self, bucket: Bucket) -> ReferencePlan:
-        """Return a plan of sizes only: everything else is read on the device when the graph
-        runs.
-        """
+        """Return a plan of sizes only: the rest is read on the device when the graph runs."""
         rows = bucket.num_tokens // bucket.batch_size
         if rows * bucket.batch_size != bucket.num_tokens:
             raise ValueError(f"{bucket.num_tokens} tokens of {bucket.batch_size} requests are not the same number each")
@@ -98,8 +92,9 @@ class GatheredAttention(ReferenceAttention):
         return out / total[..., None]
 
     def _gathered(self, pages: Tensor, rows: CapturedRows, layer: Attention) -> Iterator[Tensor]:
-        """Yield keys and values of pages int32 [B, P], each float32 [B, P * page_size, kv_heads,
-        dim].
+        """Yield keys and values of pages int32 [B, P].
+
+        Each is float32 [B, P * page_size, kv_heads, dim].
         """
         size = self.req_to_token_pool.page_size
         cells = (pages[:, :, None] * size + rows.places[:size]).view(-1)
@@ -108,7 +103,7 @@ class GatheredAttention(ReferenceAttention):
 
 
 def _visible(last: Tensor, places: Tensor, window: int | None) -> Tensor:
-    """Return bool [B, n, L]: whether queries at `last` int32 [B, n] see the tokens at `places`
+    """Return bool [B, n, L]: whether queries at `last` int32 [B, n] see tokens at `places`
     int32[L].
     """
     mask = places <= last[..., None]

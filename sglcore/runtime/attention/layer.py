@@ -83,16 +83,12 @@ class Attention:
 
     @property
     def size_by_head(self) -> int:
-        """Elements of a token's keys and values if each query head had its own (multi-head
-        attention).
-        """
+        """Elements of a token's keys and values if each query head had its own."""
         return 2 * self.num_heads * self.head_dim
 
     @property
     def features(self) -> frozenset[str]:
-        """The features that a backend's facts must name to serve this layer, besides those of its
-        batches.
-        """
+        """The features that a backend needs to serve this layer, besides those of its batches."""
         asked = {
             "sliding_window": self.sliding_window is not None,
             "softcap": self.softcap is not None,
@@ -103,8 +99,7 @@ class Attention:
         return frozenset(name for name, is_asked in asked.items() if is_asked)
 
     def calls(self, page_size: int) -> Iterable[tuple[Entry[Any], Call]]:
-        """Return the kernel entries that a backend calls for this layer only, with example
-        arguments.
+        """Return the kernel entries that only this layer needs, with example arguments.
 
         The arguments have the sizes and dtypes of real calls. Entries that every model uses are
         left out.
@@ -112,8 +107,7 @@ class Attention:
         return ()
 
     def cells(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return where the caller may store keys and values itself, before it calls with k and v
-        None.
+        """Return where the caller may store keys and values before it calls with k and v None.
 
         The result is the key and value caches [cells, kv_heads, head_dim] and the cells int[T] of
         this forward's tokens. None while a compiler traces, if the backend needs k and v, or if the

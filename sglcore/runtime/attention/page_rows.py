@@ -1,6 +1,4 @@
-"""Attention by libraries that take page-table rows, lengths and query offsets in one call, all on
-the device.
-"""
+"""Attention by libraries that take page-table rows, lengths and query offsets on the device."""
 
 from __future__ import annotations
 

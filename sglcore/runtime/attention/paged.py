@@ -31,7 +31,7 @@ def padded_lengths(batch: ForwardBatch, rows: int) -> NDArray[np.int32]:
 
 
 def offsets(counts: NDArray[np.int32]) -> Tensor:
-    """Return the start of each row and the end of the last: int32[B + 1] of counts int32[B], on the
+    """Return row starts and the end of the last row: int32[B + 1] of counts int32[B], on the
     host.
     """
     return torch.from_numpy(offsets_of(counts))
@@ -69,8 +69,9 @@ def cell_list(pool: ReqToTokenPool, slots: Tensor, starts: Tensor, total: int) -
 
 
 def _places(starts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return row and column of each entry of a concatenated list with row offsets `starts`:
-    int32[total] each.
+    """Return row and column of each entry of a concatenated list: int32[total] each.
+
+    `starts` are the row offsets.
     """
     place = torch.arange(total, dtype=torch.int32, device=starts.device)
     row = torch.searchsorted(starts[1:], place, right=True, out_int32=True)
@@ -107,8 +108,7 @@ def page_lists(pool: ReqToTokenPool, batch: ForwardBatch, rows: int) -> PageList
 
 
 def pinned(host: Tensor, like: Tensor) -> Tensor:
-    """Return a host tensor in pinned memory, so that its copy to the device of `like` does not
-    wait.
+    """Return a host tensor in pinned memory, so that a copy to the device does not wait.
 
     Returns `host` itself if `like` is on the host.
     """

@@ -93,9 +93,7 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return plan
 
     def capture_plan(self, bucket: Bucket) -> ReferencePlan:
-        """Return an empty plan: attention is opaque in a capture and reads the plan when it
-        runs.
-        """
+        """Return an empty plan: attention is opaque in a capture and reads it at run time."""
         return ReferencePlan(self, self.token_to_kv_pool.generation)
 
     def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
@@ -207,9 +205,7 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return out.view(q.shape)
 
     def _attend_singles(self, q: Tensor, part: SingleRows, layer: Attention) -> Tensor:
-        """Attend q [R, kv_heads, group, dim]: the heads of a group are queries over the same
-        keys.
-        """
+        """Attend q [R, kv_heads, group, dim]; the heads of a group share their keys."""
         cells, mask = self._gather(part, layer.sliding_window)
         shape = (part.count, cells.shape[0] // part.count, layer.num_kv_heads, layer.head_dim)
         keys, values = self.token_to_kv_pool.read_cells(layer.layer_id, cells)
@@ -255,8 +251,9 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return (weights @ v.float()).to(q.dtype)
 
     def scores(self, q: Tensor, k: Tensor, layer: Attention) -> Tensor:
-        """Return float32 scores [..., n, s] of q [..., n, dim] and k [..., s, dim], scaled and
-        softcapped.
+        """Return float32 scores [..., n, s] of q [..., n, dim] and k [..., s, dim].
+
+        They are scaled and softcapped.
         """
         scores = (q.float() @ k.float().transpose(-1, -2)) * layer.scaling
         return scores if layer.softcap is None else layer.softcap * torch.tanh(scores / layer.softcap)

@@ -1,5 +1,6 @@
-"""Selects the attention backend: ordered candidates, declared capabilities, a reason for every
-refusal.
+"""Selects the attention backend.
+
+Ordered candidates, declared capabilities, a reason for every refusal.
 """
 
 from __future__ import annotations
@@ -125,8 +126,9 @@ def choose_attention(
     whom: str,
     ledger: DecisionLedger,
 ) -> type[AttentionBackend]:
-    """Return the first backend that serves a shape over these cells, in graphs if graphs are
-    configured.
+    """Return the first backend that serves a shape over these cells.
+
+    It must also support capture if graphs are configured.
     """
     captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
     needs = AttentionNeeds(

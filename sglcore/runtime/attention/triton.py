@@ -1,8 +1,8 @@
-"""Attention in Triton: any page size, head size, window, softcap and sink, on any device with a
-Triton compiler.
+"""Attention in Triton, on any device with a Triton compiler.
 
-`attend` reads every length and page on the device, so a captured plan is valid for any batch of its
-size. A device package subclasses `TritonAttention` to override `make_tuning`.
+Any page size, head size, window, softcap and sink. `attend` reads every length and page on the
+device, so a captured plan is valid for any batch of its size. A device package subclasses
+`TritonAttention` to override `make_tuning`.
 """
 
 from __future__ import annotations

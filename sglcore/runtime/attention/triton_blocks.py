@@ -34,7 +34,8 @@ def load_cells(
 
 @triton.jit
 def is_seen(word, back):
-    """Return whether a row with this word of `ForwardInputs.visible` sees the cell `back` before
-    its own.
+    """Return whether a row with this word of `visible` sees the cell `back` before its own.
+
+    `visible` is that of `ForwardInputs`.
     """
     return (back > 31) | ((word >> (31 - tl.minimum(tl.maximum(back, 0), 31))) & 1 != 0)

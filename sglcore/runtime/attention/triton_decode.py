@@ -1,8 +1,7 @@
-"""Decode attention over pages in Triton: the tokens of each request are split over programs, then
-merged.
+"""Decode attention over pages in Triton.
 
-A split covers an equal share of the row's length, read on the device, so one launch serves every
-length.
+The tokens of each request are split over programs, then merged. A split covers an equal share of
+the row's length, read on the device, so one launch serves every length.
 """
 
 # A kernel is not Python to a type checker.
@@ -49,10 +48,10 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Programs (row, kv head, split): out [rows, HEADS, SPLITS, DIM] and, if SPLITS > 1, its log2
-    weights.
+    """Programs (row, kv head, split): out [rows, HEADS, SPLITS, DIM].
 
-    Floor: 2 * seq_len * kv_heads * DIM elements of the cache for each row; the rest is small.
+    If SPLITS > 1, also its log2 weights. Floor: 2 * seq_len * kv_heads * DIM elements of the cache
+    for each row; the rest is small.
     """
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + row)
@@ -87,10 +86,9 @@ def decode_kernel(
 
 
 def splits_for(tuning: Tuning, rows: int, kv_heads: int, longest: int) -> int:
-    """Return the number of splits that fills the device with `rows` requests of up to `longest`
-    tokens.
+    """Return the number of splits that fills the device.
 
-    Computed from upper bounds, never from lengths.
+    For `rows` requests of up to `longest` tokens. Computed from upper bounds, never from lengths.
     """
     wanted = tuning.programs // max(1, rows * kv_heads)
     return max(1, min(wanted, tuning.most_splits, longest // tuning.decode_tokens))

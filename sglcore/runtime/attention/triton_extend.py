@@ -1,8 +1,7 @@
-"""Extend attention over pages in Triton: rows of several new tokens, each after a prefix in the
-cache.
+"""Extend attention over pages in Triton.
 
-New keys and values are stored before, so the kernel reads prefix and new tokens alike, page by
-page.
+Rows of several new tokens, each after a prefix in the cache. New keys and values are stored before,
+so the kernel reads prefix and new tokens alike, page by page.
 """
 
 # A kernel is not Python to a type checker.

@@ -1,8 +1,8 @@
-"""Attention of models that drop tokens outside the sliding window: one backend for such layers, one
-for the others.
+"""Attention of models that drop tokens outside the sliding window.
 
-Attention depends on position differences only. In a sliding-window layer a request therefore begins
-at the first page that it still has: with fewer tokens, and with a page table and cells of its own.
+One backend for such layers, one for the others. Attention depends on position differences only. In
+a sliding-window layer a request therefore begins at the first page that it still has: with fewer
+tokens, and with a page table and cells of its own.
 """
 
 from __future__ import annotations
@@ -117,11 +117,10 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
 
 
 def window_view(batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch as sliding-window layers see it: without tokens before the first window
-    page.
+    """Return the batch as sliding-window layers see it.
 
-    Shares tensors and has no plan. It has only the fields that attention reads, because it is made
-    at every step.
+    Tokens before the first window page are left out. Shares tensors and has no plan. It has only
+    the fields that attention reads, because it is made at every step.
     """
     assert batch.window_seq_lens is not None and batch.window_positions is not None
     lengths, on_host = batch.extend_seq_lens, batch.extend_seq_lens_cpu

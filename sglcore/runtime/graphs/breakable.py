@@ -1,4 +1,4 @@
-"""Breakable graphs: prefill as captured segments with eager attention between them, decode as full
+"""Breakable graphs: prefill as captured segments with eager attention in between, decode as full
 graphs.
 """
 

@@ -1,7 +1,6 @@
-"""Decides which graphs are captured, and why: the kind, from configuration and facts, then the
-capture.
+"""Decides which graphs are captured, and why.
 
-Each decision has a ledger row.
+The kind, from configuration and facts, then the capture. Each decision has a ledger row.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Stream capture: the one primitive that a device provides, and the rules around it, the same on
-every device.
-"""
+"""Stream capture: the one primitive that a device provides, and the common rules around it."""
 
 from __future__ import annotations
 
@@ -76,7 +74,7 @@ class Recorder:
         return found[: len(like)]
 
     def leave(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the values with tensors copied to memory that the next call between segments
+        """Return the values, with tensors copied to memory that the next call between segments
         reuses.
         """
         return tuple(

@@ -85,8 +85,9 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         return f"{self.backend.kind}:{self.bucket_for(batch.batch_size)}"
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Return hidden states [B, H]: a view of the graph's output, which the next replay
-        overwrites.
+        """Return hidden states [B, H], a view of the graph's output.
+
+        The next replay overwrites it.
         """
         size, attention = self.bucket_for(batch.batch_size) or 0, self._context.attn_backend
         captured = self._captured[size]

@@ -21,8 +21,9 @@ MOST_RECORDED = 64
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Sizes of decode batches, one captured piece each, and of prefills, `pieces` captured pieces
-    each.
+    """Sizes of decode batches and of prefills.
+
+    A decode size is one captured piece, a prefill size `pieces` of them.
     """
 
     decode: tuple[int, ...]
@@ -41,10 +42,10 @@ def batch_sizes(most: int) -> tuple[int, ...]:
 
 
 def within(asked: Buckets, most: int | None) -> Buckets:
-    """Return buckets with at most `most` pieces: prefill sizes are thinned first, then decode
-    sizes.
+    """Return buckets with at most `most` pieces.
 
-    The largest size of each kind is dropped last.
+    Prefill sizes are thinned first, then decode sizes. The largest size of each kind is dropped
+    last.
     """
     if most is None or asked.count <= most:
         return asked

@@ -18,8 +18,8 @@ from sglcore.runtime.graphs.capture import Recorder, Segment
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
-    """A call between segments, with the inputs that a segment wrote and the output that the next
-    one reads.
+    """A call between segments: it reads inputs that one segment wrote; the next segment reads its
+    output.
 
     All calls share this memory.
     """
@@ -59,10 +59,10 @@ class Pieces:
 
 
 class Uncaptured:
-    """Segments of a warm-up forward: every call returns zeros, so that no request's cell is
-    written.
+    """Segments of a warm-up forward.
 
-    Also allocates the memory between segments. `has_calls`: an operation used the segments.
+    Every call returns zeros, so that no request's cell is written. Also allocates the memory
+    between segments. `has_calls`: an operation used the segments.
     """
 
     def __init__(self, recorder: Recorder) -> None:

@@ -41,9 +41,7 @@ def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]
 
 @dataclass(slots=True)
 class SplitForward:
-    """A traced forward with each attention call as a module, and the arguments it was called
-    with.
-    """
+    """A traced forward with each attention call as a module, and the arguments of the call."""
 
     module: fx.GraphModule
     compiler: PieceCompiler
@@ -143,9 +141,7 @@ def _alone(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def split_at_attention(module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph with each attention call, and each run of nodes between two of them, as a
-    module.
-    """
+    """Return the graph with attention calls, and the runs of nodes between them, as modules."""
     part = 0
     parts: dict[fx.Node, int] = {}
     for node in module.graph.nodes:

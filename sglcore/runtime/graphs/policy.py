@@ -1,5 +1,6 @@
-"""What both graph policies share: graphs by size, pool generations, and inputs that graphs do not
-read.
+"""What both graph policies share.
+
+Graphs by size, pool generations, and inputs that graphs do not read.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ MOST_PADDING = 2
 
 @dataclass(frozen=True, slots=True)
 class PromptForward:
-    """What prefill graphs capture: a forward, the prefill registry at its final size, and token
+    """What prefill graphs capture: a forward, the prefill registry at its final size, token
     buckets.
     """
 
@@ -43,9 +43,7 @@ class CapturedTokens:
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
-    """Return the powers of two from SMALLEST and the midpoints between them, below `most`, and
-    `most`.
-    """
+    """Return powers of two from SMALLEST and their midpoints, below `most`, and `most`."""
     sizes, size = {most}, SMALLEST
     while size < most:
         sizes |= {size, min(size * 3 // 2, most)}
@@ -70,8 +68,8 @@ class PromptGraphs(SizedGraphs[CapturedTokens]):
         return None if found is None or found > MOST_PADDING * size else found
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Return whether this is a prefill or mixed step with a bucket, and the graph reads all its
-        inputs.
+        """Return whether this is a prefill or mixed step with a bucket and no input that graphs do
+        not read.
         """
         if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
             return False
@@ -84,8 +82,9 @@ class PromptGraphs(SizedGraphs[CapturedTokens]):
         return f"{self.backend.prompt_kind}:{self.bucket_for(batch.num_tokens)}"
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Return hidden states [T, H]: a view of the graph's output, which the next replay
-        overwrites.
+        """Return hidden states [T, H], a view of the graph's output.
+
+        The next replay overwrites it.
         """
         size = self.bucket_for(batch.num_tokens)
         assert size is not None

@@ -1,6 +1,4 @@
-"""Shadow mode: every Nth replayed forward also runs eagerly on the same inputs, and both must
-agree.
-"""
+"""Shadow mode: every Nth replay also runs eagerly on the same inputs, and both must agree."""
 
 from __future__ import annotations
 
@@ -103,8 +101,9 @@ class Held:
 
 
 def leaving_cells(context: ForwardContext, batch: ForwardBatch, forward: Step) -> Tensor:
-    """Run `forward` and restore the KV cells of the batch's tokens, because eager values differ in
-    the last bits.
+    """Run `forward` and restore the KV cells of the batch's tokens.
+
+    Otherwise the eager values, which differ in the last bits, would replace those of the replay.
     """
     kept = []
     for layer in context.layers:

@@ -1,8 +1,7 @@
-"""Stream capture with a graph class like torch's own: `capture_begin`, `capture_end`, `replay`,
-`reset`.
+"""Stream capture with a graph class like torch's own.
 
-A device with such a class in its torch module provides the class and the pool's handle, nothing
-else.
+`capture_begin`, `capture_end`, `replay`, `reset`. A device with such a class in its torch module
+provides the class and the pool's handle, nothing else.
 """
 
 from __future__ import annotations

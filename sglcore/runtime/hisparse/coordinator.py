@@ -46,8 +46,7 @@ class Swapped:
     copies: Copies | None = None
 
     def choose(self, layer_id: int, chosen: Tensor, slots: Tensor) -> Tensor:
-        """Return int32 [T, K]: the device rows of the entries that an indexer chose, as rows of
-        `read`.
+        """Return int32 [T, K]: the entries that an indexer chose, as rows of the tensor of `read`.
 
         `slots` int32 [T] are those of the tokens. Call once per layer and step. Runs inside graphs.
         """
@@ -158,8 +157,9 @@ class HiSparseCoordinator:
 
 
 def rows_read(host: HostRows | None, layer: Attention, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield tokens and the rows that they read of a layer: all `rows` on the device, or those of
-    `host`.
+    """Yield tokens and the rows that they read of a layer.
+
+    These are all `rows` if they are on the device, otherwise those of `host`.
     """
     if host is None or swapped_rows(layer.rows) is None:
         yield ALL, rows

@@ -1,5 +1,6 @@
-"""The device memory for KV rows in host memory: one value from which it is budgeted and
-allocated.
+"""The device memory for KV rows in host memory.
+
+One value from which it is budgeted and allocated.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class SwapShape:
 
     @property
     def table_sizes(self) -> tuple[int, int, int]:
-        """int32 elements per slot and indexer: held entries, order of their places, and place of
-        each entry.
+        """int32 elements per slot and indexer: held entries, order of places, place of each
+        entry.
         """
         return self.buffer_rows, self.buffer_rows, self.entries + 1
 

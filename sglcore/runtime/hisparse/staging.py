@@ -26,8 +26,9 @@ CopyRows = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Rows to copy from one pool to another: int32 `loads` [2, B, N] and `counts` [B], as in
-    `copy_rows`.
+    """Rows to copy from one pool to another.
+
+    int32 `loads` [2, B, N] and `counts` [B], as in `copy_rows`.
     """
 
     loads: Tensor
@@ -36,8 +37,9 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some requests of a step: their tokens, their rows on pages complete before it, and their
-    other rows.
+    """Some requests of a step: their tokens and their rows.
+
+    `old` are rows on pages that were complete before the step, `new` the others.
     """
 
     tokens: slice
@@ -63,9 +65,7 @@ class Staged:
         return chosen
 
     def read(self, layer_id: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield, part by part, the tokens of a layer and the room with their rows, as
-        `StagingRooms.read`.
-        """
+        """Yield, part by part, the tokens of a layer and the room with their rows."""
         return self.rooms.read(layer_id, self)
 
 
@@ -115,8 +115,9 @@ class _PageRows:
     rows_per_page: int
 
     def copies(self, begin: Tensor, count: Tensor, total: int) -> Copies:
-        """Return the copies of pages [begin, begin + count) of each request, int32 [R], `total` in
-        all.
+        """Return the copies of pages [begin, begin + count) of each request, int32 [R].
+
+        `total` is their number.
         """
         device = self.slots.device
         numbers = torch.arange(len(self.slots), dtype=torch.int32, device=device)
@@ -141,8 +142,9 @@ def follow(copying: torch.Stream, reading: torch.Stream) -> None:
 
 
 class StagingRooms:
-    """Rooms for the rows of the longest request: two if streams let copies overlap the forward,
-    else one.
+    """Rooms for the rows of the longest request.
+
+    Two if streams let copies overlap the forward, else one.
     """
 
     def __init__(
@@ -168,10 +170,10 @@ class StagingRooms:
             self._start(self._stream, staged, 0)
 
     def read(self, layer_id: int, staged: Staged) -> Iterator[tuple[slice, Tensor]]:
-        """Yield, part by part, a layer's tokens and the room with their rows, valid until the next
-        part.
+        """Yield, part by part, a layer's tokens and the room with their rows.
 
-        Call once per step for each layer, in order. Does not wait.
+        The room is valid until the next part. Call once per step for each layer, in order. Does not
+        wait.
         """
         for place, part in enumerate(staged.parts):
             turn = self._turns[layer_id] * len(staged.parts) + place
@@ -185,9 +187,7 @@ class StagingRooms:
             yield part.tokens, room
 
     def _start(self, stream: torch.Stream, staged: Staged, turn: int) -> None:
-        """Start the copy of the older rows for a turn, after the queued work that reads its
-        room.
-        """
+        """Start copying the older rows for a turn, after the queued work that reads its room."""
         layer, place = divmod(turn, len(staged.parts))
         if layer < len(self._stores):
             follow(stream, torch.accelerator.current_stream(self._device))

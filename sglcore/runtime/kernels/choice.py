@@ -1,8 +1,7 @@
-"""Chooses the function of a kernel entry for a model: the first candidate that takes the model's
-calls.
+"""Chooses the function of a kernel entry for a model.
 
-Chosen once, when sizes are known: when a layer is built, and when the pools exist. Nothing is
-chosen when a kernel runs.
+It is the first candidate that takes the model's calls, chosen once, when sizes are known: when a
+layer is built, and when the pools exist. Nothing is chosen when a kernel runs.
 """
 
 from __future__ import annotations
@@ -43,8 +42,9 @@ class Refusals:
         self._by_reason.setdefault(reason, {}).setdefault((row.topic, row.requested), row)
 
     def rows(self) -> Iterator[Row]:
-        """Yield one ledger row per reason, with all kernels named, and the call that the first of
-        them refused.
+        """Yield one ledger row per reason, with all kernels named.
+
+        A row also shows the call that the first of these kernels refused.
         """
         for found in self._by_reason.values():
             rows = tuple(found.values())
@@ -86,10 +86,10 @@ def fitted(table: KernelTable, entry: Entry[Any], call: Call, refusals: Refusals
 
 
 def described_as(arg: object) -> Any:
-    """Return an argument as `takes` sees it: a tensor without content, with dtype, shape and
-    strides.
+    """Return an argument as `takes` sees it.
 
-    A number, text or None stays; anything else becomes None.
+    A tensor becomes one without content, with its dtype, shape and strides. A number, text or None
+    stays; anything else becomes None.
     """
     if isinstance(arg, Tensor):
         return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")

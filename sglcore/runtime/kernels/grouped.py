@@ -1,7 +1,7 @@
-"""MoE by grouped matrix products: only the chosen experts are computed, and no shape depends on the
-routing.
+"""MoE by grouped matrix products.
 
-For a device with a grouped product in torch: `KernelTable().replace(moe=grouped_moe)`.
+Only the chosen experts are computed, and no shape depends on the routing. For a device with a
+grouped product in torch: `KernelTable().replace(moe=grouped_moe)`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Values in MXFP4 (OCP Microscaling Formats 1.0): 4-bit floats, with an exponent for each group of
-32.
+"""Values in MXFP4 (OCP Microscaling Formats 1.0).
+
+4-bit floats, with an exponent for each group of 32.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Dequantise blocks uint8 [N, groups, 16] with scales uint8 [N, groups] to float32 [N, groups *
-    32].
+    """Dequantise blocks uint8 [N, groups, 16] with scales uint8 [N, groups].
 
-    Each byte has two codes, the lower four bits first.
+    Returns float32 [N, groups * 32]. Each byte has two codes, the lower four bits first.
     """
     table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=blocks.device)
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)

@@ -19,8 +19,9 @@ from sglcore.sampling.sampler import SamplingState, draw_greedy, draw_rows
 
 
 class QuantizedCodes(Protocol):
-    """A weight [N, K] as integers: w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) with g = k
-    // group.
+    """A weight [N, K] as integers.
+
+    w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) with g = k // group.
     """
 
     @property
@@ -73,8 +74,9 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm (Zhang and Sennrich 2019): float32 until the product, which has the
-    weight's dtype.
+    """Root mean square norm (Zhang and Sennrich 2019).
+
+    Float32 until the product with the weight, which has the weight's dtype.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -93,8 +95,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Rotary embedding (Su et al. 2021): element i of the rotated part is paired with element i +
-    half.
+    """Rotary embedding (Su et al. 2021).
+
+    Element i of the rotated part is paired with element i + half.
     """
     rows = cos_sin_cache.index_select(0, positions).to(q.dtype).unsqueeze(1)
     cos, sin = rows.chunk(2, dim=-1)
@@ -150,10 +153,10 @@ def sigmoid(x: Tensor) -> Tensor:
 def sigmoid_routing(
     logits: Tensor, bias: Tensor, k: int, groups: int, top_groups: int, normalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Routing balanced by a bias (DeepSeek-V3, section 2.1.2): the best groups by their two best
-    experts, then the best experts in them.
+    """Routing balanced by a bias (DeepSeek-V3, section 2.1.2).
 
-    The bias affects the choice, not the weights.
+    Takes the best groups by the sum of their two best experts, then the best experts in them. The
+    bias affects the choice, not the weights.
     """
     scores, (tokens, experts) = torch.sigmoid(logits.float()), logits.shape
     biased = (scores + bias).view(tokens, groups, experts // groups)
@@ -169,8 +172,9 @@ def sigmoid_routing(
 
 
 def group_limited_routing(logits: Tensor, k: int, groups: int, top_groups: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Routing limited to few devices (DeepSeek-V2, section 2.2.2): the groups with the best
-    experts, then the best in them.
+    """Routing limited to few devices (DeepSeek-V2, section 2.2.2).
+
+    Takes the groups with the best experts, then the best experts in them.
     """
     scores, (tokens, experts) = torch.softmax(logits.float(), dim=-1), logits.shape
     grouped = scores.view(tokens, groups, experts // groups)
@@ -183,8 +187,9 @@ def group_limited_routing(logits: Tensor, k: int, groups: int, top_groups: int, 
 
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """Run every expert on every token and mask those not chosen: no shape depends on the
-    routing.
+    """Run every expert on every token and mask those not chosen.
+
+    No shape depends on the routing.
     """
 
     def run(expert: int) -> Tensor:
@@ -254,8 +259,8 @@ def sqrtsoftplus_routing(logits: Tensor, bias: Tensor, k: int, scale: float) -> 
 
 
 def hash_routing(logits: Tensor, input_ids: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The token id chooses the experts (Roller et al. 2021, Hash Layers), the logits weight
-    them.
+    """The token id chooses the experts, the logits weight them (Roller et al. 2021, Hash
+    Layers).
     """
     scores = torch.sqrt(F.softplus(logits.float()))
     return _weighed(scores, table.index_select(0, input_ids).long(), scale, logits.dtype)
@@ -384,8 +389,9 @@ def pack_quantized(quantized: QuantizedCodes) -> Tensor:
 
 
 def quantize_linear(weight: Tensor, kind: str) -> Tensor:
-    """Round each group of 32 columns to steps: 1/127 of its largest magnitude (int8), or 1/15 of
-    its range.
+    """Round each group of 32 columns to equal steps.
+
+    A step is 1/127 of the largest magnitude (int8), or 1/15 of the range (int4).
     """
     columns = weight.shape[1]
     padded = F.pad(weight.float(), (0, -columns % 32)).unflatten(1, (-(-columns // 32), 32))

@@ -19,8 +19,9 @@ L2_EPS = 1e-6
 """The epsilon of the norm of queries and keys."""
 
 Step = Callable[..., Tensor]
-"""Computes one token of each of several rows: inputs [N, ...] and slots int64 [N] to results [N,
-...].
+"""Computes one token of each of several rows.
+
+Takes inputs [N, ...] and slots int64 [N], returns results [N, ...].
 """
 
 
@@ -35,9 +36,7 @@ def causal_conv(
     lengths: Tensor | None,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """Depthwise convolution over a token and the W - 1 tokens before it, as in Mamba (Gu and Dao
-    2023).
-    """
+    """Depthwise convolution over a token and the W - 1 before it, as in Mamba (Gu and Dao 2023)."""
     if targets is not None:
         own, places = _apart(tails, slots)
         out = causal_conv(x, weight, bias, silu, own, places, starts, lengths)
@@ -142,7 +141,10 @@ def selective_scan(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-    """Root mean square norm of each group, with silu(gate) before it (Mamba 2) or after it (Gated Delta Networks)."""
+    """Root mean square norm of each group, multiplied by silu(gate).
+
+    The product comes before the norm (Mamba 2) or after it (Gated Delta Networks).
+    """
     tokens, width = x.shape
     groups, size = weight.shape
     opened = F.silu(gate.float())

@@ -289,8 +289,9 @@ def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
 def hc_pre(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mix the residual streams by weights computed from them: manifold-constrained
-    hyper-connections (Xie et al. 2025).
+    """Mix the residual streams by weights computed from them.
+
+    These are manifold-constrained hyper-connections (Xie et al. 2025).
     """
     tokens, n, _ = h.shape
     pre, post, comb = _mixes(h, fn, norm_eps).split((n, n, n * n), dim=-1)

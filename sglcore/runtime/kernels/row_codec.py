@@ -1,5 +1,6 @@
-"""KV rows in 8 bits: most elements as float8 with a scale for each group, the last ones as
-bfloat16.
+"""KV rows in 8 bits.
+
+Most elements are float8 with a scale for each group, the last ones bfloat16.
 """
 
 from __future__ import annotations

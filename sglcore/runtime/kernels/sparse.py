@@ -1,5 +1,6 @@
-"""Kernel table entries for DeepSeek's attention: latent rows, chosen or compressed, and related
-operations.
+"""Kernel table entries for DeepSeek's attention.
+
+Latent rows, chosen or compressed, and related operations.
 """
 
 from __future__ import annotations

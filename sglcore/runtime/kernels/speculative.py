@@ -7,13 +7,13 @@ from sglcore.runtime.kernels.entry import entry
 
 
 class SpeculativeKernels:
-    """B requests with N tokens each: the root, which is the last sampled token, and N - 1 draft
-    tokens.
+    """Operations on B requests with N tokens each: a root and N - 1 draft tokens.
 
-    Tables by slot, all int32: `last` [S] has the root, `lengths` [S] the number of cells before it,
-    `proposals` [S, K] the draft tokens, N - 1 <= K, -1 for none. `slots` and `limits` are int32
-    [B], each slot once; a token at or past its request's limit has no cell. `owners` int32 [B * N]
-    is the slot of each token, 0 for a token that is not verified.
+    The root is the last sampled token. Tables by slot, all int32: `last` [S] has the root,
+    `lengths` [S] the number of cells before it, `proposals` [S, K] the draft tokens, N - 1 <= K, -1
+    for none. `slots` and `limits` are int32 [B], each slot once; a token at or past its request's
+    limit has no cell. `owners` int32 [B * N] is the slot of each token, 0 for a token that is not
+    verified.
     """
 
     place_proposals = entry(reference_speculative.place_proposals, writes=("ids", "positions", "seq_lens", "owners"))

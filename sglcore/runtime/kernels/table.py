@@ -340,8 +340,8 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     every call.
     """
     refused: tuple[str, ...]
-    """Functions that were meant for some entry and are missing, each with reason and remedy, for
-    the ledger.
+    """Functions meant for some entry that are missing, each with reason and remedy, for the
+    ledger.
     """
     float8: str
     """The 8-bit float format of its functions, one of `row_codec.FLOATS`.
@@ -349,8 +349,9 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     KV rows in 8 bits use it.
     """
     activation_bits: int
-    """Bits to which `linear` rounds activations for weights of `pack_quantized` and
-    `quantize_linear`; 0: none.
+    """Bits to which `linear` rounds activations for quantised weights; 0: no rounding.
+
+    Quantised weights are those of `pack_quantized` and `quantize_linear`.
     """
 
     def __init__(self, **entries: Given) -> None:
@@ -428,7 +429,7 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         return self._like(self, activation_bits=activation_bits)
 
     def _like(self, other: Self, **changes: object) -> Self:
-        """Return the entries of another table with the other attributes of this one, except for
+        """Return the entries of another table with this one's other attributes, except for
         `changes`.
         """
         new = type(self)(**other.candidates)

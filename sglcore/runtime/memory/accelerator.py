@@ -18,8 +18,7 @@ The rest is for activations, graphs and the allocator.
 
 
 def device_memory(facts: Facts, model: object) -> MemoryBudget:
-    """Bring-up step: return the total and the free bytes of the facts' device, after the weights
-    are loaded.
+    """Bring-up step: return total and free bytes of the device, after weights are loaded.
 
     Memory of other processes counts as used; memory that torch's allocator caches counts as free.
     Waits for work in flight, so that memory held by it counts as free too. Raises what torch raises

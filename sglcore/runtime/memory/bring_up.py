@@ -45,8 +45,7 @@ def sizes(
     hisparse_config: HiSparseConfig | None = None,
     groups: Groups | None = None,
 ) -> MemorySizes:
-    """Return pages and context length, from the memory left after the weights and the bytes of a
-    cell.
+    """Return pages and context length, from the free memory and the bytes of a cell.
 
     All ranks have the same sizes: those of the rank with the least memory.
     """
@@ -98,9 +97,7 @@ def sizes(
 
 
 def beside_taken(model: LoadedModel, speculation: Speculation, kept: Geometry, ledger: DecisionLedger) -> Geometry:
-    """Add the kept inputs of recurrent states, for the rows of a verification, to the bytes of a
-    request.
-    """
+    """Add the kept state inputs of a verification's rows to the bytes of a request."""
     each = verified_rows(model, speculation) * taken_bytes(model.state_layers)
     why = "what states take in of proposals, of which they take in again what was right"
     ledger.record(Row("verified rows", "auto", f"{size_text(each)} a request", why, "--speculative off"))
@@ -145,8 +142,9 @@ def pools(
     pool_kind: PoolKind = PER_HEAD,
     speculation: Speculation | None = None,
 ) -> Pools:
-    """Return page table, cells (one page for an encoder) or KV rows, token table, windows and
-    states.
+    """Return page table, cells or KV rows, token table, windows and states.
+
+    An encoder gets one page of cells.
     """
     device, states, layers = facts.tensor_device, model.state_layers, model.attention_layers
     counts = sizes.max_requests, sizes.num_snapshots

@@ -1,5 +1,6 @@
-"""The KV rows of DeepSeek-V4's attention: window rows, block rows, and states of incomplete
-blocks.
+"""The KV rows of DeepSeek-V4's attention.
+
+Window rows, block rows, and states of incomplete blocks.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ from sglcore.runtime.memory.rows import INDEX_KEYS, BaseSWAKVPool, KeptRows, Lay
 
 WINDOW, BLOCKS, STATE = "window", "blocks", "state"
 INDEX_STATE = "index_state"
-"""Names of rows: `window` per token, `block` rows per block, `state` and `index_state` of their
-compressors.
-"""
+"""Names of rows: per token, per block, and of the compressor states of blocks and index keys."""
 
 
 def ring_size(ratio: int, span: int, drafts: int = 1) -> int:

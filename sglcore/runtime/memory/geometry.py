@@ -1,5 +1,6 @@
-"""What each layer of a model keeps: cells of all tokens, cells of a sliding window, KV rows, or a
-recurrent state.
+"""What each layer of a model keeps.
+
+Cells of all tokens, cells of a sliding window, KV rows, or a recurrent state.
 """
 
 from __future__ import annotations
@@ -82,8 +83,7 @@ def reach(rows: LayerRows) -> int:
 
 
 def fitting_page_size(layers: Sequence[Attention], asked: int | None, default: int) -> int:
-    """Return the tokens per page: the configured number, or the least multiple that is at least
-    `default`.
+    """Return the tokens per page: as configured, or the least fitting multiple from `default` up.
 
     All rows of the layers must divide a page. Raises ConfigError if the configured number does not
     fit.

@@ -33,9 +33,7 @@ class WindowPools:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The pools of one worker: page table, KV cells, token table, recurrent states, sliding-window
-    pools.
-    """
+    """The pools of one worker: page table, cells, token table, states, windows."""
 
     req_to_token: ReqToTokenPool
     token_to_kv: KVPool
@@ -70,8 +68,7 @@ def make_cells(
     windowed: Collection[int],
     is_encoder: bool,
 ) -> tuple[TokenToKVPool, TokenToKVPool | None]:
-    """Return the cells of layers that keep all tokens, and of the `windowed` layers if there are
-    any.
+    """Return the cells of layers that keep all tokens, and of `windowed` layers if any.
 
     An encoder gets one page of cells.
     """

@@ -15,9 +15,7 @@ KINDS = ("keys", "values")
 
 
 class PoolPages:
-    """A pool with the keys and the values of a page in contiguous bytes, in any order within the
-    page.
-    """
+    """A pool in which the keys, and the values, of a page are contiguous bytes in any order."""
 
     def __init__(self, pool: MHATokenToKVPool, streams: Streams) -> None:
         self._pool, self._streams = pool, streams

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from sglcore.runtime.kernels.table import KernelTable
 
 CELL_MAJOR = "cell_major"
-"""Separate keys and values, each [cells, kv_heads, head_dim]: the layout of the kernel table's
-store entries.
+"""Separate keys and values, each [cells, kv_heads, head_dim].
+
+The layout of the kernel table's store entries.
 """
 PAGE_MAJOR = "page_major"
 """Separate keys and values, each [pages, kv_heads, page_size, head_dim]."""
@@ -35,15 +36,14 @@ LayerShapes: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def pages_of(max_model_len: int, page_size: int) -> int:
-    """Return the pages in a slot's row of the page table, for requests of at most `max_model_len`
-    tokens.
-    """
+    """Return the pages per slot for requests of at most `max_model_len` tokens."""
     return -(-max_model_len // page_size) + 1
 
 
 class ReqToTokenPool:
-    """The pages of each slot's tokens: `page_table` int32[slots + 1, pages per request], on the
-    device.
+    """The page table: the pages of each slot's tokens.
+
+    `page_table` int32[slots + 1, pages per request] is on the device.
     """
 
     def __init__(self, max_requests: int, max_model_len: int, page_size: int, device: str) -> None:
@@ -57,8 +57,7 @@ class ReqToTokenPool:
         return self.max_pages * self.page_size
 
     def changes(self, batch: ScheduleBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
-        """Return the page-table changes of a step: entries int32[N] of the flat table, and pages
-        int32[N].
+        """Return the page-table changes of a step: flat entries int32[N], and pages int32[N].
 
         None if there are none. Raises ValueError if a request has more pages than its row holds.
         """
@@ -86,9 +85,7 @@ class WindowTable(ReqToTokenPool):
     """
 
     def __init__(self, max_requests: int, window: int, max_batch_tokens: int, page_size: int, device: str) -> None:
-        """A slot has room for what a step of `max_batch_tokens` tokens sees, at any alignment to
-        pages.
-        """
+        """Size a slot for what a step of `max_batch_tokens` tokens sees, at any page alignment."""
         super().__init__(max_requests, window + max_batch_tokens + page_size, page_size, device)
 
     def _new_entries(self, batch: ScheduleBatch) -> Entries | None:
@@ -142,8 +139,9 @@ class TokenToKVPool(KVPool, Protocol):
 
 
 class MHATokenToKVPool:
-    """Keys and values of multi-head or grouped-query attention, one pair of tensors per layer,
-    cell-major.
+    """Keys and values of multi-head or grouped-query attention, cell-major.
+
+    One pair of tensors per layer.
     """
 
     layout: ClassVar[str] = CELL_MAJOR
@@ -174,9 +172,7 @@ class MHATokenToKVPool:
         self._kv = self._allocate()
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """Return the layer's keys and values, each [cells, kv_heads, head_dim], or in another
-        `layout`.
-        """
+        """Return the layer's keys and values, each [cells, kv_heads, head_dim] in this layout."""
         return self._kv[layer_id]
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
@@ -237,8 +233,9 @@ def _torch_zeros(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 
 def cell_bytes(layers: LayerShapes, dtype: torch.dtype) -> int:
-    """Return the bytes of one token over all layers: the sum of 2 * kv_heads * head_dim * element
-    size.
+    """Return the bytes of one token over all layers.
+
+    The sum of 2 * kv_heads * head_dim * element size.
     """
     return sum(2 * heads * head_dim for heads, head_dim in layers) * dtype.itemsize
 

@@ -40,9 +40,7 @@ def row_codec(kv_cache_dtype: str, size: int, exact: int = 0, float8: str = E4M3
 
 
 def check_row_dtype(kv_cache_dtype: str, device: torch.device | str, float8: str = E4M3FN) -> None:
-    """Raise ConfigError for a `kv_cache_dtype` that rows do not have, or that the device cannot
-    compute.
-    """
+    """Raise ConfigError for a `kv_cache_dtype` that rows or the device do not support."""
     if kv_cache_dtype not in ("auto", FP8):
         raise ConfigError(
             f"kv_cache_dtype is {kv_cache_dtype!r}, and this model keeps no keys and values by head, but rows",
@@ -62,10 +60,10 @@ def check_row_dtype(kv_cache_dtype: str, device: torch.device | str, float8: str
 
 
 class Place(Enum):
-    """What rows belong to: a page of all tokens (on the device or in host memory), a window page,
-    or a slot.
+    """What rows belong to: a page of all tokens, a window page, or a slot.
 
-    Without separate window pages, window rows lie in the pages of all tokens.
+    Pages of all tokens are on the device or in host memory. Without separate window pages, window
+    rows lie in the pages of all tokens.
     """
 
     PAGES = "pages"

@@ -58,9 +58,7 @@ class Replays(KeepsState, Protocol):
     """A layer with a state that can be advanced over the same tokens again."""
 
     def advance(self, taken: Tensor, rows: PoolRows, states: Mapping[str, Tensor]) -> Tensor:
-        """Advance the states by the inputs `taken` [T, n] of rows, as the kernel table's recurrent
-        entries do.
-        """
+        """Advance the states by inputs `taken` [T, n] of rows, as recurrent kernels do."""
         ...
 
 
@@ -111,9 +109,7 @@ class StatePool:
         return self._states[layer_id]
 
     def changes(self, batch: ScheduleBatch) -> dict[str, NDArray]:
-        """Return the rows that a step moves, for `copy_in` and `copy_out` once they are on the
-        device.
-        """
+        """Return the rows that a step moves, for `copy_in` and `copy_out` on the device."""
         moves = state_moves(batch, self._max_requests)
         if self._poison:
             moves |= {"state_entering": slots} if len(slots := entering_slots(batch)) else {}
@@ -160,11 +156,10 @@ class StatePool:
         return [(taken, rows) for taken in self._taken]
 
     def take_in(self, slots: Tensor, counts: Tensor, width: int) -> None:
-        """Advance the states by the accepted rows of a verification: the first `counts` int32[T /
-        width] of each.
+        """Advance the states by the accepted rows of a verification.
 
-        The verification had `width` rows per request, with `slots` int32[T], 0 for padding. Does
-        not wait.
+        These are the first `counts` int32[T / width] rows of each request. The verification had
+        `width` rows per request, with `slots` int32[T], 0 for padding. Does not wait.
         """
         first, tokens = slots.view(-1, width)[:, 0].contiguous(), slice(1, 1 + len(slots))
         rows = first, self.places(len(first)) * width, counts, None

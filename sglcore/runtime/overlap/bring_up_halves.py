@@ -1,5 +1,6 @@
-"""The bring-up steps of two-batch overlap: whether and from which size batches are split, and their
-attention backends.
+"""The bring-up steps of two-batch overlap.
+
+Whether and from which size batches are split, and their attention backends.
 """
 
 from __future__ import annotations
@@ -155,9 +156,7 @@ def second_ledger(cut_terms: CutTerms | None, ledger: DecisionLedger) -> Decisio
 def halves(
     cut_terms: CutTerms | None, attention: AttentionBackend, second_attention: AttentionBackend | None
 ) -> Halves | None:
-    """Return the runner of two micro-batches: the first on the runner's own backend, the second on
-    another one.
-    """
+    """Return the runner of two micro-batches, each with an attention backend of its own."""
     if cut_terms is None or second_attention is None:
         return None
     return Halves((attention, second_attention), cut_terms)

@@ -1,11 +1,10 @@
-"""Predicts when two interleaved micro-batches are faster than the whole batch, from measured costs
-of a layer.
+"""Predicts when two interleaved micro-batches are faster than the whole batch.
 
-A layer computes for c seconds and waits for m seconds. The share e of c does not shrink with the
-rows, because weights are read twice. The whole batch takes c + m. If one micro-batch always
-computes while the other waits, two take the larger of (1 + e) c and the sum of their waits. If the
-pieces between waits differ, the number of waits by which the first is ahead decides how much of
-that is reached.
+Based on measured costs of a layer. A layer computes for c seconds and waits for m seconds. The
+share e of c does not shrink with the rows, because weights are read twice. The whole batch takes c
++ m. If one micro-batch always computes while the other waits, two take the larger of (1 + e) c and
+the sum of their waits. If the pieces between waits differ, the number of waits by which the first
+is ahead decides how much of that is reached.
 """
 
 from __future__ import annotations
@@ -89,18 +88,16 @@ class LayerCost:
         return self.compute.seconds(rows) + self.waiting.seconds(rows)
 
     def halves(self, rows: int) -> float:
-        """Return the seconds per layer of two micro-batches with the best stagger, in the steady
-        state.
+        """Return the seconds per layer of two micro-batches with the best stagger.
 
-        If the pieces of a layer are equal, everything but the larger of compute and wait is hidden.
+        In the steady state. If the pieces of a layer are equal, everything but the larger of
+        compute and wait is hidden.
         """
         few, many = self.pieces(rows / 2, SETTLED), self.pieces(rows / 2, 2 * SETTLED)
         return min(in_turns(many, stagger) - in_turns(few, stagger) for stagger in STAGGERS) / SETTLED
 
     def hideable(self, rows: int) -> float:
-        """Return the seconds that micro-batches hide at best: the smaller of their compute and wait
-        time.
-        """
+        """Return the seconds that micro-batches hide at best: the least of compute and wait."""
         return 2 * min(self.compute.seconds(rows / 2), self.waiting.seconds(rows / 2))
 
     def share(self, rows: int) -> float:

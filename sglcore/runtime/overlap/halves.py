@@ -1,5 +1,6 @@
-"""A batch as two micro-batches, each with its own plan, workspace and context, interleaved at
-collectives.
+"""A batch as two micro-batches that are interleaved at collectives.
+
+Each has its own plan, workspace and context.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ class Halves:
     """Runs batches as two micro-batches, with an attention backend for each."""
 
     def __init__(self, backends: tuple[AttentionBackend[Any], AttentionBackend[Any]], terms: CutTerms) -> None:
-        """Raises ValueError if both backends are the same: the second micro-batch would overwrite
-        the first's workspace.
+        """Raises ValueError if both backends are the same.
+
+        The second micro-batch would overwrite the workspace of the first.
         """
         if backends[0] is backends[1]:
             raise ValueError(

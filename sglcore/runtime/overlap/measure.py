@@ -55,9 +55,7 @@ def _waits(rows: int, like: torch.Tensor, model: LoadedModel, groups: Groups) ->
 
 
 def _elements(model: LoadedModel) -> tuple[float, float]:
-    """Return the matrix elements that a token uses in a layer's attention and in its feed-forward
-    block.
-    """
+    """Return the matrix elements per token of a layer's attention and feed-forward block."""
     config = model.config
     heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     inside = config.intermediate_size

@@ -1,5 +1,6 @@
-"""Streams limited to part of a device's compute units: prefill slices use some, decode steps
-all.
+"""Streams limited to part of a device's compute units.
+
+Prefill slices use some, decode steps all.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Interleaves two functions in one thread: where one would wait, it pauses, and the other
-continues.
+"""Interleaves two functions in one thread.
 
-Each function has its own context variables; the second runs in its own greenlet. State that torch
-keeps per thread (current stream, inference mode) is shared, and neither may change it across a
-pause.
+Where one would wait, it pauses, and the other continues. Each function has its own context
+variables; the second runs in its own greenlet. State that torch keeps per thread (current stream,
+inference mode) is shared, and neither may change it across a pause.
 """
 
 from __future__ import annotations
@@ -95,8 +94,7 @@ class _Second(Generic[Result]):
             self.strand.switch()
 
     def ended(self, error: BaseException) -> BaseException:
-        """Return the exception to raise after `error` left the first function, and end the second
-        one.
+        """End the second function and return the exception to raise after `error` left the first.
 
         The second function ends at its pause: its `finally` blocks run, without further pauses. The
         result is the exception that was raised first, with the other one as a note.

@@ -1,5 +1,6 @@
-"""Sampling decided by one rank: if each rank drew its own token, ranks would diverge and wait for
-each other.
+"""Sampling decided by one rank.
+
+If each rank drew its own token, ranks would diverge and wait for each other.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ class CapacityExceeded(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ExpertInput:
-    """Rows [R, H] for the experts of this rank, and int32 [R]: the local place of each row's
-    expert.
+    """Rows [R, H] for the experts of this rank, and int32 [R]: each row's expert.
 
-    With fixed places some rows are padding: they are zero, and results for them are ignored.
+    Experts are numbered by their place on this rank. With fixed places some rows are padding: they
+    are zero, and results for them are ignored.
     """
 
     rows: Tensor
@@ -89,8 +89,9 @@ class MakeDispatcher(Protocol):
         ...
 
     def __call__(self, group: AnyGroup, each: int, max_rows: int) -> Dispatcher:
-        """Return a dispatcher for the ranks of `group`, with `each` expert places and at most
-        `max_rows` rows per rank.
+        """Return a dispatcher for the ranks of `group`.
+
+        Each rank has `each` expert places and brings at most `max_rows` rows.
         """
         ...
 
@@ -224,7 +225,8 @@ class FixedDispatcher:
         return _FixedBack(self._exchanged(made), dispatched.places, self.max_rows)
 
     def _exchanged(self, rows: Tensor) -> Handle:
-        """Exchange [..., H], ordered by (target rank, each, max_rows), to [R, H], ordered by source
-        rank.
+        """Exchange [..., H], ordered by target rank, to [R, H], ordered by source rank.
+
+        The order within is that of [ranks, each, max_rows].
         """
         return self._group.launch_all_to_all(rows.reshape(-1, rows.shape[-1]).contiguous())

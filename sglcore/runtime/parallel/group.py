@@ -182,8 +182,9 @@ class Group:
         return CollectiveError(f"a collective among {self.size} ranks failed: {error}")
 
     def _check(self, operation: str, x: Tensor, by_shape: bool = True) -> None:
-        """With `checks`, raise CollectiveError unless all ranks run the same operation on the same
-        kind of tensor.
+        """With `checks`, raise CollectiveError unless all ranks run the same operation.
+
+        The tensors must be of the same kind too.
         """
         if not self._checks:
             return

@@ -20,11 +20,10 @@ MOST_IN_BURST = 50
 
 
 def measure(group: Group, device: torch.device, sizes: Sequence[int]) -> list[tuple[str, int, float]]:
-    """Return (operation, bytes, seconds) of all-reduce and all-to-all for tensors of about `sizes`
-    bytes per rank.
+    """Return (operation, bytes, seconds) of all-reduce and all-to-all for several sizes.
 
-    Every rank must call this with the same sizes; waits. The bytes are those of the actual tensors:
-    equal parts for each rank, at least one number each.
+    `sizes` are bytes per rank. Every rank must call this with the same sizes; waits. The bytes are
+    those of the actual tensors: equal parts for each rank, at least one number each.
     """
     found: list[tuple[str, int, float]] = []
     for size in sizes:

@@ -28,9 +28,7 @@ class Placement:
     num_ranks: int
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a table that misses an expert, or that cannot be divided equally
-        among the ranks.
-        """
+        """Raise ConfigError for a table that misses an expert or cannot be divided equally."""
         found = set(self.held.tolist())
         lost = sorted(set(range(self.num_experts)) - found)
         if lost or not found <= set(range(self.num_experts)):

@@ -174,8 +174,6 @@ def decode_batch(
 
 
 def no_tokens(like: ForwardBatch, plan: StepPlan, features: Tensor | None = None) -> ForwardBatch:
-    """Return a batch without rows, with features [0, F], for a forward in which other shards have
-    rows.
-    """
+    """Return a batch without rows, with features [0, F], because other shards have rows."""
     given = {"forward_mode": ForwardMode.IDLE, "input_embeds": None, "features": features, "step_plan": plan}
     return replace(filter_batch(like, 0, 0), **given)

@@ -67,10 +67,9 @@ def parents_of(hidden: Tensor, beams: Beams, depth: int) -> Tensor:
 
 
 class CellBeams(AutoregressiveDrafter):
-    """A draft with cells: one forward over the target's rows, then one for each depth except the
-    last.
+    """A draft with cells: one forward over the target's rows, then one per further depth.
 
-    The later forwards have `shape.width` rows per request.
+    The later forwards have `shape.width` rows per request; the last depth needs none.
     """
 
     shape: TreeShape
@@ -88,8 +87,9 @@ class CellBeams(AutoregressiveDrafter):
         return self.grow(rows).tokens
 
     def grow(self, rows: DraftRows) -> DraftTree:
-        """Take in the target's outputs and return a tree for each root, or a chain if
-        `rows.is_chain`. Does not wait.
+        """Take in the target's outputs and return a tree for each root.
+
+        A chain if `rows.is_chain`. Does not wait.
         """
         hidden = self.take_in(rows)
         if rows.is_chain or not len(rows.most_lens):
@@ -106,11 +106,10 @@ class CellBeams(AutoregressiveDrafter):
     def batch(
         self, rows: DraftRows, beams: Beams, depth: int, hidden: Tensor, seen: Tensor | None
     ) -> tuple[ForwardBatch, Tensor]:
-        """Return the decode batch of the beams' tokens, which yields candidates of `depth`, and
-        what beams see.
+        """Return the decode batch of the beams' tokens, and what each beam sees.
 
-        The latter are bits int32[R, w] of the visible cells after the known ones; `seen` are those
-        of the depth before.
+        The batch yields candidates of `depth`. What beams see are bits int32[R, w] of the visible
+        cells after the known ones; `seen` are those of the depth before.
         """
         count, width = beams.tokens.shape
         own, bits = slice((depth - 2) * width, (depth - 1) * width), self._bits

@@ -1,5 +1,4 @@
-"""A block of draft tokens from one forward of a draft model that fills in masks (DFlash, arXiv
-2602.06036).
+"""Draft tokens in blocks, from a draft model that fills in masks (DFlash, arXiv 2602.06036).
 
 Cell i of the draft's pool holds the target's features of token i. Each row of a block is a decode
 row with the block's end as its length, so that it also sees later rows of the block: a forward
@@ -34,15 +33,14 @@ class BlockModel(Protocol):
         ...
 
     def inject(self, features: Tensor, batch: ForwardBatch, /) -> None:
-        """Store each layer's keys and values of projected features in the cells of the batch's
-        tokens.
-        """
+        """Store keys and values of projected features in the cells of the batch's tokens."""
         ...
 
 
 class BlockDrafter:
-    """Stores the target's features in the draft's cells, then runs one forward of each root and its
-    masks.
+    """Stores target features in the draft's cells, then runs each root with its masks.
+
+    One forward per step.
     """
 
     lookahead = 0

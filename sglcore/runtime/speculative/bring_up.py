@@ -129,10 +129,10 @@ def draft_pools(
     sizes: MemorySizes,
     pool_kind: PoolKind = PER_HEAD,
 ) -> Pools | None:
-    """Return the pools of the draft model: its own cells or rows, or a read-only view of the
-    target's.
+    """Return the pools of the draft model.
 
-    Pages and slots are those of the target.
+    Its own cells or rows, or a read-only view of the target's. Pages and slots are those of the
+    target.
     """
     if draft is None:
         return None

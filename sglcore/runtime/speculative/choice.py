@@ -168,8 +168,7 @@ class Speculation:
 
 
 def most_drafts(config: EngineConfig) -> int:
-    """Return the maximum tokens per request in a decode step: the last sampled token and its draft
-    tokens.
+    """Return the maximum tokens per request in a decode step: a root and its draft tokens.
 
     Derived from the configuration alone.
     """
@@ -344,9 +343,7 @@ def promise(rule: str) -> str:
 
 
 def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, str, bool]:
-    """Return the kind, the reason, and whether it is used only if a trial shows that it is
-    faster.
-    """
+    """Return the kind, the reason, and whether a trial must show that it is faster."""
     if config.speculative not in (None, "auto"):
         return config.speculative, "asked for", False
     if config.draft_model is not None:

@@ -80,10 +80,10 @@ class DraftRows:
 
 
 def no_rows(batch: ForwardBatch, features: Tensor, wanted: int, history: Tensor | None = None) -> DraftRows:
-    """Return the draft rows of a data-parallel shard without requests in a step of `wanted` draft
-    tokens.
+    """Return the draft rows of a data-parallel shard without requests.
 
-    `batch` has no tokens; features are [0, F].
+    Other shards make `wanted` draft tokens in this step. `batch` has no tokens; features are [0,
+    F].
     """
     none, host = batch.input_ids, np.zeros(0, np.int32)
 
@@ -105,12 +105,11 @@ class Drafter(Protocol):
     reads_history: bool
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """Take in the target's outputs and return draft tokens int32[R, rows.wanted] after each
-        root.
+        """Take in the target's outputs and return draft tokens after each root.
 
-        NONE where there is nothing to propose. Does not wait. With a plan of several data-parallel
-        shards (`rows.batch.step_plan`), run the forwards of the plan even without rows: other
-        shards wait for them.
+        int32[R, rows.wanted], NONE where there is nothing to propose. Does not wait. With a plan of
+        several data-parallel shards (`rows.batch.step_plan`), run the forwards of the plan even
+        without rows: other shards wait for them.
         """
         ...
 

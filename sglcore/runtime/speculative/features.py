@@ -1,5 +1,6 @@
-"""The target's features for a drafter: its hidden states, or the residual stream before some of its
-layers.
+"""The target's features for a drafter.
+
+Its hidden states, or the residual stream before some of its layers.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class LayeredModel(Protocol):
 
 
 class FeatureModel:
-    """A model with a forward that also returns the residual sums before some layers: [T, H +
-    feature_size].
+    """A model that also returns the residual sums before some of its layers.
+
+    The output of a forward is [T, H + feature_size].
     """
 
     def __init__(self, model: LayeredModel, aux_layers: tuple[int, ...]) -> None:
@@ -112,7 +114,5 @@ def with_features(model: Model, aux_layers: tuple[int, ...]) -> Model:
 
 
 def features_of(output: Tensor, size: int | None) -> Tensor:
-    """Return the features [T, F]: the last `size` elements of each row of a forward's output (None:
-    all).
-    """
+    """Return the features [T, F] in a forward's output: its last `size` columns (None: all)."""
     return output if size is None else output[:, output.shape[-1] - size :]

@@ -1,9 +1,8 @@
-"""Draft tokens from a draft model without cells of its own: its queries attend to the target's
-cells.
+"""Draft tokens from a draft model without cells of its own.
 
-No forward of the draft adds cells. It knows its earlier draft tokens only by its own hidden states.
-All its forwards of a step therefore have the same position and cells, and attention is planned
-once.
+Its queries attend to the target's cells. No forward of the draft adds cells. It knows its earlier
+draft tokens only by its own hidden states. All its forwards of a step therefore have the same
+position and cells, and attention is planned once.
 """
 
 from __future__ import annotations
@@ -81,8 +80,9 @@ class FrozenDrafter:
         return batch
 
     def following(self, batch: ForwardBatch, ids: Tensor, hidden: Tensor) -> ForwardBatch:
-        """Return the batch for the next draft token: the same position and cells, with new ids and
-        features.
+        """Return the batch for the next draft token, with new ids and features.
+
+        Position and cells are the same.
         """
         features = features_of(hidden, self._feature_size)
         return replace(batch, input_ids=ids, features=features, turn=self.later(batch))

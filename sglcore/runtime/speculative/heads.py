@@ -1,10 +1,9 @@
-"""Multi-token prediction by several layers, one draft token each (DeepSeek-AI 2024, arXiv
-2412.19437, 2.2).
+"""Multi-token prediction by several layers, one draft token each.
 
-Cell i of layer j (from 0) has token i + 1 + j and the output of layer j - 1 for cell i; layer 0 has
-the target's features of token i. The last j cells of a text therefore depend on draft tokens. With
-k layers, every forward begins k - 1 cells before those of the target and rewrites them from the
-accepted text; their inputs are kept by slot.
+DeepSeek-AI 2024, arXiv 2412.19437, section 2.2. Cell i of layer j (from 0) has token i + 1 + j and
+the output of layer j - 1 for cell i; layer 0 has the target's features of token i. The last j cells
+of a text therefore depend on draft tokens. With k layers, every forward begins k - 1 cells before
+those of the target and rewrites them from the accepted text; their inputs are kept by slot.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class HeadsModel(Protocol):
 
 
 class Window(NamedTuple):
-    """The last cells of B requests before the target's forward, in a verification with those of the
-    forward.
+    """The last cells of B requests before the target's forward.
 
-    There are N rows per request, C >= N. `slots` int32[B]; `batch` is a decode of all rows. `ids`
-    int32[B, C] are the tokens after each row, possibly with a few more; the first `known` int32[B]
-    of them are text. `features` [B * N, H] are the input of the first layer.
+    In a verification also the cells of that forward. There are N rows per request, C >= N. `slots`
+    int32[B]; `batch` is a decode of all rows. `ids` int32[B, C] are the tokens after each row,
+    possibly with a few more; the first `known` int32[B] of them are text. `features` [B * N, H] are
+    the input of the first layer.
     """
 
     slots: Tensor
@@ -124,8 +123,7 @@ class MultiHeadDrafter:
             yield runner.forward(no_tokens(rows.batch, plan.from_before(self._back), features))[0]
 
     def run_prompts(self, rows: DraftRows, features: Tensor) -> Iterator[Tensor]:
-        """Yield each layer's output [R, H] for the last token of each prompt that ends in this
-        step.
+        """Yield each layer's output [R, H] for the last tokens of prompts that end in this step.
 
         Runs the chunks of all prompts.
         """
@@ -173,8 +171,9 @@ class MultiHeadDrafter:
         return Window(rows.slots, decode, ids, known, features)
 
     def before_chunks(self, rows: DraftRows, first: Tensor, ends: Tensor) -> Window:
-        """Return the cells before prefill chunks with tokens `first` <= i <= `ends` int32[B] of the
-        batch.
+        """Return the cells before prefill chunks.
+
+        The tokens of a chunk are `first` <= i <= `ends` int32[B] of the batch.
         """
         batch, slots = rows.batch, rows.batch.req_pool_indices
         assert batch.extend_prefix_lens is not None and batch.extend_prefix_lens_cpu is not None
@@ -198,8 +197,9 @@ class MultiHeadDrafter:
         return slots[:, None] * usable, places * usable
 
     def keep(self, slots: Tensor, ids: Tensor, features: Tensor) -> None:
-        """Store the tokens after the last k - 1 cells of slots int32[B], and the target's features
-        of these.
+        """Store inputs of the last k - 1 cells of slots int32[B].
+
+        These are the tokens after the cells, and the target's features.
         """
         self._ids.index_put_((slots,), ids.view(-1, self._back))
         self._features.index_put_((slots,), features.view(-1, self._back, features.shape[-1]))

@@ -1,5 +1,6 @@
-"""Draft tokens without a model: what followed the last tokens at an earlier place in the same text
-(prompt lookup).
+"""Draft tokens without a model.
+
+What followed the last tokens at an earlier place in the same text (prompt lookup).
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class NgramDrafter:
 
 
 def propose(known: Tensor, last: Tensor, tokens: int, least: int, most: int) -> Tensor:
-    """Return draft tokens int32[R, tokens] for texts `known` int32[R, M] that end at index `last`
-    int32[R].
+    """Return draft tokens int32[R, tokens] for texts `known` int32[R, M].
 
-    NONE for a text in which its last `least` tokens did not occur before. No host reads.
+    A text ends at index `last` int32[R]. NONE if its last `least` tokens did not occur before. No
+    host reads.
     """
     width = known.shape[1]
     places = torch.arange(max(width, tokens, most), dtype=torch.int32, device=known.device)

@@ -26,9 +26,7 @@ from sglcore.sampling.sampler import Sampler, SamplingState
 from sglcore.sampling.state import SampledTokens
 
 DRAFTS, COINS = 0x2545F491, 0x6C078965
-"""Constants that make the noise of draft tokens, of acceptance, and of the target's draws
-independent.
-"""
+"""Constants that make the noise of draft tokens, acceptance and target draws independent."""
 COIN_BITS = 24
 
 
@@ -46,10 +44,9 @@ class Chain:
     laws: Tensor | None = None
 
     def law(self, place: int | Tensor, vocab_size: int) -> Tensor:
-        """Return float32[B, V]: the distribution of draft token number `place` (int64[B, 1], or one
-        for all).
+        """Return float32[B, V]: the distribution of draft token number `place`.
 
-        Zeros where no token is offered.
+        `place` is int64[B, 1], or one number for all. Zeros where no token is offered.
         """
         last = self.tokens.shape[1] - 1
         places = torch.as_tensor(place, device=self.tokens.device).expand(len(self.tokens), 1)
@@ -72,8 +69,9 @@ class Rejection:
         self.sampler = sampler
 
     def drafting(self, state: SamplingState, slots: Tensor, lengths: Tensor, laws: Tensor) -> DrawDraft:
-        """Return a function that draws draft tokens, and writes their distributions to laws [slots
-        + 1, k, V].
+        """Return a function that draws draft tokens and stores their distributions.
+
+        `laws` is [slots + 1, k, V].
         """
         words = step_words(state.seed_words, lengths, DRAFTS)
 
@@ -85,8 +83,7 @@ class Rejection:
         return draw
 
     def verify(self, logits: Tensor, state: SamplingState, chain: Chain) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the number of accepted draft tokens, the token after them, and whether that one is
-        bad.
+        """Return the number of accepted draft tokens, the token after them, and if it is bad.
 
         int32[B], int32[B], bool[B], from processed logits float[B, k + 1, V] and the requests'
         state.
@@ -102,8 +99,9 @@ class Rejection:
         return accepted, *self.sampler.draw_by_weight(weights, state.seed_words, chain.lengths + accepted + 1)
 
     def _accepted(self, logits: Tensor, state: SamplingState, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the accepted draft tokens int32[B], and the scale float32[B] of the target's
-        distribution there.
+        """Return the accepted draft tokens int32[B] and a scale float32[B].
+
+        The scale applies to the target's distribution where the accepted tokens end.
         """
         taken = chain.offered.clone()
         for place in range(taken.shape[1]):
@@ -216,10 +214,10 @@ class RejectionWorker(SpeculativeWorker):
 
 
 def step_words(seed_words: Tensor, lengths: Tensor, domain: int) -> Tensor:
-    """Return seed words int32[B, 2] for noise that only the step with roots at lengths int32[B]
-    uses.
+    """Return seed words int32[B, 2] for noise that only this step uses.
 
-    Rejected draft tokens must not influence the draws of the next step.
+    The step has roots at lengths int32[B]. Rejected draft tokens must not influence the draws of
+    the next step.
     """
     words = row_keys(seed_words, lengths)
     words[:, 0] ^= domain

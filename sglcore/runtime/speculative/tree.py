@@ -1,9 +1,8 @@
-"""Draft trees: how beams grow a tree, which nodes are kept, and which path is accepted (EAGLE-2,
-arXiv 2406.16858).
+"""Draft trees: how beams grow a tree, which nodes are kept, and which path is accepted.
 
-A tree of N nodes has the root, the last sampled token, as node 0. Parents come before their
-children; the children of a node are different tokens. Node n has the cell n places after the
-root's, whatever its depth.
+EAGLE-2, arXiv 2406.16858. A tree of N nodes has the root, the last sampled token, as node 0.
+Parents come before their children; the children of a node are different tokens. Node n has the cell
+n places after the root's, whatever its depth.
 """
 
 from __future__ import annotations
@@ -75,8 +74,9 @@ def chained(tokens: Tensor, most: int) -> DraftTree:
 
 
 class Beams(NamedTuple):
-    """The beams of one depth, int32[R, w] each: tokens, the beam each grew from, and its record
-    number.
+    """The beams of one depth: tokens, the beam each grew from, and its record number.
+
+    int32[R, w] each.
     """
 
     tokens: Tensor
@@ -85,9 +85,7 @@ class Beams(NamedTuple):
 
 
 class TreeRecords:
-    """The candidates that beams of R requests find, depth by depth, and the trees made from
-    them.
-    """
+    """The candidates that beams of R requests find, by depth, and the trees made from them."""
 
     def __init__(self, requests: int, shape: TreeShape, depths: Tensor, kernels: KernelTable) -> None:
         """`depths` is the result of `TreeShape.depths_of_records`."""
@@ -121,8 +119,9 @@ class TreeRecords:
 
 
 class CellBits:
-    """One bit for each cell after the known ones, int32[cells], and visibility words made from such
-    bits.
+    """One bit for each cell after the known ones, and visibility words made from such bits.
+
+    Bits are int32[cells].
     """
 
     def __init__(self, cells: int, device: torch.device) -> None:
@@ -132,10 +131,10 @@ class CellBits:
         )
 
     def words(self, seen: Tensor, cells: slice) -> Tensor:
-        """Return `ForwardInputs.visible` for rows in `cells` that see the cells of bits `seen`
-        int32[R, n].
+        """Return `ForwardInputs.visible` for rows in `cells`.
 
-        Known cells are always visible. The row's own bit becomes the highest bit of its word.
+        The rows see the cells of bits `seen` int32[R, n] and all known cells. The row's own bit
+        becomes the highest bit of its word.
         """
         return (seen << (31 - self.places[cells])).bitwise_or_(self._before[cells])
 
@@ -155,8 +154,8 @@ class TreeTables:
         self.put(every, chained(nothing, nodes - 1), nothing.clone())
 
     def put(self, slots: Tensor, tree: DraftTree, proposals: Tensor) -> None:
-        """Store the trees of slots int32[R], and their tokens in the slots' rows of proposals
-        int32[slots, N - 1].
+        """Store the trees of slots int32[R], and their tokens in `proposals` int32[slots, N -
+        1].
         """
         self._kernels.tree_place(*tree, slots, self.held, proposals)
 

@@ -106,9 +106,7 @@ class TreeWorker(SpeculativeWorker):
     def _chain(
         self, batch: ScheduleBatch, staged: ForwardBatch, rows: VerifiedRows, before: Tensor, order: Tensor
     ) -> ForwardBatch:
-        """Return the path rows `order` int32[B * steps] as the batch of a step that verified
-        chains.
-        """
+        """Return the path rows `order` int32[B * steps] as the batch of a chain verification."""
         steps = len(order) // len(before)
         places = before[:, None] + self._steps[:steps]
         slots, positions = placed(rows.slots[:, None], places, rows.limits[:, None])
@@ -130,10 +128,10 @@ def along(sampled: SampledTokens[Tensor], order: Tensor) -> SampledTokens[Tensor
 
 
 def move_path(pool: TokenToKVPool, cells: Tensor, path: Tensor) -> None:
-    """Copy keys and values of path nodes int32[B, steps], in cells int[B, N], to the cells after
-    the root's.
+    """Copy keys and values of path nodes to the cells after the root's.
 
-    All cells are read before one is written; a node that is already at its place stays.
+    Nodes are int32[B, steps], cells int[B, N]. All cells are read before one is written; a node
+    that is already at its place stays.
     """
     sources, places = cells.gather(1, path[:, 1:].long()).flatten(), cells[:, 1 : path.shape[1]].flatten()
     for layer in range(pool.num_layers):

@@ -1,9 +1,9 @@
-"""The worker that verifies draft tokens: one target forward over each request's last token and its
-draft tokens.
+"""The worker that verifies draft tokens.
 
-A draft token is accepted if it equals the token that the target draws in its place, so the text is
-the same as without speculation. Between steps, tables by slot on the device hold the number of
-valid cells and the draft tokens.
+One target forward over each request's last token and its draft tokens. A draft token is accepted if
+it equals the token that the target draws in its place, so the text is the same as without
+speculation. Between steps, tables by slot on the device hold the number of valid cells and the
+draft tokens.
 """
 
 from __future__ import annotations
@@ -255,10 +255,10 @@ class SpeculativeWorker(TpModelWorker):
         self._kernels.place_proposals(*tables, rows.slots, rows.limits, nodes, *inputs)
 
     def _is_chain(self, batch: ScheduleBatch) -> bool:
-        """Return whether the next draft must be a chain: sampling depends on earlier rows, by
-        penalties or masks.
+        """Return whether the next draft must be a chain.
 
-        This holds for all steps of such a request, so that none of its draft tokens are siblings.
+        So it is if sampling depends on earlier rows, by penalties or masks. This holds for all
+        steps of such a request, so that none of its draft tokens are siblings.
         """
         return batch.masks is not None or self._sampling.is_penalised
 
@@ -276,28 +276,25 @@ class SpeculativeWorker(TpModelWorker):
         state: SamplingState,
         plan: RowPlan,
     ) -> Verified:
-        """Sample after each row, from logits float[B * N, V], and count the accepted tokens of each
-        request.
-        """
+        """Sample after each row, from logits float[B * N, V], and count accepted tokens."""
         sampled, runs = self._decide(staged, rows, logits, state)
         return Verified(staged, hidden, plan, sampled, runs, staged.num_tokens // max(batch.batch_size, 1))
 
     def _decide(
         self, staged: ForwardBatch, rows: VerifiedRows, logits: Tensor, state: SamplingState
     ) -> tuple[SampledTokens[Tensor], Tensor]:
-        """Return the sampled tokens of B * N rows and `runs` int32[4, B] of the kernel
-        `accept_proposals`.
+        """Return the sampled tokens of B * N rows and `runs` int32[4, B].
 
-        Also updates the tables for the next step. Logits are float[B * N, V].
+        `runs` are those of the kernel `accept_proposals`. Also updates the tables for the next
+        step. Logits are float[B * N, V].
         """
         sampled = self._sampling.sampler.sample(logits, state)
         return sampled, self._accept(staged, rows, sampled)
 
     def _drafting(self, width: int, slots: Tensor, lengths: Tensor) -> DrawDraft:
-        """Return the draw function for draft tokens of slots int32[R] with roots at lengths
-        int32[R].
+        """Return the draw function for draft tokens of slots int32[R].
 
-        The step had `width` rows per request.
+        Roots are at lengths int32[R]. The step had `width` rows per request.
         """
         return self._sampling.drafting(width, lengths)
 
@@ -368,8 +365,9 @@ class SpeculativeWorker(TpModelWorker):
 
 
 def replace_proposals(table: Tensor, slots: Tensor, given: Tensor) -> None:
-    """Replace the rows `slots` int32[B] of table int32[S, k] by `given` int32[B, k], where given is
-    not empty.
+    """Replace rows `slots` int32[B] of table int32[S, k] by `given` int32[B, k].
+
+    Rows stay where nothing is given.
     """
     table.index_put_((slots,), torch.where(given[:, :1] < 0, table.index_select(0, slots), given))
 

@@ -1,8 +1,8 @@
-"""DeepSeek-V4's attention: over the rows of a sliding window and over rows of complete blocks, all
-or chosen.
+"""DeepSeek-V4's attention: over the rows of a sliding window and over rows of complete blocks.
 
-Implemented with the kernel table's entries, so for every device and every graph. The row indices
-are computed once per forward, on the device, and shared by its layers.
+All complete blocks, or chosen ones. Implemented with the kernel table's entries, so for every
+device and every graph. The row indices are computed once per forward, on the device, and shared by
+its layers.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
     token_to_kv_pool: DeepSeekV4TokenToKVPool
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Return the rows of the batch's tokens, of the blocks that they complete, and of
-        compressor states.
-        """
+        """Return the rows of the batch's tokens, of the blocks they complete, and of states."""
         plan, pool, found = self.plan(batch), self.token_to_kv_pool, []
         for layer_id, layer in enumerate(pool.layers):
             for name, rows in pool.on_device(layer_id).items():
@@ -123,9 +121,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         self._complete(plan, batch)
 
     def plan_steps(self, view: ForwardBatch, count: int) -> tuple[CompressedPlan, ...]:
-        """Plan `count` decode steps together: `view`, and the steps after it, each one token
-        longer.
-        """
+        """Plan `count` decode steps together: `view` and those after it, each one token longer."""
         (whole, steps), pool = later_steps(view, count), self.token_to_kv_pool
         tokens, (table, positions) = TokenRows.of(whole, self.req_to_token_pool.max_tokens), self._windows(whole)
         out = torch.empty_like(tokens.slots)
@@ -138,10 +134,10 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         return plans
 
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
-        """Choose the `top_k` complete blocks that an indexer scores highest, by q [T, H, D] and
-        weights [T, H].
+        """Choose the `top_k` complete blocks that an indexer scores highest.
 
-        This layer attends to these blocks. All are chosen if there are at most `top_k`.
+        Scores come from q [T, H, D] and weights [T, H]. This layer attends to these blocks. All are
+        chosen if there are at most `top_k`.
         """
         _, plan = self.planned(batch)
         pool, tokens, kept = self.token_to_kv_pool, plan.tokens, layer.rows[INDEX_KEYS]
@@ -216,9 +212,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
             self._fill_completed(plan.completed[kept.ratio, kept.span], kept, rows, plan.tokens.slots, batch)
 
     def _step(self, whole: CompressedPlan, place: int, count: int) -> CompressedPlan:
-        """Return the plan of decode step `place` of `count` that were planned together, without
-        completed blocks.
-        """
+        """Return the plan of step `place` of `count` planned together, without completed blocks."""
         size = len(whole.window) // count
         rows = slice(place * size, (place + 1) * size)
         blocks = {ratio: found[rows] for ratio, found in whole.blocks.items()}
@@ -256,16 +250,12 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
 
 
 def most_completed(num_tokens: int, batch_size: int, ratio: int) -> int:
-    """Return the maximum number of blocks that `num_tokens` tokens of `batch_size` requests can
-    complete.
-    """
+    """Return the maximum number of blocks that these tokens of these requests can complete."""
     return min(num_tokens, num_tokens // ratio + batch_size)
 
 
 def _most_completed(batch: ForwardBatch, ratio: int) -> int:
-    """Return the number of completed blocks of a batch if the host knows its lengths, else an upper
-    bound.
-    """
+    """Return the number of blocks that a batch completes; an upper bound without host lengths."""
     ends, lengths = batch.seq_lens_cpu, batch.extend_seq_lens_cpu
     if ends is None or batch.width is not None:
         return most_completed(batch.num_tokens, batch.batch_size // (batch.width or 1), ratio)

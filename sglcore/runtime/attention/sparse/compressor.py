@@ -1,5 +1,6 @@
-"""Compressed blocks of DeepSeek-V4's attention: the row of a block, and the indexer that chooses
-blocks.
+"""Compressed blocks of DeepSeek-V4's attention.
+
+The row of a block, and the indexer that chooses blocks.
 """
 
 from __future__ import annotations

@@ -69,18 +69,15 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
         plan.tokens.copy_(TokenRows.of(batch, self.req_to_token_pool.max_tokens))
 
     def plan_steps(self, view: ForwardBatch, count: int) -> tuple[LatentPlan, ...]:
-        """Plan `count` decode steps together: `view`, and the steps after it, each one token
-        longer.
-        """
+        """Plan `count` decode steps together: `view` and those after it, each one token longer."""
         tokens = TokenRows.of(later_steps(view, count)[0], self.req_to_token_pool.max_tokens)
         return tuple(LatentPlan(self, self.generation, tokens.part(step, count)) for step in range(count))
 
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
-        """Choose the `top_k` rows that an indexer scores highest, by q [T, H, D] and weights [T,
-        H].
+        """Choose the `top_k` rows that an indexer scores highest.
 
-        This layer, and the layers after it without an indexer, attend to these rows. All rows are
-        chosen if there are at most `top_k`.
+        Scores come from q [T, H, D] and weights [T, H]. This layer, and the layers after it without
+        an indexer, attend to these rows. All rows are chosen if there are at most `top_k`.
         """
         _, plan = self.planned(batch)
         pool, tokens = self.token_to_kv_pool, plan.tokens

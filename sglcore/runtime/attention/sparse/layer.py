@@ -1,5 +1,6 @@
-"""An attention layer with KV rows of its own form: it maps hidden states to hidden states,
-projections included.
+"""An attention layer with KV rows of its own form.
+
+It maps hidden states to hidden states, projections included.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class TokenRows:
         return cls(slots, torch.ones_like(slots), most)
 
     def copy_(self, other: TokenRows) -> None:
-        """Copy the values of another, with the same number of tokens and at most the same `most`,
-        in place.
+        """Copy the values of another, of the same number of tokens and at most this `most`, in
+        place.
         """
         self.slots.copy_(other.slots)
         self.lens.copy_(other.lens)
@@ -139,11 +139,10 @@ class Paged:
 
 
 def score_bytes(layers: Iterable[Attention], tokens: int, most: int) -> int:
-    """Return the bytes of indexer scores that exist at a time in steps of `tokens` tokens that see
-    `most`.
+    """Return the bytes of indexer scores that exist at a time.
 
-    `choose_rows` needs them in addition to the pools, a captured step permanently. 0 without
-    indexers.
+    For steps of `tokens` tokens that see `most`. `choose_rows` needs them in addition to the pools,
+    a captured step permanently. 0 without indexers.
     """
     width = max((most // layer.rows[INDEX_KEYS].ratio for layer in layers if INDEX_KEYS in layer.rows), default=0)
     return torch.float32.itemsize * min(tokens * width, max(LOGITS, width))

@@ -138,12 +138,11 @@ def delta_chunks_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Programs (row, head, columns of the state), each over its row's chunks in order (Yang et al.
-    2024, section 3).
+    """Programs (row, head, columns of the state), each over its row's chunks in order.
 
-    With t the cumulative log decay since the start of the chunk, the updates of a chunk are the
-    solution U of (I + A) U = beta (V - e^t K S), A[i, j] = beta_i e^(t_i - t_j) k_i k_j for j < i.
-    Floor: every input and the state once.
+    Yang et al. 2024, section 3. With t the cumulative log decay since the start of the chunk, the
+    updates of a chunk are the solution U of (I + A) U = beta (V - e^t K S), A[i, j] = beta_i e^(t_i
+    - t_j) k_i k_j for j < i. Floor: every input and the state once.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key, column = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

@@ -41,11 +41,10 @@ def sort_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Programs (expert): write its choices to `order`, padded to whole tiles with `choices`, and
-    itself to `owners`.
+    """Programs (expert): write its choices to `order`, and itself to `owners` of its tiles.
 
-    Tiles after the last expert's get -1. Floor: 8 * choices bytes per expert, from the cache after
-    the first.
+    `order` is padded to whole tiles with `choices`. Tiles after the last expert's get -1. Floor: 8
+    * choices bytes per expert, from the cache after the first.
     """
     expert = tl.program_id(0)
     every = tl.arange(0, BINS)
@@ -351,8 +350,9 @@ def _(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, siz
 
 
 def _in_tiles(ids: Tensor, experts: int, rows: int, tuning: Tuning) -> tuple[Tensor, Tensor]:
-    """Return the choices in tiles of one expert each, int32 [tiles * rows], and the tiles' experts,
-    int32 [tiles].
+    """Return the choices in tiles of one expert each, and the tiles' experts.
+
+    int32 [tiles * rows] and int32 [tiles].
     """
     choices = ids.numel()
     # Every tile holds a choice, and every expert's tiles but its last are full.

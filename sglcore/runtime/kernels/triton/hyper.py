@@ -1,6 +1,4 @@
-"""Hyper-connections: the mixing weights of a token's streams, in two launches, and their update, in
-one.
-"""
+"""Hyper-connections: mixing weights of a token's streams in two launches, their update in one."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -33,8 +31,7 @@ def hc_mix_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Programs (tokens, split): the contribution of SPLIT elements of all streams to the products
-    and the square.
+    """Programs (tokens, split): the share of SPLIT elements of all streams in products and square.
 
     mixes is float32 [splits, tokens, OUTPUTS + 1], the square last. Floor: h read once; fn once for
     each tile of tokens, from the cache.
@@ -89,10 +86,10 @@ def store_ways_back(
     STREAMS: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Compute, in the first program of a token, how its result is added to the streams and how
-    these are mixed.
+    """Compute how a token's result is added to the streams and how these are mixed.
 
-    The mixing matrix is normalised by rows and columns (Sinkhorn and Knopp 1967).
+    Runs in the first program of a token. The mixing matrix is normalised by rows and columns
+    (Sinkhorn and Knopp 1967).
     """
     if tl.program_id(1) == 0:
         stream, other = tl.arange(0, LINES), tl.arange(0, LINES)

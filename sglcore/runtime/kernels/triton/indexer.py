@@ -1,5 +1,6 @@
-"""The indexer of sparse attention: a score for each row of a request, and the rows with the highest
-scores.
+"""The indexer of sparse attention.
+
+A score for each row of a request, and the rows with the highest scores.
 """
 
 # A kernel is not Python to a type checker.
@@ -84,10 +85,10 @@ def keys_at(line, at, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def threshold_of(line, count, wanted, BLOCK: tl.constexpr):
-    """Return the largest int32 that at least `wanted` keys reach, or a smaller one that exactly
-    `wanted` reach.
+    """Return the largest int32 that at least `wanted` keys reach.
 
-    Each pass over the row determines two bits.
+    Stops early at a smaller one if exactly `wanted` keys reach it. Each pass over the row
+    determines two bits.
     """
     bound, reach, shift = tl.full([], LOWEST, tl.int32), count, 30
     while (shift >= 0) & (reach != wanted):

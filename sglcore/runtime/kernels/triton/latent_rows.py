@@ -1,5 +1,6 @@
-"""Latent rows: norm and rotation of queries, keys and entries, and their stores, in 8 bits if the
-pool has them.
+"""Latent rows: norm and rotation of queries, keys and entries, and their stores.
+
+Stores are in 8 bits if the pool is.
 """
 
 # A kernel is not Python to a type checker.
@@ -21,8 +22,9 @@ from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 @triton.jit
 def float8_bits(x):
-    """Return the bits of float32 x, of at most 448, as float8 e4m3fn: int32, ties to even, on any
-    device.
+    """Return the bits of float32 x, of at most 448, as float8 e4m3fn.
+
+    int32, ties to even; independent of the formats that the device supports.
     """
     bits = x.to(tl.int32, bitcast=True)
     sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
@@ -34,9 +36,7 @@ def float8_bits(x):
 
 @triton.jit
 def store_encoded(values, line, column, live, SIZE, EXACT, GROUP, BIAS, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Store rows of float32 [ROWS, BLOCK] in the format of `RowCodec` from the addresses `line`
-    on.
-    """
+    """Store rows of float32 [ROWS, BLOCK] in the format of `RowCodec` from addresses `line` on."""
     ROUNDED: tl.constexpr = SIZE - EXACT
     SPAN: tl.constexpr = min(GROUP, BLOCK)
     group = tl.arange(0, BLOCK // SPAN)
@@ -80,9 +80,7 @@ def store_rows(
 
 @triton.jit
 def gained(start, column, live, scale, weight, SIZE: tl.constexpr, NORMED: tl.constexpr):
-    """Scale the first NORMED elements of float32 rows and multiply them by the weight (None: scale
-    only).
-    """
+    """Scale the first NORMED elements of float32 rows, times the weight (None: scale only)."""
     inside = live[:, None] & ((column >= 0) & (column < SIZE))[None, :]
     values = tl.load(start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if NORMED > 0:

@@ -1,5 +1,6 @@
-"""Root mean square norm, alone or after adding the residual: one pass over rows held in
-registers.
+"""Root mean square norm, alone or after adding the residual.
+
+One pass over rows held in registers.
 """
 
 # A kernel is not Python to a type checker.
@@ -96,7 +97,10 @@ def gated_rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Rows of INNER groups each. Floor: x and gate read once, out written once, 3 * rows * SIZE elements."""
+    """Rows of INNER groups each.
+
+    Floor: x and gate read once, out written once, 3 * rows * SIZE elements.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < SIZE)[None, :]

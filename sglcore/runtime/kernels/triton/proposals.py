@@ -1,5 +1,6 @@
-"""Verification of draft tokens: place the tokens of each request, count the accepted ones, walk
-draft trees.
+"""Verification of draft tokens.
+
+Place the tokens of each request, count the accepted ones, walk draft trees.
 """
 
 # A kernel is not Python to a type checker.

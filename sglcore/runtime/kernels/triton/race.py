@@ -1,7 +1,7 @@
-"""Parts of the integer race that the kernels of a draw share: gaps, weights, noise, and keys that
-order like floats.
+"""Parts of the integer race that the kernels of a draw share.
 
-Computes the same integers as `sglcore.sampling`; `sampling.py` combines them.
+Gaps, weights, noise, and keys that order like floats. Computes the same integers as
+`sglcore.sampling`; `sampling.py` combines them.
 """
 
 # A kernel is not Python to a type checker.

@@ -28,7 +28,8 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """Return float32 x rounded to a value of dtype, as float32: as if a chain of operations in
-    dtype stored it.
+    """Return float32 x rounded to a value of dtype, as float32.
+
+    As if a chain of operations in dtype had stored it.
     """
     return narrow(x, dtype).to(tl.float32)

@@ -1,5 +1,6 @@
-"""Rows of a pool that lists or pages name: their numbers, and their elements, decoded if they are
-in 8 bits.
+"""Rows of a pool that lists or pages name.
+
+Their numbers, and their elements, decoded if they are in 8 bits.
 """
 
 # A kernel is not Python to a type checker.
@@ -24,8 +25,7 @@ def paged_rows(table, slot, place, inside, table_stride, PAGE: tl.constexpr):
 
 @triton.jit
 def small_floats(byte, BIAS: tl.constexpr):
-    """Return float32 for bytes of float8 e4m3 with that bias, and the factor by which they are too
-    small.
+    """Return bytes of float8 e4m3 with that bias as float32, and the factor they lack.
 
     Converted through the bits of float16, or, if the bias is negative, by the device's instruction;
     exact in both cases.
@@ -88,10 +88,10 @@ def load_elements(
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Return [rows, BLOCK] of dtype: the elements from FIRST on of rows of SIZE elements that begin
-    at `line`.
+    """Return [rows, BLOCK] of dtype: the elements from FIRST on of rows of SIZE elements.
 
-    Zeros after the row and where not inside. GROUP is that of the codec, 0 if rows are numbers.
+    Rows begin at `line`. Zeros after the row and where not inside. GROUP is that of the codec, 0 if
+    rows are numbers.
     """
     if GROUP:
         values = decoded(line, inside, dtype, FIRST, SIZE, BLOCK, EXACT, GROUP, BIAS)

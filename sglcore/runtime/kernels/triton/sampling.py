@@ -102,8 +102,9 @@ def histogram_kernel(
 
 @triton.jit
 def first_reaching(sums, column, wanted, SIZE: tl.constexpr):
-    """Return the first column with a running sum of at least `wanted`, else the last, and the sum
-    before it.
+    """Return the first column with a running sum of at least `wanted`, and the sum before it.
+
+    The last column if none reaches it.
     """
     running = tl.cumsum(sums, axis=0)
     behind = (running < wanted) & (column < SIZE)
@@ -113,11 +114,11 @@ def first_reaching(sums, column, wanted, SIZE: tl.constexpr):
 
 @triton.jit
 def search_kernel(sums, cut, found, limits, table, FINE: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Programs (row): coarse, `found` int64 [rows, 3] gets the bin, the sum before it and the
-    wanted sum.
+    """Programs (row): coarse or fine search for a cut.
 
-    Fine: the cut is narrowed. Tokens at the present cut are in no histogram; those that are kept
-    are added here.
+    Coarse: `found` int64 [rows, 3] gets the bin, the sum before it and the wanted sum. Fine: the
+    cut is narrowed. Tokens at the present cut are in no histogram; those that are kept are added
+    here.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, STEPS)
@@ -248,8 +249,9 @@ class DrawKernels:
         return {"BLOCK": self.block, "COUNT": self.best.shape[1], "PADDED": power_of_two(self.best.shape[1])}
 
     def narrow(self, cut: Tensor, limits: Tensor, weighted: bool) -> None:
-        """Search for the cut of top_k, or of top_p if weighted: coarse bins, then the steps of the
-        bin found.
+        """Search for the cut of top_k, or of top_p if weighted.
+
+        First in coarse bins, then in the steps of the bin found.
         """
         rows, (_, vocab) = self.grid[0], self.logits.shape
         sums = cut.new_zeros((2, rows, cutoffs.STEPS), dtype=torch.int64)

@@ -32,8 +32,7 @@ def begin(sinks, head, counted, QUERIES: tl.constexpr):
 
 @triton.jit
 def take_scores(score, values, best, total, mean):
-    """Update the running maximum, sum and weighted sum of each query row [QUERIES] with one more
-    block.
+    """Update running maximum, sum and weighted sum of query rows [QUERIES] with one more block.
 
     `score` [QUERIES, TOKENS] is in base 2, -inf where a row does not see a token (Milakov and
     Gimelshein 2018).

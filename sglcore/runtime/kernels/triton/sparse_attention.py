@@ -1,8 +1,8 @@
-"""Multi-query attention over rows that are key and value for all heads: rows named by lists, or all
-of a request.
+"""Multi-query attention over rows that are key and value for all heads.
 
-A program holds many heads of one token, so that a row is read once for all of them; a long list is
-split over programs, then merged. Lengths are read on the device, so one launch serves every length.
+Rows named by lists, or all of a request. A program holds many heads of one token, so that a row is
+read once for all of them; a long list is split over programs, then merged. Lengths are read on the
+device, so one launch serves every length.
 """
 
 # A kernel is not Python to a type checker.
@@ -59,8 +59,9 @@ def lengths_of(chosen, more_chosen, lens, token, width, more_width, PAGE: tl.con
 
 @triton.jit
 def share_of(count, split, SPLITS: tl.constexpr, TOKENS: tl.constexpr):
-    """Return begin and end of a split's share of `count` entries, in whole iterations except for
-    the last.
+    """Return begin and end of a split's share of `count` entries, in whole iterations.
+
+    The last iteration may be partial.
     """
     share = tl.cdiv(tl.cdiv(count, SPLITS), TOKENS) * TOKENS
     return split * share, tl.minimum(split * share + share, count)
@@ -86,10 +87,10 @@ def take_rows(
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Update the running softmax with the entries [start, end) of a list, or with such rows of a
-    request's pages.
+    """Update the running softmax with the entries [start, end) of a list.
 
-    `query` has the elements that are values too, `tail` the others, if any.
+    With pages: with these rows of the request's pages. `query` has the elements that are values
+    too, `tail` the others, if any.
     """
     for at in range(start, end, TOKENS):
         place = at + tl.arange(0, TOKENS)
@@ -112,9 +113,7 @@ def take_rows(
 
 @triton.jit
 def store_part(out, weights, part, mine, best, total, mean, VALUES: tl.constexpr, SPLITS: tl.constexpr):
-    """Store the mean of each head's values, and its weight among the splits if there are
-    several.
-    """
+    """Store the mean of each head's values, and its weight if there are several splits."""
     total = tl.where(total > 0, total, 1.0)
     if SPLITS > 1:
         # Without a row and a sink `best` is still -inf, and so is the weight.
@@ -192,9 +191,7 @@ def sparse_mqa_kernel(
 
 
 def takes_values(*call: object) -> str:
-    """Accept calls of `sparse_mqa` or `paged_mqa` with values (second last argument) that fit in a
-    program.
-    """
+    """Accept calls with values that fit in a program; their size is the second last argument."""
     size = call[-2]
     assert isinstance(size, int)
     return "" if size <= MOST_VALUES else f"values of {size} elements, and a program holds at most {MOST_VALUES}"
@@ -255,11 +252,10 @@ def _block(tuning: Tuning, heads: int, itemsize: int) -> tuple[int, int]:
 
 
 def _splits(tuning: Tuning, blocks: int, steps: int) -> int:
-    """Return the number of splits that gives every core one program, for lists of up to `steps`
-    steps.
+    """Return the number of splits that gives every core one program.
 
-    Each program occupies a core, and the cost of a split is not small compared with a list of some
-    hundred rows.
+    For lists of up to `steps` steps. Each program occupies a core, and the cost of a split is not
+    small compared with a list of some hundred rows.
     """
     return max(1, min(tuning.programs // 2 // blocks, tuning.most_splits, steps))
 

@@ -1,5 +1,6 @@
-"""The selective scan of Mamba 2: one token per row, or a row's tokens in chunks computed by matrix
-products.
+"""The selective scan of Mamba 2.
+
+One token per row, or a row's tokens in chunks computed by matrix products.
 """
 
 # A kernel is not Python to a type checker.
@@ -97,10 +98,9 @@ def scan_chunks_kernel(
     BLOCK_W: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Programs (row, head, rows of the state), each over its row's chunks in order (Dao and Gu
-    2024, section 6).
+    """Programs (row, head, rows of the state), each over its row's chunks in order.
 
-    Floor: every input and the state once.
+    Dao and Gu 2024, section 6. Floor: every input and the state once.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     element, column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)

@@ -16,12 +16,12 @@ DECIDED = frozenset({"num_warps", "num_stages"})
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """The launch of one kernel: threads, loads in flight per loop, and the warp size if it is not
-    the device's.
+    """The launch of one kernel.
 
-    `options` are passed to the launch unchanged: options of this vendor's compiler (`waves_per_eu`,
-    `maxnreg`, `grf_mode`). Raises ValueError for options that the other fields determine. `text` is
-    the whole in JSON, read by `read_launches`.
+    Threads, loads in flight per loop, and the warp size if it is not the device's. `options` are
+    passed to the launch unchanged: options of this vendor's compiler (`waves_per_eu`, `maxnreg`,
+    `grf_mode`). Raises ValueError for options that the other fields determine. `text` is the whole
+    in JSON, read by `read_launches`.
     """
 
     threads: int = 128
@@ -206,8 +206,8 @@ class Tuning:
         return min(1 << (wanted.bit_length() - 1), power_of_two(max(count, 1)))
 
     def fitting(self, tokens: int, token_bytes: int) -> int:
-        """Return at most `tokens`, a power of two, at least 16, that fit in one tile at
-        `token_bytes` each.
+        """Return the power of two, from 16 to `tokens`, that fits in one tile at `token_bytes`
+        each.
         """
         return max(16, min(tokens, 1 << ((self.tile_bytes // token_bytes).bit_length() - 1)))
 
