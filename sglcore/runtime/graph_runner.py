@@ -171,9 +171,7 @@ class GraphRunner:
 
 
 def _owned(batch: ForwardBatch, hidden: Tensor, beside: Tensor) -> Tensor:
-    """Return hidden [T, H]; in a decode, rows of slot 0 (padding) are replaced by those of
-    `beside`.
-    """
+    """Return hidden [T, H], with rows of `beside` for slot 0 (padding) in a decode."""
     if not batch.forward_mode.is_decode:
         return hidden
     return torch.where(batch.req_pool_indices.unsqueeze(1) > 0, hidden, beside)

@@ -150,9 +150,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         return self.token_to_kv_pool, batch.out_cache_loc
 
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors that a forward writes besides cells, each with the rows int[N]
-        written.
-        """
+        """Return the other tensors that a forward writes, each with the rows int[N] written."""
         return []
 
     @classmethod

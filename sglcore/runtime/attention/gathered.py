@@ -103,8 +103,9 @@ class GatheredAttention(ReferenceAttention):
 
 
 def _visible(last: Tensor, places: Tensor, window: int | None) -> Tensor:
-    """Return bool [B, n, L]: whether queries at `last` int32 [B, n] see tokens at `places`
-    int32[L].
+    """Return bool [B, n, L]: which queries see which tokens.
+
+    Queries are at `last` int32 [B, n], tokens at `places` int32[L].
     """
     mask = places <= last[..., None]
     return mask if window is None else mask & (places > last[..., None] - window)

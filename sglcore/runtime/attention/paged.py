@@ -31,7 +31,7 @@ def padded_lengths(batch: ForwardBatch, rows: int) -> NDArray[np.int32]:
 
 
 def offsets(counts: NDArray[np.int32]) -> Tensor:
-    """Return row starts and the end of the last row: int32[B + 1] of counts int32[B], on the
+    """Return row starts and the end of the last row: int32[B + 1] of counts int32[B]; on the
     host.
     """
     return torch.from_numpy(offsets_of(counts))

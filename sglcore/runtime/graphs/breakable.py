@@ -1,5 +1,6 @@
-"""Breakable graphs: prefill as captured segments with eager attention in between, decode as full
-graphs.
+"""Breakable graphs: prefill as captured segments with eager attention in between.
+
+Decode steps are full graphs.
 """
 
 from __future__ import annotations

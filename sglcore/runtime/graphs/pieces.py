@@ -18,10 +18,9 @@ from sglcore.runtime.graphs.capture import Recorder, Segment
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
-    """A call between segments: it reads inputs that one segment wrote; the next segment reads its
-    output.
+    """A call between segments, with its inputs and output.
 
-    All calls share this memory.
+    One segment wrote the inputs; the next one reads the output. All calls share this memory.
     """
 
     call: Callable[..., Tensor]

@@ -24,9 +24,7 @@ MOST_PADDING = 2
 
 @dataclass(frozen=True, slots=True)
 class PromptForward:
-    """What prefill graphs capture: a forward, the prefill registry at its final size, token
-    buckets.
-    """
+    """What prefill graphs capture: a forward, the prefill registry (final size), token buckets."""
 
     forward: Forward
     registry: BufferRegistry
@@ -68,8 +66,10 @@ class PromptGraphs(SizedGraphs[CapturedTokens]):
         return None if found is None or found > MOST_PADDING * size else found
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Return whether this is a prefill or mixed step with a bucket and no input that graphs do
-        not read.
+        """Return whether a graph can run this batch.
+
+        It must be a prefill or mixed step with a bucket, without inputs that the graphs do not
+        read.
         """
         if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
             return False

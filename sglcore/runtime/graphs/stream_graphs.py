@@ -31,9 +31,7 @@ def stream_graphs(
         return FullGraphs(make_capture(), streams)
 
     def breakable(facts: Facts, streams: Streams) -> GraphBackend:
-        """Return decode graphs, and segmented prefill graphs with eager attention between
-        segments.
-        """
+        """Return decode graphs, and segmented prefill graphs with eager attention between."""
         return BreakableGraphs(make_capture(), streams)
 
     def piecewise(facts: Facts, streams: Streams) -> GraphBackend:

@@ -63,9 +63,7 @@ class SwapShape:
 
     @property
     def table_sizes(self) -> tuple[int, int, int]:
-        """int32 elements per slot and indexer: held entries, order of places, place of each
-        entry.
-        """
+        """int32 elements per slot and indexer: held entries, order of places, entry places."""
         return self.buffer_rows, self.buffer_rows, self.entries + 1
 
     @property

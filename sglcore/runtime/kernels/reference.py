@@ -259,9 +259,7 @@ def sqrtsoftplus_routing(logits: Tensor, bias: Tensor, k: int, scale: float) -> 
 
 
 def hash_routing(logits: Tensor, input_ids: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The token id chooses the experts, the logits weight them (Roller et al. 2021, Hash
-    Layers).
-    """
+    """The token id chooses the experts, logits weight them (Roller et al. 2021, Hash Layers)."""
     scores = torch.sqrt(F.softplus(logits.float()))
     return _weighed(scores, table.index_select(0, input_ids).long(), scale, logits.dtype)
 

@@ -340,9 +340,7 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
     every call.
     """
     refused: tuple[str, ...]
-    """Functions meant for some entry that are missing, each with reason and remedy, for the
-    ledger.
-    """
+    """Functions meant for some entry that are missing, with reason and remedy, for the ledger."""
     float8: str
     """The 8-bit float format of its functions, one of `row_codec.FLOATS`.
 
@@ -429,9 +427,7 @@ class KernelTable(SpeculativeKernels, SparseKernels, HiSparseKernels):
         return self._like(self, activation_bits=activation_bits)
 
     def _like(self, other: Self, **changes: object) -> Self:
-        """Return the entries of another table with this one's other attributes, except for
-        `changes`.
-        """
+        """Return the entries of another table with this one's attributes, except `changes`."""
         new = type(self)(**other.candidates)
         kept = {"refused": self.refused, "float8": self.float8, "activation_bits": self.activation_bits}
         new.__dict__.update(kept | changes)

@@ -170,7 +170,5 @@ def moves_of_step(groups: Groups) -> RowMoves:
 
 
 def moves_of_shard(x: Tensor, groups: Groups) -> RowMoves:
-    """Return the moves of rows [T, ...] among the ranks of this shard, which need no agreed
-    plan.
-    """
+    """Return the moves of rows [T, ...] among this shard's ranks, which need no agreed plan."""
     return RowMoves(StepPlan((len(x),)), groups, 0)

@@ -154,8 +154,9 @@ class TreeTables:
         self.put(every, chained(nothing, nodes - 1), nothing.clone())
 
     def put(self, slots: Tensor, tree: DraftTree, proposals: Tensor) -> None:
-        """Store the trees of slots int32[R], and their tokens in `proposals` int32[slots, N -
-        1].
+        """Store the trees of slots int32[R], and their tokens in `proposals`.
+
+        `proposals` is int32[slots, N - 1].
         """
         self._kernels.tree_place(*tree, slots, self.held, proposals)
 

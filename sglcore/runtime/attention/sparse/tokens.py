@@ -58,8 +58,9 @@ class TokenRows:
         return cls(slots, torch.ones_like(slots), most)
 
     def copy_(self, other: TokenRows) -> None:
-        """Copy the values of another, of the same number of tokens and at most this `most`, in
-        place.
+        """Copy the values of another in place.
+
+        It must have the same number of tokens, and at most this `most`.
         """
         self.slots.copy_(other.slots)
         self.lens.copy_(other.lens)

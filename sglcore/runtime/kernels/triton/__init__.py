@@ -46,8 +46,9 @@ __all__ = ["LaunchConfig", "Tuning", "triton_kernels"]
 
 
 def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
-    """Return the reference table with Triton kernels where they exist, launched as `tuning`
-    says.
+    """Return the reference table with Triton kernels where they exist.
+
+    `tuning` has their launches.
     """
     entries = (rms_norm, add_rms_norm, rotary, rotary_and_store, silu_and_mul, gelu_tanh_and_mul, top_k_routing, moe)
     entries += (

@@ -1,6 +1,4 @@
-"""Compresses blocks of tokens by a softmax per channel, then updates the state that later blocks
-read.
-"""
+"""Compresses blocks of tokens by a softmax per channel, and updates the state."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false

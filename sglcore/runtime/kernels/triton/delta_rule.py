@@ -1,5 +1,6 @@
-"""The gated delta rule: one token per row, or a row's tokens in chunks computed by matrix
-products.
+"""The gated delta rule, for one token per row, or for a row's tokens in chunks.
+
+Chunks are computed by matrix products.
 """
 
 # A kernel is not Python to a type checker.

@@ -122,12 +122,11 @@ def gate_up_kernel(
     PACKED: tl.constexpr,
     LIMITED: tl.constexpr,
 ):
-    """Programs (tile, columns): silu(gate) * up of the tile's choices into out [tiles * ROWS,
-    SIZE].
+    """Programs (tile, columns): silu(gate) * up of the tile's choices.
 
-    CLAMPED: gate and up are interleaved (`clamped_moe`), else up follows gate. LIMITED:
-    `limited_moe`. PACKED: `mxfp4_moe`. Floor: the w13 of each chosen expert, read once; above some
-    hundred rows per expert the limit is the matrix unit.
+    `out` is [tiles * ROWS, SIZE]. CLAMPED: gate and up are interleaved (`clamped_moe`), else up
+    follows gate. LIMITED: `limited_moe`. PACKED: `mxfp4_moe`. Floor: the w13 of each chosen expert,
+    read once; above some hundred rows per expert the limit is the matrix unit.
     """
     tile = tl.program_id(0)
     expert = tl.load(owners + tile).to(tl.int64)

@@ -1,6 +1,4 @@
-"""Rotary embedding of queries and keys, and the stores of keys and values in their cells, in one
-launch.
-"""
+"""Rotary embedding of queries and keys, and the stores of keys and values, in one launch."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false

@@ -1,6 +1,4 @@
-"""Expert routing: softmax over all experts, or square roots of softplus, with one row in
-registers.
-"""
+"""Expert routing: softmax or square roots of softplus, with one row in registers."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -70,9 +68,7 @@ def top_k_routing_kernel(
 
 @triton.jit
 def sqrt_softplus(x):
-    """Return the square root of log(1 + exp(x)), accurate where 1 + exp(x) would lose small
-    values.
-    """
+    """Return the square root of log(1 + exp(x)), accurate for small exp(x)."""
     small = tl.exp(x)
     whole = 1.0 + small
     near = tl.where(whole == 1.0, small, tl.log(whole) * (small / (whole - 1.0)))

@@ -1,5 +1,6 @@
-"""Samples one token for each row of logits by the integer race, bit for bit as `sglcore.sampling`
-does.
+"""Samples one token for each row of logits by the integer race.
+
+Results are bit for bit those of `sglcore.sampling`.
 
 A cut is (last, ties): candidates have a smaller gap than `last`, or are among the first `ties` with
 that gap. Top-k and top-p each search for theirs in two histograms, coarse and fine; the sums are

@@ -54,8 +54,9 @@ def window_rows_kernel(
 
 @triton.jit
 def state_row(table, slot, offset, place, inside, stride, PAGE: tl.constexpr, RING: tl.constexpr):
-    """Return where a state keeps a token: in the ring of its page, or of its slot without a
-    table.
+    """Return where a state keeps a token: in the ring of its page, or of its slot.
+
+    It is that of its slot if there is no table.
     """
     home = slot
     if table is not None:

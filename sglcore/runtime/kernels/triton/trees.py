@@ -1,6 +1,4 @@
-"""Draft trees: choose the beams that continue, keep the likeliest records, and derive the tables of
-nodes.
-"""
+"""Draft trees: beams that continue, the likeliest records, and the tables of nodes."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false

@@ -206,7 +206,7 @@ class Tuning:
         return min(1 << (wanted.bit_length() - 1), power_of_two(max(count, 1)))
 
     def fitting(self, tokens: int, token_bytes: int) -> int:
-        """Return the power of two, from 16 to `tokens`, that fits in one tile at `token_bytes`
+        """Return the power of two, from 16 to `tokens`, that fits in a tile at `token_bytes`
         each.
         """
         return max(16, min(tokens, 1 << ((self.tile_bytes // token_bytes).bit_length() - 1)))
