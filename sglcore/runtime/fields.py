@@ -1,7 +1,4 @@
-"""The torch side of the declarations of a batch.
-
-Element types, and the tensors that a batch holds.
-"""
+"""Torch dtypes of the declared fields of a batch, and the tensors that a batch holds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The state of a forward that layers need and batches do not carry.
 
-The attention backend and its pools. Contexts are frozen and nested: `forward_context` enters one
-and restores the outer one on exit.
+It consists of the attention backend with its pools, and the pool of recurrent states. Contexts are
+frozen and nested: `forward_context` enters one and restores the outer one on exit.
 """
 
 from __future__ import annotations

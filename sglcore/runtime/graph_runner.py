@@ -1,7 +1,7 @@
 """Graph policy: what is captured, when it is replayed, what is compared.
 
 The mechanism is the device's `GraphBackend`. The runner composes; nothing subclasses it. A graph
-holds references to every tensor whose address it captured.
+holds references to every tensor that it reads or writes, because it captured the addresses.
 """
 
 from __future__ import annotations

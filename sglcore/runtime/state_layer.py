@@ -54,7 +54,7 @@ class StateLayer(ABC):
 
         Row s of a state belongs to slot s. Starts from the state of each request's slot and leaves
         there the state after the request's tokens. Decode steps run inside graphs: no host reads.
-        Padding rows have slot 0, whose state may hold anything.
+        Padding rows have slot 0; its state may hold anything.
         """
 
 

@@ -1,6 +1,6 @@
 """The ModelWorker of every torch device.
 
-Takes a ScheduleBatch, returns a ticket, and results at collect.
+It takes a ScheduleBatch, returns a ticket, and gives host results at `collect`.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Bucket:
 class AttentionPlan:
     """What a backend prepared for one batch.
 
-    `generation` is that of the cells whose addresses it may hold.
+    `generation` is that of the pool; the plan may hold addresses of its cells.
     """
 
     planner: AttentionBackend[Any]

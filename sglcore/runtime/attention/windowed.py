@@ -72,7 +72,7 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
 
     @property
     def generation(self) -> int:
-        """The sum of both pools' generations, neither of which ever decreases."""
+        """The sum of both pools' generations; neither ever decreases."""
         return self.token_to_kv_pool.generation + self.window.generation
 
     def cells_of(self, layer: Attention, batch: ForwardBatch) -> tuple[TokenToKVPool, Tensor | None]:

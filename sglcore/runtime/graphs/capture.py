@@ -74,7 +74,7 @@ class Recorder:
         return found[: len(like)]
 
     def leave(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the values, tensors copied to memory that the next call between segments
+        """Return the values; tensors are copied to memory that the next call between segments
         reuses.
         """
         return tuple(

@@ -1,7 +1,4 @@
-"""What both graph policies share.
-
-Graphs by size, pool generations, and inputs that graphs do not read.
-"""
+"""The base of both graph policies: graphs by size, pool generations, inputs that graphs lack."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The device memory for KV rows in host memory.
-
-One value from which it is budgeted and allocated.
-"""
+"""The device memory for KV rows in host memory, as one value for budget and allocation."""
 
 from __future__ import annotations
 

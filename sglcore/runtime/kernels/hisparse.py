@@ -23,7 +23,8 @@ class HiSparseKernels:
 
     `chosen` are distinct entries, then -1. `held` is the entry in each place (-1: none), `order`
     has all places, least recently used first, and `where` is the place of a held entry (undefined
-    for others). Each slot occurs once, except slot 0, whose rows choose nothing and change nothing.
+    for others). Each slot occurs once, except slot 0 (padding): its rows choose nothing and change
+    nothing.
 
     An entry that is not held takes, in the order of `chosen`, the first place of `order` without an
     entry of this step. Afterwards `order` has the unused places, then the newly taken ones, both in

@@ -67,10 +67,10 @@ class SparseKernels:
     the first token. `block_positions` is the block's first token, `out_rows` its row in a pool with
     page_size / ratio rows per page; 0 after the last event.
 
-    A state keeps `ring` tokens of each page, at page * ring + position % ring, by `state_table`,
-    whose first page begins at `state_offsets`; without a table it keeps them of each slot. `writes`
-    are the rows of tokens that no later token of this step overwrites, 0 for others. Requests of
-    slot 0 complete and keep nothing.
+    A state keeps `ring` tokens of each page, at page * ring + position % ring, by `state_table`;
+    the first page of a request begins at `state_offsets`. Without a table it keeps them of each
+    slot. `writes` are the rows of tokens that no later token of this step overwrites, 0 for others.
+    Requests of slot 0 complete and keep nothing.
     """
     compress = entry(reference_sparse.compress, writes=("state",))
     """`compress(kv_gate [T, 2 * C], state float32 [S, 2 * C], ape float32 [ratio, C], reads int32

@@ -19,8 +19,8 @@ INDEX_STATE = "index_state"
 def ring_size(ratio: int, span: int, drafts: int = 1) -> int:
     """Return the tokens that a ring of compressor states holds: a power of two times `ratio`.
 
-    A block is made from `span` tokens. A step of `drafts` tokens, of which only the first is sure
-    to be accepted, must leave the states that a block of the next step reads.
+    A block is made from `span` tokens. A step has `drafts` tokens, and only the first is sure to be
+    accepted. The step must leave the states that a block of the next step reads.
     """
     size = ratio
     while size < span + max(0, drafts - 2):

@@ -1,6 +1,6 @@
-"""What each layer of a model keeps.
+"""What each layer of a model keeps, and its bytes.
 
-Cells of all tokens, cells of a sliding window, KV rows, or a recurrent state.
+A layer keeps cells of all tokens, cells of a sliding window, KV rows, or a recurrent state.
 """
 
 from __future__ import annotations

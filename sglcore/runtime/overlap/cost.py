@@ -88,10 +88,9 @@ class LayerCost:
         return self.compute.seconds(rows) + self.waiting.seconds(rows)
 
     def halves(self, rows: int) -> float:
-        """Return the seconds per layer of two micro-batches with the best stagger.
+        """Return the steady-state seconds per layer of two micro-batches with the best stagger.
 
-        In the steady state. If the pieces of a layer are equal, everything but the larger of
-        compute and wait is hidden.
+        If the pieces of a layer are equal, everything but the larger of compute and wait is hidden.
         """
         few, many = self.pieces(rows / 2, SETTLED), self.pieces(rows / 2, 2 * SETTLED)
         return min(in_turns(many, stagger) - in_turns(few, stagger) for stagger in STAGGERS) / SETTLED

@@ -1,6 +1,6 @@
 """Compressed blocks of DeepSeek-V4's attention.
 
-The row of a block, and the indexer that chooses blocks.
+`Compressor` makes the row of a block, `C4Indexer` chooses blocks.
 """
 
 from __future__ import annotations

@@ -161,9 +161,9 @@ def choose_rows(
 ) -> Tensor:
     """Return int32 [T, count]: the rows that a token's indexer scores highest.
 
-    Scores are computed from q [T, H, D] and weights [T, H], scaled by 1 / sqrt(H D), for as many
-    tokens at a time as LOGITS allows. `named`: page numbers int32 [N, P] to return instead of those
-    of the keys, and each token's row in them, int32 [T].
+    Scores are computed from q [T, H, D] and weights [T, H], scaled by 1 / sqrt(H D), in parts of at
+    most LOGITS scores. `named`: page numbers int32 [N, P] to return instead of those of the keys,
+    and each token's row in them, int32 [T].
     """
     scale, tokens, width = (q.shape[1] * q.shape[2]) ** -0.5, q.shape[0], max(1, paged.most)
     found, (pages, lines) = [], named or (paged.table, paged.slots)
