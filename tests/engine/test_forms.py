@@ -74,6 +74,26 @@ def test_eight_bit_weights_are_counted_as_such() -> None:
 
 
 @pytest.mark.parametrize(
+    ("quantized", "wanted"),
+    [
+        (r".*\.self_attn\..*", (2, 1, 2, 2)),
+        (r".*\.mlp\.experts\..*", (2, 2, 2, 1)),
+        (r".*\.layers\.[0-2]\..*", (2, 2, 1, 2)),
+        (r".*\.layers\.(?![0-2]\.).*", (2, 1, 2, 1)),
+    ],
+    ids=["attention", "experts", "dense layers", "sparse layers"],
+)
+def test_what_is_quantized_in_parts_is_counted_part_by_part(quantized: str, wanted: tuple[float, ...]) -> None:
+    """Of a model whose first three layers are dense: attention, blocks and experts each by the layers that have them."""
+    config = read_config(CLUSTERS / "experts-671b")
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    groups = {"group_0": {"targets": [f"re:{quantized}"], "weights": weights}}
+    given = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    found = shape.shape_of(replace(config, raw={**config.raw, "quantization_config": given}))
+    assert (found.row_bytes, found.attention_bytes, found.block_bytes, found.expert_bytes) == wanted
+
+
+@pytest.mark.parametrize(
     ("n", "summed", "out_8bit", "as_they_are", "per_expert"),
     [
         (2, 2.00, 1.49, 1.99, 8.00),

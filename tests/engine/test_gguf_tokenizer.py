@@ -31,6 +31,8 @@ TEXTS = (
     "def f(x):\n    return x**2  # {}",
     "e\u0301 \u00e9",
 )
+COMPATIBLE = "\ufb01n \uff21\uff11 \u00bd \u2460 x\u00b2\u3000\u338f"
+"""Characters of which other forms of Unicode than the composed one would make others."""
 
 
 def random_texts(count: int) -> list[str]:
@@ -92,7 +94,7 @@ def test_bytes_are_cut_as_by_transformers(pre: str, tmp_path: Path) -> None:
     tokenizer.train_from_iterator([*TEXTS, *random_texts(50), "12 123 1234 the then there"], trainer)
     file = write(tmp_path / "m.gguf", byte_level(tokenizer, pre, **{"ggml.bos_token_id": 1}))
     codec, (oracle, _) = TextCodec(file), convert_gguf_tokenizer(*get_gguf_tokenizer(str(file))[:2])
-    for text in (*TEXTS, *random_texts(200)):
+    for text in (*TEXTS, COMPATIBLE, *random_texts(200)):
         ids = codec.encode(text, special=False)
         assert codec.decode(ids, skip_special_tokens=False) == (text if pre != "qwen2" else nfc(text))
         if pre != "qwen2" or text == nfc(text):
