@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -13,6 +14,7 @@ import pytest
 from sglcore.engine.outputs import TextDelta
 from sglcore.schedule.request import ContextError, RequestError
 from sglcore.serving.apis.answer import ErrorAnswer
+from sglcore.serving.http.app import make_app
 from sglcore.serving.replicas.errors import EngineDied, Overloaded, failure, told
 from sglcore.serving.replicas.health import Health
 from tests.serving.conftest import Server
@@ -109,6 +111,52 @@ def test_an_unknown_model_is_not_found_and_the_known_ones_are_named(server: Serv
     error = error_of(server.send(path, {**BODIES[path], "model": "gpt\x00"}), 404)
     assert error["param"] == "model" and error["code"] == "model_not_found"
     assert server.get("/v1/models")["data"][0]["id"] in error["message"]
+
+
+TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+NAMING: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": TALK,
+    "/v1/responses": {"input": "a"},
+    "/v1/responses/input_tokens": {"input": "a"},
+    "/v1/messages": {**TALK, "max_tokens": 2},
+    "/v1/messages/count_tokens": TALK,
+    "/completion": {"prompt": "a"},
+    "/infill": {"input_prefix": "a", "input_suffix": "b"},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/classify": {"input": "a"},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/api/chat": TALK,
+    "/api/generate": {"prompt": "a"},
+    "/api/embed": {"input": "a"},
+    "/api/embeddings": {"prompt": "a"},
+    "/api/show": {},
+}
+"""A request to each endpoint whose body may name a model."""
+
+
+def test_no_endpoint_that_is_told_a_model_answers_for_another() -> None:
+    frontend = make_frontend(gives(TextDelta("r", 0, "fine", (5,), "stop")))
+    frontend.codec.tokenizer.add_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
+    app, asked = make_app(frontend), set[str]()
+    schemas = app.openapi()["components"]["schemas"]
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            for path, operations in app.openapi()["paths"].items():
+                sent = operations.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})
+                body = sent.get("schema", {}).get("$ref", "").rpartition("/")[2]
+                if "model" in schemas.get(body, {}).get("properties", {}):
+                    known = next(each for each in (path, f"/v1{path}", path.replace("/v2/", "/v1/")) if each in NAMING)
+                    answer = await client.post(path, json={**NAMING[known], "model": "another"})
+                    assert answer.status_code == 404 and "another" in answer.text, (path, answer.text)
+                    asked.add(known)
+
+    asyncio.run(ask())
+    assert asked == set(NAMING)
 
 
 def test_the_model_may_be_left_empty(server: Server) -> None:
