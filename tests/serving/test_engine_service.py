@@ -27,6 +27,7 @@ from sglcore.schedule.output import EngineOutput
 from sglcore.serving.replicas.channel import EngineChannel
 from sglcore.serving.replicas.engine_service import MOST_FAILURES, EngineService
 from sglcore.serving.replicas.ipc import (
+    Able,
     Abort,
     Address,
     Audit,
@@ -97,6 +98,16 @@ class Encoder(Counting):
         return Ticket(batch.step, replace(ticket.payload, embeddings=vectors))
 
 
+class Wanting(TokenEngine):
+    """An engine that lacks what a test says."""
+
+    wants = ""
+
+    @property
+    def lacks(self) -> str:
+        return self.wants
+
+
 class Slow:
     """A compiler that is not done before it is told, and then refuses."""
 
@@ -154,7 +165,7 @@ class Line:
 class Served:
     """A service in a thread. `end` has its exit code once it has ended."""
 
-    def __init__(self, folder: Path, device: Counting, compiler: Slow) -> None:
+    def __init__(self, folder: Path, device: Counting, compiler: Slow, engine: type[TokenEngine] = TokenEngine) -> None:
         self.device, self.compiler = device, compiler
         context = zmq.Context.instance()
         socket = context.socket(zmq.PAIR)
@@ -164,7 +175,7 @@ class Served:
         self.channel = EngineChannel(Address(f"ipc://{folder}/engine"))
         grammars = Grammars(compiler)
         meter = Meter(device)
-        self.engine = TokenEngine(meter, frozenset(), overlap=True, open_grammars=lambda: grammars)
+        self.engine = engine(meter, frozenset(), overlap=True, open_grammars=lambda: grammars)
         service = EngineService(self.engine, meter, self.channel)
         self.codes: list[int] = []
         self._thread = threading.Thread(target=lambda: self.codes.append(service.run()))
@@ -304,3 +315,21 @@ def test_waiting_for_a_compiler_is_no_step_and_an_abort_ends_the_wait(served: Se
     served.compiler.told.set()
     bound = served.line.last_outputs("bound")["bound"]
     assert bound.refused and "no such grammar" in bound.error
+
+
+def test_what_an_engine_lacks_is_told_once_as_often_as_it_changes_and_so_is_that_it_lacks_nothing(
+    tmp_path: Path,
+) -> None:
+    served = Served(tmp_path, Counting(), Slow(), Wanting)
+    assert isinstance(served.engine, Wanting)
+    try:
+        for lacks in ("no prompt engine", "another", "", "no prompt engine", ""):
+            served.engine.wants = lacks
+            told = list[str]()
+            for _ in range(3):  # a round of the loop at least lies between two answers
+                served.line.say(Audit("a"))
+                while isinstance(reply := served.line.hear(Able, Done), Able):
+                    told.append(reply.lacks)
+            assert told == [lacks]
+    finally:
+        served.close()
