@@ -18,6 +18,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglcore.device.server_config import ServerConfig
+from sglcore.serving.http import connection
 from sglcore.serving.http import server as http
 from sglcore.serving.http.connection import Connection
 from tests.serving import idle_clock
@@ -196,6 +197,36 @@ class TestHeads:
             async with served() as server:
                 answer = await server.exchange(b"\x16\x03\x01 hello\r\n\r\n")
                 assert (status(answer), error(answer)["code"]) == (400, "malformed_request")
+
+        run(work())
+
+    def test_who_is_refused_and_does_not_leave_is_cut_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However it was refused, and though it never closes its own half."""
+        lost = asyncio.Queue[None]()
+
+        class Watched(Connection):
+            def connection_lost(self, exc: Exception | None) -> None:
+                super().connection_lost(exc)
+                lost.put_nowait(None)
+
+        monkeypatch.setattr(http, "Connection", Watched)
+        monkeypatch.setattr(connection, "LINGER_SECONDS", SHORT)
+
+        async def work() -> None:
+            async with served(max_connections=1, max_header_bytes=100, header_timeout=SHORT) as server:
+                for data in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 200, b"GET / HTT"):
+                    reader, writer = await server.connect()
+                    writer.write(data)
+                    assert status(await reader.read()) in (400, 408, 431)
+                    await lost.get()
+                    writer.close()
+                _, first = await server.connect()
+                first.write(GET)
+                reader, writer = await server.connect()
+                assert status(await reader.read()) == 503
+                await lost.get()
+                writer.close()
+                first.close()
 
         run(work())
 
@@ -456,6 +487,21 @@ class TestStopping:
                 os.kill(os.getpid(), signal.SIGINT)
                 assert await server.task is False
                 assert b"200" not in await reader.read()
+
+        run(work())
+
+    def test_draining_ends_when_the_engine_has_ended(self) -> None:
+        """However much time there were: nobody answers what is in flight."""
+
+        async def work() -> None:
+            async with served(self.app, drain_timeout=100 * PATIENCE) as server:
+                _, writer = await self._held(server)
+                os.kill(os.getpid(), signal.SIGTERM)
+                while not server.drained:
+                    await asyncio.sleep(0.001)
+                server.stopped.set()
+                assert await server.task is False
+                writer.close()
 
         run(work())
 

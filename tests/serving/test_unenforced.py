@@ -202,8 +202,9 @@ def test_the_process_that_checks_is_started_and_asked_outside_of_the_event_loop(
     assert checks.in_loop == [False, False]
 
 
-def test_an_answer_that_is_no_value_is_told_with_the_reason(stage: Stage) -> None:
-    stage.speak('["a"')
+@pytest.mark.parametrize("text", ['["a"', "[" * 100_000, ""], ids=["broken off", "too deep", "empty"])
+def test_an_answer_that_is_no_value_is_told_with_the_reason(stage: Stage, text: str) -> None:
+    stage.speak(text)
     said = "response_format (not checked: the answer is no JSON)"
     assert ask(stage, TEXTS, {"prompt": "a", **form(TAGS)}) == (f"{said}, response_format#/uniqueItems", [[said]])
 
