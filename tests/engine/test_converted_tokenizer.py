@@ -166,6 +166,23 @@ def test_a_tokenizer_without_the_checkpoints_end_is_refused(tmp_path: Path) -> N
         TextCodec(tmp_path)
 
 
+def test_an_end_in_a_hole_of_the_vocabulary_is_none_and_one_behind_all_holes_is(tmp_path: Path) -> None:
+    """A list of tokens may leave numbers out, so that there are fewer tokens than the last number says."""
+    from sglcore.engine.start import embedded_model
+
+    model = json.loads((embedded_model() / "tokenizer.json").read_text())["model"]
+    last = max(model["vocab"].values())
+    moved = {token: number + 9 * (number == last) for token, number in model["vocab"].items()}
+    (tmp_path / "vocab.json").write_text(json.dumps(moved))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "eos_token_id": last + 9}))
+    codec = TextCodec(tmp_path)
+    assert codec.tokenizer.id_to_token(last + 9) is not None and codec.tokenizer.get_vocab_size() <= last + 9
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "eos_token_id": [last + 9, last]}))
+    with pytest.raises(ConfigError, match=f"eos_token_id {last};"):
+        TextCodec(tmp_path)
+
+
 @pytest.mark.parametrize("library", ["transformers", "sentencepiece"])
 def test_a_library_that_is_not_installed_is_named_with_the_remedy(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 from fastapi import APIRouter, FastAPI
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.apis.anthropic.body import MessagesRequest
-from sglcore.serving.apis.openai.body import ChatBody, CompletionBody
+from sglcore.serving.apis.openai.body import ChatBody, CompletionBody, Message
 from sglcore.serving.apis.responses.body import ResponsesRequest
 from sglcore.serving.chat.run import LONG_TALK, LONG_TEXT, ChatRequest, render
 from sglcore.serving.http.middleware.exchanges import Exchange, Exchanges
@@ -139,9 +139,11 @@ def test_a_strict_tool_that_may_stay_uncalled_is_a_warning(tool_server: Server) 
     assert forced.status_code == 200 and "x-sglcore-warnings" not in forced.headers
 
 
-@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}, {"role": "system"}])
-def test_a_message_without_content_is_refused(server: Server, message: dict[str, Any]) -> None:
-    error = server.refusal("/v1/chat/completions", {"messages": [message]})
+@pytest.mark.parametrize("content", [{}, {"content": None}], ids=["missing", "null"])
+@pytest.mark.parametrize("role", sorted({*get_args(Message.model_fields["role"].annotation)} - {"assistant"}))
+def test_a_message_without_content_is_refused(server: Server, role: str, content: dict[str, Any]) -> None:
+    message = {"role": role, "tool_call_id": "a"} if role == "tool" else {"role": role}
+    error = server.refusal("/v1/chat/completions", {"messages": [{**message, **content}]})
     assert "content" in error["message"] and error["param"] == "messages[0]"
 
 
