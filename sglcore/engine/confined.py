@@ -26,17 +26,24 @@ class CheckLimits(msgspec.Struct, frozen=True):
     """What the checks of one process may take."""
 
     seconds: float = 5.0
-    """Of the processor, from a check's start on."""
+    """CPU seconds of one check."""
     memory: int = 1 << 30
-    """Bytes of a check, beside what its process had before."""
+    """Bytes that one check may allocate, in addition to the bytes that its process had before the
+    fork.
+    """
     young: int = 4
-    """Checks that run at the usual priority."""
+    """Checks that run at normal priority at the same time."""
     young_seconds: float = 0.5
-    """Of the processor: how long a check is young; then it goes on at the lowest priority, beside the next young ones."""
+    """CPU seconds after which a check moves to the lowest priority, so that a new check can start
+    at normal priority.
+    """
     slow: int = 8
     """Checks that run at the lowest priority; one more is refused for now."""
     most_seconds: float = 30.0
-    """By the clock: a check that the others leave too little of the processor is refused for now."""
+    """Wall-clock seconds.
+
+    A check that does not get enough CPU time within them is refused for now.
+    """
     most_waiting: int = 256
     """Checks that wait for their start; one more is refused for now."""
 
@@ -140,7 +147,7 @@ class CheckProcess:
             return True
 
     def close(self) -> None:
-        """End it, and tell nobody anything."""
+        """Kill the process. Callbacks of open checks are not called."""
         with self._lock:
             self._is_over = True
             self._told.clear()
@@ -185,4 +192,4 @@ def _close_quietly(close: Callable[[], None]) -> None:
     try:
         close()
     except OSError:
-        pass  # what it still held can not be written: nobody reads it
+        pass  # the reader has ended, so buffered bytes cannot be written

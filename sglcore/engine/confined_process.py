@@ -58,10 +58,13 @@ class Check:
 
 
 class Checker:
-    """Jobs in order of arrival, a few at a time; what takes longer than most goes on at the lowest priority beside the next."""
+    """Runs checks in order of arrival, at most `limits.young` of them at normal priority.
+
+    A check that takes longer than `limits.young_seconds` continues at the lowest priority.
+    """
 
     def __init__(self, work: Work, limits: CheckLimits, given: bytes) -> None:
-        """`given`: what has been read of the jobs."""
+        """`given`: bytes of jobs that were already read from standard input."""
         self._work, self._limits = work, limits
         self._waiting: deque[CheckJob] = deque()
         self._checks: dict[int, Check] = {}
@@ -169,7 +172,9 @@ class Checker:
 
 
 def first_line() -> tuple[bytes, bytes]:
-    """What is checked with, and what has been read of the jobs behind it. Waits; both are empty if standard input ends before."""
+    """Return the first line of standard input (the specification of the checks), and the bytes
+    already read after it. Waits. Both are empty if standard input ends before the first newline.
+    """
     given = bytearray()
     while b"\n" not in given:
         found = os.read(0, 1 << 20)
@@ -181,7 +186,7 @@ def first_line() -> tuple[bytes, bytes]:
 
 
 def _confine(limits: CheckLimits) -> None:
-    """Of this fork: no more than it may take, and nothing on the streams of the process that started it."""
+    """Limit the CPU time and memory of this forked process, and detach its standard streams."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)

@@ -25,7 +25,7 @@ LISTS = ("vocab.json", "vocab.txt")
 FILES = (TEKKEN, *RANKS, *PIECES, *LISTS)
 """What a tokenizer is made of where there is no tokenizer.json, as names in the folder."""
 MORE_FILES = (*FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", CODE)
-"""The same, and what may stand beside them."""
+"""FILES, and further files that a checkpoint may have with them."""
 SPACE = "\u2581"
 
 

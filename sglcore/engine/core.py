@@ -105,9 +105,10 @@ class Engine:
         return self._absorb(outputs)
 
     def embed(self, prompts: Sequence[Prompt], prompt_name: str | None = None) -> list[np.ndarray]:
-        """A vector float32 for each prompt, by the checkpoint's pooling; texts stand behind its prompt of that name. Waits.
+        """Return one embedding, float32[size], for each prompt, pooled as the checkpoint declares.
 
-        All or none: a prompt that can not run is an error that names its place, before any work.
+        The text of the checkpoint's prompt `prompt_name` is put before each text. Waits. If one
+        prompt cannot run, raises an error that names its index, before any work starts.
         """
         limits = self.worker.limits
         if limits.generates or limits.num_labels:
@@ -206,8 +207,12 @@ def read_prompt(codec: TextCodec, prompt: Prompt, *, special: bool = True, most:
 
 
 def prompted(codec: TextCodec, prompt: Prompt, name: str | None) -> Prompt:
-    """A prompt to embed behind the checkpoint's prompt of that name (None: the default one). Token ids stand as they are;
-    raises TextError for a name beside them, or one that the checkpoint has not."""
+    """Return the prompt to embed, with the checkpoint's prompt `name` before a text (None: the
+    default prompt).
+
+    Token ids are returned unchanged. Raises TextError if `name` is given with token ids, or if the
+    checkpoint has no prompt of that name.
+    """
     if isinstance(prompt, str):
         return codec.prompted(prompt, name)
     if isinstance(prompt, PromptEmbeds):

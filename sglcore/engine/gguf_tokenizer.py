@@ -119,7 +119,10 @@ def _split(path: Path, name: str) -> Any:
 
 
 def _by_scores(header: GgufHeader, tokens: list[str]) -> Tokenizer:
-    """BPE whose merges are all pairs of pieces that make a piece, the best scores first; unknown characters are bytes."""
+    """Make a BPE tokenizer that merges every pair of pieces that forms a piece, best scores first.
+
+    Unknown characters become bytes.
+    """
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     scores = header.need("tokenizer.ggml.scores", list)
     pairs = [

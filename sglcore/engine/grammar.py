@@ -1,6 +1,7 @@
 """Grammars of requests: compiled in the background, kept, and started as one matcher for each sample.
 
-It knows the libraries that compile by name only (`llguidance`, `xgrammar`); each is one file beside this one.
+It knows the libraries that compile by name only (`llguidance`, `xgrammar`). Each has one file in
+this folder.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ KEPT_GRAMMARS = 256
 WAIT_SECONDS = 60.0
 """For a check and the compiler: of one grammar they take a few seconds."""
 COMPILE_THREADS = 2
-"""For grammars whose check took less than QUICK_SECONDS of the processor; the others have one of their own."""
+"""Threads for grammars that took less than QUICK_SECONDS of CPU time to check.
+
+All others share one more thread.
+"""
 QUICK_SECONDS = 0.5
 
 
@@ -157,8 +161,12 @@ class Grammars:
         rules: TokenRules | None = None,
         repetition: Repetition | None = None,
     ) -> Compiling:
-        """Start compiling a grammar (None: any text), behind reasoning if there is any, under the rules of tokens if there are,
-        with DRY if that is asked, or join what was asked before; does not wait. Any thread may call it."""
+        """Start to compile a grammar (None: any text), or join the same compilation if it was
+        requested before.
+
+        The grammar applies after the reasoning if `thinking` is given, and is combined with the
+        token rules and the DRY penalty if these are given. Does not wait. Any thread may call it.
+        """
         wanted = (grammar, thinking, rules, repetition)
         with self._lock:
             future = self._known.get(wanted)
@@ -238,7 +246,7 @@ class Lane:
     """Threads that take jobs in order, started as jobs come."""
 
     def __init__(self, most: int, work: Callable[[Job], None]) -> None:
-        """`most` threads, each of which does `work`, which must not raise."""
+        """Start at most `most` threads. Each calls `work`, which must not raise."""
         self._most, self._work = most, work
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._threads: list[Thread] = []

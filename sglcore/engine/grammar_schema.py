@@ -23,7 +23,7 @@ SCHEMA = frozenset(
         "unevaluatedProperties",
     }
 )
-"""Keywords whose value is a schema (`items` may also be a list of them)."""
+"""Keywords that have a schema as their value (`items` may also have a list of schemas)."""
 LIST = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 MAP = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
 

@@ -14,7 +14,9 @@ _COUNT = re.compile(r"\{(\d{1,18})(?:,\d*)?\}")
 
 
 def refuse_large(grammar: Grammar) -> None:
-    """Raise GrammarError for a pattern whose counts, multiplied, demand more than MOST_WRITTEN_OUT characters."""
+    """Raise GrammarError if the nested counts of a pattern expand to more than MOST_WRITTEN_OUT
+    characters.
+    """
     for place, pattern in _patterns(grammar):
         size = written_out(pattern)
         if size > MOST_WRITTEN_OUT:

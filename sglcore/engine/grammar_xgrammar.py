@@ -48,7 +48,7 @@ UNENFORCED = frozenset(
 """What it reads in silence, or holds to in part."""
 
 ALONE = ("$ref", "anyOf", "const", "enum")
-"""It reads one of these and leaves out what stands beside it."""
+"""xgrammar reads one of these keywords and ignores the other keywords of the same schema."""
 
 NOTES = frozenset(
     [
@@ -91,7 +91,7 @@ OWN_TYPE = MappingProxyType(
         "object": frozenset({"additionalProperties", "maxProperties", "minProperties", "properties", "required"}),
     }
 )
-"""Keywords that it reads only beside the type they are about."""
+"""Keywords that xgrammar reads only if the schema also has the `type` that they apply to."""
 
 
 class Xgrammar:

@@ -34,7 +34,7 @@ UNENFORCED = frozenset({OWN, "$anchor", "$dynamicAnchor"})
 
 BOUNDS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"})
 MERGED = frozenset({"$ref", "anyOf", "oneOf"})
-"""What is merged with the keywords beside it."""
+"""Keywords that llguidance merges with the other keywords of the same schema."""
 
 
 def check_schema(schema: Any) -> None:
@@ -44,7 +44,9 @@ def check_schema(schema: Any) -> None:
 
 
 def embedded(schema: Mapping[str, Any]) -> str:
-    """The text of a schema inside a Lark grammar, behind `%json`, without what is not enforced; raises GrammarError."""
+    """Return a schema as text for a Lark grammar, to stand after `%json`, without the keywords that
+    are not enforced. Raises GrammarError.
+    """
     check_schema(schema)
     return json.dumps({**loosened(schema).schema, OWN: dict(OPTIONS)}, ensure_ascii=False)
 

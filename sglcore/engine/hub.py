@@ -45,7 +45,7 @@ def is_hub_name(model: str) -> bool:
 
 
 def commit_of(path: Path) -> str:
-    """The commit whose files a path of the cache is among."""
+    """Return the commit hash in a path of the cache."""
     return next(part for part in reversed(path.parts) if _COMMIT.fullmatch(part))
 
 

@@ -115,9 +115,13 @@ class LLM:
         return self.engine.codec.encode(text, special=special, most=longest_prompt(self.engine.worker.limits))
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, prompt_name: str | None = None) -> np.ndarray:
-        """float32 [prompts, size], a row for each, by the checkpoint's pooling; waits. For checkpoints that embed, and others
-        with `task="embed"`. Texts stand behind the checkpoint's prompt of that name, or its default one. Raises TextError
-        and RequestError, which names the limit that a text exceeds."""
+        """Return the embeddings of prompts, float32 [prompts, size], pooled as the checkpoint
+        declares.
+
+        Waits. For embedding checkpoints, and for others with `task="embed"`. The checkpoint's
+        prompt `prompt_name` (None: its default prompt) is put before each text. Raises TextError,
+        and RequestError, which names the limit that a text exceeds.
+        """
         found = self.engine.embed(_as_list(prompts), prompt_name)
         return np.stack(found) if found else np.zeros((0, 0), np.float32)
 

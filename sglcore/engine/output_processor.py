@@ -11,7 +11,9 @@ from sglcore.schedule.output import EngineOutput, TokenLogprob
 
 
 class EarlyEnd(NamedTuple):
-    """A sample whose text has ended before its tokens did: at a stop string or pattern, or (None) because it can not be made."""
+    """A sample that ends before its tokens do: at the stop string or pattern `cause`, or (None)
+    because its text cannot be made.
+    """
 
     index: int
     cause: str | None

@@ -1,4 +1,7 @@
-"""Progress bars for loading, capturing and generating; nothing is drawn where nobody looks."""
+"""Progress bars for loading, capturing and generating.
+
+Nothing is drawn if the output is not a terminal.
+"""
 
 from __future__ import annotations
 

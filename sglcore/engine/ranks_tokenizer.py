@@ -46,7 +46,7 @@ class Ranked(NamedTuple):
     ranks: dict[bytes, int]
     """The rank of each sequence of bytes, from 0."""
     pattern: str
-    """The regular expression whose matches are encoded one by one."""
+    """The regular expression that splits text. Each match is encoded separately."""
     first_id: int
     """The token id of rank 0."""
     form: Form | None = None

@@ -33,8 +33,11 @@ def is_readable(source: int | Numbered, seconds: float = 0.0) -> bool:
 
 
 def read_exactly(stream: socket.socket, size: int, until: float | None) -> bytearray:
-    """So many bytes; waits until `until` of time.monotonic (None: as long as the stream's own limit lets it, which is the sender's
-    too, and stays as it is). Raises EOFError where the stream ends before, and OSError, of which TimeoutError is one."""
+    """Read `size` bytes. Waits until `until` of time.monotonic (None: the stream's own limit).
+
+    The stream's limit also serves its sender and is left as it is. Raises EOFError if the stream
+    ends first, and OSError, which includes TimeoutError.
+    """
     body = bytearray(size)
     rest = memoryview(body)
     while rest:

@@ -1,7 +1,8 @@
-"""DRY: what would go on with a repetition is made less likely, over whatever else binds an output.
+"""DRY: make tokens that continue a repetition less likely, in addition to other constraints.
 
-The host finds the repetitions in a request's own tokens, so they are the same whatever runs beside it, after a retraction
-and along proposals. A token costs one comparison with each of the tokens that count.
+The host finds the repetitions in the request's own tokens, so the result does not depend on other
+requests in the batch, and is the same after a retraction and along draft tokens. One token costs
+one comparison with each token that counts.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class RepetitionRules:
         return any(word in self._text(token) for word in self.asked.breakers)
 
     def _text(self, token: int) -> str:
-        """A token's text behind another, where decoders leave its space."""
+        """Return a token's text as it reads after another token, where decoders keep its leading
+        space.
+        """
         found = self._texts.get(token)
         if found is None:
             found = self._texts[token] = self._decoded([token])[self._skipped :]
@@ -140,7 +143,7 @@ class RepetitionMatcher:
         return self._found[-1]
 
     def _next(self, known: Matches) -> Matches:
-        """What is found with one token more than before, of which `known` was found."""
+        """Return the matches after one more token; `known` are the matches before it."""
         tokens = self._tokens[: self._count]
         if self._rules.breaks(tokens):
             return NONE
@@ -154,7 +157,7 @@ class RepetitionMatcher:
         return Matches(places + 1, np.minimum(lengths + 1, LONGEST_MATCH).astype(np.int32))
 
     def _anew(self) -> Matches:
-        """What is found in all tokens, from the last one back."""
+        """Return the matches in all tokens, computed from the last token back."""
         tokens, last = self._tokens[: self._count], self._count - 1
         if last < 1 or self._rules.breaks(tokens):
             return NONE

@@ -37,7 +37,7 @@ DROPPED = frozenset(
         "uniqueItems",
     }
 )
-"""Keywords that it does not enforce, each of which only forbids values."""
+"""Keywords that llguidance does not enforce. Each of them only forbids values."""
 
 NOTES = frozenset(
     {"contentEncoding", "contentMediaType", "contentSchema", "discriminator", "example", "examples", "nullable"}
@@ -45,20 +45,20 @@ NOTES = frozenset(
 """Keywords that assert nothing."""
 
 SILENT = frozenset({"else", "maxContains", "minContains", "then"})
-"""Those that are named by another beside them."""
+"""Keywords that are reported under the name of another keyword of the same schema."""
 
 _AROUND = re.compile(r"\(\?(?:<?[=!])")
 _QUANTIFIER = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\??")
 _LETTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
 UNREADABLE = frozenset({*(f"\\{digit}" for digit in range(1, 10)), *(f"\\{letter}" for letter in "bBAzZGkK")})
-"""Escapes for what stands before or after, and for what a group has matched."""
+"""Escapes that depend on text before or after them, or on the match of a group."""
 _NOTED = re.compile(r"(.*/pattern)'s look-around|(.*/format) (['\"]).*\3", re.DOTALL)
 """Names of parts that say more than the place."""
 _SAYS_NOTHING = ("type", "title", "description", "$comment")
 
 
 class Loosened(NamedTuple):
-    """A schema that llguidance enforces wholly, and what the given one has beside: each with its place."""
+    """A schema that llguidance enforces completely, and the places of the parts left out."""
 
     schema: Any
     left_out: tuple[str, ...]
@@ -113,8 +113,11 @@ def _part(name: str, value: Any, place: str, left_out: list[str]) -> Any:
 
 
 def _is_note(name: str) -> bool:
-    """Whether a keyword asserts nothing. The library merges what stands beside a choice into its parts, and fails where these
-    refer to themselves."""
+    """Whether a keyword asserts nothing.
+
+    llguidance merges the keywords next to a choice into its alternatives, and fails if these are
+    recursive.
+    """
     return name in NOTES or (name.startswith("x-") and name != "x-guidance")
 
 

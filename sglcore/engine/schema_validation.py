@@ -23,7 +23,7 @@ Keyword = Callable[[Any, Any, Any, Any], Iterator[ValidationError] | None]
 WATCHED = DROPPED | {"additionalProperties", "format", "maxProperties", "minProperties", "oneOf", "pattern", "patternProperties"}  # fmt: skip
 """Keywords that may be left out."""
 GONE_WITH = MappingProxyType({"additionalProperties": "patternProperties"})
-"""Keywords that are left out without a name of their own, and beside what."""
+"""Keyword that is left out without a name of its own -> the keyword that it is left out with."""
 
 
 class Watch:
@@ -36,7 +36,7 @@ class Watch:
         self._found: list[tuple[ValidationError, str]] = []
 
     def watched(self, name: str, keyword: Keyword) -> Keyword:
-        """The keyword, whose errors are noted where it was left out."""
+        """Return the keyword's check, which also records errors at places that were left out."""
 
         def check(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
             part = self._name(self._places.get(id(schema), ""), name)
@@ -61,8 +61,11 @@ class Watch:
 
 
 def not_kept(schema: Any, value: Any, left_out: Sequence[str]) -> list[str]:
-    """Those of the names `left_out` whose part of the schema the JSON value does not keep to. Raises what the library raises: for a
-    pattern that it can not read, a reference that leads nowhere, a schema that is none."""
+    """Return the names in `left_out` that the JSON value violates.
+
+    Raises the library's errors: for a pattern that it cannot read, a reference without a target, or
+    an invalid schema.
+    """
     if not isinstance(schema, dict):
         return []
     nodes = [node for _, node in schemas(schema)]

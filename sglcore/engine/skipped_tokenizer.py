@@ -62,7 +62,7 @@ class SkippedCodec(TextCodec):
             raise text_needed("structured output")
 
     def detokenizer(self, stop: Sequence[str], **how: Any) -> IncrementalDetokenizer:
-        """One whose text stays empty."""
+        """Return a detokenizer that never makes text."""
         return NoText(self, stop, **how)
 
     def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:

@@ -62,7 +62,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _refuse, "strftime_now": _now}
 
     def compiled(self, source: str) -> CompiledTemplate:
-        """A template whose loops and joins are counted; raises jinja2.TemplateError."""
+        """Compile a template that counts its loops and joins. Raises jinja2.TemplateError."""
         tree = self.parse(source)
         names = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
         texts = [node.data for node in tree.find_all(nodes.TemplateData)]

@@ -129,8 +129,11 @@ class TextCodec:
         return IncrementalDetokenizer(self, stop, **how)
 
     def prompted(self, text: str, name: str | None = None) -> str:
-        """A text to embed behind the checkpoint's prompt of that name (None: the default one, if there is one). Raises
-        TextError for a name that the checkpoint has not."""
+        """Return the text to embed, after the checkpoint's prompt `name` (None: the default prompt,
+        if there is one).
+
+        Raises TextError if the checkpoint has no prompt of that name.
+        """
         name = self.prompts.default if name is None else name
         if name is not None and name not in self.prompts.texts:
             known = ", ".join(self.prompts.texts) or "none: the checkpoint has no prompts"
@@ -255,7 +258,10 @@ class IncrementalDetokenizer:
             self.stopped_by = ending.cause
 
     def _words(self, before: int) -> Iterator[Ending]:
-        """The stop strings that the text has, of which so many characters were searched before."""
+        """Return the stop strings in the text.
+
+        The first `before` characters were already searched.
+        """
         first = max(before - max(map(len, self._stop), default=0), 0)
         for word in self._stop:
             place = self.text.find(word, max(first, self._free - len(word) + 1))

@@ -147,7 +147,10 @@ class TokenEngine:
         return self._received([output for output in ended if output is not None])
 
     def end_sample(self, request_id: str, index: int, cause: str | None) -> list[EngineOutput]:
-        """End a sample whose text reached the stop string `cause`, or (None) can not be made; its last outputs."""
+        """End a sample at the stop string `cause`, or (None) because its text cannot be made.
+
+        Return its last outputs.
+        """
         name = f"{request_id}/{index}"
         output = self.scheduler.abort(name) if cause is None else self.scheduler.stop(name, cause)
         return [] if output is None else self._received([output])
@@ -212,8 +215,10 @@ class TokenEngine:
         return unsent
 
     def _take_compiled(self) -> None:
-        """Queue the requests whose grammar is ready; those whose grammar can not be compiled end. Waits a moment for a
-        compiler if nothing else can run."""
+        """Queue requests with a compiled grammar; end those with a grammar that cannot be compiled.
+
+        Waits a moment for a compiler if nothing else can run.
+        """
         if not self.loop.has_work:
             first = next(iter(self._compiling.values())).compiling
             assert first is not None

@@ -90,8 +90,11 @@ class Advice:
 
 
 def advise(config: ModelConfig, cluster: Cluster, load: Load) -> tuple[Advice, ...]:
-    """All forms that the model fits, by tokens a second, then by the time of a step. Those without room for a request come last.
-    Raises ConfigError for layers whose costs are not known."""
+    """Return the ways to divide the model over the cluster, best first.
+
+    They are sorted by tokens per second, then by the time of a step; those without room for a
+    request come last. Raises ConfigError if the costs of the model's layers are unknown.
+    """
     model = shape_of(config)
     found = [_advice(Costs(model, cluster, each), load) for each in _forms(config, cluster)]
     return tuple(sorted(found, key=lambda each: (-each.rate, each.step.total, each.topology.tp)))

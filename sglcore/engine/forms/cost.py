@@ -69,7 +69,10 @@ class Costs:
         return total
 
     def halves(self, rows: Rows) -> float:
-        """Seconds of the same step as two halves, of which one computes while the other waits for its collectives; by the larger."""
+        """Return the seconds of the same step run as two micro-batches, where one computes while
+        the other waits for its collectives: twice the larger of a half's compute time and its
+        collective time.
+        """
         half = Rows(-(-rows.count // 2), -(-rows.sequences // 2), rows.context)
         found = self.step(half)
         return 2 * max(found.total - found.links, found.links)
@@ -200,11 +203,16 @@ def times(seconds: Seconds, count: int) -> Seconds:
 
 
 def distinct(choices: float, among: int, at_once: int) -> float:
-    """How many of `among` experts come up in `choices`, of which each token's `at_once` differ, if all are as likely."""
+    """Return the expected number of distinct experts, out of `among`, in `choices` choices.
+
+    Each token chooses `at_once` different experts, and all experts are equally likely.
+    """
     tokens = choices / at_once
     return among * (1 - (1 - at_once / among) ** tokens)
 
 
 def copies_to_ranks(n: int, chosen: int) -> float:
-    """To how many of `n` ranks a token goes whose `chosen` experts are anywhere, each as likely."""
+    """Return the expected number of ranks, out of `n`, that a token is sent to if each of its
+    `chosen` experts is equally likely on every rank.
+    """
     return n * (1 - (1 - 1 / n) ** chosen)

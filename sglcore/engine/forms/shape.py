@@ -18,7 +18,10 @@ UNKNOWN = (
     "o_groups",
     "index_topk",
 )
-"""Words of configurations whose layers keep a state of each request, or read chosen rows: their costs are not known here."""
+"""Configuration keys of layers with recurrent state or sparse attention.
+
+Their costs are unknown here.
+"""
 MXFP4 = 17 / 32
 """Bytes of a 4-bit float with its part of a scale of 8 bits for 32 of them."""
 
@@ -92,7 +95,10 @@ class ModelShape:
 
 
 def shape_of(config: ModelConfig) -> ModelShape:
-    """The model of a checkpoint folder. Raises ConfigError for layers whose costs are not known here."""
+    """Return the shape of a checkpoint's model.
+
+    Raises ConfigError if the costs of its layers are unknown.
+    """
     _check(config)
     layers = range(config.num_hidden_layers)
     dense = next((layer for layer in layers if not _is_sparse(config, layer)), config.num_hidden_layers - 1)

@@ -39,7 +39,9 @@ class Claim:
 
 
 class DecodeSide:
-    """A PageSide whose requests are all computed up to their first token by the engines at `addresses`, the least busy first."""
+    """The PageSide of a decode engine: the engines at `addresses`, the least busy first, prefill
+    its requests.
+    """
 
     def __init__(self, transfer: PageTransfer, engine: TokenEngine, addresses: Sequence[str]) -> None:
         self._transfer, self._engine, self._addresses = transfer, engine, tuple(addresses)
@@ -55,7 +57,7 @@ class DecodeSide:
 
     @property
     def lacks(self) -> str:
-        """Nothing is decoded here whose prompt nobody computes."""
+        """Why no request can be served: no prompt engine is connected. Empty if one is."""
         return "" if self._transfer.peers else f"no prompt engine of {', '.join(self._addresses)} can be reached"
 
     def mark(self, requests: list[Request]) -> None:

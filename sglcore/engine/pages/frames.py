@@ -66,8 +66,12 @@ def send_frame(stream: socket.socket, kind: Kind, region: int = 0, lease: int = 
 
 
 def receive_frame(stream: socket.socket, peer: int = 0, most: int = LONGEST, seconds: float | None = None) -> Frame:
-    """The next one, of `most` bytes; waits, `seconds` at most for all of it (None: as long as the stream's own limit lets it).
-    Raises PeerLost at the end of the stream, or for one that is damaged, and OSError, of which TimeoutError is one."""
+    """Receive the next frame, of at most `most` bytes. Waits at most `seconds` for the whole frame
+    (None: the stream's own limit).
+
+    Raises PeerLost if the stream ends or the frame is damaged, and OSError, which includes
+    TimeoutError.
+    """
     until = None if seconds is None else time.monotonic() + seconds
     magic, kind, region, lease, size = _HEAD.unpack(_exactly(stream, _HEAD.size, until))
     if magic != MAGIC or size > most or not Kind.HELLO <= kind <= Kind.DRAINED:
@@ -118,7 +122,10 @@ class Connection:
     def queue(
         self, kind: Kind, region: int = 0, lease: int = 0, parts: Parts = (), ends: Transfer | None = None
     ) -> None:
-        """Send a frame behind all that are queued, with which the transfer `ends`. Does not wait."""
+        """Send a frame after all queued frames; the transfer `ends` is done when it is sent.
+
+        Does not wait.
+        """
         self._queue.put(_Outgoing(kind, region, lease, parts, ends))
 
     def break_off(self, why: str) -> None:

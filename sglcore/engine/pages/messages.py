@@ -1,4 +1,4 @@
-"""What the engines tell each other beside pages: typed records as msgpack. Nothing here is ever unpickled."""
+"""Messages between engines, other than pages: typed records as msgpack. Nothing is unpickled."""
 
 from __future__ import annotations
 

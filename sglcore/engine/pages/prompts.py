@@ -1,5 +1,8 @@
-"""The side that computes prompts: each that another engine asks for is a request here, of one token, whose pages are lent until
-they have been read."""
+"""The side that prefills prompts for other engines.
+
+Each prompt that another engine requests is a request of one token here. Its pages are lent until
+they have been read.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Job:
-    """A prompt that a peer requested, which this engine computes and whose pages it sends."""
+    """A prompt that a peer requested. This engine prefills it and sends its pages."""
 
     peer: int
     """The number of the peer."""
@@ -46,7 +49,7 @@ class Job:
 
 
 class PromptSide:
-    """A PageSide that serves others. Requests of its own clients run beside."""
+    """The PageSide of a prompt engine. It also serves the requests of its own clients."""
 
     def __init__(self, transfer: PageTransfer, engine: TokenEngine) -> None:
         self._transfer, self._engine = transfer, engine
@@ -54,19 +57,19 @@ class PromptSide:
 
     @property
     def has_work(self) -> bool:
-        """Somebody asks for something, or pages are on their way."""
+        """Whether a peer has an open request, or pages are on their way."""
         return bool(self._jobs) or self._transfer.has_news
 
     @property
     def lacks(self) -> str:
-        """It needs nobody."""
+        """Empty: a prompt engine needs no other engine."""
         return ""
 
     def mark(self, requests: list[Request]) -> None:
-        """Its own clients' are computed here."""
+        """Do nothing: requests of its own clients are computed here."""
 
     def begin(self, seconds: float) -> list[EngineOutput]:
-        """Take in who asks, and who does not any more."""
+        """Take new requests of peers, and cancel those that a peer no longer wants."""
         for told in self._transfer.receive(seconds):
             if told.body:
                 self._take(told)
@@ -75,7 +78,10 @@ class PromptSide:
         return []
 
     def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """Send the pages that are full, and the first token behind the last of them."""
+        """Send full pages, and the first token after the last page.
+
+        Return the outputs for this engine's own clients.
+        """
         own: list[EngineOutput] = []
         for output in outputs:
             job = self._jobs.get(output.request_id)
@@ -93,7 +99,10 @@ class PromptSide:
         return self._transfer.fileno()
 
     def close(self) -> None:
-        """Whoever waits for pages is told by the end of the connection."""
+        """Close the connections.
+
+        A peer that waits for pages learns of it from the closed connection.
+        """
         self._transfer.close()
 
     def _take(self, told: Told) -> None:

@@ -38,8 +38,11 @@ class PageOptions:
 
 
 def options_of(server: ServerConfig, replica: int = 0) -> PageOptions:
-    """The part of a server's replica. Prompt engines of one server listen on ports one behind the other, from that of
-    `pages_address` on."""
+    """Return the page options of a server's replica.
+
+    The prompt engines of one server listen on consecutive ports, from the port of `pages_address`
+    on.
+    """
     peers = tuple(each.strip() for given in server.peers for each in given.split(",") if each.strip())
     host, _, port = (server.pages_address or "").rpartition(":")
     address = f"{host}:{int(port) + (replica if int(port) else 0)}" if port.isdecimal() else server.pages_address or ""

@@ -106,7 +106,7 @@ class TcpPages:
         return f"peer {peer}" if found is None else found.name
 
     def tell(self, peer: int, body: bytes) -> None:
-        """By a frame behind those of pages."""
+        """Send a message to a peer, in a frame after the frames of pages."""
         self._queue(peer, Kind.TOLD, parts=(body,))
 
     def receive(self, seconds: float = 0.0) -> list[Told]:
@@ -129,7 +129,7 @@ class TcpPages:
         return self._offered
 
     def cancel(self, lease: int) -> None:
-        """Its writer's DRAINED comes behind all that it has written."""
+        """Ask the writer to stop. Its DRAINED frame comes after all that it has written."""
         found = self._leases.get(lease)
         if found is not None and not found.is_drained:
             self._queue(found.peer, Kind.CANCEL, lease=lease)
@@ -139,7 +139,9 @@ class TcpPages:
         self._leases.pop(lease, None)
 
     def drained(self, lease: int) -> bool:
-        """By its writer's word, which comes behind its pages; or the connection is closed, and all that came of it was taken."""
+        """Whether no more pages come: the writer's DRAINED frame has arrived (it comes after its
+        pages), or the connection is closed and all its frames are processed.
+        """
         found = self._leases.get(lease)
         return found is None or found.is_drained
 
@@ -247,7 +249,7 @@ class TcpPages:
                 stream, where = self._listener.accept()
             except OSError:
                 return
-            # Each by itself: one that says nothing keeps nobody else waiting.
+            # One thread for each: a peer that sends nothing does not keep other peers waiting.
             threading.Thread(
                 target=self._hear_out, args=(stream, _name(where)), name="pages greeting", daemon=True
             ).start()

@@ -1,2 +1,3 @@
-"""Several processes behind one worker, each with a part of the model: start, launch on hosts or by
-Ray, watch, messages."""
+"""Several processes that act as one worker, each with a part of the model: start, launch on hosts
+or by Ray, watch, messages.
+"""

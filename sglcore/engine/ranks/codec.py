@@ -1,7 +1,9 @@
-"""Steps and their results as bytes: generated from the declarations of the records, so that a new field travels by itself.
+"""Steps and their results as bytes: generated from the declarations of the records, so that a new
+field travels by itself.
 
-A frame's body is a head, msgpack of the record's values in the order of their declaration, and behind it the bytes of its
-arrays, which are read where they lie. A value of a kind that nobody thought about is an error here.
+A frame's body is a head (msgpack of the record's values in the order of their declaration),
+followed by the bytes of its arrays, which are read in place. A value of an unknown kind is an
+error.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _ONE_SHOT: Mapping[str, Callable[[], Any]] = MappingProxyType(
         "return_hidden_states_before_norm": lambda: OneShot(False),
     }
 )
-"""Values meant for one forward, of which none may be set: nobody would take them on the other side."""
+"""Fields for one direct forward. None of them may be set: the receiver has no use for them."""
 
 
 def encode(record: Any) -> bytes:

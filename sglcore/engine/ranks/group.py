@@ -136,7 +136,10 @@ class RankGroup:
         return self._failure or WorkerLost(str(error))
 
     def _run(self) -> None:
-        """Watch until the ranks close or fail. On a failure whoever waits for a result is told before processes are ended."""
+        """Watch until the ranks close or fail.
+
+        On a failure, report it to the caller that waits for a result, then end the processes.
+        """
         while not self._is_closing.is_set():
             failure = self._watch.go_round()
             if failure is not None and not self._is_closing.is_set():

@@ -40,9 +40,9 @@ ONE_TRY = 5.0
 LOOK_EVERY = 0.05
 """Seconds between two looks at the processes of ranks."""
 FAILED = 1
-"""The exit code of a node of which a rank has failed."""
+"""The exit code of a node after one of its ranks has failed."""
 FINISH = 40.0
-"""Seconds that a node goes on which was told to end, if nothing else is said."""
+"""Default number of seconds that a node continues after it was told to end."""
 
 log = logging.getLogger("sglcore.ranks")
 Prepare = Callable[[], tuple[EngineConfig, Path]]

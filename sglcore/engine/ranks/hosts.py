@@ -266,7 +266,11 @@ class Gathering:
         self._selector.register(channel, selectors.EVENT_READ, (channel, *addresses))
 
     def _hear(self, channel: Channel, address: str, reached: str) -> None:
-        """The first word of who has connected; whoever is no node is let go."""
+        """Read the first frame of a new connection.
+
+        A peer that is no node is disconnected. Raises ConfigError if the node failed or does not
+        fit the others.
+        """
         self._selector.unregister(channel)
         self._waiting.remove(channel)
         try:

@@ -1,7 +1,9 @@
-"""Which of the processes that hold one model this one is: by flags, or by what a launcher has put into the environment.
+"""Which of the processes of one model this process is, from flags or from the launcher's
+environment variables.
 
-A *node* is what a launcher starts: a host, or with torchrun one process of a host. Each holds as many ranks, in a row; node 0 has
-the leader and the server. Nothing here opens a socket.
+A *node* is what a launcher starts: a host, or with torchrun one process of a host. Each node holds
+the same number of consecutive ranks; node 0 has the leader and the server. Nothing here opens a
+socket.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
 
 LEADER_PORT = 29517
-"""Where a leader listens whose launcher gives an address and no port."""
+"""The leader's port if the launcher gives an address without a port."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 WORKER_SET = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
 """The variables of torchrun, and of Kubernetes' LeaderWorkerSet."""

@@ -193,7 +193,10 @@ def connect(address: str, room: int) -> bool:
 
 
 def _try_head(address: str) -> None:
-    """Raise OSError if nobody listens at a head's host and port: Ray itself would try for minutes."""
+    """Raise OSError if the host and port of a Ray head are not reachable.
+
+    Ray itself would retry for minutes.
+    """
     host, _, port = address.rpartition(":")
     if port.isdecimal():
         with socket.create_connection((host.strip("[]"), int(port)), HEAD_SECONDS):
@@ -206,5 +209,5 @@ def last_line(text: str) -> str:
 
 
 def ray_module() -> Any:
-    """Imported when it is used: nobody else needs it."""
+    """Return the module ray. It is imported only here, when it is needed."""
     return import_module("ray")

@@ -1,7 +1,8 @@
-"""What collectives of ranks cost here: processes as those of ranks meet, measure, and end. No model is loaded.
+"""What collectives of ranks cost on this machine: processes connect as ranks do, measure, and end.
+No model is loaded.
 
-A process is started as `python -m sglcore.engine.ranks.links`, with a RankSpec as one line of JSON on its standard input, whose
-`address` is the folder for what it has to say, and a line with sizes in bytes.
+A process is started as `python -m sglcore.engine.ranks.links`. Its standard input has two lines: a
+RankSpec as JSON (its `address` is the folder for the results), and the sizes in bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A child process that ends with its parent, whose end of the child's standard input closes then, in whatever way it ends."""
+"""A child process that ends when its parent ends, in any way: the parent's end of the child's
+standard input closes then.
+"""
 
 from __future__ import annotations
 

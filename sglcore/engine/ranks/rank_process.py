@@ -37,7 +37,7 @@ from sglcore.engine.reading import is_readable
 from sglcore.engine.start import bring_up, choose, model_folder
 
 LEADER_GONE = 3
-"""The exit code of a process whose leader ended without a word."""
+"""The exit code of a rank after its leader ended without a message."""
 FAILED = 1
 """The exit code of a rank that has said why it ends."""
 HOST_INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -42,7 +42,10 @@ class RankSpec(msgspec.Struct, frozen=True):
 
 
 HOST_GONE = 256
-"""The exit code of a rank whose host can not be heard any more. No process has it."""
+"""The exit code reported for a rank if the connection to its host is lost.
+
+No process returns it.
+"""
 
 
 class RankProcess(Protocol):

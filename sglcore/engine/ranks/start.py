@@ -38,7 +38,7 @@ REASON: Ref = "sglcore.runtime.speculative.combinations:reason_in_shards"
 OWN_FILES: Ref = "sglcore.models.registry:ARCHITECTURES"
 """The architectures with a file of their own."""
 HELLO_SECONDS = 5.0
-"""How long whoever connects may take to say who it is."""
+"""Seconds that a new connection may take to identify itself."""
 LOOK_EVERY = 0.05
 """Seconds between two looks at processes that have not connected yet."""
 
@@ -67,7 +67,9 @@ def check_ranks(config: EngineConfig, folder: Path, choice: Choice, placement: P
 
 
 def _check_own_file(config: EngineConfig, folder: Path) -> None:
-    """Raise ConfigError for an architecture that would run by transformers' own class, whose layers are not divided."""
+    """Raise ConfigError for an architecture that would run with transformers' own class: its layers
+    cannot be divided over ranks.
+    """
     file = folder / "config.json"
     name = architecture_of(file, read_json(file)) if file.is_file() else ""
     if name and name not in resolve(OWN_FILES):
@@ -80,7 +82,9 @@ def _check_own_file(config: EngineConfig, folder: Path) -> None:
 
 
 def check_devices(config: EngineConfig, choice: Choice, placement: Placement = ALONE) -> None:
-    """Raise ConfigError for a device whose ranks can not exchange tensors, and where there are too few devices."""
+    """Raise ConfigError if ranks on the device cannot exchange tensors, or if there are too few
+    devices.
+    """
     package, width = choice.package, config.tp
     if package.communication is None:
         raise ConfigError(

@@ -98,7 +98,10 @@ class Maker:
         return team
 
     def _cluster(self) -> RayHosts:
-        """That of which this host is a part. Each host gives a core and a device for each of its ranks."""
+        """Return the Ray cluster of this host.
+
+        Each host gives one core and one device for each of its ranks.
+        """
         each = float(self.topology.world // self.placement.nodes)
         device = self.communication.cluster_resource
         return RayHosts(
@@ -185,7 +188,7 @@ class Maker:
         return (own,) if own else ()
 
     def _check_devices(self, facts: NodeFacts, address: str) -> None:
-        """Raise ConfigError for a node that has not as many devices as its ranks need."""
+        """Raise ConfigError if a node has fewer devices than its ranks need."""
         each = self.topology.world // self.placement.nodes
         chosen = ChosenDevice.decode(facts.chosen)
         last = chosen.index + facts.local * each + each

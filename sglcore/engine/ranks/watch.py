@@ -48,9 +48,9 @@ class Member:
     phase: str = "starting"
     """What it does, for a person."""
     step: int = -1
-    """The last step of which it told. -1: none."""
+    """The last step that the rank reported. -1: none."""
     ready: dict[str, Any] | None = None
-    """What it told when it had come up. None: it has not."""
+    """The rank's report when it was ready. None: it is not ready yet."""
     report: tuple[str, bool, int, str] | None = None
     """Its last word: the text, whether it follows from another's end, the exit code it wants, its
     phase. None: it runs."""
@@ -151,7 +151,10 @@ class Watch:
 
 
 def _end(process: RankProcess) -> str:
-    """How a process ended whose channel has closed, which it may do a moment earlier."""
+    """Return how a process ended after its channel closed.
+
+    Waits up to 0.2 s, as the channel may close before the process ends.
+    """
     end = time.monotonic() + 0.2
     while (code := process.poll()) is None and time.monotonic() < end:
         time.sleep(0.002)

@@ -21,7 +21,7 @@ _HEAD = struct.Struct("<HHIQ")
 LONGEST = 1 << 32
 """Bytes of a frame at most: more is a damaged stream."""
 LONGEST_HELLO = 1 << 20
-"""Of the first one, whose sender nobody knows yet."""
+"""The same limit for the first frame, before the sender is identified."""
 
 
 class Kind(IntEnum):
