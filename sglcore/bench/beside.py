@@ -22,7 +22,9 @@ class Beside:
     prompts: int
 
     def ratio(self, name: str) -> float | None:
-        """A percentile, such as "p50", beside long prompts as a multiple of the same in quiet time."""
+        """Return a percentile, such as "p50", of gaps during long prompts divided by the same of
+        quiet time.
+        """
         if self.quiet is None or self.during is None:
             return None
         quiet, during = getattr(self.quiet, name), getattr(self.during, name)
@@ -44,12 +46,16 @@ class Beside:
 
 
 def awaited(records: Sequence[Record]) -> list[Interval]:
-    """From when each long prompt was sent to its first token, or to its end if it brought none. Seconds since the load began."""
+    """Return the interval from the send of each long prompt to its first token, or to its end if it
+    had none. Seconds since the load began.
+    """
     return [(each.sent, each.marks[0] if each.marks else each.end) for each in records if each.is_long]
 
 
 def gaps_beside(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """Seconds between pieces of text of chats: those in which no long prompt was awaited, and those in which one was."""
+    """Return the seconds between pieces of text of chats: gaps without a pending long prompt, and
+    gaps during one.
+    """
     intervals = awaited(records)
     quiet, during = list[float](), list[float]()
     for record in records:
@@ -62,7 +68,7 @@ def gaps_beside(records: Sequence[Record]) -> tuple[list[float], list[float]]:
 
 
 def beside(records: Sequence[Record]) -> Beside | None:
-    """The figures of a load with long prompts; None of one without."""
+    """Return the figures of a load with long prompts; None if the load has no long prompt."""
     long = [record for record in records if record.is_long]
     if not long:
         return None

@@ -1,7 +1,7 @@
-"""A load is offered to a server: each request is due at a time of its own and does not wait for the others.
+"""Offer a load to a server: each request is due at its own time and does not wait for others.
 
-Latency counts from the time a request was due, not from when it was sent: if either side falls behind, the wait is part of
-what the user would have seen. A load without times of its own (an infinite rate) counts from the sending.
+Latency counts from the due time, not from the send time: if client or server is late, the user
+would have waited too. A load without due times (an infinite rate) counts from the send time.
 """
 
 from __future__ import annotations

@@ -12,8 +12,11 @@ from sglcore.device.errors import SglcoreError, no_space
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit code: 2 for an error that a person can act on, printed in one line; 141, as a shell has
-    it, where nobody reads the output any more."""
+    """Run one command and return its exit code.
+
+    2: an error that a user can correct, printed in one line. 141, as in a shell: the reader of the
+    output has closed it.
+    """
     try:
         code = _main(tuple(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()

@@ -57,7 +57,7 @@ CONSTANTS: Mapping[tuple[str, object], tuple[str, ...]] = MappingProxyType(
         ("overlap", True): ("--async-scheduling",),
     }
 )
-"""A setting and its value -> flags that say it without a word behind them."""
+"""A setting and its value -> flags without an argument that mean it."""
 
 ALWAYS = (
     "--enable-chunked-prefill",
@@ -161,22 +161,24 @@ SPECULATIVE_KEYS: Mapping[str, str] = MappingProxyType(
 
 
 def drafter_name(word: str) -> str:
-    """Our word for what proposes tokens; a word that is nobody's alias is returned as it is."""
+    """Return our name of a drafter; a word that is no alias is returned in lower case."""
     return DRAFTER_NAMES.get(word.lower(), word.lower())
 
 
 def role_name(word: str) -> str:
-    """Our word for an engine's part; a word that is nobody's alias is returned as it is."""
+    """Return our name of an engine's role; a word that is no alias is returned in lower case."""
     return ROLE_NAMES.get(word.lower(), word.lower())
 
 
 def graph_name(word: str) -> str:
-    """Our word for a graph kind; a word that is nobody's alias is returned as it is, for the device to judge."""
+    """Return our name of a graph kind; a word that is no alias is returned unchanged, for the
+    device to check.
+    """
     return GRAPH_NAMES.get(word.lower(), word)
 
 
 def dtype_name(word: str) -> str:
-    """Our word for an element type; a word that is nobody's alias is returned as it is."""
+    """Return our name of an element type; a word that is no alias is returned unchanged."""
     return DTYPE_NAMES.get(word.lower(), word)
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sglcore.engine.start import Started
 
 LEFT_OPEN = frozenset({"auto", "automatic", "none named", "not asked"})
-"""What a decision's request says where nobody asked for anything."""
+"""Values of a decision's request that mean that the user requested nothing."""
 
 
 SHOWN = ("device", "model", "kv cache")

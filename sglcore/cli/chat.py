@@ -161,7 +161,10 @@ class Interrupts:
 
 
 def talk(conversation: Conversation) -> None:
-    """Read messages and print answers until the input ends. Where nobody types, an error among them is the exit code as well."""
+    """Read messages and print answers until the input ends.
+
+    If the input is not a terminal, an error also sets the exit code.
+    """
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         import readline  # noqa: F401  (lines can be edited and called back)

@@ -102,8 +102,10 @@ def _follow(placement: Placement, config: EngineConfig, server: ServerConfig, *,
 
 
 def _fetched(config: EngineConfig, *, quiet: bool) -> EngineConfig:
-    """A wrong model is an error before anything listens. A draft that lies beside its files is there to be used: what starts once
-    for many requests tries it by itself."""
+    """Fetch the model, so that a wrong model is an error before the server listens.
+
+    If the checkpoint has a draft folder, a server uses it by default.
+    """
     from sglcore.engine.progress import Progress
     from sglcore.engine.start import fetched, has_draft
 
@@ -137,8 +139,10 @@ def _choose(config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 
 
 async def _show(frontend: ChatFrontend, url: str, *, quiet: bool, verbose: bool = False) -> None:
-    """Bars while the model loads, then where the server is, and what was decided. Where nobody can read that, the server runs all
-    the same."""
+    """Show bars while the model loads, then the server's address and the decisions.
+
+    The server continues if the output cannot be written.
+    """
     import logging
 
     try:

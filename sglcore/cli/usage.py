@@ -23,7 +23,9 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 class Command(TyperCommand):
-    """A command whose help has its flags by the part they belong to, each under its own name; others are said behind its help."""
+    """A command with help grouped by part: each flag under its own name, its aliases after its
+    help.
+    """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """As `TyperCommand.format_options`."""
@@ -75,7 +77,7 @@ def run(application: typer.Typer, words: Sequence[str]) -> int:
 
 
 def _found(error: Any, words: Sequence[str]) -> str:
-    """What stands behind a flag that wants a number; empty for another error."""
+    """Return the text given after a flag that expects a number; empty for other errors."""
     if not isinstance(error, typer.BadParameter) or error.param is None or error.ctx is None:
         return ""
     names = error.param.get_help_record(error.ctx)

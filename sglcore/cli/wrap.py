@@ -42,6 +42,9 @@ class Writer:
 
 
 def wrapped(writer: Writer, text: str, width: int) -> str:
-    """The same for a text. At the edge a cursor stands on the last character, so that going back over a word erases the space
-    before it as well, which nobody sees."""
+    """Return what is sent to the terminal for a text.
+
+    At the edge the cursor is on the last character, so going back over a word also erases the space
+    before it, which is not visible.
+    """
     return "".join(writer.take(char, width) for char in text)
