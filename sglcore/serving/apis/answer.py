@@ -84,7 +84,7 @@ class StreamForm:
 
 
 EVENTS = StreamForm("text/event-stream; charset=utf-8", b": keep-alive\n\n")
-"""Server-sent events, whose comments are skipped."""
+"""Server-sent events. The keep-alive is a comment, which clients skip."""
 LINES = "application/x-ndjson"
 """The content-type of streams that have a JSON value in each line."""
 
@@ -127,7 +127,9 @@ def named_events(values: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def error_body(failure: Failure) -> dict[str, Any]:
-    """A failure as OpenAI writes it, and so every endpoint whose protocol has no form of its own."""
+    """Return a failure in OpenAI's form, which every endpoint uses if its protocol has no other
+    form.
+    """
     return {"error": {"message": failure.message, "type": failure.type, "param": failure.param, "code": failure.code}}
 
 
@@ -137,7 +139,7 @@ def cut_of(outputs: Sequence[RequestOutput]) -> int | None:
 
 
 def add_unknown(headers: MutableHeaders, names: Iterable[str]) -> None:
-    """Tell, before what was ignored, of fields that nobody knows."""
+    """Add unknown fields to the warnings header, before the ignored fields."""
     ignored = headers.get(WARNINGS)
     headers[WARNINGS] = f"unknown: {shown(names)}" + (f"; {ignored}" if ignored else "")
 

@@ -1,7 +1,7 @@
-"""What all bodies share: strict fields, unknown names collected, ignored ones told.
+"""What all bodies share: strict fields, collected unknown names, reported ignored fields.
 
-Also unions whose members a `type` word tells apart, with a member for every word that this server does not have: what is of
-such a kind is read whole, so that it can be refused by its name.
+Also unions that a `type` word tells apart, with a member for every type that this server does not
+support: such a value is read completely, so that the error can name its type.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-# A bound stands before the validator: behind it, the JSON schema would not know it.
+# A bound stands before the validator: after it, the JSON schema would not have the bound.
 Int = Annotated[int, BeforeValidator(_whole)]
 """An integer of a request."""
 Count = Annotated[int, Field(ge=0, le=MOST_INT32), BeforeValidator(_whole)]

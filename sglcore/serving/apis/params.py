@@ -88,8 +88,11 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """What form the answer takes. A schema is that of `json_schema`, or stands beside the type, as llama-server has it with
-    `json_object` too. Structural tags are `structures` and `triggers`, or a `format`."""
+    """The form of the answer.
+
+    A schema is in `json_schema`, or next to the type, as llama-server accepts it with `json_object`
+    too. Structural tags are `structures` and `triggers`, or a `format`.
+    """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
@@ -107,7 +110,7 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "structural_tag": ("structures", "triggers", "format"),
     }
 )
-"""What a response format of each type may have beside it."""
+"""The other fields that a response format of each type may have."""
 
 
 class StructuredOutputs(Body):
@@ -170,8 +173,10 @@ def completed(body: Fields, defaults: Mapping[str, float]) -> Fields:
 
 
 def sampling_params(body: SamplingFields, *, max_tokens: int | None, **others: Any) -> SamplingParams:
-    """What a body's fields of sampling ask for, and those of `others` that are not None; `max_tokens` of None: as many as the
-    context holds. Raises SamplingError."""
+    """Return the sampling parameters of a body, and those of `others` that are not None.
+
+    A `max_tokens` of None means up to the end of the context. Raises SamplingError.
+    """
     values = {name: value for name, value in others.items() if value is not None}
     given = body.given(*SamplingFields.model_fields)
     if given.get("seed") == -1:

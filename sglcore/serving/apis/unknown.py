@@ -18,7 +18,7 @@ LONGEST_NAME = 60
 MOST_NAMED = 32
 """Unknown fields of a request that are named."""
 ALIKE = 0.8
-"""How alike two names are (0 to 1) of which one may be meant by the other."""
+"""Similarity of two names, 0 to 1, from which one is suggested for the other."""
 
 
 @dataclass(slots=True)

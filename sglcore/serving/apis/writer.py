@@ -29,7 +29,7 @@ class Writer(ABC, Generic[Run]):
 
     @property
     def fingerprint(self) -> str:
-        """That of who answers; as long as nobody does, that of who may."""
+        """The fingerprint of the engine that answers; before that, of the engine that may."""
         return (self._run.fingerprint if self._run is not None else "") or self._fingerprint
 
     @abstractmethod
@@ -50,8 +50,11 @@ class Writer(ABC, Generic[Run]):
         return EVENTS
 
     async def respond(self, run: Run, streams: bool | None, warnings: Iterable[str]) -> Response | Stream:
-        """The answer as it is sent; waits for all of it unless it streams. `warnings`: fields of the request without effect, beside
-        what the run does not enforce."""
+        """Return the answer as it is sent. Waits for all of it unless it streams.
+
+        `warnings`: fields of the request without effect, in addition to what the run does not
+        enforce.
+        """
         self._run = run
         if streams:
             return Stream(self.events(run), run, self.on_error, (*warnings, *run.unenforced), run.outputs, self.form)

@@ -44,9 +44,11 @@ def call_grammar(
     follows_reasoning: bool = False,
     answer: Grammar | None = None,
 ) -> Grammar:
-    """The grammar of one call, or of several if the template writes several, of these functions; or of an `answer` instead.
+    """Return the grammar of one call of these functions, or of several if the template writes
+    several; or of an `answer` instead.
 
-    Raises GrammarError for parameters that can not be enforced, and for an answer that can not stand beside calls.
+    Raises GrammarError for parameters that cannot be enforced, and for an answer that cannot be
+    told apart from calls.
     """
     literal = _Literals(added)
     if answer is not None and _before(family, sample.one)[0].startswith(("{", "[")):
@@ -255,7 +257,7 @@ class _Written:
 
 
 def _written(tags: Tags, family: ToolFamily, sample: Sample) -> _Written:
-    """From a call whose first parameter is a text, and that has others."""
+    """Read the marks from a sample call: its first parameter is a text, and it has others."""
     before, head = _before(family, sample.one)
     text, call = sample.one.text, sample.one.calls[0]
     key, value = next(iter(json.loads(call.arguments).items()))

@@ -72,7 +72,10 @@ def choose_tools(
 
 
 def choose_reasoning(codec: TextCodec, name: str) -> Choice[ReasoningFamily]:
-    """The reasoning parser whose markers the template or the tokenizer has; raises ConfigError if a named one fails."""
+    """Return the reasoning parser with markers that the template or the tokenizer has.
+
+    Raises ConfigError if a named one fails.
+    """
     if name in OFF:
         return Choice(None, "turned off")
     if name != "auto":

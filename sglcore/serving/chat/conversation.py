@@ -12,7 +12,9 @@ from typing import Any
 from sglcore.engine.chat_template import Message, TextError
 
 UNREADABLE = "arguments"
-"""What the model is shown as the only argument of a call whose arguments are no JSON object."""
+"""Name of the only argument that the model is shown for a call with arguments that are no JSON
+object.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,11 +145,12 @@ class ChatFormat:
         parallel: bool = True,
         answer: Grammar | None = None,
     ) -> Grammar | None:
-        """A grammar that forces calls: of any of the tools for "required", one of the named function; else calls or the
-        `answer`, or None without one. Where calls stand beside reasoning, only the answer is bound.
+        """Return a grammar that forces calls: any tool for "required", or the named function.
+        Otherwise one of calls or the `answer`; None without an `answer`.
 
-        The call is written as the checkpoint's template writes it. Raises TextError if tools are off or the named function is
-        not among them, and GrammarError for parameters that can not be enforced.
+        If calls may stand within reasoning, only the answer is bound. The call is written as the
+        checkpoint's template writes it. Raises TextError if tools are off or the named function is
+        not among them, and GrammarError for parameters that cannot be enforced.
         """
         name = _chosen_name(tool_choice)
         is_forced = name is not None or tool_choice == "required"
@@ -189,7 +190,8 @@ class ChatFormat:
             return None
         start, end = family.marks
         if family.opening and not must_call:
-            # Reasoning stands anywhere before the channel of the answer, and calls beside it; each begins with its channel.
+            # Reasoning and calls may stand anywhere before the channel of the answer. Each begins with
+            # its own channel.
             closing = end + family.resume + family.opening
             channel = next((text for text in self._added if text and family.opening.startswith(text)), "")
             begin = "" if rendered.reasoning_open else channel

@@ -27,8 +27,9 @@ from sglcore.serving.replicas.unenforced import Unenforced, unenforced
 ChatFinish = Literal[FinishReason, "tool_calls"]
 ToolChoice = str | Mapping[str, Any]
 LONG_TALK, LONG_TEXT = 100, 100_000
-"""Messages and tools, and characters, from which a prompt is rendered beside the event loop: a template may take a million
-steps."""
+"""Numbers of messages and tools, and of characters, from which a prompt is rendered in a thread
+outside the event loop: a template may take a million steps.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +358,10 @@ def _must_call(request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None) 
 
 
 def _thinking(form: ChatFormat, request: ChatRequest, rendered: Rendered, *, must_call: bool) -> Thinking | None:
-    """The reasoning before what is bound or has a budget; an answer that goes on has it behind it."""
+    """Return the reasoning before an answer that is bound or has a budget.
+
+    None if the answer continues a message in which the reasoning has ended.
+    """
     if request.continue_final_message and not rendered.reasoning_open:
         return None
     return form.thinking(

@@ -151,7 +151,9 @@ def _check_form(candidate: Candidate, form: MessageForm) -> Sample:
 
 
 def _completed(codec: TextCodec, form: MessageForm) -> MessageForm:
-    """The form, with what else the template wants: what a request may leave out of its tools, or give beside calls."""
+    """Return the form with all else that the template needs: fields that a request may leave out of
+    its tools, or add to calls.
+    """
 
     def rendered(form: MessageForm, tools: Sequence[Mapping[str, Any]], *answer: Mapping[str, Any]) -> str:
         try:

@@ -40,8 +40,11 @@ _ENDPOINTS = (openai, anthropic, responses, ollama, pooling, llama, sglang, toke
 
 @asynccontextmanager
 async def running_app(frontend: ChatFrontend) -> AsyncIterator[FastAPI]:
-    """The application, and beside it what runs its batches; those that are not over go on with the next start. Raises
-    ConfigError for a folder that can not be used."""
+    """Run the application and the runner of its batches. Unfinished batches continue at the next
+    start.
+
+    Raises ConfigError for a folder that cannot be used.
+    """
     folder = frontend.config.batch_folder
     if folder is None:
         yield make_app(frontend)
@@ -89,7 +92,7 @@ def make_app(frontend: ChatFrontend, runner: BatchRunner | None = None) -> FastA
 
 
 def _on_unknown(frontend: ChatFrontend, request: Request, names: Sequence[str]) -> None:
-    """Refuse fields that nobody knows, if the server is strict; otherwise count them, and log their names."""
+    """Refuse unknown fields if the server is strict; otherwise count them and log their names."""
     if frontend.config.strict_fields:
         assert isinstance(request, JsonRequest)
         request.unknown.refuse(request.decoded)

@@ -34,7 +34,10 @@ MOST_REFUSED = 128
 ANSWERING = "answering"
 """In a request's state: the tasks that answer it, which are cancelled and taken out when its connection ends."""
 OPEN_ENDED = "open-ended"
-"""In a request's state: the cycle of a client whose HTTP knows no chunks, to which the end of an answer is the end of the connection."""
+"""In a request's state: the cycle of a client without support for chunked transfer.
+
+The end of its connection marks the end of an answer.
+"""
 MALFORMED = Failure(400, "what arrived is not a valid HTTP/1.1 request", INVALID, None, "malformed_request")
 BAD_CHUNK = Failure(400, "the body of the request is not in valid chunks", INVALID, None, "malformed_request")
 
@@ -44,7 +47,7 @@ class Refused(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol, within bounds. Trailers are dropped: nobody reads them."""
+    """uvicorn's protocol, within bounds. Trailers are dropped, because nothing reads them."""
 
     def __init__(self, *, bounds: Bounds, **given: Any) -> None:
         """`given` is what uvicorn gives its protocols."""
@@ -148,8 +151,10 @@ class Connection(HttpToolsProtocol):
         self._expect_progress()
 
     def send_400_response(self, msg: str) -> None:
-        """The parser refused what came; the answer has our schema. Who has not answered a request whose body breaks off so is
-        stopped."""
+        """Answer a request that the parser refused, in our schema.
+
+        If a body breaks off before the answer has begun, the work for the answer is stopped.
+        """
         if not self._awaits_head() and not self.pipeline and not self.cycle.response_started:
             self.cycle.disconnected = self.cycle.response_complete = True
             self._stop_answering()

@@ -98,7 +98,7 @@ def refused(error: RequestValidationError) -> InvalidRequest:
     found = [(item, _real_names(item, error.body)) for item in error.errors()]
     top = found[0][1][:1]
     about = [place for place in found if place[1][:1] == top]
-    # The deepest error of a union's members belongs to the member whose form the value has.
+    # The deepest error in a union belongs to the member that matches the value's form.
     path = max((names for _, names in about), key=len)
     return _refusal(path, [item for item, names in about if names == path], error.body)
 

@@ -17,7 +17,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 
 NAMES = ("sglcore", "uvicorn")
-"""The loggers whose lines are the server's."""
+"""The loggers that write the server's lines."""
 _LONGEST_QUEUE, _FLUSH_SECONDS = 10_000, 2.0
 
 

@@ -25,7 +25,7 @@ from sglcore.serving.http.sse import EventStream
 from sglcore.serving.replicas.errors import InvalidRequest
 
 LARGE = 256 << 10
-"""Bytes of a body from which it is read beside the event loop."""
+"""Bytes of a body from which it is read in a thread, outside the event loop."""
 MOST_DEPTH = 256
 """Levels of a body. Whatever goes through it level by level, as encoders do, has to have the stack for it."""
 JSON, FORM = b"application/json", b"application/x-www-form-urlencoded"
@@ -34,11 +34,11 @@ _TOO_DEEP = object()
 
 Work = Coroutine[Any, Any, Response | Stream]
 OnUnknown = Callable[[Request, Sequence[str]], None]
-"""Gets a request and the fields that nobody knows; may raise what refuses it."""
+"""Gets a request and its unknown fields; may raise an error that refuses it."""
 
 
 class JsonRequest(Request):
-    """A request whose JSON is read strictly: UTF-8, no NaN, no lone surrogates, bounded nesting."""
+    """A request with strictly read JSON: UTF-8, no NaN, no lone surrogates, bounded nesting."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
@@ -49,8 +49,10 @@ class JsonRequest(Request):
         self._read: Any = None
 
     async def read(self, model: type[BaseModel]) -> None:
-        """Make a `model` of the body, of a large one beside the event loop. Raises HTTPException 400 if it is not JSON,
-        RequestValidationError and InvalidRequest."""
+        """Parse the body as a `model`. A large body is parsed in a thread, outside the event loop.
+
+        Raises HTTPException 400 if it is not JSON, RequestValidationError and InvalidRequest.
+        """
         data = await self.body()
         if len(data) > LARGE:
             await asyncio.to_thread(self._take, data, model)
@@ -99,8 +101,10 @@ class Routes(APIRouter):
     """Endpoints that give a Response or a Stream, and know nothing of the connection."""
 
     def __init__(self, keep_alive: float = 15.0, on_unknown: OnUnknown | None = None) -> None:
-        """`keep_alive`: seconds after which a stream that has nothing to say says that it lives; `on_unknown` is told of
-        fields that nobody knows."""
+        """`keep_alive`: seconds without an event after which a stream sends a keep-alive.
+
+        `on_unknown` receives unknown fields.
+        """
         self._on_unknown = on_unknown
         super().__init__(route_class=JsonRoute)
         self.keep_alive = keep_alive
@@ -111,7 +115,7 @@ class Routes(APIRouter):
         super().add_api_route(path, _streaming(endpoint, self), **{**given, "response_model": None, "summary": summary})
 
     def unknown_fields(self, request: Request) -> list[str]:
-        """The fields of a request that nobody knows, of which `on_unknown` has been told."""
+        """Return the unknown fields of a request, after a call of `on_unknown` with them."""
         found = request.unknown.places(request.decoded) if isinstance(request, JsonRequest) else []
         if found and self._on_unknown is not None:
             self._on_unknown(request, found)

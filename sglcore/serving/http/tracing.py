@@ -66,7 +66,10 @@ class Traces:
     """Tells a collector of requests. `record` never waits: what the collector does not take is dropped and counted."""
 
     def __init__(self, endpoint: str, model: str) -> None:
-        """`endpoint` is the collector's URL, of which an empty path means /v1/traces. Raises ConfigError if it is none."""
+        """`endpoint` is the collector's URL; an empty path means /v1/traces.
+
+        Raises ConfigError if it is no URL.
+        """
         self._url = _url(endpoint)
         self._model = model
         self.lost = 0

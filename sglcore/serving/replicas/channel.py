@@ -1,7 +1,7 @@
 """The channel between the frontend and an engine process: one pair of sockets, messages as msgpack.
 
-On one machine it is a socket file in a folder that only its owner may enter; between machines it is TCP under CURVE keys,
-so that nobody without them is heard.
+On one machine it is a socket file in a folder that only its owner may enter. Between machines it is
+TCP with CURVE keys, so that peers without the keys are ignored.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def use_keys(socket: zmq.Socket[Any], address: Address) -> None:
 
 
 def _of_beats(endpoint: str) -> str:
-    """Where heartbeats come: a file beside that of the channel, or another free port."""
+    """Return the endpoint of heartbeats: a file next to the channel's, or another free port."""
     return f"{endpoint}{OF_BEATS}" if endpoint.startswith("ipc:") else f"{endpoint.rpartition(':')[0]}:0"
 
 

@@ -40,7 +40,7 @@ from sglcore.serving.replicas.ipc import EngineSpec, Failed, ModelInfo, Phase, R
 from sglcore.serving.replicas.warm_up import warm_up
 
 PARENT_GONE = 3
-"""The exit code of a process whose parent ended without a word."""
+"""The exit code of a process after its parent ended without a message."""
 LINK_BROKE = 4
 """The exit code of a process that lost its connection to the frontend: what was on its way may be missing."""
 REPLY_EVERY = 0.1

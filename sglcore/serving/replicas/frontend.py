@@ -38,7 +38,9 @@ from sglcore.serving.replicas.vllm_metrics import VllmFamilies
 
 PauseMode = Literal["abort", "wait", "keep"]
 LONG_TEXT = 4096
-"""Characters from which a prompt is tokenised beside the event loop, so that other requests do not wait for it."""
+"""Characters from which a prompt is tokenised in a thread, so that other requests do not wait for
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class Frontend:
         return len(found)
 
     async def flush_prefix_cache(self) -> int:
-        """Forget cached prefixes that nobody uses; how many pages they had. Waits. Raises NotReady."""
+        """Drop unused cached prefixes and return their number of pages. Waits. Raises NotReady."""
         self._check_ready()
         return await self.supervisor.flush()
 
@@ -238,7 +240,9 @@ class Frontend:
             raise self.health.refusal()
 
     def _refuse_overload(self, info: ModelInfo, more: int) -> None:
-        """Raise Overloaded if `more` samples would wait behind too many."""
+        """Raise Overloaded if `more` samples would make the queue longer than
+        `max_queued_requests`.
+        """
         places = info.limits["max_requests"] * max(len(self.supervisor.ready), 1)
         waiting = self._open + more - places
         if waiting > self.config.max_queued_requests:

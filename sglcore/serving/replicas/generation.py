@@ -1,6 +1,8 @@
-"""One prompt on its way through the server: the engine's outputs come in as they are made, text goes out as it is taken.
+"""One prompt on its way through the server: the engine's outputs arrive as they are made, text
+leaves as it is read.
 
-What nobody has taken yet is joined into one delta, so a slow reader holds up nobody and keeps no more than its own text.
+Text that is not read yet is joined into one delta, so a slow reader delays no other request and
+keeps only its own text in memory.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ class Generation:
         self._woken.set()
 
     def restart(self) -> None:
-        """Forget what an engine that has ended made of it, of which nobody was told."""
+        """Drop the outputs of an engine that has ended. No client has received any of them."""
         assert not self.is_told
         self._processor.restart()
         self._clock.on_restart()
@@ -111,7 +113,10 @@ class Generation:
         self._last_token.clear()
 
     def fail(self, error: Exception) -> None:
-        """It was ended from outside: whoever iterates gets the error after what has arrived."""
+        """End the generation with an error.
+
+        An iteration raises it after the outputs that have arrived.
+        """
         if not self.is_over:
             self._failure = error
             self._close(type(error).__name__)
@@ -202,7 +207,7 @@ class Generation:
 
 
 def _tells(delta: TextDelta) -> bool:
-    """Whether it is worth a reader's while: tokens whose text is held back wait for it."""
+    """Whether a delta is passed to the reader. A token waits while its text is held back."""
     return bool(delta.text or delta.logprobs or delta.finish_reason)
 
 

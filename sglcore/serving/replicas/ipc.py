@@ -79,7 +79,7 @@ class Pause(msgspec.Struct, array_like=True, tag=7, gc=False):
 
 
 class Flush(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """Forget the cached prefixes that nobody uses."""
+    """Drop the unused cached prefixes."""
 
     request_id: str
 
@@ -219,7 +219,7 @@ class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
 
 
 class Able(msgspec.Struct, array_like=True, tag=9, gc=False):
-    """Whether requests can be served from here on: `lacks` says what for want of which they can not; empty: they can."""
+    """Whether the engine can serve requests now. `lacks` names what is missing; empty: it can."""
 
     lacks: str
 

@@ -84,7 +84,7 @@ class RequestClock:
         return None if self.first_token_seconds is None else self._started + self.first_token_seconds
 
     def on_prompt(self, tokens: int, cached: int) -> None:
-        """The prompt has `tokens`, of which the prefix cache had `cached`."""
+        """Record that the prompt has `tokens`, and that the prefix cache had `cached` of them."""
         self.prompt_tokens, self.cached_tokens = tokens, cached
 
     def on_first_token(self) -> None:
@@ -130,7 +130,8 @@ class Metrics:
         self.responses: Counter[tuple[str, str, int]] = Counter()
         self.refusals: Counter[str] = Counter()
         self.unknown_fields: Counter[tuple[str]] = Counter()
-        """By endpoint: the names are a client's, of which each would be a series for ever."""
+        """By endpoint, not by name: clients choose the names, and each would be a permanent series.
+        """
         self.in_flight = 0
         self.connections: Callable[[], int] = int
         self.lost_log_records: Callable[[], int] = int
@@ -266,7 +267,7 @@ def _family(
 
 
 def kv_usage(numbers: EngineStats) -> float:
-    """The part of the KV pages, 0 to 1, that requests hold; cached pages that nobody uses count as free."""
+    """The fraction of KV pages, 0 to 1, that requests hold. Unused cached pages count as free."""
     held = numbers.num_pages - numbers.free_pages - numbers.unused_cached_pages
     return held / numbers.num_pages if numbers.num_pages else 0.0
 

@@ -1,4 +1,7 @@
-"""What an operator has engines do, one or all that serve: nobody waits for one that does not answer for longer than a replica says."""
+"""Orders of an operator to one engine, or to all that serve.
+
+A replica that does not answer is waited for only up to its own limit.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Engine processes on the machines of a Ray cluster. Ray places them and tells of their ends; all else goes over our channel.
+"""Engine processes on the machines of a Ray cluster. Ray places them and reports their ends; all
+else uses our channel.
 
-Every replica is an actor, which starts the engine as its child, so an engine is the same process wherever it runs. What Ray
-itself would send is pickled; requests, tokens and routing therefore stay with the frontend, which talks to each engine over TCP
-under CURVE keys. The keys travel in the actor's start, so whoever may run code in the cluster may know them.
+Every replica is an actor that starts the engine as its child, so an engine is the same process
+wherever it runs. Ray pickles what it sends; requests, tokens and routing therefore stay with the
+frontend, which talks to each engine over TCP with CURVE keys. The keys travel in the actor's start,
+so anyone who may run code in the cluster may know them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ PENDING_SECONDS = 15.0
 """After so long without a place in the cluster, the log says what is waited for."""
 ENGINE = "sglcore.serving.replicas.engine_process"
 LOST = 1
-"""The exit code of an engine of whose end nothing is known."""
+"""The exit code of an engine if the cause of its end is unknown."""
 
 log = logging.getLogger("sglcore.serving")
 

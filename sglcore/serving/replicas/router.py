@@ -109,9 +109,11 @@ class Router:
 
 
 def block_hashes(prompt: bytes, page_size: int) -> list[int]:
-    """One hash for each whole page of a prompt, which depends on all tokens up to its end.
+    """Return one hash for each whole page of a prompt; it depends on all tokens up to the page's
+    end.
 
-    They differ from process to process, so nobody can make prompts that collide; a collision would cost a cached prefix.
+    The hashes differ between processes, so a client cannot make prompts that collide. A collision
+    would cost a cached prefix.
     """
     width = page_size * TOKEN_BYTES
     hashes: list[int] = []

@@ -54,7 +54,9 @@ class SocketFolder:
 
 
 def sweep(place: Path) -> None:
-    """Remove the folders in `place` whose server has ended: they are this user's, and nobody has their lock."""
+    """Remove the folders in `place` of servers that have ended: they belong to this user, and no
+    process has their lock.
+    """
     with suppress(OSError):
         for folder in list(place.glob(f"{PREFIX}*")):
             with suppress(OSError):

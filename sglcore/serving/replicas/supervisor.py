@@ -39,11 +39,13 @@ log = logging.getLogger("sglcore.serving")
 
 
 class Supervisor:
-    """All replicas of one model. `stopped` is set when it can not go on, and then `exit_code` says how the server ends.
+    """All replicas of one model. `stopped` is set when it cannot continue; `exit_code` then says
+    how the server ends.
 
-    A replica that dies is started again if there are several or the server was told to restart them. What nobody has been
-    told a part of is then tried elsewhere, or waits; the rest fails. A replica that can not be started ends the server
-    unless it has been ready: whoever asked for it hears of it at once.
+    A replica that dies is restarted if there are several, or if the server was started with
+    restarts. Requests that have sent nothing to their client are retried on another replica, or
+    wait; the others fail. A replica that cannot start ends the server, so that the user sees it at
+    once, unless it has been ready before.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Supervisor:
         self._orphans: dict[str, Generation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._pauses: set[asyncio.Task[None]] = set()
-        """Orders that nobody waits for, and a stop even less."""
+        """Tasks of pause orders. No caller waits for them; neither does a stop."""
         self._looks: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
         self._changed = asyncio.Event()
@@ -144,8 +146,10 @@ class Supervisor:
         await pause_all(self._serving, is_paused)
 
     async def flush(self) -> int:
-        """Have all engines forget cached prefixes that nobody uses; how many pages they had. Waits. Raises NotAnswering where
-        one does not in time."""
+        """Drop unused cached prefixes in all engines and return their number of pages.
+
+        Waits. Raises NotAnswering if an engine does not answer in time.
+        """
         return await flush_all(self._serving)
 
     def has(self, request_id: str) -> bool:
@@ -190,7 +194,7 @@ class Supervisor:
         self._folder.cleanup()
 
     def on_phase(self, replica: Replica, phase: Phase) -> None:
-        """Show how far the start is, unless somebody serves already."""
+        """Show the progress of the start, unless a replica already serves."""
         if not self.ready:
             self.health.begin(phase.name, phase.done, phase.total)
 
@@ -246,7 +250,7 @@ class Supervisor:
         goes_on = self.replaces and self._restarts[number].may_go_on
         if (
             goes_on or self.health.started or self._server.log_file is not None
-        ):  # else whoever starts the server says it
+        ):  # else the caller that starts the server reports it
             log.error("replica %d: %s", number, reason)
         if self._ending.is_set():
             self._fail(had, EngineDied(reason, self.health.remedy))
@@ -272,7 +276,9 @@ class Supervisor:
         self.stopped.set()
 
     def _reassign(self, generations: Iterable[Generation], reason: str) -> None:
-        """Requests of which nobody was told a part lose nothing by another try; the others would repeat themselves."""
+        """Retry requests that have sent nothing to their client, and fail the others: a retry would
+        repeat their text.
+        """
         for generation in generations:
             if generation.is_told:
                 generation.fail(EngineDied(f"{reason}; part of the answer had been given", self.health.remedy))

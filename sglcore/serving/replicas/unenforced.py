@@ -86,7 +86,7 @@ class AnswerCheck:
         found: asyncio.Future[Verdict] = loop.create_future()
 
         def told(verdict: Verdict) -> None:
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            with suppress(RuntimeError):  # the loop is closed, and no task waits
                 loop.call_soon_threadsafe(_fill, found, verdict)
 
         try:

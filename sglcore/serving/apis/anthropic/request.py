@@ -76,7 +76,10 @@ def chat_request(body: CountRequest, params: SamplingParams) -> ChatRequest:
 
 
 def unread(body: CountRequest, ignored: Sequence[str]) -> list[str]:
-    """The fields behind variables that the chat template does not read. One of the switches of thinking is enough."""
+    """Return the fields that set variables which the chat template does not read.
+
+    It is enough if the template reads one of the switches of thinking.
+    """
     own = body.chat_template_kwargs or {}
     names = [f"chat_template_kwargs.{name}" for name in ignored if name in own]
     if body.thinking is not None and set(ignored) >= SWITCHES - own.keys():

@@ -27,7 +27,7 @@ Order = Annotated[Literal["asc", "desc"], Query()]
 
 
 class BatchBody(Body):
-    """A file of requests, all of which are for one endpoint."""
+    """A file of requests, all for one endpoint."""
 
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]

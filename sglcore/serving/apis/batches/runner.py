@@ -68,7 +68,10 @@ class BatchRunner:
                 await asyncio.sleep(self._wait)
 
     async def _rest(self) -> None:
-        """Wait for news; batches whose end is not written are until then."""
+        """Wait for news.
+
+        Until it comes, retry to write the end of batches that could not be written.
+        """
         while not await asyncio.to_thread(self.store.settle):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), self._wait)

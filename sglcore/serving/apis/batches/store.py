@@ -32,8 +32,10 @@ CREATE TABLE IF NOT EXISTS results (
 
 
 class BatchStore:
-    """One folder, of which one server is the owner. Objects are as OpenAI's API has them. What can not be written raises
-    StorageError, and then nothing of it is left."""
+    """One folder, owned by one server. Objects have the form of OpenAI's API.
+
+    A failed write raises StorageError and leaves nothing of the object.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Open or make it; what was half written when its owner ended is removed. Raises ConfigError."""
@@ -104,7 +106,9 @@ class BatchStore:
     def page(
         self, table: str, limit: int, after: str | None, *, ascending: bool = False, purpose: str | None = None
     ) -> dict[str, Any]:
-        """A page of all files or batches behind the one of the id `after`, newest first unless `ascending`."""
+        """Return a page of the files or batches that come after the id `after`, newest first unless
+        `ascending`.
+        """
         if after is not None:
             self.get(table, after, "after")
         sign, order = (">", "ASC") if ascending else ("<", "DESC")

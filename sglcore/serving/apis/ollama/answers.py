@@ -150,7 +150,9 @@ class Shown(Answer):
 
 
 class Version(Answer):
-    """The version of Ollama whose protocol this is, by which clients tell what there is, and this server's own."""
+    """The version of Ollama's protocol, which clients use to find the supported features, and this
+    server's own version.
+    """
 
     version: str
     sglcore: str

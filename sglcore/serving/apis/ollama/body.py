@@ -17,10 +17,11 @@ Word = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class OllamaOptions(SamplingFields):
-    """How an answer is drawn, by Ollama's names.
+    """How an answer is sampled, by Ollama's names.
 
-    `num_predict` below 0 is as many tokens as the context holds. Penalties count over the prompt and the output, which is -1
-    as `repeat_last_n`. What tells how a model is loaded has no effect: it has been loaded.
+    A `num_predict` below 0 means up to the end of the context. Penalties count over the prompt and
+    the output, which is -1 as `repeat_last_n`. Options for loading a model have no effect: the
+    model is already loaded.
     """
 
     num_predict: Annotated[Int, Field(ge=-2)] | None = None
@@ -126,7 +127,9 @@ class OllamaChatBody(AnswerFields):
 
 
 class OllamaGenerateBody(AnswerFields):
-    """A request for the answer to a text or, with `raw`, for what comes behind it, or with `suffix` between both."""
+    """A request for the answer to a text; with `raw` for its continuation, with `suffix` for the
+    text between both.
+    """
 
     prompt: str | None = None
     suffix: str | None = None

@@ -47,7 +47,7 @@ from sglcore.serving.replicas.frontend import Pooled
 from sglcore.serving.replicas.runs import start_runs
 
 PROTOCOL = "0.12.11"
-"""The version of Ollama whose fields these are: log-probabilities are its newest ones."""
+"""The version of Ollama that has these fields: log-probabilities are its newest ones."""
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
@@ -76,7 +76,7 @@ def _add_generate(router: APIRouter, frontend: ChatFrontend) -> None:
 
     @router.post("/api/generate", tags=["ollama"], responses=_streamed(OllamaText))
     async def generate(body: OllamaGenerateBody) -> Response | Stream:
-        """The answer to a text, or what comes behind it."""
+        """The answer to a text, or its continuation."""
         writer = LinesWriter(frontend, texts, body, as_text)
         if not body.prompt:
             return as_json(writer.loaded(), body.warnings())

@@ -140,9 +140,9 @@ class TemplateFields(Body):
 class ChatBody(TemplateFields, GenerationFields):
     """A request for the next message of a conversation.
 
-    `max_completion_tokens` and `max_tokens` are one thing (none: as many as the context holds). `chat_template_kwargs` go
-    to the checkpoint's template, and so does `reasoning_effort`. `parallel_tool_calls` false keeps the first call of an
-    answer alone.
+    `max_completion_tokens` and `max_tokens` are the same field (none: up to the end of the
+    context). `chat_template_kwargs` and `reasoning_effort` are passed to the checkpoint's template.
+    With `parallel_tool_calls` false, only the first call of an answer is kept.
     """
 
     messages: Items[Message] = Field(min_length=1)

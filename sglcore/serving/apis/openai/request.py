@@ -15,7 +15,7 @@ from sglcore.serving.chat.run import ChatRequest
 from sglcore.serving.replicas.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
-"""What the API continues a text by if nobody says."""
+"""The API's default number of tokens for a completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def chat_request(body: ChatBody, config: ServerConfig, request_id: str) -> ChatR
 
 
 def template_request(body: TemplateFields, messages: Sequence[Message]) -> ChatRequest:
-    """The chat of these messages, of which nothing is asked but its prompt."""
+    """Return a chat request of these messages that is only used to render its prompt."""
     adds = body.add_generation_prompt
     return ChatRequest(
         messages=[message.plain() for message in messages],

@@ -28,7 +28,9 @@ from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.runs import start_runs
 
 _ABOUT_TEXT = ("echo", "logprobs", "prompt_logprobs")
-"""Fields of completions whose answers are text; ids with their log-probabilities are what /generate gives."""
+"""Fields of completions that need a text answer; /generate returns ids with their
+log-probabilities.
+"""
 
 
 def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:

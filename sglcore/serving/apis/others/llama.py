@@ -115,7 +115,11 @@ def _add_state(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 def _slots(frontend: ChatFrontend) -> list[dict[str, Any]]:
-    """A sample takes a place; those that have tokens have one for sure, of the others as many as engines say."""
+    """Return llama-server's slots: one for each open sample that runs.
+
+    Samples with tokens run for certain; of the others, the number that the engines report as
+    running.
+    """
     assert frontend.info is not None
     open_ones = [
         (generation, sample)

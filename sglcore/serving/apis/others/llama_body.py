@@ -27,8 +27,11 @@ Pair = Annotated[Items[Count | float | Literal[False]], Field(min_length=2, max_
 
 
 class LlamaFields(SamplingFields):
-    """How a text goes on, by llama-server's names. `n_predict` of -1 is as many tokens as the context holds; `logit_bias` is an
-    object or pairs of a token id and a number, or false for a token that may not come."""
+    """How a text is continued, by llama-server's names.
+
+    An `n_predict` of -1 means up to the end of the context. `logit_bias` is an object, or pairs of
+    a token id and a number, or of a token id and false for a forbidden token.
+    """
 
     model: str | None = None
     n_predict: Annotated[Int, Field(ge=-1)] | None = None

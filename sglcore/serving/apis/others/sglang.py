@@ -28,7 +28,7 @@ from sglcore.serving.replicas.errors import InvalidRequest, blame
 from sglcore.serving.replicas.runs import Runs, check_answered, start_runs
 
 DEFAULT_MAX_TOKENS = 128
-"""What SGLang continues a text by if nobody says."""
+"""SGLang's default number of tokens for a continuation."""
 _FORMS = MappingProxyType({name: name for name in ("json_schema", "regex", "ebnf", "structural_tag")})
 _OWN_NAMES = MappingProxyType(
     {

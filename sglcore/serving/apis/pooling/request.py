@@ -39,7 +39,10 @@ def described(frontend: Frontend, body: PoolingFields, tokens: int) -> dict[str,
 
 
 async def embedded(frontend: Frontend, body: EmbeddingBody) -> list[Pooled]:
-    """The vectors of a body's inputs, of as many numbers as it wants; waits."""
+    """Return the vectors of a body's inputs, with the number of dimensions that it requests.
+
+    Waits.
+    """
     inputs = as_prompts(body.input)
     _check(frontend, body, "input", len(inputs))
     _check_embeds(frontend)
@@ -72,7 +75,10 @@ async def scored(frontend: Frontend, body: PoolingFields, pairs: Sequence[tuple[
 
 
 async def shortened(frontend: Frontend, texts: Sequence[str], tokens: int) -> list[str]:
-    """Each text up to the end of so many tokens; long ones are read beside the event loop."""
+    """Return the first `tokens` tokens of each text, as text.
+
+    Long texts are read in a thread, outside the event loop.
+    """
 
     def first() -> list[str]:
         return [frontend.codec.first_tokens(text, tokens) for text in texts]
@@ -100,8 +106,11 @@ async def classified(frontend: Frontend, body: ClassifyBody) -> tuple[list[dict[
 
 
 async def _pooled(frontend: Frontend, texts: Sequence[Text], most: int | None) -> list[Pooled]:
-    """What the model answers to each text, cut to `most` tokens (-1: to what it holds); long ones are tokenised beside the event
-    loop."""
+    """Return the model's results for each text, truncated to `most` tokens (-1: to the model's
+    limit).
+
+    Long texts are tokenised in a thread, outside the event loop.
+    """
     assert frontend.info is not None
     longest = frontend.longest_prompt(frontend.info, embeds=True)
     room = None if most is None else longest if most < 0 else min(most, longest)

@@ -22,7 +22,10 @@ def input_items(given: str | Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def page_of(items: Sequence[Mapping[str, Any]], limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """At most `limit` items in "asc" or "desc" order, those behind the item `after`. Raises InvalidRequest if there is none."""
+    """Return at most `limit` items that come after the item `after`, in "asc" or "desc" order.
+
+    Raises InvalidRequest if there is no such item.
+    """
     ordered = list(items) if order == "asc" else list(reversed(items))
     first = 0
     if after is not None:

@@ -147,7 +147,7 @@ class _Conversation:
 
 
 def unread(body: Conversation, ignored: Sequence[str]) -> list[str]:
-    """The fields behind variables that the chat template does not read."""
+    """Return the fields that set variables which the chat template does not read."""
     own = body.chat_template_kwargs or {}
     names = {"reasoning_effort": "reasoning.effort", **{name: f"chat_template_kwargs.{name}" for name in own}}
     return [names.get(name, name) for name in ignored]

@@ -133,7 +133,9 @@ def add_routes(router: APIRouter, frontend: ChatFrontend) -> None:
 
 
 async def _beside(tokens: int, work: Callable[[], T]) -> T:
-    """What `work` makes; beside the event loop if it is about many tokens."""
+    """Return the result of `work`, run in a thread outside the event loop if it handles many
+    tokens.
+    """
     return await asyncio.to_thread(work) if tokens > LONG_TEXT else work()
 
 

@@ -47,7 +47,7 @@ def harmony(s: Scanner, tools: Tools, *, reads_calls: bool = True, is_open: bool
 
 
 def _first_header(s: Scanner) -> Scan[str]:
-    """A header whose beginning the prompt has, and whose recipient comes before its channel."""
+    """Read a header that begins in the prompt and has its recipient before its channel."""
     yield from s.literal("to=")
     rest = yield from _header(s)
     if rest is None:
@@ -56,7 +56,10 @@ def _first_header(s: Scanner) -> Scan[str]:
 
 
 def _header(s: Scanner) -> Scan[str | None]:
-    """The rest of a header; None for one that is cut off, which nobody should see. What is too long is none."""
+    """Read the rest of a header.
+
+    None if it is cut off, so that it is not shown. Raises Malformed if it is too long.
+    """
     parts: list[str] = []
     mark = yield from s.hand_on((MESSAGE, START, END, CALL), parts.append)
     if sum(map(len, parts)) > LONGEST_NAME:

@@ -1,7 +1,8 @@
-"""Tool calls whose arguments are JSON text: Hermes (Qwen), Llama 3, Mistral, DeepSeek, Kimi-K2, Granite 3, Nemotron.
+"""Tool calls with arguments in JSON: Hermes (Qwen), Llama 3, Mistral, DeepSeek, Kimi-K2, Granite 3,
+Nemotron.
 
-Arguments are handed on as they come. What is no call is content, its markers included. Facts: the chat templates of these
-models, and the cards of those whose templates write no calls.
+Arguments are passed on as they arrive. Text that is no call is content, with its markers. Sources:
+the chat templates of these models, and the model cards where a template writes no calls.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Marked:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What nobody should see of a well-formed call."""
+        """The marks of a well-formed call, which users must not see."""
         return (self.begin, self.end)
 
     def __call__(self, s: Scanner, tools: Tools) -> Scan[None]:

@@ -54,7 +54,7 @@ class Notation:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What nobody should see of a well-formed call."""
+        """The marks of a well-formed call, which users must not see."""
         return (self.begin, self.end)
 
     def __call__(self, s: Scanner, tools: Tools) -> Scan[None]:

@@ -16,7 +16,7 @@ ToolScan = Callable[[Scanner, Tools], Scan[None]]
 
 
 class AnswerScan(Protocol):
-    """Reads a whole answer whose reasoning is no block at its beginning."""
+    """Reads a whole answer in which reasoning is not one block at the beginning."""
 
     def __call__(self, s: Scanner, tools: Tools, *, reads_calls: bool, is_open: bool) -> Scan[None]:
         """Without `reads_calls` a call is content; `is_open` if the prompt ends inside reasoning."""
@@ -35,7 +35,7 @@ class ReasoningFamily:
     opening: str = ""
     """What content begins with."""
     hidden: tuple[str, ...] = ()
-    """Marks around content, which nobody should see either."""
+    """Marks around content, which users must not see either."""
     answer: AnswerScan | None = None
     """Reads the whole answer, calls as well, where reasoning may stand anywhere in it."""
 

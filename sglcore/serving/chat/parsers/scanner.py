@@ -27,7 +27,7 @@ class Scanner:
     """The text not read yet, and the deltas read so far."""
 
     def __init__(self, new_id: Callable[[], str], controls: Iterable[str] = ()) -> None:
-        """`controls` are special tokens that a decoded text may hold and that nobody should see."""
+        """`controls` are special tokens that a text may hold and that users must not see."""
         self._text = ""
         self._at = 0
         self._ended = False
@@ -166,7 +166,10 @@ class Scanner:
         return True
 
     def say(self, kind: Kind, text: str) -> None:
-        """Reasoning or content; white space beside a call or a block of reasoning is no part of it."""
+        """Add reasoning or content.
+
+        White space next to a call or a block of reasoning is dropped.
+        """
         held = self._spaces + text
         if self._after_block:
             held = held.lstrip()

@@ -39,7 +39,7 @@ class Tags:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What nobody should see of a well-formed call."""
+        """The marks of a well-formed call, which users must not see."""
         tags = (*self.section, *self.function, *self.key, *self.value, self.end)
         return tuple(tag for tag in dict.fromkeys(tags) if tag.startswith("<"))
 

@@ -27,8 +27,10 @@ _EXPOSED = ("x-request-id", "request-id", "x-sglcore-warnings", "x-sglcore-max-t
 
 
 def with_middleware(app: ASGIApp, frontend: Frontend, traces: Traces | None = None) -> ASGIApp:
-    """The app behind its middleware, the outermost last: bodies, admission, keys and hosts with
-    the answer for what they refuse, CORS, the record of it all, and the paths."""
+    """Return the app inside its middleware, listed from the innermost to the outermost: bodies,
+    admission, keys and hosts with the answer for what they refuse, CORS, the record of it all, and
+    the paths.
+    """
     config, metrics = frontend.config, frontend.metrics
     if not config.api_key and not config.is_loopback:
         log.warning("whoever reaches %s may use this server; give it keys with --api-key-file", config.host)

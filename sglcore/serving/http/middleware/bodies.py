@@ -47,7 +47,10 @@ class Arriving:
             raise TurnedAway(429, text, "overloaded", {"retry-after": "1"})
 
     def let_go(self) -> None:
-        """It is in memory no more, or somebody else counts it. Idempotent."""
+        """Subtract the body from the limit: it has left memory, or another part counts it.
+
+        Idempotent.
+        """
         self.limit.at_once -= self.count
         self.count = 0
 

@@ -24,9 +24,12 @@ from sglcore.serving.replicas.metrics import CALLER, CLOCKS, Metrics, RequestClo
 QUIET = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/server_info/stats"})
 """Asked so often by machines that their log lines are of level debug."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Counted by name. A client can make up others, of which each would be a series for ever."""
+"""Methods that are counted by name.
+
+A client can invent others, and each would be a permanent series.
+"""
 GONE = 499
-"""The status of a request whose client left before the answer began."""
+"""The status of a request if its client left before the answer began."""
 _ID = re.compile(rb"[A-Za-z0-9._:+=/-]{1,128}")
 
 
@@ -144,7 +147,7 @@ def _exchange(scope: Scope) -> Exchange:
 
 
 def _endpoint(scope: Scope) -> str:
-    """The route's own path, so that clients can not make as many series as they like."""
+    """Return the route's own path, so that clients cannot create unlimited series."""
     route = scope.get("route")
     return route.path if route is not None else "other"
 

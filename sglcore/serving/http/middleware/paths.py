@@ -22,7 +22,7 @@ SAME = MappingProxyType({**{f"/{name}": f"/v1/{name}" for name in _PLAIN}, "/rer
 
 
 class Paths:
-    """Everything behind it sees our own paths."""
+    """Maps request paths to our own paths, for the app inside it."""
 
     def __init__(self, app: ASGIApp) -> None:
         """`app` knows our own paths alone."""

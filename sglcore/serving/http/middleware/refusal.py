@@ -29,8 +29,10 @@ class TurnedAway(Unanswered):
 
 
 class Refusals:
-    """Answers for what is refused or fails behind it. What nobody expected has an id that the log has too, so that no traceback
-    reaches a client."""
+    """Answers requests that the app inside it refuses or fails.
+
+    An unexpected error gets an id, which the log has too, so that no traceback reaches a client.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         """`app` is what may fail."""

@@ -1,5 +1,7 @@
-"""The page at `/`: one document that asks nothing of any other host, put together from the files beside this one. Its policy names
-its scripts and its style by their hashes, so that nothing else can run in it.
+"""The page at `/`: one document that requests nothing from other hosts, made of the files in this
+folder.
+
+Its policy names its scripts and its style by their hashes, so that nothing else can run in it.
 """
 
 from __future__ import annotations
