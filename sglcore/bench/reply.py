@@ -17,7 +17,7 @@ NULLS = (b'"usage":null', b'"usage": null')
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a request failed: a kind, by which failures are counted, and what was said."""
+    """Why a request failed: the kind, by which failures are counted, and the message."""
 
     kind: str
     said: str

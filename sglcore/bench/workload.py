@@ -1,4 +1,7 @@
-"""What is asked: prompts of random tokens, their lengths, and when each arrives. The same seed gives the same load."""
+"""A load: prompts of random tokens, their lengths, and their arrival times.
+
+The same seed gives the same load.
+"""
 
 from __future__ import annotations
 

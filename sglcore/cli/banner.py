@@ -1,4 +1,6 @@
-"""What a start says of what was chosen and why, on the error stream, so that the output stays the text."""
+"""The decisions of a start and their reasons, printed on the error stream so that the output holds
+only the text.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,11 @@ def show_start(
     *,
     verbose: bool = False,
 ) -> None:
-    """The same from plain values; `seconds` of each step of the bring-up, "total" among them. The device, the model and the
-    memory are a line each, and so is every decision that gives less than was asked; `verbose` prints the whole ledger."""
+    """Print the same from plain values; `seconds` of each step of the bring-up, and "total".
+
+    The device, the model and the memory have one line each, and so has every downgrade. `verbose`
+    prints the whole ledger.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -61,8 +66,11 @@ def show_start(
 
 
 def ledger_table(rows: Sequence[Row], *, remedies: bool = False) -> object:
-    """A table of decisions; a downgrade is marked. What was asked is a column where anything else was chosen;
-    `remedies` say under each reason how to get something else."""
+    """Return a table of decisions, with downgrades marked.
+
+    A column has the requested values if another value was chosen anywhere. `remedies` adds to each
+    reason how to get another choice.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text

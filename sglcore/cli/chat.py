@@ -121,7 +121,7 @@ def _refuse_local(model: str | None, settings: dict[str, Any]) -> None:
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, and who answers."""
+    """The messages so far, and the source of the answers."""
 
     source: Source
     system: str

@@ -36,8 +36,11 @@ class Source(Protocol):
     """Something that answers conversations."""
 
     def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
-        """The answer, part by part; waits for each. Raises SglcoreError (ContextFull for what is too long), or ValueError for what
-        the model can not take."""
+        """Return the answer, part by part; waits for each part.
+
+        Raises SglcoreError (ContextFull if the messages are too long), and ValueError for input
+        that the model cannot take.
+        """
         ...
 
     def stop(self) -> None:

@@ -30,7 +30,7 @@ ID_ENDPOINTS, ID_VECTOR_ENDPOINTS = "/v1/completions /generate /completion /metr
 """Those that take token ids."""
 POLL_SECONDS = 0.05
 LAST_WORDS = 10.0
-"""Seconds that a node goes on after the time in which its leader drains, if both are told to stop."""
+"""Seconds that a node continues after its leader's drain timeout, if both are told to stop."""
 
 
 def serve(

@@ -1,4 +1,4 @@
-"""How help reads, and what is said of words that no command takes."""
+"""The layout of help, and the errors for words that no command takes."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     number: int
     error: tuple[str, str, str] | None = None
-    """Why the work can not be done: what was found, wanted, and the remedy."""
+    """Why the work cannot be done: found, wanted, remedy."""
     ended: str = ""
     """What it took too much of, so that it was ended: "takes longer than 5 s of the processor"."""
     busy: str = ""
@@ -79,8 +79,11 @@ class ConfinedChecks:
     """The checks of one kind. The process starts with the first one, and again if it has ended."""
 
     def __init__(self, module: str, what: str, spec: Callable[[], Any]) -> None:
-        """`module` is run in the process, and is told `spec` first, which is asked for at each start on a thread of its own.
-        `what` it checks, as a person says it."""
+        """`module` runs in the process.
+
+        Each start sends it `spec()` first, called on a thread of its own. `what` names the object
+        of the checks in messages.
+        """
         self._module, self._what, self._spec = module, what, spec
         self._lock = Lock()
         self._process: CheckProcess | None = None
@@ -93,8 +96,11 @@ class ConfinedChecks:
                 self._process = self._started()
 
     def submit(self, work: Any, told: OnVerdict) -> None:
-        """Begin a check of what msgspec can encode; does not wait. `told` is called on another thread, once, and not at all after
-        `close`. Raises OSError if the process can not start."""
+        """Start a check of `work`, which msgspec can encode; does not wait.
+
+        `told` is called once, on another thread, and not after `close`. Raises OSError if the
+        process cannot start.
+        """
         with self._lock:
             if self._is_closed:
                 return

@@ -82,7 +82,10 @@ class GrammarBackend(Protocol):
         ...
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Waits, on any thread. Raises GrammarError if it can not be read or not be enforced as it stands."""
+        """Compile a grammar; waits.
+
+        Any thread may call it. Raises GrammarError if the grammar is invalid or cannot be enforced.
+        """
         ...
 
 
@@ -280,9 +283,11 @@ class Lane:
 
 
 def open_grammars(name: str, vocabulary: Vocabulary) -> tuple[Grammars | None, Row]:
-    """The grammars of an engine by the backend asked for, one of `grammar_backend`'s choices, and the decision.
+    """Return the grammars of an engine for a backend, one of `grammar_backend`'s choices, and the
+    decision.
 
-    None: grammars are off, and the row says why. Raises ConfigError if a backend asked for by name can not be had.
+    None: grammars are off, and the row says why. Raises ConfigError if a backend requested by name
+    is not available.
     """
     remedy = "SGLCORE_GRAMMAR_BACKEND=llguidance, xgrammar or off"
     if name == "off":

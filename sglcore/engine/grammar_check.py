@@ -45,7 +45,7 @@ class GrammarChecks(ConfinedChecks):
 
 
 def failure_of(verdict: Verdict) -> GrammarError | None:
-    """The error for who asked; None: nothing is wrong with the grammar."""
+    """Return the error for the caller; None if the grammar is valid."""
     if verdict.busy:
         return GrammarBusy(verdict.busy)
     if verdict.ended:

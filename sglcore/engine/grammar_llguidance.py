@@ -22,7 +22,7 @@ from sglcore.sampling.grammar import ORIGIN, Grammar, GrammarError, read_schema,
 from sglcore.schedule.request import Matcher
 
 MAX_EBNF = 1 << 14
-"""Characters: translating takes time with the square of them, and other threads wait meanwhile."""
+"""Characters. Translation takes quadratic time, and other threads wait meanwhile."""
 _LISTING = re.compile(r"\n +\d+ \| ")
 _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 _PLAIN = (
@@ -39,14 +39,17 @@ _PLAIN = (
     (r" \(in regex\): lookarounds not supported yet; .*", r": look-around, such as \\b, is not supported"),
     (r"regex parse error: (.*?) \^+ error: ", r"invalid regex '\1': "),
 )
-"""What the library says in words of its own parser, and what it means."""
+"""The library's messages -> our text."""
 
 
 MOST_ITEMS = 6000
 """At one place of a text: an object takes four for each property that may be left out, and the time of their square."""
 
 OUTSIDE = "doesn't satisfy the grammar"
-"""What it says of a token that the mask forbids; whatever else it says, it can not go on by one that the mask allows."""
+"""The library's message for a token that the mask forbids.
+
+After any other message it cannot continue with an allowed token.
+"""
 
 MARK = re.compile(r"<\S+>")
 """Added tokens that are marks, though their tokenizer does not call them special."""
@@ -222,7 +225,9 @@ def _refusal(grammar: Grammar, text: str) -> GrammarError:
 
 
 def _one_line(text: str) -> str:
-    """What the library says of a grammar, in the words of those who write one."""
+    """Return the library's message about a grammar in the terms of the grammar's author, in one
+    line.
+    """
     line = " ".join(text.partition("\n<state>")[0].split())
     for theirs, ours in _PLAIN:
         line = re.sub(theirs, ours, line)

@@ -1,5 +1,9 @@
-"""Models by the names of Hugging Face's hub: fetched into the cache of huggingface_hub, or found there. That library is imported
-when a name is one, and only files that the engine reads are asked for."""
+"""Models by names of the Hugging Face hub: fetched into the cache of huggingface_hub, or found
+there.
+
+The library is imported only if a name is a hub name. Only files that the engine reads are
+requested.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ FILES = (
 )
 """What the engine reads of a repository besides its weights, as patterns."""
 USUAL_QUANT = "Q4_K_M"
-"""That of a repository with several GGUF files, where none is named."""
+"""The quantisation chosen from several GGUF files if the name gives none."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -51,8 +55,9 @@ def commit_of(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """How files are fetched: the revision (None: the newest), the token (None: that of HF_TOKEN or of `hf auth login`), and who is
-    told the MiB that have come."""
+    """How files are fetched: the revision (None: the newest), the token (None: HF_TOKEN or the
+    token of `hf auth login`), and the callback that gets the fetched MiB.
+    """
 
     progress: Callable[[str, int, int], None]
     revision: str | None = None
@@ -88,8 +93,11 @@ class Hub:
         return Path(found)
 
     def _fetch_gguf(self, repository: str, quant: str, folder: Path) -> Path:
-        """That of the repository's; where the hub does not list them, that in the cache. Raises what the hub said where the cache
-        lacks it."""
+        """Return the repository's GGUF file; if the hub cannot list its files, the file in the
+        cache.
+
+        Raises the hub's error if the cache does not have the file.
+        """
         from httpx import HTTPError
         from huggingface_hub import HfApi
         from huggingface_hub.errors import OfflineModeIsEnabled

@@ -61,8 +61,10 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What is new of one completion while it grows: text that is final, tokens, and why it ended if it did. `logprobs` runs
-    along `token_ids` (None: not asked for)."""
+    """The new part of a growing completion: final text, tokens, and the finish reason if it ended.
+
+    `logprobs` has one entry for each of `token_ids` (None: not requested).
+    """
 
     request_id: str
     index: int

@@ -19,7 +19,10 @@ from sglcore.schedule.request import Floats, Ints, Matcher
 LONGEST_MATCH = 256
 """Tokens of a repetition that count."""
 KEPT_STEPS = 16
-"""After the last tokens what was found is kept, for proposals that are taken back; beyond them it is found anew."""
+"""Number of last tokens with kept matches, for rejected draft tokens.
+
+Further back, matches are computed again.
+"""
 LEAST_ROOM = 256
 MOST = 1e30
 

@@ -1,6 +1,6 @@
-"""What stands in the place of a tokenizer that is not read: token ids in, token ids out.
+"""The replacement for a tokenizer that is not read: token ids in, token ids out.
 
-It has no tokens and makes no text; what needs text is a TextError that says so.
+It has no tokens and makes no text. A call that needs text raises a TextError that says so.
 """
 
 from __future__ import annotations

@@ -126,9 +126,13 @@ def start(
     parent: ChosenDevice | None = None,
     ranks: RankOptions | None = None,
 ) -> Started:
-    """Choose the device, which must be that of the `parent` process, and run its bring-up; waits until the worker is ready. Where
-    several ranks hold the model, each does so in a process, which `ranks` says how to start (None: on this machine).
-    Raises SglcoreError for what a person can mend; what a package raises keeps its own traceback."""
+    """Choose the device, which must equal the `parent` process's, and run its bring-up. Waits until
+    the worker is ready.
+
+    If several ranks hold the model, each does this in a process of its own, which `ranks` starts
+    (None: on this machine). Raises SglcoreError for errors that a user can correct; other errors of
+    a package keep their traceback.
+    """
     ledger = DecisionLedger(strict=config.strict)
     folder = model_folder(config, progress)
     config = _with_draft(config, progress)

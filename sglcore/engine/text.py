@@ -305,7 +305,9 @@ def _read(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:
-    """The tokens that end a text: those of generation_config.json, or else of config.json; or those of a GGUF file."""
+    """Return the token ids that end a text: from generation_config.json, else from config.json; or
+    from a GGUF file.
+    """
     if is_gguf(folder):
         return frozenset(end_tokens(read_header(folder)))
     for name in ("generation_config.json", "config.json"):

@@ -57,7 +57,9 @@ class ThinkingGrammar:
         return ThinkingMatcher(self, None if self._inner is None else self._inner.start())
 
     def _tokens_beyond(self, size: int) -> dict[int, Ints]:
-        """By how much of the mark stands: the mask without the tokens that end it and go on."""
+        """Return, by the number of characters of the end mark already written, a mask without the
+        tokens that complete the mark and add more text.
+        """
         if self.tokenizer.token_to_id(self.end) is not None:
             return {}
         texts = [self.tokenizer.decode([token], skip_special_tokens=False) for token in range(size)]

@@ -21,11 +21,15 @@ SECONDS = 2.0
 STRIDE = 1 << 16
 """Compositions between those of two texts, and of the scheduler that comes after."""
 MARGIN = 1.25
-"""How many times as fast the bold worker must be: with more requests proposals are worth less."""
+"""The speed-up that the speculative worker must have: with more requests, draft tokens gain less.
+"""
 
 
 def keep_faster(trial: Trial, ledger: DecisionLedger) -> ModelWorker:
-    """The worker that goes on; the ledger says which, and by how much. Waits for the device."""
+    """Return the faster worker, and record in the ledger which it is and by how much.
+
+    Waits for the device.
+    """
     begin, rates = time.perf_counter(), list[float]()
     for round_ in range(ROUNDS + 1):
         bold, plain = (seconds_of(worker, trial, seed=round_) for worker in (trial.bold, trial.plain))
@@ -45,7 +49,10 @@ def keep_faster(trial: Trial, ledger: DecisionLedger) -> ModelWorker:
 
 
 def seconds_of(worker: ModelWorker, trial: Trial, seed: int) -> float:
-    """Of a text from its first token on. The same seed draws the same text on both workers."""
+    """Return the seconds to decode a text after its first token.
+
+    The same seed samples the same text on both workers.
+    """
     limits = worker.limits
     scheduler = Scheduler(limits, prefix_cache=False, first_composition=-(seed + 1) * STRIDE)
     loop = Loop(scheduler, worker, overlap=limits.runs_ahead)

@@ -68,7 +68,10 @@ class DecodeSide:
             request.is_remote, request.leader = True, None
 
     def begin(self, seconds: float) -> list[EngineOutput]:
-        """Take in what was written, and give pages to those who wait for them."""
+        """Take pages that peers have written, and give pages to waiting requests.
+
+        Return outputs of requests that ended.
+        """
         self._part_with_ended()
         outputs: list[EngineOutput | None] = []
         for told in self._transfer.receive(seconds):
@@ -137,8 +140,11 @@ class DecodeSide:
         return outputs
 
     def _ask_another(self, lease: int, claim: Claim, why: str) -> list[EngineOutput | None]:
-        """A prompt will not come from the peer that was asked, which has let go of its pages. Another may compute it: the request
-        has its pages still, and the same seed gives the same token. Peers that fail are asked again if there are no others."""
+        """Request a prompt from another peer after its peer failed and released its pages.
+
+        The request keeps its own pages, and the same seed gives the same token. If no other peer is
+        left, a failed peer is tried again. The request fails after MOST_TRIES.
+        """
         request, peers = claim.request, self._transfer.peers
         if request.state is State.FINISHED or not peers or claim.tries >= MOST_TRIES:
             self._close(lease)

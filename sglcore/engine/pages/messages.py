@@ -13,8 +13,11 @@ from sglcore.schedule.request import Request
 
 
 class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """Compute a prompt and draw its first token. `pages`, of the lease, are those of the prompt from page `first_page` on;
-    `prompt` and they are int32 in little-endian bytes."""
+    """Prefill a prompt and sample its first token.
+
+    `pages` are the lease's pages for the prompt from page `first_page` on. `prompt` and `pages` are
+    int32 as little-endian bytes.
+    """
 
     lease: int
     prompt: bytes
@@ -26,8 +29,11 @@ class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class First(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """All pages of the lease are written. Draws count tokens, so nothing but the first one is needed to go on. Log-probabilities
-    are encoded records, if they were asked for."""
+    """All pages of the lease are written.
+
+    Sampling depends on the number of tokens, so the first token is enough to continue.
+    Log-probabilities are encoded records, if they were requested.
+    """
 
     lease: int
     token: int
@@ -37,7 +43,10 @@ class First(msgspec.Struct, array_like=True, tag=2, gc=False):
 
 
 class Refusal(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """The prompt will not come, and no more is written to the lease. `refused`: by the fault of who asked."""
+    """The prompt will not come, and no more is written to the lease.
+
+    `refused`: the requester made the error.
+    """
 
     lease: int
     error: str

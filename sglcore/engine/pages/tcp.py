@@ -26,7 +26,7 @@ from sglcore.engine.reading import is_readable
 SILENCE = 20.0
 """Seconds without a word after which a peer is lost."""
 GREETING = 5.0
-"""Seconds that who connects may take to say who it is."""
+"""Seconds that a new connection may take to identify itself."""
 LONGEST_HELLO = 1 << 16
 """Bytes in which it does."""
 
@@ -123,7 +123,7 @@ class TcpPages:
         return found
 
     def offer(self, peer: int, pages: Ints) -> int:
-        """The peer learns of it by what it is told."""
+        """Offer pages to a peer and return the lease's number, which the peer gets in a message."""
         self._offered += 1
         self._leases[self._offered] = _Lease(peer, frozenset(pages.tolist()), peer not in self._connections)
         return self._offered

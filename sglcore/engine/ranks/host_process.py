@@ -50,8 +50,11 @@ Prepare = Callable[[], tuple[EngineConfig, Path]]
 
 @dataclass(slots=True)
 class Stopping:
-    """Whether a node was told to end, and whether it holds ranks, so that it goes on until its leader has drained, which was told
-    as well, or for `finish` seconds."""
+    """Whether a node was told to end, and whether it holds ranks.
+
+    A node with ranks continues until its leader, which was also told to end, has drained, or for
+    `finish` seconds.
+    """
 
     is_asked: bool = False
     is_holding: bool = False
@@ -197,7 +200,11 @@ class Following:
         return len(self._codes) == len(self._ranks)
 
     def _must_stop(self, now: float) -> bool:
-        """Whoever is told to end goes on for a while: the leader was told as well, and its ranks are needed until it has drained."""
+        """Whether the node must end now.
+
+        After it was told to end it continues for `finish` seconds: the leader was also told, and
+        needs the ranks until it has drained.
+        """
         if not self._stopping.is_asked:
             return False
         if self._stops_at is None:

@@ -30,7 +30,7 @@ ANSWER_SECONDS = 2.0
 """How long a node may take to say that its ranks have ended; it ends them by itself where it hears nothing."""
 LOOK_EVERY = 0.1
 EPOCH = 0
-"""That of the channels of nodes, on which the epoch of the ranks is told."""
+"""The epoch of the channels of nodes. The epoch of the ranks is sent over them."""
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class HostSpec(msgspec.Struct, frozen=True):
-    """What a process is told that is started as a node by the leader's own doing: plain values."""
+    """The configuration of a process that the leader itself starts as a node: plain values."""
 
     config: dict[str, Any]
     placement: dict[str, Any]
@@ -107,7 +107,9 @@ class Remote:
         return self.code
 
     def wait(self, timeout: float) -> int:
-        """Wait for the word of its end; shorter where its host was told to end it and says nothing. Raises TimeoutError."""
+        """Wait until the host reports that the process has ended; shorter if the host was told to
+        end it and does not answer. Raises TimeoutError.
+        """
         return self.host.wait_for(self, timeout)
 
     def kill(self) -> None:
@@ -192,7 +194,7 @@ class RemoteHost:
             self._changed.notify_all()
 
     def _lose(self) -> None:
-        """Whoever waits for its ranks hears that they are gone."""
+        """Mark all ranks of the host as gone, and wake the callers that wait for them."""
         with self._changed:
             self._is_gone = True
             for rank in self.ranks.values():

@@ -28,7 +28,10 @@ WAYS = "--node-rank R --leader HOST:PORT on each host, torchrun, a LeaderWorkerS
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which node of how many this process is, and who says so. `find_placement` makes it."""
+    """The number of this node, the number of nodes, and where they were stated.
+
+    `find_placement` makes it.
+    """
 
     launcher: str
     """Who starts the nodes, for a person."""
@@ -59,8 +62,11 @@ ALONE = Placement("this machine", "one host is asked for, and no launcher's vari
 
 
 def find_placement(config: EngineConfig, environ: Mapping[str, str] = os.environ) -> Placement:
-    """Where this process stands. Flags win over a launcher's variables. Raises ConfigError for what is incomplete or contradicts
-    itself, and for nodes that can not have equally many ranks."""
+    """Return the placement of this process. Flags win over a launcher's variables.
+
+    Raises ConfigError for incomplete or contradictory values, and if the nodes cannot have equal
+    numbers of ranks.
+    """
     found = _found(config, environ)
     if config.tp % found.nodes:
         raise ConfigError(
@@ -148,7 +154,7 @@ def _agreed(config: EngineConfig, launched: Placement) -> Placement:
 
 
 def host_and_port(text: str) -> tuple[str, int]:
-    """Those of HOST:PORT, where HOST may stand in brackets. Raises ConfigError."""
+    """Return the host and port of HOST:PORT; HOST may be in brackets. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"leader is {text!r}", wanted="HOST:PORT, ray, or ray:ADDRESS", remedy="correct --leader")

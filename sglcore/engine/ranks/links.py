@@ -174,7 +174,7 @@ def _measured(spec: RankSpec, place: Place, sizes: Sequence[int]) -> list[tuple[
 
 
 def _quiet(phase: str, done: int, total: int) -> None:
-    """Nobody looks."""
+    """Ignore the progress."""
 
 
 if __name__ == "__main__":

@@ -54,7 +54,11 @@ def main() -> int:
 
 
 def run(spec: RankSpec) -> int:
-    """The same of a spec. A rank that fails says why and ends at once, whatever its threads do: the others wait for it."""
+    """Run the rank of a spec and return its exit code.
+
+    A rank that fails reports why and ends at once, whatever its other threads do, because the other
+    ranks wait for it.
+    """
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)  # the leader is told, drains, and then closes its ranks
     place = Place.from_plain(spec.place)

@@ -84,7 +84,11 @@ def spawn_local(spec: RankSpec) -> RankProcess:
 
 
 def spec_of(config: EngineConfig, chosen: ChosenDevice, place: Place, *, is_host: bool, **told: Any) -> RankSpec:
-    """What the rank at `place` is told; `told` are further fields. Ranks of one machine have devices in a row; those of the processor share it."""
+    """Return the spec of the rank at `place`; `told` are further fields of the spec.
+
+    Ranks of one machine get consecutive devices. With `is_host` (the processor), they share the
+    device.
+    """
     own = chosen if is_host else replace(chosen, index=chosen.index + place.local)
     device = own.name if is_host else f"{own.name}:{own.index}"
     plain = plain_config(replace(config, device=device))

@@ -61,7 +61,7 @@ class Team:
 
 @dataclass(frozen=True)
 class Maker:
-    """What every rank of a start is told, and by whom; `told` are `epoch`, `secret` and `beat`."""
+    """What all ranks of a start have in common; `told` has `epoch`, `secret` and `beat`."""
 
     config: EngineConfig
     choice: Choice

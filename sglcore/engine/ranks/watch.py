@@ -1,6 +1,8 @@
-"""Who watches the ranks: they have said that they are there, beat, and have not ended; else what happened, and to whom first.
+"""The watch over the ranks: whether they are connected, send heartbeats and run; else what failed,
+and which rank failed first.
 
-Two detectors: the end of a channel (a rank died, within milliseconds) and silence (a rank is stopped, or cut off).
+Two detectors: the end of a channel (a rank died, within milliseconds) and silence (a rank is
+stopped, or disconnected).
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds. `silence` without a beat of a running rank, `starting` the same of one that comes up, is an end. `settle`: what
-    failed by a consequence waits so long for its cause. `round`: how often clocks are looked at."""
+    """Seconds. A rank counts as ended after `silence` without a heartbeat, or after `starting`
+    while it starts.
+
+    `settle`: a failure that may be a consequence waits this long for its cause. `round`: time
+    between two looks at the clocks.
+    """
 
     silence: float = 5.0
     starting: float = 60.0

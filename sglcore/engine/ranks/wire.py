@@ -111,7 +111,10 @@ class Channel:
         self._stream.settimeout(seconds)
 
     def hang_up(self) -> None:
-        """End the stream for both sides; who waits in `receive`, in whatever thread, is told. Idempotent."""
+        """End the stream for both sides, and wake every thread that waits in `receive`.
+
+        Idempotent.
+        """
         with suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
 

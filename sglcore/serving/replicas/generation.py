@@ -36,11 +36,11 @@ class Generation:
         self.prompt_tokens = len(processor.output.prompt_token_ids)
         self.is_closed = False
         self.is_told = False
-        """Somebody has taken a part of it, so it can not be begun again without repeating that."""
+        """Whether a part of the output was read, so that a restart would repeat it."""
         self.tries = 0
-        """Engines that were given it."""
+        """Number of engines that have received the request."""
         self.fingerprint = ""
-        """That of the engine that runs it; empty while none does."""
+        """The fingerprint of the engine that runs it; empty if none does."""
         self._processor = processor
         self._clock = clock
         self._pending: dict[int, list[TextDelta]] = {}
@@ -123,9 +123,11 @@ class Generation:
         self._woken.set()
 
     def abort(self) -> None:
-        """End what has not ended, and free its place on the device. Whoever reads is told so by an end of each sample, but
-        by nothing at all if there was nothing to tell yet: such an answer has a status of its own. Idempotent; does not
-        wait."""
+        """End the samples that run, and free their places on the device. Idempotent; does not wait.
+
+        The reader gets an end of each sample. If nothing was read and no sample has ended yet, it
+        gets nothing: such an answer has its own status.
+        """
         if self.is_closed:
             return
         self._send(Abort(self.request_id))
@@ -233,4 +235,4 @@ def _to_nobody(request: EngineRequest) -> None:
 
 
 def _nobody_waits(generation: Generation) -> None:
-    """Nobody keeps it."""
+    """Do nothing: no replica holds the generation."""

@@ -93,7 +93,7 @@ class LocalLauncher:
     is_remote = False
 
     async def frontend_host(self) -> str:
-        """Nobody asks: sockets are files."""
+        """Empty: channels on one machine are files and need no host."""
         return ""
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> LocalProcess:

@@ -78,7 +78,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Nobody has the folder's lock. Raises OSError where there is none."""
+    """Whether no process has the folder's lock. Raises OSError if there is no lock."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -79,7 +79,7 @@ class Supervisor:
         self._orphans: dict[str, Generation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._pauses: set[asyncio.Task[None]] = set()
-        """Tasks of pause orders. No caller waits for them; neither does a stop."""
+        """Tasks of pause orders. No caller waits for them, and a stop cancels them."""
         self._looks: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
         self._changed = asyncio.Event()
