@@ -14,7 +14,7 @@ NOT_SAID = "the server says no more"
 
 
 class ServerError(SglcoreError):
-    """A server that can not be reached, or that refuses."""
+    """A server that cannot be reached, or that refuses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,7 +230,7 @@ def check_compiler() -> Iterable[Check]:
 
 
 def check_torch() -> Iterable[Check]:
-    """Whether torch imports, in a process of its own, so that a broken one can not harm this."""
+    """Whether torch imports, in a process of its own, so that a broken one cannot harm this."""
     seconds = float(os.environ.get("SGLCORE_DOCTOR_TORCH_SECONDS", TORCH_SECONDS))
     command = (sys.executable, "-c", _IMPORT_TORCH, *sys.path)
     try:

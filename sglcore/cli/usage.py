@@ -14,7 +14,7 @@ from sglcore.device.errors import SglcoreError
 
 OWN = "Options"
 HYPHEN = "\u2011"
-"""Stands for a hyphen while lines are broken, since a flag in two lines can not be copied."""
+"""Stands for a hyphen while lines are broken, since a flag in two lines cannot be copied."""
 WORDS = re.compile(r"\S+-\S+")
 KINDS: Mapping[str, str] = MappingProxyType({"int": "an integer", "float": "a number"})
 """A part of a flag's metavariable -> what its value has to be."""

@@ -24,7 +24,7 @@ def main() -> int:
 
 
 def checked(work: bytes) -> Verdict:
-    """What of a Question's parts its answer does not keep to, or why that can not be known."""
+    """What of a Question's parts its answer does not keep to, or why that cannot be known."""
     question = msgspec.json.decode(work, type=Question)
     try:
         values = list(_values(question))

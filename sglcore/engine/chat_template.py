@@ -17,11 +17,11 @@ Message = Mapping[str, Any]
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "chat_template", "raise_exception", "strftime_now", "tokenize"}
 )
-"""What callers can not set as a variable of the template."""
+"""What callers cannot set as a variable of the template."""
 
 
 class TextError(SglcoreError, ValueError):
-    """Text that this checkpoint can not take."""
+    """Text that this checkpoint cannot take."""
 
     def __init__(self, found: str, *, wanted: str = "", remedy: str = "", field: str | None = None) -> None:
         """`field` of a request that is to blame, if it is not the text itself."""

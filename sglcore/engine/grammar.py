@@ -261,7 +261,7 @@ class Lane:
         with self._lock:
             if len(self._threads) >= self._most:
                 return
-            # The interpreter does not wait for a daemon when it ends; a compiler can not be interrupted.
+            # The interpreter does not wait for a daemon when it ends; a compiler cannot be interrupted.
             thread = Thread(target=self._run, name="grammar", daemon=True)
             usual = stack_size(STACK_BYTES)
             try:
@@ -305,7 +305,7 @@ def open_grammars(name: str, vocabulary: Vocabulary) -> tuple[Grammars | None, R
 
 
 def open_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
-    """The backend of this name. Raises ConfigError if it can not be had."""
+    """The backend of this name. Raises ConfigError if it cannot be had."""
     if not vocabulary.eos_ids:
         raise ConfigError(
             "this checkpoint names no end-of-sequence token, so no output could end by its grammar",

@@ -67,7 +67,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt (text, token ids, or `PromptEmbeds`); waits for all. One output per prompt, in order.
 
-        A prompt that can not run ends with finish_reason "error" and its text in `error`; the others are not touched.
+        A prompt that cannot run ends with finish_reason "error" and its text in `error`; the others are not touched.
         """
         all_prompts = _as_list(prompts)
         all_params = _as_params(self.default_params if params is None else params, len(all_prompts))

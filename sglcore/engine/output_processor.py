@@ -20,7 +20,7 @@ class EarlyEnd(NamedTuple):
 
 
 class OutputProcessor:
-    """One prompt's samples. `take` fills `output`; it never raises: text that can not be made ends its sample."""
+    """One prompt's samples. `take` fills `output`; it never raises: text that cannot be made ends its sample."""
 
     def __init__(
         self,

@@ -162,7 +162,7 @@ def _loosen_text(node: dict[str, Any], place: str, left_out: list[str]) -> None:
 
 
 def _loosen_keys(node: dict[str, Any], place: str, left_out: list[str]) -> None:
-    """Patterns of names that can not be read: any property may be one of theirs."""
+    """Patterns of names that cannot be read: any property may be one of theirs."""
     keys = node.get("patternProperties")
     if isinstance(keys, dict) and any(readable(key) != key for key in keys):
         left_out.append(f"{place}/patternProperties")
@@ -207,7 +207,9 @@ def _constants(part: Any) -> dict[str, Any]:
 
 
 def readable(pattern: str) -> str | None:
-    """A pattern without look-ahead and look-behind, which only forbid; None if it has what no automaton follows."""
+    """Return a pattern without look-ahead and look-behind, which only forbid text; None if it has
+    parts that no automaton matches.
+    """
     while (found := _find(_AROUND, pattern)) is not None:
         end = _group_end(pattern, found)
         if end is None:

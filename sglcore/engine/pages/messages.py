@@ -67,7 +67,7 @@ class PageSide(Protocol):
         ...
 
     def mark(self, requests: list[Request]) -> None:
-        """Requests are about to be queued. Raises RequestError for what can not be."""
+        """Requests are about to be queued. Raises RequestError for what cannot be."""
         ...
 
     def begin(self, seconds: float) -> list[EngineOutput]:

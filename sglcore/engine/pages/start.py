@@ -123,7 +123,7 @@ def open_pages(options: PageOptions, started: Started) -> Callable[[TokenEngine]
 
 def meet(options: PageOptions, started: Started) -> TcpPages:
     """The transfer of an engine with a part; one that decodes waits for those that compute prompts. Raises ConfigError where the
-    model's pages can not go elsewhere, or mean another thing there."""
+    model's pages cannot go elsewhere, or mean another thing there."""
     memory = check_worker(started)
     layout = layout_of(memory, identity_of(started.model_path))
     transfer = TcpPages(memory, layout, options.address, options.secret, options.silence)

@@ -59,7 +59,7 @@ class RayHosts:
     of our own: on the main one it would take SIGTERM for itself."""
 
     def __init__(self, cluster: str, nodes: int, bundle: Mapping[str, float]) -> None:
-        """`cluster`: the address of its head, auto or local; `bundle`: what each host gives. Raises ConfigError where it can not be
+        """`cluster`: the address of its head, auto or local; `bundle`: what each host gives. Raises ConfigError where it cannot be
         joined. Waits for it."""
         check_installed()
         self._nodes, self._bundle = nodes, dict(bundle)

@@ -81,7 +81,7 @@ Spawn = Callable[[RankSpec, Sequence[int]], "subprocess.Popen[bytes]"]
 
 
 def measure_links(config: EngineConfig, sizes: Sequence[int], spawn: Spawn = spawn_measuring) -> LinkFigures:
-    """Of the group that `config.tp` ranks would make on this machine. Waits. Raises ConfigError for what can not run, and
+    """Of the group that `config.tp` ranks would make on this machine. Waits. Raises ConfigError for what cannot run, and
     WorkerLost where a rank ends on the way; no process is left."""
     if config.tp < 2:
         raise ConfigError(f"tp is {config.tp}, and one rank has no links", remedy="--tp 2 or more")

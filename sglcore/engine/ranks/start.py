@@ -125,7 +125,7 @@ def start_ranks(
     options: RankOptions | None = None,
 ) -> tuple[RankGroup, Mapping[str, float]]:
     """All ranks, once each is ready; and the seconds of rank 0's steps. What rank 0 decided goes to the ledger. Waits. Raises
-    ConfigError for what can not run, and WorkerLost where a rank ends on the way; then no process is left."""
+    ConfigError for what cannot run, and WorkerLost where a rank ends on the way; then no process is left."""
     placement = find_placement(config)
     check_ranks(config, folder, choice, placement)
     if placement.node:

@@ -110,8 +110,10 @@ def as_json(
     warnings: Iterable[str] = (),
     outputs: Sequence[RequestOutput] = (),
 ) -> Response:
-    """The answer as it is sent; a mapping must be what the documented model says. `warnings`: fields without effect;
-    `outputs`: what was generated for it."""
+    """Return the answer as an HTTP response; a mapping must match the documented model.
+
+    `warnings`: fields without effect; `outputs`: the outputs generated for it.
+    """
     data = answer.json_bytes() if isinstance(answer, Answer) else encode(answer)
     return Response(data, 200, warned(warnings, outputs), "application/json")
 

@@ -39,7 +39,10 @@ class Block:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of a call as an object: of an answer that was cut, what is whole. Text that is none is kept as it is."""
+        """Return a call's arguments as an object: of truncated text, the complete part.
+
+        Text that is no JSON object is kept under `UNREADABLE`.
+        """
         try:
             found = from_json(self.text or "{}", allow_partial="trailing-strings")
         except ValueError:

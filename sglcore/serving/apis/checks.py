@@ -50,7 +50,10 @@ def check_generates(frontend: Frontend) -> None:
 
 
 def fingerprint(frontend: Frontend) -> str:
-    """What may change a number changes this: versions, device, model, decisions."""
+    """Return the fingerprint of the engine.
+
+    All that may change a result changes it: versions, device, model, decisions.
+    """
     return frontend.info.fingerprint if frontend.info is not None else ""
 
 
@@ -67,7 +70,7 @@ def check_limit(field: str, found: int | None, most: int, what: str = "") -> Non
 
 
 def refuse_kind(what: str, kind: str, wanted: str, param: str) -> NoReturn:
-    """Raise InvalidRequest about something of a kind that can not stand at `param`."""
+    """Raise InvalidRequest for an item of a type that is not accepted at `param`."""
     raise InvalidRequest(
         f"{param}: found {what} of type {kind[:SHOWN]!r}, which this server does not take here",
         wanted=wanted,
@@ -78,7 +81,7 @@ def refuse_kind(what: str, kind: str, wanted: str, param: str) -> NoReturn:
 
 
 def refuse_fields(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raise InvalidRequest about the first field that is given and is among `reasons`, which say why it can not be had."""
+    """Raise InvalidRequest about the first field that is given and is among `reasons`, which say why it cannot be had."""
     for name, reason in reasons.items():
         if body.get(name) not in (None, False, [], {}):
             raise InvalidRequest(f"{name}: {reason}", remedy="leave it out", param=name, code="unsupported_parameter")
@@ -86,8 +89,10 @@ def refuse_fields(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
 
 @contextmanager
 def own_names(names: Mapping[str, str]) -> Iterator[None]:
-    """What is raised inside blames a field by the protocol's name for it; `names`: the chat endpoint's and those of parameters of
-    sampling to the protocol's."""
+    """Rename fields in errors raised inside to the protocol's names.
+
+    `names`: names of the chat endpoint and of sampling parameters -> names of the protocol.
+    """
     try:
         yield
     except InvalidRequest as error:

@@ -127,7 +127,7 @@ def _test_reasoning(codec: TextCodec, family: ReasoningFamily) -> None:
 
 
 def _no_tools(template: ChatTemplate) -> str:
-    """Why a template can not take tools; empty if it can."""
+    """Why a template cannot take tools; empty if it can."""
     source = template.source(tools=True)
     if source is None:
         return "this checkpoint has no chat template"

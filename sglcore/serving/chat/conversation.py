@@ -150,8 +150,11 @@ def _call(place: int, call: Any, form: MessageForm) -> dict[str, Any]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The object of a call's arguments. Of text that is none, such as that of an answer that was cut, the text itself under
-    `UNREADABLE`: the next turn, which says what was wrong with the call, must not fail for it."""
+    """Return a call's arguments as an object.
+
+    Text that is no object, for example of a truncated answer, is put under `UNREADABLE`: the next
+    turn, which reports the error of the call, must not fail because of it.
+    """
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -238,7 +238,9 @@ class ChatFormat:
         return text, self._is_open(text, str(content))
 
     def _is_open(self, text: str, content: str = "") -> bool:
-        """Whether a prompt ends inside a block of reasoning; `content` is that of a last message that goes on."""
+        """Whether a prompt ends inside a block of reasoning; `content` is the last message's, if
+        the answer continues it.
+        """
         if self._reasoning is None:
             return False
         start, end = self._reasoning.marks

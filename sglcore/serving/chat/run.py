@@ -349,7 +349,7 @@ def tools_in_play(request: ChatRequest) -> Sequence[Mapping[str, Any]] | None:
 
 
 def _must_call(request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-    """Whether the answer has to be a call; raises InvalidRequest for what can not be one."""
+    """Whether the answer has to be a call; raises InvalidRequest for what cannot be one."""
     if request.tool_choice in ("none", "auto"):
         return False
     if not tools:

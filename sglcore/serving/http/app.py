@@ -35,7 +35,7 @@ from sglcore.serving.http.routes import JsonRequest, Routes
 
 log = logging.getLogger("sglcore.serving")
 _ENDPOINTS = (openai, anthropic, responses, ollama, pooling, llama, sglang, tokens, probes, info, control, page)
-"""Those that are asked most come first: a request tries the routes in their order."""
+"""Modules of endpoints, the most used first: a request tries the routes in this order."""
 
 
 @asynccontextmanager

@@ -51,7 +51,7 @@ _WANTED = MappingProxyType(
         "literal_error": "{expected}",
     }
 )
-"""What is wanted where pydantic finds an error of a type; its own words are for those who write Python."""
+"""Our text for each type of pydantic error, as pydantic's own text is for Python programmers."""
 
 
 def body_of(failure: Failure, scope: Scope) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class Logs:
     """The log while it is open; `close` writes what is left. One at a time in a process."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Open the file, or take stderr. Raises ConfigError if the file can not be opened."""
+        """Open the file, or take stderr. Raises ConfigError if the file cannot be opened."""
         self._stream = _opened(config.log_file)
         self._is_file = config.log_file is not None
         self._queue: queue.Queue[str | None] = queue.Queue(_LONGEST_QUEUE)

@@ -1,4 +1,6 @@
-"""One server from start to end: it listens before the model is there, is told to stop, and ends what it has begun."""
+"""One server from start to end: it listens before the model is loaded, and completes open requests
+when it is told to stop.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,11 @@ log = logging.getLogger("sglcore.serving")
 async def serve(
     config: EngineConfig, server: ServerConfig, *, chosen: Sequence[str] = (), on_listening: OnListening | None = None
 ) -> int:
-    """Serve until told to stop (0; UNANSWERED if that cut requests off) or until the model can not be served any more (its
+    """Serve until told to stop (0; UNANSWERED if that cut requests off) or until the model cannot be served any more (its
     exit code). Waits.
 
     `on_listening` gets the frontend and the URL once connections are taken, before the model is there. Raises ConfigError
-    for what can not start at all: a port in use, no checkpoint, no tokenizer.
+    for what cannot start at all: a port in use, no checkpoint, no tokenizer.
     """
     config = settled(config, options_of(server))
     tls = tls_of(server)

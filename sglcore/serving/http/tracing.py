@@ -1,6 +1,7 @@
-"""A span for each request, told to a collector by OTLP over HTTP, in JSON, from a thread of its own.
+"""A span for each request, sent to a collector by OTLP over HTTP, in JSON, from a thread of its
+own.
 
-The format is that of the OpenTelemetry protocol 1.x; names of attributes are those of its semantic conventions.
+The format is OpenTelemetry protocol 1.x; attribute names follow its semantic conventions.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ class Traces:
         self._thread.start()
 
     def record(self, answered: Answered, traceparent: bytes | None) -> None:
-        """Tell of a request, unless the one who asked says that its trace is not kept."""
+        """Record the span of a request, unless the caller's trace is not sampled.
+
+        Does not wait: if the queue is full, the span is lost and counted.
+        """
         parent = Parent.of(traceparent)
         if parent is not None and not parent.is_sampled:
             return

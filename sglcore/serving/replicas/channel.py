@@ -21,7 +21,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.serving.replicas.ipc import Address, Beat, EngineReply, EngineRequest
 
 LINGER_MS = 2000
-"""How long a closing socket goes on with what is queued."""
+"""Milliseconds for which a closing socket still sends queued messages."""
 WATCH_MS = 100
 """How often a thread that waits for a break looks whether it is to end."""
 HEARTBEAT_MS, SILENCE_MS = 5_000, 30_000

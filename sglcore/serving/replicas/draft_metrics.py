@@ -64,7 +64,9 @@ def _places(model: str, engines: Engines) -> Iterator[Metric]:
 def _split(
     model: str, engines: Engines, label: str, text: str, key: Callable[[DraftCell], int], shown: Callable[[int], str]
 ) -> Iterator[Metric]:
-    """Steps, proposals and what was right of them, by what a label says."""
+    """Return the counters of steps, proposed draft tokens and accepted draft tokens, by the values
+    of a label.
+    """
     labels, kinds = ["model", "replica", label], ("steps", "proposed", "accepted")
     families = [
         CounterMetricFamily(f"sglcore_draft_{kind}_by_{label}", f"Of steps of requests: {kind}, {text}.", labels=labels)

@@ -65,7 +65,7 @@ def main() -> int:
         code = error.exit_code
         if isinstance(error, WorkerLost):
             channel.close()
-            os._exit(code)  # requests wait for this end, and what other hosts hold can not be asked for now
+            os._exit(code)  # requests wait for this end, and what other hosts hold cannot be asked for now
     except Exception as error:
         full = no_space(error)
         logging.error("%s", full or traceback.format_exc())

@@ -1,6 +1,8 @@
-"""Errors of the server, and what its client is told of every exception: a status, a message, a type, a field, a code.
+"""Errors of the server, and the answer to the client for every exception: a status, message, type,
+field and code.
 
-What the caller did wrong is said in full; what went wrong here is said with an id that stands in the log too.
+An error of the caller is reported in full. An error of the server is reported with an id, which the
+log has too.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Overloaded(SglcoreError):
 
 
 class NotReady(SglcoreError):
-    """The model can not answer yet, or no more."""
+    """The model cannot answer yet, or no more."""
 
     def __init__(self, found: str, remedy: str = "try again when /readyz answers 200") -> None:
         """`found` says how far it is, as /readyz does."""
@@ -58,7 +60,7 @@ class EngineDied(SglcoreError):
     """The process that runs the model ended while it had this request."""
 
     def __init__(self, found: str, remedy: str) -> None:
-        """`found` says what is known of the end, and `remedy` what a client can do: that of the server's health."""
+        """`found` describes the end. `remedy`, from the server's health: what a client can do."""
         super().__init__(found, remedy=remedy)
 
 
@@ -74,15 +76,15 @@ class Unserved(SglcoreError):
     """Nothing was made of a request, for want of something that may come back."""
 
     def __init__(self, found: str) -> None:
-        """`found` says what is missing."""
+        """`found` names what is missing."""
         super().__init__(found, remedy="try again; while /readyz does not answer 200, ask another server")
 
 
 class StorageError(SglcoreError):
-    """What the server was to keep could not be written."""
+    """The server could not write data that it must keep."""
 
     def __init__(self, found: str, *, is_full: bool) -> None:
-        """`found` says what and why; `is_full`: for want of space."""
+        """`found` names the object and the cause. `is_full`: there was no space."""
         super().__init__(found, remedy=f"{'free space' if is_full else 'correct that'} there, and try again")
         self.is_full = is_full
 

@@ -101,7 +101,9 @@ class Frontend:
         self.answer_checks.close()
 
     def when_draining(self, told: Callable[[], object]) -> None:
-        """Have who asks for itself, and not for a client, end what it has."""
+        """Call `told` when the server drains, to end work that no client waits for, such as
+        batches.
+        """
         self._on_drain.append(told)
 
     async def drain(self) -> None:
@@ -115,7 +117,7 @@ class Frontend:
             await asyncio.sleep(0.02)
 
     def give_up(self) -> None:
-        """Fail what is on its way, so that its clients are told; the drain took too long."""
+        """Fail the open requests, so that their clients get an answer: the drain took too long."""
         seconds = f"{self.config.drain_timeout:g} s (drain_timeout)"
         self.supervisor.give_up(ShuttingDown(f"the server was told to stop, and this request did not end in {seconds}"))
 
@@ -298,7 +300,9 @@ class Frontend:
 
 
 def names_of(generation: Generation) -> set[str]:
-    """The ids under which a client knows a prompt: that of its answer, which may have several, and that of its request."""
+    """Return the ids by which a client knows a prompt: of its answer, which may have several
+    prompts, and of its HTTP request.
+    """
     answer, _, place = generation.request_id.rpartition("-")
     return {generation.request_id, generation.caller, answer if place.isdigit() else ""} - {""}
 

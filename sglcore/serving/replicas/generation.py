@@ -57,11 +57,13 @@ class Generation:
     def bind(
         self, send: Callable[[EngineRequest], None], on_close: Callable[[Generation], None], fingerprint: str = ""
     ) -> None:
-        """The engine that runs it: where its requests go, who wants to know when it needs nothing more, and what it is."""
+        """Set the engine that runs it: the function that sends it requests, the callback for the
+        end, and the fingerprint.
+        """
         self._send, self._on_close, self.fingerprint = send, on_close, fingerprint
 
     def when_closed(self, told: Callable[[], None]) -> None:
-        """Who counts the requests that are on their way."""
+        """Call `told` when the generation has closed."""
         self._told.append(told)
 
     @property

@@ -46,7 +46,7 @@ class Abort(msgspec.Struct, array_like=True, tag=2, gc=False):
 
 
 class Stop(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """End a sample: its text has reached the stop string `cause`, or (None) can not be made."""
+    """End a sample: its text has reached the stop string `cause`, or (None) cannot be made."""
 
     request_id: str
     index: int
@@ -204,7 +204,7 @@ class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
 
 
 class Failed(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """The engine can not go on; its process ends with `exit_code`."""
+    """The engine cannot continue; its process ends with `exit_code`."""
 
     error: str
     exit_code: int

@@ -22,7 +22,7 @@ from sglcore.engine.ranks.launch_ray import ChildActor, check_installed, connect
 from sglcore.serving.replicas.ipc import EngineSpec
 
 PENDING_SECONDS = 15.0
-"""After so long without a place in the cluster, the log says what is waited for."""
+"""Seconds without a place in the cluster after which the log reports the missing resources."""
 ENGINE = "sglcore.serving.replicas.engine_process"
 LOST = 1
 """The exit code of an engine if the cause of its end is unknown."""

@@ -61,7 +61,7 @@ class Owner(Protocol):
 
     @property
     def health(self) -> Health:
-        """What clients are told of the server; a death that its owner has heard of is in it."""
+        """The server's health, as clients see it. It includes every death reported to the owner."""
         ...
 
     def on_phase(self, replica: Replica, phase: Phase) -> None:
@@ -77,7 +77,7 @@ class Owner(Protocol):
         ...
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
-        """Its process has ended without being told; what it had is in `generations` still."""
+        """Handle a process that ended without an order. Its requests are still in `generations`."""
         ...
 
 
@@ -240,7 +240,10 @@ class Replica:
             self._answers.pop(request.request_id, None)
 
     async def _listen(self) -> None:
-        """Take in what the engine says. What can not be read is lost, and with it parts of answers, so the engine ends."""
+        """Receive the engine's replies.
+
+        An unreadable reply loses parts of answers, so the engine is then killed.
+        """
         try:
             while True:
                 reply = await self._channel.receive()
@@ -264,7 +267,7 @@ class Replica:
         self._settle_state()
 
     def _settle_state(self) -> None:
-        """That of a replica which has started, by its signs of life and what it says."""
+        """Set the state of a started replica from its heartbeats and its reports."""
         if self.state not in STARTED or self._overdue.is_set():
             return
         before = self.state

@@ -1,8 +1,10 @@
-"""Which replica takes a prompt: the one that has computed most of its beginning, unless that one is too busy.
+"""Which replica takes a prompt: the one with the longest cached prefix of it, unless that replica
+is too busy.
 
-The frontend knows only what it sent where, so it keeps, for each replica, the newest blocks of prompt that went there, a block
-being one page of tokens and named by a hash of itself and all before it. A block counts from the moment its prompt is sent:
-prompts that arrive together then follow the first, and the bound on the load spreads what is too much for one.
+The frontend knows only what it sent, so it keeps, for each replica, the newest prompt blocks sent
+there. A block is one page of tokens, named by a hash of itself and all tokens before it. A block
+counts from the moment its prompt is sent: prompts that arrive together then follow the first, and
+the bound on the load spreads the excess to other replicas.
 """
 
 from __future__ import annotations

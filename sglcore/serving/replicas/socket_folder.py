@@ -1,4 +1,4 @@
-"""The folder of one server's sockets. A server that is killed can not remove its own, so the next one that starts does."""
+"""The folder of one server's sockets. A server that is killed cannot remove its own, so the next one that starts does."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sweep(place: Path) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """The lock of a folder, held; None where files can not be locked, so that the folder is never taken for left. It has its name
+    """The lock of a folder, held; None where files cannot be locked, so that the folder is never taken for left. It has its name
     only once it is held."""
     descriptor = os.open(folder / f"{LOCK}.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:

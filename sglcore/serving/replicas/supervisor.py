@@ -222,8 +222,12 @@ class Supervisor:
         self._give_orphans()
 
     def on_change(self, replica: Replica, before: State) -> None:
-        """What is given no requests keeps what it has; what comes goes to others, or waits for a silent one. One that goes on is
-        told what it may have missed."""
+        """Handle a started replica's change of state.
+
+        A replica that takes no requests keeps its own. New requests go to other replicas, or wait
+        for a silent one. A replica that is no longer silent gets the orders that it may have
+        missed.
+        """
         said = "gives no sign of life" if replica.state == "silent" else replica.lacks or "takes requests again"
         log.warning("replica %d: %s", replica.number, said)
         if self.health.started and self.ready:
@@ -236,7 +240,7 @@ class Supervisor:
             self._give_orphans()
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
-        """Fail what can not be repeated, retry the rest where it is replaced, else end the server."""
+        """Fail what cannot be repeated, retry the rest where it is replaced, else end the server."""
         self.deaths += 1
         self._router.forget(replica.number)
         self._past = add_stats([self._past, past_only(replica.stats)])
@@ -317,7 +321,7 @@ class Supervisor:
             await asyncio.sleep(BEAT_SECONDS)
             try:
                 self.tick()
-            except Exception:  # one that can not be killed now is tried again
+            except Exception:  # one that cannot be killed now is tried again
                 log.exception("a replica could not be looked at")
 
     async def _pause_late(self, replica: Replica) -> None:

@@ -44,7 +44,7 @@ class AnswerCheck:
         self._checks, self._parts = checks, parts
         self._remarks = {name: "" for each in parts for name in each.names}
         self._is_over = not checks.has_library
-        """Nothing is looked at any more: it can not be, or a sample has taken all the time."""
+        """Nothing is looked at any more: it cannot be, or a sample has taken all the time."""
         if self._is_over:
             self._remarks |= {each.field: f"not checked: {REMEDY}" for each in parts}
 

@@ -157,8 +157,12 @@ class BatchStore:
             self._database.execute("DELETE FROM results WHERE batch = ?", (batch_id,))
 
     def fail(self, batch: dict[str, Any], **known: Any) -> None:
-        """Put a batch into the state "failed", with what is `known` of it, and with the files of what it has where there is room
-        for them. Where nothing can be written it has failed all the same, and `settle` writes it."""
+        """Mark a batch as "failed" with the fields `known`, and write the files of its results if
+        there is space.
+
+        If nothing can be written, the batch has failed all the same, and `settle` writes the state
+        later.
+        """
         try:
             return self.finish(batch["id"], "failed", **known)
         except StorageError:
@@ -169,7 +173,10 @@ class BatchStore:
         self.settle()
 
     def settle(self) -> bool:
-        """Write which batches have failed, if the disk takes it now; whether all is written."""
+        """Write the failed batches that are not written yet, if the disk allows it.
+
+        Return whether all are written.
+        """
         for batch_id, batch in list(self._unwritten.items()):
             try:
                 with self._transaction():
@@ -187,7 +194,10 @@ class BatchStore:
 
     @contextmanager
     def _undone(self) -> Iterator[list[Path]]:
-        """The list of files that are removed again if what is inside fails. What the disk says is raised as StorageError."""
+        """Give a list of files, which are removed again if the block fails.
+
+        An error of the disk is raised as StorageError.
+        """
         made: list[Path] = []
         try:
             yield made

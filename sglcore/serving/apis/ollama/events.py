@@ -24,7 +24,7 @@ from sglcore.serving.replicas.runs import check_answered
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a line, or the whole answer, says: text, reasoning, calls as they are told."""
+    """The content of a line, or of the whole answer: text, reasoning and calls."""
 
     content: str = ""
     thinking: str = ""
@@ -71,7 +71,7 @@ def written(seconds: float) -> str:
 
 
 class LinesWriter(Writer[ChatRun]):
-    """The answer to one request. It is told under the name by which it was asked for."""
+    """The answer to one request. It has the model name that the request used."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: AnswerFields, shape: Shape) -> None:
         super().__init__(frontend, served_name(frontend, body.model))
@@ -122,7 +122,10 @@ class LinesWriter(Writer[ChatRun]):
         return {"model": self.model, "created_at": now(), **self._shape(said), "done": False}
 
     def _lines(self, event: ChatEvent) -> list[bytes]:
-        """Those of an event; its log-probabilities stand in the first, which is there for them if for nothing else."""
+        """Return the lines of an event.
+
+        Its log-probabilities are in the first line, which is added for them if there is no other.
+        """
         found = self._take(event)
         if event.logprobs and not found:
             found = [Said()]

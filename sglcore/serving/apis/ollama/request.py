@@ -108,7 +108,7 @@ def params_of(body: AnswerFields, frontend: Frontend) -> SamplingParams:
 
 
 def unread(body: AnswerFields, ignored: Sequence[str]) -> list[str]:
-    """`think`, if the chat template reads nothing of what it says."""
+    """Return `think` if the chat template reads none of the variables that it sets."""
     level = {"reasoning_effort"} if isinstance(body.think, str) else set[str]()
     is_unread = body.think is not None and (set(ignored) >= SWITCHES if not level else set(ignored) >= level)
     return ["think"] if is_unread else []

@@ -85,7 +85,7 @@ def _max_tokens(body: ChatBody) -> int | None:
 
 
 def _choice_of(body: ChatBody) -> Any:
-    """OpenAI's rule: with tools the model may call, without it can not."""
+    """OpenAI's rule: with tools the model may call, without it cannot."""
     if body.tool_choice is None:
         return "auto" if body.tools else "none"
     return body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()
@@ -99,7 +99,7 @@ def _template_values(body: ChatBody) -> dict[str, Any] | None:
 
 
 def _check(body: CompletionBody) -> None:
-    """Refuse by name what the server can not do."""
+    """Refuse by name what the server cannot do."""
     if body.suffix:
         raise InvalidRequest(
             "suffix: this server does not fill in between two texts", remedy="leave suffix out", param="suffix"

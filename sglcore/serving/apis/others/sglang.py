@@ -169,7 +169,9 @@ def _prompts(body: GenerateBody) -> list[Any]:
 
 
 def _params(body: GenerateBody, frontend: ChatFrontend) -> tuple[SamplingParams, str]:
-    """What is asked for, and the field that binds the form of the text (empty: none does)."""
+    """Return the requested sampling parameters, and the field that constrains the form of the text
+    (empty: none).
+    """
     given = body.sampling_params or SglangSampling.model_validate({})
     bound = given.given(*_FORMS)
     if len(bound) > 1:

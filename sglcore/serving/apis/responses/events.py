@@ -32,7 +32,9 @@ _CUT = MappingProxyType({"length": "max_output_tokens"})
 
 
 def draft(body: ResponsesRequest, params: SamplingParams, model: str, mark: str) -> dict[str, Any]:
-    """The response before its first word: what was asked, with what applies where nothing was said; `mark` is the fingerprint."""
+    """Return the response before its first text: the request's fields, with defaults where it has
+    none; `mark` is the fingerprint.
+    """
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
     effort = body.reasoning.effort if body.reasoning is not None else None
     choice = body.tool_choice

@@ -43,7 +43,7 @@ class _ServerFacts(Answer):
 
 
 OF_ENGINE = tuple(name for name in ModelInfo.__struct_fields__ if name not in (*_ServerFacts.model_fields, "eos_ids"))
-"""What is told of the model as its engine told it."""
+"""The fields of the model that are reported as the engine sent them."""
 
 
 def _server_info() -> type[Answer]:
@@ -77,7 +77,7 @@ class Counters(Answer):
 
 
 class ReplicaStats(Counters):
-    """Those of one engine. `report_age`: seconds since it was last heard."""
+    """Counters of one engine. `report_age`: seconds since its last report."""
 
     number: int
     process: str

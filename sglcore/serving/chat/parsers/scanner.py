@@ -185,7 +185,10 @@ class Scanner:
             self._out.append(Delta(kind, text))
 
     def border(self, joint: str = "") -> None:
-        """A call or a block of reasoning begins or ends here; `joint` goes before what is said next."""
+        """Mark the begin or end of a call or a block of reasoning.
+
+        `joint` is put before the next text.
+        """
         self._spaces, self._after_block, self._joint = "", True, joint
 
     def start_call(self, name: str, call_id: str = "") -> int:
@@ -204,7 +207,7 @@ class Scanner:
         return True
 
     def _run(self, marks: tuple[str, ...]) -> tuple[str, str]:
-        """Read up to and with the first mark, or all that can not be the beginning of one."""
+        """Read up to and with the first mark, or all that cannot be the beginning of one."""
         start = self._at
         found = _pattern(marks).search(self._text, start) if marks else None
         if found:

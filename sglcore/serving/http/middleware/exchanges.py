@@ -35,8 +35,9 @@ _ID = re.compile(rb"[A-Za-z0-9._:+=/-]{1,128}")
 
 @dataclass(slots=True)
 class Exchange:
-    """A request and its answer, which fills up while it is answered; it never holds what was asked. `clocks` has one for each
-    prompt that went to an engine."""
+    """A request and its answer, filled in while it is answered; it never holds the request's
+    content. `clocks` has one clock for each prompt that went to an engine.
+    """
 
     request_id: str
     method: str
