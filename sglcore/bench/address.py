@@ -1,4 +1,7 @@
-"""Where a server is, and short questions to it. Standard library only; every call waits for its answer."""
+"""The address of a server, and short requests to it.
+
+Standard library only; every call waits for its answer.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ def unreachable(where: Address, error: Exception) -> ServerError:
 
 
 def refusal(content: bytes) -> str:
-    """What the server said in an error's body, in whichever of the usual shapes it comes."""
+    """Return the message in an error's body, in any of the usual forms."""
     try:
         found = json.loads(content)
     except ValueError:

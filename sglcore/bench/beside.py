@@ -1,4 +1,6 @@
-"""What chats feel of long prompts: the times between their pieces of text, while such a prompt is awaited and while none is."""
+"""The effect of long prompts on chats: the gaps between pieces of text while a long prompt is
+pending, and while none is.
+"""
 
 from __future__ import annotations
 

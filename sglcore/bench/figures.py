@@ -1,4 +1,4 @@
-"""What came of a load, in numbers: throughput, percentiles of latency, failures by kind, goodput."""
+"""The figures of a load: throughput, percentiles of latency, failures by kind, goodput."""
 
 from __future__ import annotations
 

@@ -24,8 +24,11 @@ Done = Callable[[Record], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """How requests are sent. `max_concurrency` holds back what exceeds it (None: nothing); `timeout` in seconds; `extra`
-    are fields of every request's body."""
+    """How requests are sent.
+
+    `max_concurrency` limits open requests (None: no limit); `timeout` is in seconds; `extra` are
+    fields of every request's body.
+    """
 
     where: Address
     model: str

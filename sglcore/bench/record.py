@@ -10,7 +10,7 @@ from sglcore.bench.reply import Fault
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the client kept of one request. Times are seconds since the load began."""
+    """The client's record of one request. Times are seconds since the load began."""
 
     number: int
     """Its number in the load."""

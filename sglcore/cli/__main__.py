@@ -1,4 +1,7 @@
-"""Where the command `sglcore` starts. `doctor` and `--version` run before anything that is not in the standard library."""
+"""The entry point of the command `sglcore`.
+
+`doctor` and `--version` run before any import outside the standard library.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ def latency_table(found: Figures) -> Table:
 
 
 def beside_table(found: Beside) -> Table:
-    """What requests wait for their next piece of text, in milliseconds, with a long prompt awaited and with none."""
+    """Return a table of the gaps between pieces of text, in milliseconds, with a pending long
+    prompt and without.
+    """
     names = ("mean", "p50", "p90", "p99", "max")
     table = Table("ms between pieces", *names, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns[1:]:

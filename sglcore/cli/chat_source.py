@@ -1,4 +1,7 @@
-"""Where the answers of a chat come from: a model in this process, or a server. Both stream, and both can be stopped."""
+"""The sources of a chat's answers: a model in this process, or a server.
+
+Both stream, and both can be stopped.
+"""
 
 from __future__ import annotations
 

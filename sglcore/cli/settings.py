@@ -90,7 +90,10 @@ def with_settings(function: Callable[..., None], *records: type[Any]) -> Callabl
 
 
 def engine_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those of the engine, with words of other engines as ours. Raises ConfigError for two flags that contradict each other."""
+    """Return the engine's settings, with other engines' names translated.
+
+    Raises ConfigError for two flags that contradict each other.
+    """
     given = settings or {}
     found = {**split_settings(given, EngineConfig), **_speculative(given)}
     for setting, name_of in (("graph", graph_name), ("dtype", dtype_name)):

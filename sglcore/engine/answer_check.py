@@ -28,7 +28,7 @@ class Question(msgspec.Struct, frozen=True):
     text: str
     """The answer."""
     begin: str = ""
-    """What stands before each value of the schema in the text; empty: the text is one value."""
+    """The text before each value of the schema; empty: the whole text is one value."""
 
 
 class AnswerChecks(ConfinedChecks):

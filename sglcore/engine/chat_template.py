@@ -31,7 +31,10 @@ class TextError(SglcoreError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one rendering may do. Some published templates need 500 steps for each message of a long conversation."""
+    """The limits of one rendering.
+
+    Some published templates need 500 steps for each message of a long conversation.
+    """
 
     steps: int = 1_000_000
     """Turns of loops, calls and filters."""
@@ -71,7 +74,7 @@ class ChatTemplate:
         return self._read(source).names if source else frozenset()
 
     def literals(self, *, tools: bool = False) -> str:
-        """All text that a template itself writes or compares with, a line for each piece."""
+        """Return all text that a template writes or compares with, one line for each piece."""
         source = self.source(tools=tools)
         return self._read(source).literals if source else ""
 

@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 
 STACK_BYTES = 256 << 20
-"""Of a thread that compiles or checks: what descends from rule to rule would overrun the stack that threads have otherwise, and end
-the process. Only what is used of it takes memory."""
+"""Bytes of stack of a thread that compiles or checks: recursion from rule to rule would overflow
+the usual stack and end the process. Only the used part takes memory.
+"""
 
 
 class CheckLimits(msgspec.Struct, frozen=True):
@@ -57,13 +58,13 @@ class CheckJob(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What came of a check. Without `error`, `ended` and `busy` it was done to its end."""
+    """The result of a check. Without `error`, `ended` and `busy` it completed."""
 
     number: int
     error: tuple[str, str, str] | None = None
     """Why the work cannot be done: found, wanted, remedy."""
     ended: str = ""
-    """What it took too much of, so that it was ended: "takes longer than 5 s of the processor"."""
+    """The limit that ended it, for example "takes longer than 5 s of the processor"."""
     busy: str = ""
     """Why it was not done to its end, though it may be another time."""
     said: tuple[str, ...] = ()

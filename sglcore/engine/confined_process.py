@@ -50,7 +50,9 @@ class Check:
 
     @property
     def processor_seconds(self) -> float:
-        """What it has taken of the processor; by the clock, where the system does not say it of another process."""
+        """CPU seconds of the check, or wall-clock seconds where the system does not report those of
+        another process.
+        """
         try:
             return time.clock_gettime((~self.pid << 3) | CPUCLOCK_SCHED)
         except OSError:

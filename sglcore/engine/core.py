@@ -137,7 +137,7 @@ class Engine:
         return self._answers(pairs, lambda pair: self.codec.encode_texts(*pair, limit=limit))
 
     def _answers(self, texts: Sequence[Text], read: Callable[[Text], EncodedPair]) -> list[np.ndarray]:
-        """What the worker answers to each text; `read` gives its token ids and their segments."""
+        """Return the worker's result for each text; `read` gives its token ids and their segments."""
         requests: list[Request] = []
         try:
             for place, text in enumerate(texts):
@@ -239,7 +239,9 @@ def check_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 def cut_tokens(params: SamplingParams, prompt_tokens: int, max_model_len: int) -> int | None:
-    """How many tokens the context holds after a prompt, if more are asked for."""
+    """Return the number of tokens that fit in the context after a prompt, if more are requested;
+    else None.
+    """
     left = max_model_len - prompt_tokens
     return left if params.max_tokens is not None and params.max_tokens > left else None
 

@@ -47,7 +47,7 @@ Job = tuple[Wanted, "Future[Compiled]"]
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What binds an output (None: nothing), and what makes repetitions in it less likely, which is over it."""
+    """The constraint of an output (None: none), and the DRY penalty applied over it."""
 
     grammar: CompiledGrammar | None
     repetition: RepetitionRules | None = None

@@ -37,7 +37,7 @@ FILES = (
     f"{DRAFT_FOLDER}/*",
     INDEX,
 )
-"""What the engine reads of a repository besides its weights, as patterns."""
+"""Patterns of the files, other than weights, that the engine reads from a repository."""
 USUAL_QUANT = "Q4_K_M"
 """The quantisation chosen from several GGUF files if the name gives none."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -1,4 +1,4 @@
-"""What the scores of a classification head mean: the labels' names, and their probabilities."""
+"""The meaning of a classification head's scores: the labels' names, and their probabilities."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Labels:
 
 
 def read_labels(folder: Path) -> Labels:
-    """Of a checkpoint folder with a classification head. Raises ConfigError."""
+    """Read the labels of a checkpoint folder with a classification head. Raises ConfigError."""
     raw = read_json(folder / "config.json")
     pooling = read_pooling(folder, raw["architectures"][0], raw)
     assert pooling is not None and pooling.labels

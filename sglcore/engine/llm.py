@@ -57,7 +57,9 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What holds where no parameters are given: the checkpoint's `generation_config.json`, if it has one."""
+        """The sampling parameters used if none are given: the checkpoint's
+        `generation_config.json`, if it has one.
+        """
         return SamplingParams(**choose_sampling(self.config, self.started.model_path)[0])  # pyright: ignore[reportArgumentType]
 
     def generate(

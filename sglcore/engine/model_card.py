@@ -1,4 +1,4 @@
-"""What a checkpoint's files say of their model, for those who list models. Nothing is decided by it."""
+"""The facts about a model in its checkpoint's files, for lists of models. No decision uses them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class ModelCard:
 
 
 def read_card(path: Path) -> ModelCard:
-    """Of a checkpoint folder, or a GGUF file; reads headers and samples of the files. Raises ConfigError and CheckpointError."""
+    """Read the card of a checkpoint folder or GGUF file, from headers and samples of the files.
+
+    Raises ConfigError and CheckpointError.
+    """
     return _of_file(path) if is_gguf(path) else _of_folder(path)
 
 

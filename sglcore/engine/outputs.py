@@ -77,7 +77,9 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """How far a prompt is: of `total` tokens, `processed` are done or on the device, `cached` of them by the cache."""
+    """The progress of a prompt: of `total` tokens, `processed` are done or on the device, and
+    `cached` of them came from the cache.
+    """
 
     request_id: str
     total: int

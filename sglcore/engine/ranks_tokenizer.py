@@ -112,7 +112,7 @@ def read_ranks(file: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _tekken(content: Mapping[str, Any]) -> Ranked:
-    """As mistral-common reads it: what is beyond the configured size is left out."""
+    """Read tekken.json as mistral-common does: tokens beyond the configured size are left out."""
     config = content["config"]
     first = config.get("default_num_special_tokens") or len(content.get("special_tokens") or ())
     size = config.get("default_vocab_size")

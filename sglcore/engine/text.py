@@ -49,8 +49,12 @@ class TextCodec:
     """Whether there is text at all; if not, what needs it raises TextError."""
 
     def __init__(self, folder: Path, *, chat_template: str | None = None) -> None:
-        """Of a checkpoint folder, or a GGUF file. `chat_template` is a template's text, instead of the checkpoint's. Raises
-        ConfigError, and CheckpointError for a GGUF file that is damaged or has a tokenizer that we lack."""
+        """Open a checkpoint folder or a GGUF file. `chat_template` is a template's text that
+        replaces the checkpoint's.
+
+        Raises ConfigError, and CheckpointError for a GGUF file that is damaged or has an
+        unsupported tokenizer.
+        """
         self.tokenizer, self.settings = _read(folder)
         # A saved tokenizer may cut and fill texts to one length; the scheduler wants them as they are.
         self.tokenizer.no_truncation()
@@ -125,7 +129,9 @@ class TextCodec:
         """Raise TextError for parameters that are about text, if there is none."""
 
     def detokenizer(self, stop: Sequence[str], **how: Any) -> IncrementalDetokenizer:
-        """What makes text of tokens that arrive one after another; `how`: as IncrementalDetokenizer takes it."""
+        """Return a detokenizer for tokens that arrive one by one; `how`: options of
+        IncrementalDetokenizer.
+        """
         return IncrementalDetokenizer(self, stop, **how)
 
     def prompted(self, text: str, name: str | None = None) -> str:
@@ -156,7 +162,7 @@ class TextCodec:
 
 
 class Ending(NamedTuple):
-    """Where what ends a text begins and ends in it: a stop string, or the match of a pattern."""
+    """The start and end of what ends a text: a stop string, or the match of a pattern."""
 
     start: int
     end: int
@@ -225,7 +231,9 @@ class IncrementalDetokenizer:
         return self._show(len(self.text))
 
     def _pending(self) -> str:
-        """What the unread tokens add to the text of those before them, which decoders need for spaces and bytes."""
+        """Return the text that the unread tokens add to the tokens before them, which decoders need
+        for spaces and bytes.
+        """
         return self._decoded(len(self._ids))[len(self._decoded(self._read)) :]
 
     def _take_garbage(self) -> None:
@@ -281,7 +289,7 @@ class IncrementalDetokenizer:
 
 
 def _begun(text: str, word: str) -> int:
-    """How many characters at the end of a text are the beginning of a word, and not all of it."""
+    """Return the length of the longest end of a text that is a proper prefix of a word."""
     place = text.find(word[0], max(len(text) - len(word) + 1, 0))
     while place >= 0 and not word.startswith(text[place:]):
         place = text.find(word[0], place + 1)

@@ -17,7 +17,7 @@ from sglcore.schedule.request import Ints, Matcher
 
 
 class Phase(IntEnum):
-    """Where an output is: it may begin to reason, it reasons, its reasoning is being closed, or it answers."""
+    """The phase of an output: before reasoning, in reasoning, closing it, or in the answer."""
 
     BEFORE = 0
     INSIDE = 1

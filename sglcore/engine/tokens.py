@@ -65,7 +65,9 @@ class TokenEngine:
         self._watched: dict[str, SampleGroup] = {}
         self._compiling: dict[str, SampleGroup] = {}
         self._unsent: list[EngineOutput] = []
-        """Of requests that ended before the scheduler had them; kept until a step does not raise."""
+        """Outputs of requests that ended before the scheduler had them; kept until a step does not
+        raise.
+        """
         self._open_grammars = open_grammars
         self._grammars: Grammars | None = None
         self.is_closed = False

@@ -18,12 +18,16 @@ from sglcore.engine.forms.shape import shape_of
 CHUNK = 2048
 """Tokens of prompts in one step of a shard."""
 ENOUGH = 1.05
-"""How much faster halves have to be at best; a start with `auto` measures and decides."""
+"""The speed-up that two micro-batches must have in the prediction; a start with `auto` measures and
+decides.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many `requests` at any time, each with a prompt of `input_len` tokens and an answer of `output_len`."""
+    """`requests` running requests, each with a prompt of `input_len` tokens and an answer of
+    `output_len`.
+    """
 
     requests: int
     input_len: int

@@ -44,7 +44,9 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What one step computes: `count` rows of each shard of requests, over `sequences` of them with `context` tokens before."""
+    """One step: `count` rows for each shard of requests, over `sequences` requests with `context`
+    tokens before them.
+    """
 
     count: int
     sequences: int

@@ -95,7 +95,7 @@ class DecodeSide:
         self._transfer.close()
 
     def _part_with_ended(self) -> None:
-        """Of requests that have ended, ask the writer to let go; once it has, the pages are free."""
+        """Ask the writers of ended requests to stop; after that the pages are free."""
         for lease, claim in list(self._claims.items()):
             if claim.request.state is not State.FINISHED:
                 continue

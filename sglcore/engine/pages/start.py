@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROLES = ("both", "prompt", "decode")
 MEETING_SECONDS = 120.0
-"""How long an engine that decodes waits at its start for those that compute prompts."""
+"""Seconds that a decode engine waits at its start for prompt engines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""What all hosts of one model must have in common, and what differs: said before anything is loaded."""
+"""The facts that all hosts of one model must have in common, and their differences, reported before
+anything is loaded.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ BLOCK = 64 << 10
 
 
 def shared_facts(config: EngineConfig, folder: Path, choice: Choice) -> dict[str, Any]:
-    """What this host has, by topic, as plain values. Reads a little of each file of the checkpoint."""
+    """Return this host's facts by topic, as plain values.
+
+    Reads a little of each file of the checkpoint.
+    """
     chosen = choice.chosen
     settings = {_flag(name): value for name, value in plain_config(config).items() if name not in OWN}
     return {
@@ -51,7 +56,7 @@ def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def decisions(config: EngineConfig) -> dict[str, Any]:
-    """What the leader's configuration says of settings that it decides for all."""
+    """Return the settings of the leader's configuration that apply to all hosts."""
     return {name: value for name, value in plain_config(config).items() if name in DECIDED}
 
 

@@ -130,7 +130,10 @@ class RankGroup:
         return decode(frame.body)
 
     def _lost(self, error: Gone) -> SglcoreError:
-        """What ended the ranks; the watcher knows it a moment later than a broken channel tells."""
+        """Return the error that ended the ranks.
+
+        The watcher knows the cause a moment after the channel breaks.
+        """
         patience = self._watch.patience
         self._has_failed.wait(patience.settle * 2 + patience.round)
         return self._failure or WorkerLost(str(error))

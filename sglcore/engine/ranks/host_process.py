@@ -63,7 +63,9 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """How a node does its part: `prepare` gives its configuration and the files of the model, which may take long."""
+    """The part of a node: `prepare` returns its configuration and the model's files, which may take
+    long.
+    """
 
     placement: Placement
     prepare: Prepare

@@ -27,15 +27,18 @@ from sglcore.engine.reading import is_readable
 HELLO_SECONDS = 5.0
 """How long a frame may take that has begun to come."""
 ANSWER_SECONDS = 2.0
-"""How long a node may take to say that its ranks have ended; it ends them by itself where it hears nothing."""
+"""Seconds that a node may take to report that its ranks have ended; without contact it ends them by
+itself.
+"""
 LOOK_EVERY = 0.1
 EPOCH = 0
 """The epoch of the channels of nodes. The epoch of the ranks is sent over them."""
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
-    """What a node says of itself: its number, the device it has chosen and how many it has, which of the nodes of its machine it
-    is, and what all must have in common."""
+    """A node's report: its number, its chosen device and number of devices, its index among the
+    nodes of its machine, and the facts that all nodes must have in common.
+    """
 
     node: int
     chosen: str
@@ -46,8 +49,9 @@ class NodeFacts(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the leader tells a node. The rest of the configuration is the node's own, as its device
-    is.
+    """The leader's order to a node.
+
+    The rest of the configuration is the node's own, such as its device.
     """
 
     ranks: list[dict[str, Any]]

@@ -81,8 +81,11 @@ Spawn = Callable[[RankSpec, Sequence[int]], "subprocess.Popen[bytes]"]
 
 
 def measure_links(config: EngineConfig, sizes: Sequence[int], spawn: Spawn = spawn_measuring) -> LinkFigures:
-    """Of the group that `config.tp` ranks would make on this machine. Waits. Raises ConfigError for what cannot run, and
-    WorkerLost where a rank ends on the way; no process is left."""
+    """Measure the links of the group that `config.tp` ranks would make on this machine. Waits.
+
+    Raises ConfigError for a configuration that cannot run, and WorkerLost if a rank ends during it;
+    no process is left.
+    """
     if config.tp < 2:
         raise ConfigError(f"tp is {config.tp}, and one rank has no links", remedy="--tp 2 or more")
     choice = choose(config, DecisionLedger())

@@ -1,4 +1,4 @@
-"""What the process of a rank is told, and how one comes to be on this machine."""
+"""The specification of a rank's process, and how a process starts on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How ranks start: what does not combine is refused, then their processes come up together, each with its part of the model."""
+"""The start of ranks: settings that do not combine are refused, then the processes start together,
+each with its part of the model.
+"""
 
 from __future__ import annotations
 
@@ -124,8 +126,12 @@ def start_ranks(
     progress: Progress,
     options: RankOptions | None = None,
 ) -> tuple[RankGroup, Mapping[str, float]]:
-    """All ranks, once each is ready; and the seconds of rank 0's steps. What rank 0 decided goes to the ledger. Waits. Raises
-    ConfigError for what cannot run, and WorkerLost where a rank ends on the way; then no process is left."""
+    """Start all ranks, and return them when each is ready, with the seconds of rank 0's steps.
+    Waits.
+
+    Rank 0's decisions go to the ledger. Raises ConfigError for a configuration that cannot run, and
+    WorkerLost if a rank ends during the start; then no process is left.
+    """
     placement = find_placement(config)
     check_ranks(config, folder, choice, placement)
     if placement.node:
@@ -176,7 +182,7 @@ def start_ranks(
 
 
 def topology_of(config: EngineConfig) -> Topology:
-    """That of a configuration. Raises ConfigError for widths that do not divide."""
+    """Return the topology of a configuration. Raises ConfigError for sizes that do not divide."""
     return Topology(tp=config.tp, dp=config.dp, ep=config.ep)
 
 

@@ -1,4 +1,6 @@
-"""Who starts the process of each rank, and where they find each other: on this machine, or on several hosts."""
+"""Starts the process of each rank, and defines where ranks meet: on this machine, or on several
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,10 @@ class Maker:
     placement: Placement
 
     def here(self, stack: ExitStack) -> Team:
-        """All ranks on this machine, which share what lies in a folder as long as the stack is open."""
+        """Return a team of all ranks on this machine.
+
+        They share a folder that exists as long as the stack is open.
+        """
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglcore-ranks-", dir=_folder())))
         listener, address = listen(home)
         stack.callback(listener.close)
@@ -81,8 +86,11 @@ class Maker:
         return Team(listener, [partial(self._start, places, address=address)], self.placement.row("auto"))
 
     def across(self, stack: ExitStack, folder: Path, progress: Callable[[str, int, int], None]) -> Team:
-        """The same number of ranks on each node, once all have joined. Waits. Raises ConfigError for nodes that do not fit each
-        other, and WorkerLost where some do not come."""
+        """Return a team with the same number of ranks on each node, when all nodes have joined.
+        Waits.
+
+        Raises ConfigError for nodes that do not fit each other, and WorkerLost if some do not join.
+        """
         cluster = self._cluster() if self.placement.cluster else None
         with ExitStack() as undone:
             if cluster is not None:

@@ -106,7 +106,9 @@ class Channel:
             self.dropped += 1
 
     def wait_at_most(self, seconds: float | None) -> None:
-        """How long a `receive` waits for all of its frame before it raises TimeoutError; None: for ever."""
+        """Set the seconds that `receive` waits for a whole frame before it raises TimeoutError;
+        None: no limit.
+        """
         self._limit = seconds
         self._stream.settimeout(seconds)
 

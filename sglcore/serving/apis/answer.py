@@ -80,7 +80,9 @@ class StreamForm:
     media_type: str
     """Its header content-type."""
     keep_alive: bytes
-    """What readers skip: it is sent where there was nothing to say for a while, for those who give up on silent streams."""
+    """Bytes that readers skip, sent after a silent period for clients that give up on silent
+    streams.
+    """
 
 
 EVENTS = StreamForm("text/event-stream; charset=utf-8", b": keep-alive\n\n")
@@ -136,7 +138,9 @@ def error_body(failure: Failure) -> dict[str, Any]:
 
 
 def cut_of(outputs: Sequence[RequestOutput]) -> int | None:
-    """How many tokens the context held of the shortest completion that may have had more; None if all had what they asked."""
+    """Return the smallest token limit that the context set below the requested number; None if it
+    set none.
+    """
     return min((output.max_tokens for output in outputs if output.max_tokens is not None), default=None)
 
 

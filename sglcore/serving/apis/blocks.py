@@ -1,6 +1,7 @@
-"""What a model says as blocks that open, grow and close: reasoning, text and tool calls, one after another.
+"""A model's answer as blocks that open, grow and close: reasoning, text and tool calls, one after
+another.
 
-Knows nothing of any protocol; each writes its own events for each change.
+Knows no protocol; each protocol writes its own events for each change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What endpoints of all protocols check alike: the model's name, readiness, limits, and what this server does not have."""
+"""The checks that endpoints of all protocols share: the model's name, readiness, limits,
+unsupported fields.
+"""
 
 from __future__ import annotations
 

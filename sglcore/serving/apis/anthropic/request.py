@@ -35,7 +35,7 @@ _OWN_NAMES = MappingProxyType({"stop": "stop_sequences"})
 
 
 def message_request(body: MessagesRequest) -> ChatRequest:
-    """What a request for a message asks for. Raises InvalidRequest or SamplingError."""
+    """Return the chat request of a message request. Raises InvalidRequest or SamplingError."""
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     if body.thread is not None:
         raise InvalidRequest(

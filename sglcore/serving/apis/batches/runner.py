@@ -112,7 +112,10 @@ class BatchRunner:
             return read_lines(stream, batch["endpoint"], self._longest)
 
     async def _answer_all(self, batch: dict[str, Any], lines: list[Line]) -> str:
-        """How it ended: completed, cancelled or expired. What is on its way then is dropped."""
+        """Answer all lines, and return how the batch ended: completed, cancelled or expired.
+
+        Open requests are then dropped.
+        """
         rest = iter(lines)
 
         async def work() -> None:

@@ -75,7 +75,7 @@ class BatchStore:
         return value
 
     def content(self, file_id: str, param: str = "file_id") -> Path:
-        """Where a file's content is. Raises InvalidRequest for one that is not there."""
+        """Return the path of a file's content. Raises InvalidRequest if there is no such file."""
         self.get("files", file_id, param)
         return self._files / file_id
 
@@ -236,7 +236,7 @@ class BatchStore:
         return (row[0] + b"\n" for row in rows)
 
     def _drop_old_results(self) -> None:
-        """Those of batches that are over, which a full disk may have kept from being removed."""
+        """Remove results of finished batches that a full disk may have kept from being removed."""
         names = ", ".join(f"'{each['id']}'" for each in self.active())
         with suppress(StorageError), self._transaction():
             self._database.execute(f"DELETE FROM results WHERE batch NOT IN ({names})")

@@ -91,7 +91,10 @@ def plain_prompt(body: OllamaGenerateBody, frontend: Frontend) -> str | None:
 
 
 def params_of(body: AnswerFields, frontend: Frontend) -> SamplingParams:
-    """What a body asks of the sampler; what it leaves out is as the checkpoint has it. Raises InvalidRequest and SamplingError."""
+    """Return the sampling parameters of a body; fields left out have the checkpoint's defaults.
+
+    Raises InvalidRequest and SamplingError.
+    """
     options = body.options or OllamaOptions.model_validate({})
     _check_penalties(options)
     if options.repeat_penalty is not None:

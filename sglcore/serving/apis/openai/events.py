@@ -225,7 +225,10 @@ class CompletionWriter(_Writer[Runs]):
     def _part(
         self, index: int, output: RequestOutput, delta: TextDelta, records: dict[int, CompletionLogprobs]
     ) -> dict[str, Any] | None:
-        """What is new of one choice; None if there is nothing to tell yet. `records` has one for each choice that began."""
+        """Return the new part of one choice; None if there is none yet.
+
+        `records` has one record for each choice that began.
+        """
         is_first, ids = index not in records, self._gives_ids
         if self._body.max_tokens == 0:
             reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
