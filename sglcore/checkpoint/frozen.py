@@ -1,4 +1,4 @@
-"""What a draft that keeps no keys and values of its own says in its configuration, and whose it reads."""
+"""The configuration of a draft that reads the target's keys and values and keeps none itself."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 BACKBONE = "backbone_hidden_size"
-"""The width of the model that verifies, which only configurations of such drafts have."""
+"""The target's hidden size. Only configurations of such drafts have this key."""
 
 
 class FrozenCells(NamedTuple):
-    """The layer of the model that verifies whose cells a layer of the draft reads, what lies there, and how far back it sees."""
+    """The target's layer that one layer of the draft reads: its shape and sliding window."""
 
     layer_id: int
     num_kv_heads: int
@@ -19,7 +19,10 @@ class FrozenCells(NamedTuple):
 
 
 def flat_words(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of its language part among the others, with the rotary base of layers with windows where it is looked for."""
+    """Return a configuration's words with those of `text_config` at the top level.
+
+    The rotary base of sliding-window layers moves to `rope_local_base_freq`.
+    """
     words = {**raw.get("text_config", {}), **raw}
     words.pop("text_config", None)
     local = words.get("rope_parameters", {}).get("sliding_attention", {})

@@ -1,5 +1,8 @@
-"""Layers of a draft that keeps nothing: attention of queries alone over cells of another model, a number that scales a layer, and
-an output layer that leaves out groups of tokens."""
+"""Layers of a draft that keeps no keys and values.
+
+Attention over another model's KV slots, a scale of one number, and an output layer that leaves out
+groups of tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,15 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 class FrozenAttention:
-    """Queries with a norm of each head and a rotary embedding, over keys and values that are there. `layer` is what backends see of
-    it."""
+    """Attention over stored keys and values; queries have a norm for each head and are rotated.
+
+    `layer` is the part that attention backends see.
+    """
 
     __slots__ = ("_cos_sin", "_rotary", "layer", "q_norm")
 
     def __init__(self, build: Scope, cells: FrozenCells, rotary: Tensor, scaling: float) -> None:
-        """`rotary` is what `cos_sin_cache` gives for heads of these cells."""
+        """`rotary` is the result of `cos_sin_cache` for heads of this size."""
         heads, size = build.config.num_attention_heads, cells.head_dim
         self.layer = Attention(
             cells.layer_id, heads, cells.num_kv_heads, size, scaling, sliding_window=cells.window, is_frozen=True
@@ -35,10 +40,13 @@ class FrozenAttention:
         self._rotary = build.kernel(KernelTable.rotary, *turned)
 
     def __call__(self, q: Tensor, batch: ForwardBatch) -> Tensor:
-        """Queries [T, heads * head_dim], neither normed nor turned, to what attention gives, the same shape. Stores nothing."""
+        """Return attention [T, heads * head_dim] of queries of the same shape. Stores nothing.
+
+        `q` comes before its norm and its rotary embedding.
+        """
         size = self.layer.head_dim
         q = self.q_norm(q.unflatten(1, (-1, size))).flatten(1)
-        # The kernel turns two arrays, of which one is not wanted.
+        # The kernel rotates queries and keys; there are no keys here.
         q, _ = self._rotary(q, q.new_zeros(len(q), size), batch.positions, self._cos_sin, size)
         return self.layer(q, None, None)
 
@@ -57,8 +65,10 @@ class Scale:
 
 
 class ChosenHead:
-    """The output layer, -inf for tokens of groups that are not among the best: a centroid for each group says how good it is. All
-    rows of `head` are computed."""
+    """The output layer with -inf for tokens outside the best groups.
+
+    Each group has a centroid that scores it. All rows of `head` are computed.
+    """
 
     __slots__ = ("_centroids", "_groups", "_head", "_most", "_order")
 
@@ -79,7 +89,7 @@ class ChosenHead:
         return self._head(hidden).masked_fill(~chosen.index_select(1, self._groups), -torch.inf)
 
     def _invert(self) -> None:
-        """The group of each token: the order has those of the first group first, as many as of any other."""
+        """Fill in the group of each token. The order lists group 0 first; groups have equal size."""
         order = self._order.cpu().long()
         size = len(order) // self._centroids.weight.shape[0]
         groups = torch.empty(len(order), dtype=torch.int32)

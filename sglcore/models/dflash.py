@@ -1,6 +1,7 @@
-"""DFlash (arXiv 2602.06036): a block of tokens at once, from what a target model made in some of its layers of all tokens before.
+"""DFlash (arXiv 2602.06036): drafts a block of tokens in one forward.
 
-Cells hold keys and values of the target's features alone; a block's own rows see each other and those cells.
+The draft attends to the target's hidden states, from some of its layers, of all tokens before. The
+KV slots hold keys and values of these features only. Tokens of a block also attend to each other.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from sglcore.models.llama import LlamaForCausalLM
 
 
 class Storing(Attention, Protocol):
-    """Attention whose cells may be written without a query."""
+    """Attention that can write KV slots without a query."""
 
     def store(self, kv: Array, batch: Batch, /) -> None:
-        """Keys, neither normed nor turned, and values side by side, [T, 2 * kv_heads * head_dim], into the cells of the batch's tokens."""
+        """Store keys and values in the KV slots of the batch's tokens.
+
+        `kv` [T, 2 * kv_heads * head_dim]: keys before norm and rotary embedding, then values.
+        """
         ...
 
 
 class BlockAttention(SelfAttention):
-    """Attention with a norm of each head, whose keys and values may be stored without a query."""
+    """Attention with a norm for each head, that can store keys and values without a query."""
 
     __slots__ = ("concat", "kv_proj", "q_proj")
 
@@ -41,13 +45,16 @@ class BlockAttention(SelfAttention):
         return self.o_proj(self.attention(self.concat(self.q_proj(hidden), self.kv_proj(hidden)), batch))
 
     def inject(self, features: Array, batch: Batch) -> None:
-        """Store keys and values of features [T, H] in the cells of the batch's tokens."""
+        """Store keys and values of features [T, H] in the KV slots of the batch's tokens."""
         cast("Storing", self.attention).store(self.kv_proj(features), batch)
 
 
 class DFlashDraftModel(Drafts, LlamaForCausalLM):
-    """Called with the rows of blocks: a root and masks. The words of the configuration have `aux_layers`, `block_size` and
-    `mask_token_id`, and `target_hidden_size`, how wide each of the streams is."""
+    """A DFlash draft. The tokens of a batch are blocks: a root and then mask tokens.
+
+    `words` of the configuration have `aux_layers`, `block_size`, `mask_token_id` and
+    `target_hidden_size`, the width of the features of each layer.
+    """
 
     layers: tuple[DecoderLayer, ...]
 
@@ -62,7 +69,7 @@ class DFlashDraftModel(Drafts, LlamaForCausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """Embedding and output layer are the target's, whatever copies the file has."""
+        """Rename copies of the embedding and the head to `target.*`: the target's own are used."""
         return f"target.{name}" if "embed_tokens" in name or "lm_head" in name else super().own_name(name)
 
     def make_layer(self, build: Build, layer_id: int) -> AnyLayer:
@@ -71,15 +78,18 @@ class DFlashDraftModel(Drafts, LlamaForCausalLM):
         return DecoderLayer(build, attention, build.mlp("mlp", config.intermediate_size, config.mlp_bias))
 
     def embed(self, batch: Batch) -> LayerState:
-        """The tokens alone."""
+        """Return the first layer's input: the embedded tokens."""
         return LayerState(self.embed_tokens(batch.input_ids), None, batch)
 
     def project(self, features: Array) -> Array:
-        """[T, layers * target_hidden_size] to what is injected, [T, H]."""
+        """Return the features to inject [T, H], of [T, layers * target_hidden_size]."""
         return self.hidden_norm(self.fc(features))
 
     def inject(self, features: Array, batch: Batch) -> None:
-        """Store what every layer makes of projected features [T, H] in the cells of the batch's tokens."""
+        """Store every layer's keys and values of projected features [T, H].
+
+        They go into the KV slots of the batch's tokens.
+        """
         for layer in self.layers:
             mixer = layer.self_attn
             assert isinstance(mixer, BlockAttention)

@@ -1,5 +1,8 @@
-"""EAGLE-1 and 2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858): what a target model would make of a token, by what it made of
-the one before. They differ in what is proposed, not in the model."""
+"""EAGLE-1 and 2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858).
+
+The draft predicts the target's features of a token from its features of the token before. The two
+versions have the same model and differ in how they select draft tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ from sglcore.models.llama import LlamaForCausalLM
 
 
 class Drafts(CausalLM):
-    """A decoder that proposes tokens. Called with a batch whose tokens are those that followed the tokens of which `features` [T, F]
-    were made, it gives [T, F], which are the features of what it proposes itself.
+    """A decoder that drafts tokens.
 
-    `aux_layers` are the layers of the target before which it wants the target's sum; none: it wants the hidden states after
-    the last norm.
+    A forward takes token t + 1 and the target's `features` [T, F] of token t. It returns the
+    draft's own features [T, F], from which drafting continues.
+
+    `aux_layers`: the draft takes the target's residual sum before each of these layers. Empty: it
+    takes the target's hidden states after the last norm.
     """
 
     activations: ClassVar[tuple[str, ...]] = ("silu",)
@@ -23,12 +28,12 @@ class Drafts(CausalLM):
     aux_layers: tuple[int, ...] = ()
 
     def project(self, features: Array) -> Array:
-        """What the target made of some tokens to the features [T, F] of a batch."""
+        """Return the features [T, F] of a batch, from the target's output for its tokens."""
         return features
 
 
 class NoNorm:
-    """In the place of a norm: the sum as it is."""
+    """Replaces a norm: returns the sum unchanged."""
 
     def __call__(self, x: Array) -> Array:
         """[T, H], the same."""
@@ -41,8 +46,10 @@ class NoNorm:
 
 
 class EagleForCausalLM(Drafts, LlamaForCausalLM):
-    """Llama's layers, without the norm before the first and that behind the last. `fc_bias` of the configuration's words says
-    whether `fc` has one."""
+    """Llama's layers without the norm before the first layer and without the last norm.
+
+    `words["fc_bias"]` of the configuration: whether `fc` has a bias.
+    """
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
@@ -52,7 +59,7 @@ class EagleForCausalLM(Drafts, LlamaForCausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """Embedding and output layer are the target's, whatever copies the file has."""
+        """Rename copies of the embedding and the head to `target.*`: the target's own are used."""
         return f"target.{name}" if "embed_tokens" in name or "lm_head" in name else super().own_name(name)
 
     def make_norm(self, build: Build) -> Norm:
@@ -65,5 +72,5 @@ class EagleForCausalLM(Drafts, LlamaForCausalLM):
         return DecoderLayer(build, attention, mlp, first=None if layer_id else NoNorm())
 
     def embed(self, batch: Batch) -> LayerState:
-        """Of a token and of the features before it."""
+        """Return the first layer's input: `fc` of each token and the features of the one before."""
         return LayerState(self.fc(self.concat(self.embed_tokens(batch.input_ids), batch.features)), None, batch)

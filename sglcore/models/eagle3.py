@@ -1,5 +1,7 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a token is proposed by what a target model had made of the one before in some of its
-layers."""
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
+
+The draft predicts a token from the target's hidden states of the token before in some layers.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from sglcore.models.eagle import Drafts
 from sglcore.models.llama import LlamaForCausalLM
 
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
-"""What older files call the norms before `fc`."""
+"""Names of the norms before `fc` in older files."""
 
 
 class Eagle3Layer:
-    """The first layer: attention over the token and the features side by side, added to the features."""
+    """The first layer: attention over token and features concatenated, added to the features."""
 
     __slots__ = (
         "concat",
@@ -26,7 +28,7 @@ class Eagle3Layer:
     )
 
     def __init__(self, build: Build, self_attn: SelfAttention, mlp: Layer) -> None:
-        """`norm_before_residual` of the configuration's words: attention is added to the normed features."""
+        """`words["norm_before_residual"]`: attention is added to the normed features."""
         size = build.config.hidden_size
         self.input_layernorm = build.norm("input_layernorm", size)
         self.hidden_norm = build.norm("hidden_norm", size)
@@ -37,7 +39,10 @@ class Eagle3Layer:
         self.is_normed = build.config.words.get("norm_before_residual", False)
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
-        """`hidden` are the embedded tokens [T, H]; to what `DecoderLayer` gives. The batch's features stay as they are."""
+        """Return the same as `DecoderLayer`, from the embedded tokens `hidden` [T, H].
+
+        Does not change the batch's features.
+        """
         normed = self.hidden_norm(batch.features)
         mixed = self.self_attn(self.concat(self.input_layernorm(hidden), normed), batch)
         summed = mixed + (normed if self.is_normed else batch.features)
@@ -45,9 +50,14 @@ class Eagle3Layer:
 
 
 class Eagle3ForCausalLM(Drafts, LlamaForCausalLM):
-    """The configuration's words say what a file has: `aux_layers`, whose streams are `target_hidden_size` wide, before `fc` a norm of
-    all of them (`has_input_norm`) or of each (`has_fc_norm`), `draft_vocab_size` and `has_d2t`. `norm_output`: its own features are
-    normed."""
+    """An EAGLE-3 draft. `words` of the configuration describe the checkpoint:
+
+    - `aux_layers`: the target's layers that give features, each `target_hidden_size` wide.
+    - `has_input_norm`: one norm over all these features before `fc`.
+    - `has_fc_norm`: one norm for the features of each layer before `fc`.
+    - `draft_vocab_size`, `has_d2t`: the draft's own vocabulary and its map to the target's.
+    - `norm_output`: the draft's own features are normed.
+    """
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
@@ -63,13 +73,13 @@ class Eagle3ForCausalLM(Drafts, LlamaForCausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """The marks `t2d` say what `d2t` does."""
+        """Rename older names of norms and layers; drop `t2d`, which repeats `d2t`."""
         for place, norm in enumerate(AUX_NORMS):
             name = name.replace(f"{norm}.", f"fc_norm.{place}.")
         return "target.t2d" if name == "t2d" else super().own_name(name.replace("midlayer.", "layers.0."))
 
     def make_head(self, build: Build) -> Layer:
-        """Of the draft's own vocabulary, where it has one."""
+        """Return the output layer, over the draft's own vocabulary if it has one."""
         config, rows = build.config, build.config.words["draft_vocab_size"]
         if not config.words["has_d2t"]:
             return build.head("lm_head", config.vocab_size, config.hidden_size)
@@ -84,16 +94,16 @@ class Eagle3ForCausalLM(Drafts, LlamaForCausalLM):
         return Eagle3Layer(build, attention, build.mlp("mlp", config.intermediate_size, config.mlp_bias))
 
     def embed(self, batch: Batch) -> LayerState:
-        """The tokens alone."""
+        """Return the first layer's input: the embedded tokens."""
         return LayerState(self.embed_tokens(batch.input_ids), None, batch)
 
     def finish(self, state: LayerState) -> Array:
-        """The sum, normed or not."""
+        """Return the residual sum [T, H], normed if `norm_output`."""
         summed = state.hidden + state.residual
         return self.norm(summed) if self.norm_output else summed
 
     def logits(self, hidden: Array) -> Array:
-        """[N, H] to float32 [N, vocab], -inf for tokens that are not in the draft's vocabulary."""
+        """Return float32 [N, vocab] of [N, H]; -inf for tokens outside the draft's vocabulary."""
         return super().logits(hidden if self.norm_output else self.norm(hidden))
 
     def project(self, features: Array) -> Array:

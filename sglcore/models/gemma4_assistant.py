@@ -1,7 +1,8 @@
-"""Gemma 4's assistant: a token is proposed by what the model made of the one before, over the model's own keys and values.
+"""Gemma 4's assistant: a draft that reads the target's own keys and values.
 
-Its layers have queries alone. What it makes of a token takes the place of what the model would: that is all that it sees of its own
-proposals.
+It predicts a token from the target's hidden state of the token before. Its layers have queries only
+and store nothing. After its first draft token, its own features replace the target's: through them
+alone it sees its earlier draft tokens.
 """
 
 from __future__ import annotations
@@ -22,16 +23,22 @@ class FrozenBuild(Build, Protocol):
         ...
 
     def frozen_attention(self, cells: FrozenCells, rotary: Any, scaling: float) -> Attention:
-        """Queries with `q_norm` of this scope, which `rotary` turns, over another model's cells: [T, heads * head_dim] to the same."""
+        """Return attention over another model's KV slots: [T, heads * head_dim] to the same shape.
+
+        Queries pass `q_norm` of this scope, then `rotary`.
+        """
         ...
 
     def chosen_head(self, name: str, groups: int, most: int, head: Layer) -> Layer:
-        """What `head` gives, [T, size] to float32 [T, vocab], -inf but for tokens of the `most` groups that `centroids` of this
-        module choose, as it has them one after another in `token_ordering`."""
+        """Return an output layer: [T, size] to float32 [T, vocab], the logits of `head`.
+
+        Logits are -inf for tokens outside the `most` groups that `centroids` of this module select.
+        `token_ordering` lists the tokens group by group.
+        """
         ...
 
     def scale(self, name: str) -> Layer:
-        """The one number `name` of this scope times a row."""
+        """Return a layer that multiplies its input by the one number `name` of this scope."""
         ...
 
 
@@ -60,11 +67,15 @@ class AssistantLayer:
 
 
 class Gemma4AssistantForCausalLM(Architecture):
-    """Called with tokens and `features` [T, F] of those before them, it gives its hidden states with the features of what it
-    proposes behind them, [T, H + F]. The words of the configuration have `frozen_cells`, of each layer, and `token_groups`, how many
-    there are and how many of them a forward chooses, or None.
+    """Gemma 4's assistant.
 
-    `aux_layers`: it wants the target's hidden states after the last norm.
+    A forward takes tokens and `features` [T, F] of the tokens before them. It returns [T, H + F]:
+    its hidden states, then the features of its draft tokens. `words` of the configuration have:
+
+    - `frozen_cells`: for each layer, the target's layer that it reads.
+    - `token_groups`: the number of token groups and the number that a forward selects; or None.
+
+    `aux_layers` is empty: it takes the target's hidden states after the last norm.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -93,13 +104,15 @@ class Gemma4AssistantForCausalLM(Architecture):
 
     @staticmethod
     def _rotary(build: FrozenBuild, kind: tuple[int, bool]) -> Any:
-        """Of layers with heads of a size, which are without a window or have one."""
+        """Return the rotary embedding of layers; `kind` is the head size, and whether they have no
+        sliding window.
+        """
         size, is_full = kind
         config = build.config
         return build.rotary(config.rope if is_full or config.local_rope is None else config.local_rope, size)
 
     def __call__(self, batch: Batch) -> Array:
-        """As the class says."""
+        """Return [T, H + F]: hidden states, then features."""
         hidden = self.pre_projection(self.concat(self.target_tokens(batch.input_ids), batch.features))
         for layer in self.layers:
             hidden = layer(hidden, batch)
@@ -107,5 +120,5 @@ class Gemma4AssistantForCausalLM(Architecture):
         return self.concat(hidden, self.post_projection(hidden))
 
     def logits(self, hidden: Array) -> Array:
-        """float32 [N, vocab] from what a forward gave of N tokens."""
+        """Return float32 [N, vocab] of a forward's output [N, H + F]."""
         return self.lm_head(hidden[:, : self.config.hidden_size].contiguous())

@@ -1,8 +1,11 @@
-"""The layers behind a model's last, each of which predicts one token more (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2): two
-norms, a projection of both sides, a layer as the model's own, and a norm. Checkpoints differ in their names for these alone.
+"""Multi-token prediction (MTP): layers after a model's last layer, each predicts one more token.
 
-The first reads what the model made of a token, each further one what the layer before it made of the same token, beside the
-embedding of a token that is one place further on.
+Source: DeepSeek-AI 2024, arXiv 2412.19437, section 2.2. Each has two norms, a projection of the
+embedding and the hidden state, a decoder layer as the model's own, and a last norm. Checkpoints
+differ only in the names of these parts.
+
+MTP layer 0 takes the target's hidden state of token t, layer j the output of layer j - 1 for the
+same t. Each also takes the embedding of token t + j + 1.
 """
 
 from __future__ import annotations
@@ -50,7 +53,10 @@ class Names(NamedTuple):
         return {self.token_norm: "enorm", self.hidden_norm: "hnorm", self.proj: "eh_proj", self.norm: "norm"}
 
     def prefixes(self, names: Collection[str], layers: int) -> tuple[str, ...]:
-        """Those of a checkpoint's layers that predict, in order: with tensors of these names, and so many layers before."""
+        """Return the prefix of each MTP layer of a checkpoint, in order.
+
+        `names` are the checkpoint's tensors, `layers` is the number of the model's own layers.
+        """
         found, first = list[str](), layers if self.first is None else self.first
         while f"{(prefix := self.prefix.format(first + len(found)))}{self.proj}weight" in names:
             found.append(prefix)
@@ -73,16 +79,18 @@ LAYOUTS = (
         first=0,
     ),
 )
-"""DeepSeek's, which GLM's are as well, Qwen's and MiMo's."""
+"""The names of DeepSeek (GLM has the same), of Qwen and of MiMo."""
 
 
 NAMES, PREFIXES = "next_token_names", "next_token_prefixes"
-"""Words of such a configuration."""
+"""Keys in `words` of a configuration made by `next_token_config`."""
 
 
 def layout_of(names: Collection[str], layers: int) -> tuple[Names, tuple[str, ...]] | None:
-    """That of a checkpoint with tensors of these names and so many layers, with the prefix of each layer that predicts; None for
-    one without such a layer."""
+    """Return the layout of a checkpoint and the prefix of each MTP layer; None if it has none.
+
+    `names` are the checkpoint's tensors, `layers` is the number of the model's own layers.
+    """
     for each in LAYOUTS:
         if prefixes := each.prefixes(names, layers):
             return each, prefixes
@@ -90,7 +98,7 @@ def layout_of(names: Collection[str], layers: int) -> tuple[Names, tuple[str, ..
 
 
 def next_token_config(config: ModelConfig, names: Names, prefixes: tuple[str, ...]) -> ModelConfig:
-    """That of the layers behind the last one of a model with this configuration."""
+    """Return the configuration of a model's MTP layers, from the configuration of that model."""
     count = len(prefixes)
     moe = None if config.moe is None else replace(config.moe, layers=(True,) * count)
     kinds = {"layer_types": ["full_attention"] * count, "indexer_types": ["full"] * count}
@@ -105,10 +113,10 @@ def next_token_config(config: ModelConfig, names: Names, prefixes: tuple[str, ..
 
 
 class Predictor:
-    """One of the layers, with what joins a token with what was made of the one before: a model as runners take it."""
+    """One MTP layer with its two norms and its projection: a model as runners take it."""
 
     def __init__(self, build: Build, model: CausalLM, names: Names, index: int) -> None:
-        """`model` has the layers of all; the first one's norm is the model's."""
+        """`model` has the decoder layers of all predictors; predictor 0 shares its last norm."""
         size, scope = build.config.hidden_size, build.at("model") if not index else build.at("model", "heads", index)
         self.model, self.names, self.index = model, names, index
         self.enorm, self.hnorm = (scope.norm(name, size, model.norm_offset) for name in ("enorm", "hnorm"))
@@ -118,7 +126,10 @@ class Predictor:
         self.attention_layers = model.attention_layers
 
     def __call__(self, batch: Batch) -> Array:
-        """Tokens, and `features` [T, H] of those before them, to hidden states [T, H] after the norm."""
+        """Return hidden states [T, H] after the norm.
+
+        The batch has the tokens, and in `features` [T, H] the hidden states of the tokens before.
+        """
         tokens = self.model.embed_tokens(batch.input_ids)
         if self.names.has_blank:
             tokens = tokens * (batch.positions > 0)[:, None]
@@ -138,8 +149,10 @@ class Predictor:
 
 
 class NextToken(Architecture):
-    """The model's own architecture with these layers alone. Embedding and output layer are the model's. A forward is that of the
-    first; `heads` are all."""
+    """The model's own architecture with the MTP layers only, and the target's embedding and head.
+
+    `heads` are all predictors. A forward runs the first.
+    """
 
     ignored = (r"target\..*",)
     aux_layers: tuple[int, ...] = ()
@@ -157,7 +170,7 @@ class NextToken(Architecture):
         self.attention_layers = self.model.attention_layers
 
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
-        """Those of the layers as a model's own; the rest of the checkpoint's below `target`."""
+        """Map the tensors of the MTP layers to a model's own names, all others to `target.*`."""
         return {name: self._own_name(name) for name in shapes}
 
     def _own_name(self, name: str) -> str:
@@ -173,13 +186,13 @@ class NextToken(Architecture):
         return f"target.{name}"
 
     def __call__(self, batch: Batch) -> Array:
-        """As the first layer's."""
+        """Return the hidden states [T, H] of the first predictor."""
         return self.heads[0](batch)
 
     def logits(self, hidden: Array) -> Array:
-        """As the first layer's."""
+        """Return float32 [N, vocab] of hidden states [N, H], by the first predictor."""
         return self.heads[0].logits(hidden)
 
     def project(self, features: Array) -> Array:
-        """The model's hidden states, as they are."""
+        """Return the target's hidden states unchanged."""
         return features
