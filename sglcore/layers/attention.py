@@ -107,7 +107,7 @@ class AttentionLayer:
         assert cos_sin is not None
         k, v = (each.contiguous() for each in kv.chunk(2, -1))
         k = k if self.k_norm is None else self._norm(self.k_norm, k)
-        # The kernel turns two arrays, of which one is not wanted.
+        # The kernel rotates queries and keys; only the keys are needed here.
         _, k = self._rotary(k.clone(), k, batch.positions, cos_sin, self._head_dim)
         pool, cells = get_attn_backend().cells_of(layer, batch)
         assert cells is not None

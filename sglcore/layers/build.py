@@ -188,7 +188,7 @@ class Build(Scope):
         return SparseMoe(self.at(name), moe, gate, parts, SigmoidRouting if is_sigmoid else SoftmaxRouting)
 
     def group_limited_experts(self, name: str, moe: MoeConfig) -> SparseMoe:
-        """The sparse feed-forward block, whose experts are in groups."""
+        """Return the sparse feed-forward block with experts in groups."""
         return SparseMoe(self.at(name), moe, "gate", EXPERT_PARTS, GroupLimitedRouting)
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> ClampedMoe | Mxfp4Moe:

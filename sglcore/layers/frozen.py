@@ -89,7 +89,7 @@ class ChosenHead:
         return self._head(hidden).masked_fill(~chosen.index_select(1, self._groups), -torch.inf)
 
     def _invert(self) -> None:
-        """Fill in the group of each token. The order lists group 0 first; groups have equal size."""
+        """Compute the group of each token. `_order` lists group 0 first; groups have equal size."""
         order = self._order.cpu().long()
         size = len(order) // self._centroids.weight.shape[0]
         groups = torch.empty(len(order), dtype=torch.int32)

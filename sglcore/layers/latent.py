@@ -151,7 +151,7 @@ class Indexer:
         weight, bias = self.norm
         self._store(self.wk(hidden), weight, bias, INNER_EPS, batch.positions, self._cos_sin, *stored)
         queries = self.wq_b(inner)
-        # The entry turns keys too, of which there are none here.
+        # The entry rotates keys too; there are none here.
         queries, _ = self._turn(queries, queries[:, :size], batch.positions, self._cos_sin, size)
         weights = self._weigh(hidden.float(), self.weights_proj, None)
         backend.choose(queries.view(tokens, heads, size), weights, layer, batch)

@@ -1,4 +1,7 @@
-"""Feed-forward blocks whose factors are held within a limit: experts that a gate chooses or the token itself, and one block."""
+"""Feed-forward blocks that clamp their factors to a limit: a dense block, and experts.
+
+A gate selects the experts, or a table by token id.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class GroupedLinear:
 
 
 class OrderedLinear:
-    """A linear layer whose outputs come in another order than the checkpoint's rows."""
+    """A linear layer with its outputs in another order than the checkpoint's rows."""
 
     __slots__ = ("_linear", "order")
 
@@ -100,7 +100,10 @@ class Embedding:
 
 
 class Head:
-    """The output layer: hidden states to logits, by its own weight or the embedding's, whose form it shares."""
+    """The output layer: hidden states to logits, by its own weight or the embedding's.
+
+    With the embedding's weight it reads that weight in its packed format.
+    """
 
     __slots__ = ("_head", "_linear", "_owner")
 

@@ -69,7 +69,7 @@ class ClampedMoe:
 
 
 class Mxfp4Moe:
-    """`ClampedMoe` whose experts stay the codes that they are stored as."""
+    """`ClampedMoe` with its experts kept as the MXFP4 codes of the checkpoint."""
 
     __slots__ = ("_clamp", "_moe", "_route", "weights")
 

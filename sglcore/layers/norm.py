@@ -17,8 +17,10 @@ class RMSNorm:
     def __init__(
         self, build: Scope, size: int, eps: float, heads: int | None = None, offset: float | None = None
     ) -> None:
-        """`heads`: it is called with rows of so many heads, each of which it norms, and never adds. `offset` is that of
-        `Build.norm`."""
+        """`heads`: the input has this number of heads; the norm applies to each, without adding.
+
+        `offset` is that of `Build.norm`.
+        """
         self.weight = build.parameter("weight", size, dtype=None if offset is None else torch.float32)
         if offset:
             build.weights.offsets.append((self.weight, offset))

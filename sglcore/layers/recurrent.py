@@ -69,7 +69,7 @@ class GatedDeltaNet(ReplayedLayer):
         return self._rule(qkv, a, b, self.a_log, self.dt_bias, states["recurrent"], *rows)
 
     def finish(self, mixed: Tensor, taken: Tensor) -> Tensor:
-        """Values [T, H * V] behind their gates, to [T, H]."""
+        """Return [T, H]: values [T, H * V], gated, then the output projection."""
         gate = taken.split(self._sizes, dim=1)[1]
         return self.output(self._norm(mixed, gate, self.norm, self._eps, False))
 
@@ -107,13 +107,13 @@ class Mamba2(ReplayedLayer):
         return self._scan(xbc, dt, a_log, d, dt_bias, *self._limits, states["recurrent"], *rows)
 
     def finish(self, mixed: Tensor, taken: Tensor) -> Tensor:
-        """Values [T, inner] behind their gates, to [T, H]."""
+        """Return [T, H]: values [T, inner], gated, then the output projection."""
         gate = taken.split(self._sizes, dim=1)[0]
         return self.output(self.norm_rows(mixed, gate, self.norm, self._eps, True))
 
 
 class ShortConv(ReplayedLayer):
-    """A convolution of what one gate lets through, behind another gate (Liquid AI's LFM2)."""
+    """A short convolution between an input gate and an output gate (Liquid AI's LFM2)."""
 
     def __init__(self, build: Scope, layer_id: int, taps: int, projection: Rows, output: Rows, bias: bool) -> None:
         """`projection` gives the first gate, the second, and what they weigh, side by side."""
@@ -132,5 +132,5 @@ class ShortConv(ReplayedLayer):
         return self.conv(before * x, states["conv"], rows)
 
     def finish(self, mixed: Tensor, taken: Tensor) -> Tensor:
-        """[T, H] behind the other gate, to [T, H]."""
+        """Return [T, H]: the convolution [T, H] times the output gate, then the projection."""
         return self.output(taken.chunk(3, dim=1)[1] * mixed)

@@ -1,6 +1,6 @@
-"""Decoder-only language models: self-attention, the layer, and the model around its layers, for every tensor library.
+"""Decoder-only language models for every tensor library: self-attention, layer and model.
 
-An architecture's file subclasses `CausalLM` and says in `make_layer` what is its own.
+The file of an architecture subclasses `CausalLM` and builds its own layers in `make_layer`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from sglcore.models.build import Architecture, Array, Attention, Batch, Build, L
 
 
 class LayerState(NamedTuple):
-    """What one layer hands to the next: its output [T, H], the sum [T, H] to which it is not yet added (None before the
-    first), and the batch."""
+    """The data that one layer passes to the next.
+
+    The layer's output [T, H], the residual sum [T, H] without that output (None before the first
+    layer), and the batch.
+    """
 
     hidden: Array
     residual: Array | None
@@ -25,7 +28,7 @@ class LayerState(NamedTuple):
 
 
 class SelfAttention:
-    """Projections in and out, and attention between them."""
+    """Attention between its input and output projections."""
 
     __slots__ = ("attention", "o_proj", "qkv_proj")
     state = None
@@ -46,9 +49,11 @@ class SelfAttention:
         is_interleaved: bool = False,
         inputs: int | None = None,
     ) -> None:
-        """`fused` names a weight with the rows of queries, keys and values. `is_interleaved`: rotated pairs are neighbours in the
-        checkpoint. It is called with rows of `inputs` elements, None: the hidden size. The others are those of
-        `Build.attention`."""
+        """`fused` names a weight with the rows of queries, keys and values.
+
+        `is_interleaved`: rotated pairs are neighbours in the checkpoint. `inputs` is the width of
+        the input; None: the hidden size. The others are those of `Build.attention`.
+        """
         config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         parts = (("q_proj", heads * size), ("k_proj", kv_heads * size), ("v_proj", kv_heads * size))
@@ -66,7 +71,7 @@ class SelfAttention:
 
 
 class Recurrent:
-    """A layer with a state, where others have attention."""
+    """A layer with a recurrent state instead of attention."""
 
     __slots__ = ("state",)
     attention = None
@@ -80,7 +85,7 @@ class Recurrent:
 
 
 def make_mamba2(build: Build, state_id: int) -> Recurrent:
-    """Mamba 2 between the projections of this scope; `state_id` numbers the layers with states."""
+    """Return Mamba 2 with the projections of this scope; `state_id` numbers the state layers."""
     space, size = mamba2_config(build.config), build.config.hidden_size
     projection = build.linear("in_proj", size, space.inner + space.channels + space.heads, space.proj_bias)
     output = build.linear("out_proj", space.inner, size, space.proj_bias)
@@ -88,7 +93,7 @@ def make_mamba2(build: Build, state_id: int) -> Recurrent:
 
 
 class Mixer(Protocol):
-    """What mixes the tokens of a request: attention over cells, or a layer with a state."""
+    """The part that mixes the tokens of a request: attention over KV slots, or a state layer."""
 
     @property
     def attention(self) -> Attention | None:
@@ -106,14 +111,14 @@ class Mixer(Protocol):
 
 
 class DecoderLayer:
-    """Norm, attention, norm, feed-forward; each norm also adds to the sum what came before it."""
+    """Norm, attention, norm, feed-forward. Each norm first adds its input to the residual sum."""
 
     __slots__ = ("input_layernorm", "mlp", "post_attention_layernorm", "self_attn")
 
     def __init__(
         self, build: Build, self_attn: Mixer, mlp: Layer, offset: float | None = None, first: Norm | None = None
     ) -> None:
-        """`offset` is that of `Build.norm`; `first` stands in the place of the norm before attention."""
+        """`offset` is that of `Build.norm`; `first` replaces the norm before attention."""
         size = build.config.hidden_size
         self.input_layernorm = build.norm("input_layernorm", size, offset) if first is None else first
         self.self_attn = self_attn
@@ -142,7 +147,7 @@ class AnyLayer(Protocol):
 
 
 class SandwichLayer:
-    """Attention and feed-forward, each between two norms of these names. What is added to the sum was normalised."""
+    """Attention and feed-forward, each between two norms: results are normed before they are added."""
 
     __slots__ = ("mlp", "norms", "self_attn")
 
@@ -164,7 +169,10 @@ class SandwichLayer:
 
 
 class SharedExpert:
-    """Routed experts plus a block that every token passes. With a gate, one number a token weighs that block, by its sigmoid."""
+    """Routed experts plus a shared block for every token.
+
+    With a gate, the shared block is multiplied by the sigmoid of one number for each token.
+    """
 
     __slots__ = ("experts", "gate", "shared", "sigmoid")
 
@@ -184,16 +192,18 @@ class SharedExpert:
 
 
 def names_behind(layers: int, behind: int) -> tuple[str, ...]:
-    """Patterns of the names in the `behind` layers after a model's own, which predict further tokens."""
+    """Return patterns of the tensor names in the MTP layers after the last of `layers` layers."""
     return tuple(rf"model\.layers\.{layer}\..*" for layer in range(layers, layers + behind))
 
 
 class CausalLM(Architecture):
-    """Embedding, layers, norm and head. `embed`, `run_layers` over all layers in order, and `finish` are one forward.
+    """Embedding, layers, norm and head. `embed`, `run_layers` over all layers, and `finish` are one forward.
 
-    `knows` are the options of the configuration that the architecture heeds; `activations` those that its feed-forward blocks may
-    have, of which experts have the first; `norm_offset` is that of its norms. `behind` is how many layers, which predict further
-    tokens and are left unread, a checkpoint has behind the last if its configuration does not say.
+    - `knows`: the options of the configuration that the architecture applies.
+    - `activations`: the activations that its feed-forward blocks support; experts only the first.
+    - `norm_offset`: the offset of its norms.
+    - `behind`: the number of MTP layers after the last layer, if the configuration does not say.
+      They are not read.
     """
 
     activations: ClassVar[tuple[str, ...]] = ("silu", "gelu_pytorch_tanh")
@@ -203,7 +213,7 @@ class CausalLM(Architecture):
     behind: ClassVar[int] = 0
 
     def __init__(self, build: Build) -> None:
-        """Raises `ConfigError` for an activation that these layers do not have, and for options that nothing here heeds."""
+        """Raise `ConfigError` for an activation or an option that the model does not support."""
         super().__init__(build)
         config, inner = build.config, build.at("model")
         self._check(config)
@@ -241,7 +251,7 @@ class CausalLM(Architecture):
 
     @property
     def moe(self) -> MoeConfig:
-        """The sparse layers; raises `ConfigError` for a configuration that says nothing of them."""
+        """The configuration of the experts. Raises `ConfigError` if the model has none."""
         if self.config.moe is None:
             raise ConfigError(
                 f"{self.config.path / 'config.json'} has no number of experts with their intermediate size",
@@ -251,57 +261,57 @@ class CausalLM(Architecture):
 
     @property
     def embedding_scale(self) -> float | None:
-        """What the embedded tokens are multiplied with."""
+        """The factor of the embedded tokens; None: 1."""
         return None
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """A decoder that was saved without what stands around it has names that begin below `model.`."""
+        """Add `model.` to a name of a decoder that was saved without its head."""
         return name if name.startswith(("model.", "lm_head.", "score.")) else f"model.{name}"
 
     @abstractmethod
     def make_layer(self, build: Build, layer_id: int) -> AnyLayer:
-        """One layer of this architecture."""
+        """Return one layer of this architecture."""
 
     def make_norm(self, build: Build) -> Norm:
-        """The norm behind the last layer."""
+        """Return the norm after the last layer."""
         return build.norm("norm", build.config.hidden_size, self.norm_offset)
 
     def make_head(self, build: Build) -> Layer:
-        """The output layer."""
+        """Return the output layer."""
         config = build.config
         tied = self.embed_tokens if config.tie_word_embeddings else None
         return build.head("lm_head", config.vocab_size, config.hidden_size, tied)
 
     def make_rotary(self, build: Build) -> Any:
-        """What turns heads by their positions; None for a model without."""
+        """Return the rotary embedding; None for a model without one."""
         return build.rotary()
 
     def rotary_of(self, layer_id: int) -> Any:
-        """The rotary embedding of a layer: layers with a window may have one of their own."""
+        """Return the rotary embedding of a layer; sliding-window layers may have their own."""
         return self.rotary if self.config.sliding_windows[layer_id] is None else self.local_rotary
 
     def __call__(self, batch: Batch) -> Array:
-        """T tokens to hidden states [T, H] after the last norm."""
+        """Return the hidden states [T, H] of T tokens after the last norm."""
         return self.finish(self.run_layers(self.embed(batch), 0, len(self.layers)))
 
     def embed(self, batch: Batch) -> LayerState:
-        """What the first layer starts from: the embedded tokens, or what the batch brings in their place."""
+        """Return the first layer's input: the embedded tokens, or the batch's own embeddings."""
         return LayerState(self.embed_tokens.embed(batch), None, batch)
 
     def run_layers(self, state: LayerState, first: int, last: int) -> LayerState:
-        """The state after the layers first <= i < last; the one before is used up."""
+        """Return the state after the layers first <= i < last. Do not use `state` afterwards."""
         hidden, residual, batch = state
         for layer in self.layers[first:last]:
             hidden, residual = layer(hidden, residual, batch)
         return LayerState(hidden, residual, batch)
 
     def finish(self, state: LayerState) -> Array:
-        """The last norm, over what the last layer left."""
+        """Return the hidden states [T, H]: the last norm of the last layer's state."""
         return self.norm.add(state.hidden, state.residual)[0]
 
     def logits(self, hidden: Array) -> Array:
-        """[N, H] to float32 [N, vocab]; raises `ConfigError` for a model that embeds."""
+        """Return float32 [N, vocab] of [N, H]; raises `ConfigError` for an embedding model."""
         if self.lm_head is None:
             return super().logits(hidden)
         logits = self.lm_head(hidden)
@@ -312,5 +322,5 @@ class CausalLM(Architecture):
         return self.embed_tokens(ids)
 
     def classify(self, pooled: Array) -> Array:
-        """[B, H] to [B, labels]; raises `ConfigError` without a head for that."""
+        """Return [B, labels] of [B, H]; raises `ConfigError` if there is no `score` head."""
         return super().classify(pooled) if self.score is None else self.score(pooled)

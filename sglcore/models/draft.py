@@ -1,6 +1,6 @@
-"""From a checkpoint folder to the model that proposes tokens for another: what kind it is, whether it fits, its weights.
+"""Load a draft model from a checkpoint folder: find its kind, check that it fits, read its weights.
 
-Embedding and output layer are the target's where the draft has none of its own; there is no second copy.
+A draft without its own embedding or output layer uses the target's; there is no second copy.
 """
 
 from __future__ import annotations
@@ -47,20 +47,23 @@ DRAFTS: Mapping[str, str] = MappingProxyType(
 )
 """The classes of drafts. No registry has them: most files name the architecture of the target."""
 LAYERS = "next_token_layers"
-"""How many layers that predict a token each a checkpoint has."""
+"""Key in `words`: the number of MTP layers in the checkpoint, used or not."""
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 LIBRARY_KIND, LIBRARY_LAYER = "speculators_model_type", "transformer_layer_config"
-"""What only configurations by the library speculators have."""
+"""Keys that only configurations by the library speculators have."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of a checkpoint's tensors, by name."""
+"""The shapes of a checkpoint's tensors, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A model that proposes tokens. `aux_layers` are those before which it wants the target's sum (none: it wants the hidden
-    states after the last norm; None: it wants nothing but tokens). `heads`: layers of which each proposes one token (1: one
-    proposes all)."""
+    """A loaded draft model.
+
+    `aux_layers`: the draft takes the target's residual sum before each of these layers. Empty: it
+    takes the hidden states after the last norm. None: it takes tokens only.
+    `heads`: the number of layers that draft one token each. 1: one layer drafts all tokens.
+    """
 
     kind: str
     model: Architecture
@@ -69,8 +72,11 @@ class Draft:
 
 
 def offered_head(folder: Path) -> str | None:
-    """The kind of draft that a target's checkpoint brings along, of those that are served: in its folder `draft`, or as layers
-    behind its last. Reads no weights. Raises what reading its configuration raises."""
+    """Return the kind of draft in a target's checkpoint; None without one that is supported.
+
+    The draft lies in the folder `draft`, or is the MTP layers after the last layer. Reads no
+    weights. Raises the errors of reading its configuration.
+    """
     beside = folder / DRAFT_FOLDER / "config.json"
     if beside.is_file():
         return None if _unserved(read_json(beside)) else kind_of(folder / DRAFT_FOLDER)
@@ -79,7 +85,10 @@ def offered_head(folder: Path) -> str | None:
 
 
 def kind_of(folder: Path) -> str:
-    """By the names of a checkpoint's tensors, which say more than those of architectures: many drafts are called as their target."""
+    """Return the kind of draft in a folder, from the names of its tensors.
+
+    The name of the architecture does not decide: in many drafts it is the target's.
+    """
     names, raw = _shapes(folder), _read(folder)
     if "pre_projection.weight" in names and "post_projection.weight" in names:
         return FROZEN
@@ -106,9 +115,12 @@ def load_draft(
     progress: Callable[[str, int, int], None],
     groups: Groups | None = None,
 ) -> Draft:
-    """The draft for a target, or with `groups` this rank's part of it, in its dtype and for its positions, from a checkpoint folder, which may be the target's own;
-    `kind` is one of EAGLE, EAGLE3, DFLASH, FROZEN, MTP and STANDALONE. What it is goes to the ledger. Raises ConfigError for one of another
-    kind, and for one that does not fit the target, before weights are read; and what `load_checkpoint` raises. Waits.
+    """Load the draft for a target, in the target's dtype and for its positions.
+
+    `folder` may be the target's own. `kind` is one of EAGLE, EAGLE3, DFLASH, FROZEN, MTP and
+    STANDALONE. With `groups`, loads this rank's part. Records the draft in the ledger. Raises
+    ConfigError before it reads weights if the draft has another kind or does not fit the target;
+    also raises the errors of `load_checkpoint`. Waits.
     """
     if folder == target.config.path and kind != MTP:
         folder = folder / DRAFT_FOLDER
@@ -153,7 +165,7 @@ def load_draft(
 def _standalone(
     config: EngineConfig, folder: Path, target: Architecture, *, ledger: DecisionLedger, **given: Any
 ) -> Draft:
-    """Any model that generates text, over the same tokens."""
+    """Load any model that generates text and has the target's vocabulary."""
     found = read_config(folder)
     _same(folder, "vocab_size", found.vocab_size, target.config.vocab_size)
     ours, theirs = (_tokens(each) for each in (folder, target.config.path))
@@ -161,7 +173,7 @@ def _standalone(
         raise ConfigError(
             f"{folder / 'tokenizer.json'} has other tokens than the model's", wanted="the same ids", remedy=_OTHER
         )
-    # What it decides is not the target's to tell, and its positions are bounded by the target's.
+    # Its own ledger keeps its decisions out of the target's. The target bounds its positions.
     own = replace(config, dtype=str(target.dtype).removeprefix("torch."), max_model_len=None, task="generate")
     model = load_checkpoint(own, folder, ledger=DecisionLedger(), **given)
     ledger.record(Row("draft model", STANDALONE, STANDALONE, f"{found.architecture} of {folder}", "--draft-model"))
@@ -169,8 +181,10 @@ def _standalone(
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """A `config.json`; one by the library speculators with its layer's words among the others. Raises ConfigError for one whose
-    kind or layer is not served."""
+    """Return a `config.json`; for the library speculators with its layer's words at the top level.
+
+    Raises ConfigError for a kind or a layer that is not supported.
+    """
     raw = read_json(folder / "config.json")
     if BACKBONE in raw:
         return flat_words(raw)
@@ -183,7 +197,10 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _unserved(raw: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """What a configuration by the library speculators has that no class here serves: its name, and what was wanted."""
+    """Return what is not supported in a configuration by the library speculators, or None.
+
+    The result has the name of the word, the value found and the value wanted.
+    """
     kind, layer = raw.get(LIBRARY_KIND, EAGLE3), (raw.get(LIBRARY_LAYER) or {}).get("model_type", "llama")
     if kind != EAGLE3:
         return LIBRARY_KIND, repr(kind), repr(EAGLE3)
@@ -194,7 +211,10 @@ _OTHER = "use a draft that was made for this model"
 
 
 def _draft_config(folder: Path, kind: str, target: Architecture, asked: EngineConfig) -> ModelConfig:
-    """What the class of this kind is built by. Raises ConfigError for a checkpoint of another kind, and what does not fit."""
+    """Return the configuration from which the class of this kind is built.
+
+    Raises ConfigError for a draft of another kind and for one that does not fit the target.
+    """
     found = kind_of(folder)
     if found != kind:
         raise ConfigError(
@@ -225,8 +245,11 @@ def _draft_config(folder: Path, kind: str, target: Architecture, asked: EngineCo
 
 
 def _heads(folder: Path, found: int, config: EngineConfig) -> int:
-    """Of so many layers that predict a token each, those that are used: one alone proposes all tokens, as it does those of trees.
-    Raises ConfigError where more tokens were asked for than several have."""
+    """Return the number of MTP layers to use, of the `found` layers in the checkpoint.
+
+    With one layer, or for trees, that layer drafts all tokens. Raises ConfigError if there are
+    several layers but fewer than the requested draft tokens.
+    """
     tokens = config.draft_tokens
     if config.draft_width > 1:
         return 1
@@ -239,7 +262,7 @@ def _heads(folder: Path, found: int, config: EngineConfig) -> int:
 
 
 def _words_of(kind: str, config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """What the class of this kind wants to know beyond the configuration."""
+    """Return the words that the class of this kind needs in addition to the configuration."""
     if kind == EAGLE:
         return {"fc_bias": "fc.bias" in shapes}
     makers = {DFLASH: _dflash_words, FROZEN: _frozen_words}
@@ -247,7 +270,10 @@ def _words_of(kind: str, config: ModelConfig, shapes: Shapes, target: Architectu
 
 
 def _eagle3_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """What `Eagle3ForCausalLM` wants to know beyond the configuration."""
+    """Return the words that `Eagle3ForCausalLM` needs in addition to the configuration.
+
+    Raises ConfigError for a draft that does not fit the target.
+    """
     width = config.words.get("target_hidden_size", config.hidden_size)
     _same(config.path, "target_hidden_size", width, target.feature_size)
     rows = config.words.get("draft_vocab_size", config.vocab_size)
@@ -271,7 +297,10 @@ def _eagle3_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> 
 
 
 def _dflash_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """What `DFlashDraftModel` wants to know beyond the configuration. Raises ConfigError for layers with windows, and what does not fit."""
+    """Return the words that `DFlashDraftModel` needs in addition to the configuration.
+
+    Raises ConfigError for sliding-window layers and for a draft that does not fit the target.
+    """
     own, folder, layers = config.words.get("dflash_config", {}), config.path, target.config.num_hidden_layers
     if any(each is not None for each in config.sliding_windows):
         _unfit(folder, "layer_types", config.words.get("layer_types"), "'full_attention' alone")
@@ -291,8 +320,12 @@ def _dflash_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> 
 
 
 def _frozen_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> dict[str, Any]:
-    """What `Gemma4AssistantForCausalLM` wants to know beyond the configuration: of each layer, whose cells it reads, which are those
-    of the target's last layer with a window, or of its last one without. Raises ConfigError for what does not fit."""
+    """Return the words that `Gemma4AssistantForCausalLM` needs in addition to the configuration.
+
+    Each sliding-window layer reads the KV slots of the target's last sliding-window layer, each
+    other layer those of the target's last layer without a window. Raises ConfigError for a draft
+    that does not fit the target.
+    """
     folder, last = config.path, {layer.sliding_window is not None: layer for layer in target.attention_layers}
     _same(folder, BACKBONE, config.words.get(BACKBONE, 0), target.config.hidden_size)
     found = list[FrozenCells]()
@@ -314,8 +347,10 @@ def _frozen_words(config: ModelConfig, shapes: Shapes, target: Architecture) -> 
 
 
 def _token_groups(config: ModelConfig, shapes: Shapes) -> tuple[int, int] | None:
-    """Groups of tokens, and those that a forward chooses; None where it takes all tokens. Raises ConfigError for others than the files
-    have."""
+    """Return the number of token groups and the number that a forward selects.
+
+    None if a forward takes all tokens. Raises ConfigError for numbers that the tensors contradict.
+    """
     if not config.words.get("use_ordered_embeddings", False):
         return None
     groups, most = (config.words.get(name, 0) for name in ("num_centroids", "centroid_intermediate_top_k"))
@@ -333,15 +368,18 @@ def _token_groups(config: ModelConfig, shapes: Shapes) -> tuple[int, int] | None
 
 
 def _spread(count: int, layers: int) -> list[int]:
-    """The layers of which a draft reads the output where it names none."""
+    """Return the default layers: a draft that names no layers reads the output of these."""
     if count == 1:
         return [layers // 2]
     return [round(1 + each * (layers - 4) / (count - 1)) for each in range(count)]
 
 
 def _aux_layers(config: ModelConfig, shapes: Shapes, layers: int, width: int) -> tuple[int, ...]:
-    """The target's layers before which its sum is wanted. The configuration's ids name layers behind which it is, but for those of
-    the library speculators, which name the layers before."""
+    """Return the target's layers before which the draft takes the residual sum.
+
+    The ids in a configuration name the layer before the sum. In configurations by the library
+    speculators they name the layer after it.
+    """
     eagle = config.words.get("eagle_config", {})
     if not eagle.get("use_aux_hidden_state", True):
         return ()
@@ -373,7 +411,7 @@ def _unfit(folder: Path, name: str, found: object, wanted: str) -> NoReturn:
 
 
 def _shapes(folder: Path) -> Shapes:
-    """Of all tensors, by the heads of the files."""
+    """Return the shapes of all tensors in a folder, from the headers of the files."""
     found: dict[str, tuple[int, ...]] = {}
     for path in checkpoint_files(folder):
         with closing(SafetensorsFile(path)) as file:
@@ -382,7 +420,7 @@ def _shapes(folder: Path) -> Shapes:
 
 
 def _tokens(folder: Path) -> tuple[Any, Any] | None:
-    """The ids of a tokenizer's pieces and of those added to them; None without a file of them."""
+    """Return the vocabulary and the added tokens of a tokenizer; None without `tokenizer.json`."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None

@@ -116,7 +116,7 @@ class Predictor:
     """One MTP layer with its two norms and its projection: a model as runners take it."""
 
     def __init__(self, build: Build, model: CausalLM, names: Names, index: int) -> None:
-        """`model` has the decoder layers of all predictors; predictor 0 shares its last norm."""
+        """`model` has the decoder layers of all predictors. Predictor 0 uses the model's norm."""
         size, scope = build.config.hidden_size, build.at("model") if not index else build.at("model", "heads", index)
         self.model, self.names, self.index = model, names, index
         self.enorm, self.hnorm = (scope.norm(name, size, model.norm_offset) for name in ("enorm", "hnorm"))
