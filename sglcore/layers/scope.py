@@ -25,10 +25,10 @@ K = TypeVar("K")
 
 
 class Packable(Protocol):
-    """A layer whose weight only the entries for linear layers read, so that it may be kept in whatever form is fastest.
+    """A layer with a weight that may be packed: only the entries for linear layers read it.
 
-    `names` are the tensors of the checkpoint whose rows the weight has, in order. `may_round` says that fewer bits do it
-    little harm.
+    `names`: the tensors of the checkpoint that hold the rows of the weight, in order.
+    `may_round`: the weight may be quantised to fewer bits with little loss.
     """
 
     may_round: bool
@@ -37,15 +37,20 @@ class Packable(Protocol):
 
 
 class Weights:
-    """The parameters of a model, empty until loaded, and `targets`: where each tensor of the checkpoint goes.
+    """The parameters of a model, empty until loaded, and where each tensor of the checkpoint goes.
 
-    `linears` are the layers whose weight is packed once it is loaded. `head` is the output layer, packed by rules of its
-    own because its weight is the embedding's too if `is_head_tied`; None where there is none. `offsets` are numbers that are
-    added to parameters once they are loaded, and `derived` is called when all is. `orders` has int64 [N] for targets whose row i is row order[i] of the checkpoint's.
-    `cuts` are the parts of checkpoint tensors that are all that a rank holds, by the names of their targets, and `elsewhere` are
-    patterns of names of which other ranks hold some.
-    `bounds` are parameters of whole numbers, with their names, and the number that each element is below; none is negative.
-    `stacks` are parameters that some checkpoints have whole and others in parts, with the names of the parts.
+    - `targets`: the parameter for each tensor of the checkpoint, by name.
+    - `linears`: the layers with weights to pack after loading.
+    - `head`: the output layer, or None. It has packing rules of its own: if `is_head_tied`, its
+      weight is the embedding's too.
+    - `offsets`: numbers to add to parameters after loading.
+    - `derived`: functions to call when all parameters are loaded.
+    - `orders`: int64 [N] by target; row i of the target is row order[i] of the checkpoint's tensor.
+    - `cuts`: the part of a checkpoint tensor that this rank holds, by target name.
+    - `elsewhere`: patterns of tensor names; other ranks hold some of these tensors.
+    - `bounds`: integer parameters with name and upper bound; each element is from 0 to below it.
+    - `stacks`: parameters that some checkpoints store whole and others in parts, with the names of
+      the parts.
     """
 
     __slots__ = (
@@ -160,7 +165,7 @@ class Scope:
         self.weights.orders |= {f"{self.prefix}{name}.{kind}": rows for kind in ("weight", "bias")}
 
     def stacked(self, parts: Sequence[tuple[str, int]], *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Declare one weight whose rows are those of several: (name in the checkpoint, rows), in order."""
+        """Declare one weight from the rows of several: (name in the checkpoint, rows), in order."""
         parameter = self.weights.make((sum(rows for _, rows in parts), *shape), dtype)
         for (name, _), target in zip(parts, parameter.split([rows for _, rows in parts]), strict=True):
             self.weights.targets[self.prefix + name] = target

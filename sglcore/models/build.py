@@ -157,11 +157,14 @@ class HyperHead(Protocol):
 
 
 class Projections(Protocol):
-    """What latent attention makes of its input."""
+    """The input projections of latent attention."""
 
     def __call__(self, hidden: Array, /) -> tuple[Array, Array, Array | None]:
-        """[T, H] to the queries of all heads [T, heads * query_dim], what is kept [T, width], and that of which the queries were
-        made [T, q_rank], None for plain ones."""
+        """Return queries, cache entries and query latents of [T, H].
+
+        They are [T, heads * query_dim], [T, width] and [T, q_rank]; the last is None if queries
+        have no latent.
+        """
         ...
 
 
@@ -201,13 +204,15 @@ class Build(Protocol):
         ...
 
     def fused(self, parts: Parts, inputs: int, bias: bool = False, interleaved: Sequence[str] = ()) -> Layer:
-        """Several linear layers with one input as one product, their outputs side by side. The heads of those that are
-        `interleaved` have their rotated pairs side by side in the checkpoint; their outputs have them half of the rotated part
-        apart, as `rotary` wants them."""
+        """Return several linear layers with one input as one product; outputs are concatenated.
+
+        The heads of `interleaved` layers have rotated pairs next to each other in the checkpoint.
+        In the output they are half of the rotated part apart, as `rotary` needs them.
+        """
         ...
 
     def ordered(self, parts: Parts, inputs: int, order: Sequence[int], bias: bool = False) -> Layer:
-        """`fused`, whose outputs come in this order."""
+        """Return `fused` with its outputs in this order."""
         ...
 
     def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> Layer:
@@ -215,8 +220,11 @@ class Build(Protocol):
         ...
 
     def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> Norm:
-        """Root mean square norm with a weight and an epsilon, None: the configuration's. The normed row is cast before the product with
-        the weight; with an `offset`, which is added to the weight, the product is in float32, and cast."""
+        """Return a root mean square norm; `eps` None: the configuration's.
+
+        The normed row is cast, then multiplied by the weight. With an `offset`, which is added to
+        the weight, the product is in float32 and then cast.
+        """
         ...
 
     def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> Layer:
@@ -224,7 +232,10 @@ class Build(Protocol):
         ...
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
-        """A weight [rows, size], whose rows are multiplied with a scale, rounded to the model's dtype."""
+        """Return an embedding with a weight [rows, size].
+
+        Its output is multiplied by `scale`, rounded to the model's dtype.
+        """
         ...
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Layer:
@@ -246,11 +257,14 @@ class Build(Protocol):
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> Attention:
-        """Attention of the configuration's heads, with its window, scaling and softcap. `qk_norm`: each query and key head is
-        normalised, by `q_norm` and `k_norm` of this scope, with the `offset` of `norm`; `whole_norm`: all queries of a token
-        at once, and all keys. Then `rotary` turns them. `sinks` [heads]
-        of this scope are scores of one more key, which has no value. An encoder's tokens see all of their request and nothing
-        is stored."""
+        """Return attention with the configuration's heads, sliding window, scaling and softcap.
+
+        `qk_norm`: `q_norm` and `k_norm` of this scope norm each query and key head, with
+        `norm_offset` as the `offset` of `norm`. `whole_norm`: they norm all queries of a token at
+        once, and all keys. Then `rotary` rotates queries and keys. `sinks`: the parameter `sinks`
+        [heads] of this scope has the scores of one more key, which has no value. `is_encoder`:
+        each token sees its whole request, and nothing is stored.
+        """
         ...
 
     def compressed_attention(
@@ -321,22 +335,35 @@ class Build(Protocol):
         ...
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> Layer:
-        """As `experts`, with biases of `router` and of `experts`, whose `gate_up_proj` [experts, size, 2 * inner] has gate and up in
-        turn. Inside, gate is at most `limit` and up within it: down((up + 1) * gate * sigmoid(alpha * gate))."""
+        """Return `experts` with biases of `router` and of `experts`, and clamped factors.
+
+        `gate_up_proj` [experts, size, 2 * inner] has gate and up interleaved. The result is
+        down((up + 1) * gate * sigmoid(alpha * gate)); gate is at most `limit`, up is from
+        -`limit` to `limit`.
+        """
         ...
 
     def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Layer:
-        """As `experts`, chosen by sigmoids, of `up_proj` and `down_proj`: down(max(up(x), 0)^2). With a `latent` size, `fc1_latent_proj`
-        stands before them and `fc2_latent_proj` behind their sum."""
+        """Return `experts` selected by sigmoids, each down(max(up(x), 0)^2).
+
+        With a `latent` size, `fc1_latent_proj` comes before the experts and `fc2_latent_proj` after
+        their sum.
+        """
         ...
 
     def limited_mlp(self, name: str, size: int, limit: float) -> Layer:
-        """down(silu(gate(x)) * up(x)), whose gate is at most `limit` and up within it, `size` wide inside."""
+        """Return down(silu(gate(x)) * up(x)), `size` wide inside.
+
+        gate is at most `limit`, up is from -`limit` to `limit`.
+        """
         ...
 
     def limited_experts(self, name: str, moe: MoeConfig, limit: float, is_hashed: bool) -> RoutedLayer:
-        """As `experts`, each a `limited_mlp`. sqrt(softplus) of `gate` weighs them; with a bias, `e_score_correction_bias`, it chooses
-        them too, unless `is_hashed`: then a table has those of each token, `tid2eid` [vocab, K]."""
+        """Return `experts`, each a `limited_mlp`, weighted by sqrt(softplus) of `gate`.
+
+        The same score plus a bias, `e_score_correction_bias`, selects the experts. `is_hashed`: the
+        table `tid2eid` [vocab, K] has the experts of each token instead.
+        """
         ...
 
     def hyper_connection(self, name: str, streams: int, iters: int, eps: float) -> HyperConnection:

@@ -14,8 +14,10 @@ from sglcore.models.quantized import QuantizedWeight, Stored
 
 @dataclass(frozen=True, slots=True)
 class CutWeight:
-    """Ranges of the rows or of the columns of a stored weight; `shape` is that of the part, in which what lies behind the ranges
-    is zero."""
+    """Ranges of the rows or of the columns of a stored weight.
+
+    `shape` is that of the part. Elements of the part after the ranges are zero.
+    """
 
     whole: Stored
     cut: Cut

@@ -147,7 +147,7 @@ class AnyLayer(Protocol):
 
 
 class SandwichLayer:
-    """Attention and feed-forward, each between two norms: results are normed before they are added."""
+    """Attention and feed-forward, each between two norms: results are normed before the sum."""
 
     __slots__ = ("mlp", "norms", "self_attn")
 
@@ -197,7 +197,9 @@ def names_behind(layers: int, behind: int) -> tuple[str, ...]:
 
 
 class CausalLM(Architecture):
-    """Embedding, layers, norm and head. `embed`, `run_layers` over all layers, and `finish` are one forward.
+    """Embedding, layers, norm and head.
+
+    A forward is `embed`, then `run_layers` over all layers, then `finish`.
 
     - `knows`: the options of the configuration that the architecture applies.
     - `activations`: the activations that its feed-forward blocks support; experts only the first.

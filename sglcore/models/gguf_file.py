@@ -32,8 +32,10 @@ ONE_ROW = ".shared_expert_gate.weight"
 
 @dataclass(frozen=True, slots=True)
 class GgufSource:
-    """A tensor, or one expert's part of it: `start` and `shape` in the open `file`. `paired_heads` is not 0 where rows are
-    those of so many heads whose rotated pairs are neighbours."""
+    """A tensor, or one expert's part of it: `start` and `shape` in the open `file`.
+
+    `paired_heads`: the number of heads in the rows if their rotated pairs are neighbours; else 0.
+    """
 
     file: FileIO
     path: Path
@@ -78,7 +80,7 @@ class GgufSource:
 
 
 def _halves(rows: Tensor, heads: int) -> Tensor:
-    """Rows of heads whose rotated pairs are neighbours, as rows of heads whose pairs are half a head apart."""
+    """Reorder the rows of heads: rotated pairs that are neighbours become half a head apart."""
     return rows.unflatten(0, (heads, rows.shape[0] // heads // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 

@@ -158,7 +158,10 @@ class QuantizedSource:
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """A `part`, by its shape, of what any source has, whose whole `shape` is read to the host."""
+    """A part of a source: the whole tensor is read to the host, then cut.
+
+    `shape` is that of the whole tensor, `part` that of the part.
+    """
 
     source: Source
     cut: Cut
@@ -273,7 +276,10 @@ def _by_name(files: Sequence[SafetensorsFile], named: Mapping[str, str]) -> dict
 def _layer(
     name: str, shape: tuple[int, ...], places: Mapping[str, PlainSource], quantization: Quantization | None
 ) -> LayerTensors | None:
-    """The stored tensors of a quantised layer, whose weight has this shape; None if it is plain, or not quantised in this form."""
+    """Return the stored tensors of a quantised layer with a weight of this shape.
+
+    None if the weight is plain or not quantised in this format.
+    """
     is_plain = name in places and places[name].entry.dtype in DTYPES
     if quantization is None or is_plain or not name.endswith(_WEIGHT) or len(shape) != 2:
         return None
@@ -305,7 +311,7 @@ def _read(place: PlainSource) -> Tensor:
 
 
 def _is_empty_bias(place: PlainSource, quantization: Quantization | None) -> bool:
-    """GPTQ's tools write a bias of zeros beside layers that have none."""
+    """Return whether a bias is zeros that GPTQ's tools wrote for a layer without a bias."""
     if quantization is None or quantization.method != "gptq" or not place.entry.name.endswith(".bias"):
         return False
     return place.entry.dtype in READABLE and not bool(place.file.read(place.entry).any())

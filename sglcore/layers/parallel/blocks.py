@@ -1,4 +1,4 @@
-"""What ends a block of which each rank computes a part of a sum, for the rows of one shard of requests or of all."""
+"""The reduction at the end of a tensor parallel block, over one data parallel rank's tokens or all."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ Block = Callable[..., Tensor]
 
 
 class OfAllShards:
-    """A block that runs on the rows of all shards at once, of which each rank computes a part of the inside."""
+    """A block that runs on the tokens of all data parallel ranks; each rank computes a partial sum."""
 
     __slots__ = ("_groups", "_inner")
 
     def __init__(self, inner: Block, groups: Groups) -> None:
-        """`inner` gives a tensor of its own, which nobody else reads."""
+        """`inner` returns a new tensor that has no other reader."""
         self._inner, self._groups = inner, groups
 
     def __call__(self, x: Tensor, *more: Tensor) -> Tensor:
-        """[T, in] of this shard, and what else the block takes of each row, to [T, out], on each of its ranks."""
+        """Return [T, out] of this data parallel rank's tokens [T, in].
+
+        `more` are further inputs for each token.
+        """
         moves = moves_of_step(self._groups)
         every = [moves.move(each, Rows.LOCAL, Rows.GLOBAL) for each in (x, *more)]
         return moves.move(self._inner(*every), Rows.GLOBAL, Rows.LOCAL, is_partial=True)
 
 
 def ended(inner: Block, groups: Groups) -> Block:
-    """`inner`, of which each of all ranks has a part, as a block from rows of the shard to rows of the shard."""
+    """Return `inner`, of which each rank computes a partial sum, with its reduction.
+
+    Input and output have the tokens of this data parallel rank.
+    """
     return OfAllShards(inner, groups) if groups.place.topology.dp > 1 else Summed(inner, groups.tp)

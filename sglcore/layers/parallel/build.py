@@ -97,7 +97,7 @@ class ShardedBuild(Scope):
         return name, sum(last - first for first, last in ranges)
 
     def _cut_parts(self, parts: Sequence[tuple[str, int]], ranges: Sequence[Range]) -> list[tuple[str, int]]:
-        """The same of layers beside each other, of whose outputs this rank has some ranges."""
+        """Cut each of several fused layers to this rank's ranges of all their outputs."""
         each = zip(parts, by_part(parts, ranges), strict=True)
         return [self._cut_rows(name, count, *own) for (name, count), own in each]
 
@@ -143,7 +143,7 @@ class ShardedBuild(Scope):
         divided: Sequence[Section],
         interleaved: Sequence[str] = (),
     ) -> Linear:
-        """One product, of whose outputs this rank has its part of each section."""
+        """Return one product with this rank's part of the outputs of each section."""
         own = self._cut_parts(parts, kept(divided, self.shard)) if divided else parts
         return self.own().fused(own, inputs, bias, interleaved)
 
@@ -219,7 +219,7 @@ class ShardedBuild(Scope):
         return self.own().compressed_attention(layer_id, local, compression, rotary, projections)
 
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> GatedDeltaNet:
-        """Over the heads of this rank, whose states it keeps."""
+        """Return the layer for this rank's heads; the rank keeps the states of these heads."""
         keys, values = Section(net.key_heads, net.key_dim), Section(net.value_heads, net.value_dim)
         self._cut_rows("conv1d", 2 * net.keys + net.values, *kept((keys, keys, values), self.shard))
         first, last = self.shard.part(net.value_heads)
@@ -229,7 +229,10 @@ class ShardedBuild(Scope):
         return self.own().gated_delta_net(state_id, local, projection, output)
 
     def mamba2(self, state_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> Mamba2:
-        """The same. A group of heads may lie on several ranks, whose norm is then that of all its heads."""
+        """Return the layer for this rank's heads.
+
+        If a group of heads is split over ranks, its norm covers all heads of the group.
+        """
         first, last = self.shard.part(space.heads)
         heads, groups = Section(space.heads, space.head_dim), Section(space.groups, space.width, shared=True)
         self._cut_rows("conv1d", space.channels, *kept((heads, groups, groups), self.shard))

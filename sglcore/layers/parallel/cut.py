@@ -35,6 +35,6 @@ class Cut:
 
 
 def clipped(part: Range, whole: int) -> tuple[Range, ...]:
-    """A range that may reach behind the end, as what is there of it."""
+    """Return the part of a range that lies below `whole`: one range, or none."""
     first, last = min(part[0], whole), min(part[1], whole)
     return ((first, last),) if last > first else ()

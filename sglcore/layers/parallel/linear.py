@@ -1,4 +1,4 @@
-"""Linear layers of which each rank has a part, and the sum over ranks that ends a block of them."""
+"""Tensor parallel linear layers, and the all-reduce at the end of a block of them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from sglcore.runtime.parallel.group import AnyGroup
 
 
 class Summed:
-    """A layer whose output on each rank is a part of a sum: what it gives is the sum."""
+    """A layer with a partial sum on each rank; returns the sum over the ranks."""
 
     __slots__ = ("_group", "_inner")
 
     def __init__(self, inner: Callable[..., Tensor], group: AnyGroup) -> None:
-        """`inner` gives a tensor of its own, which nobody else reads."""
+        """`inner` returns a new tensor that has no other reader."""
         self._inner, self._group = inner, group
 
     def __call__(self, x: Tensor, *more: Tensor) -> Tensor:
-        """[T, in], and what else the layer takes, to [T, out], on every rank."""
+        """Return the sum [T, out] on every rank, of [T, in] and further inputs of the layer."""
         return self._group.all_reduce(self._inner(x, *more))
 
 
 def bias_once(build: Scope, bias: Tensor | None, group: AnyGroup) -> None:
-    """The bias of a layer that ends in a sum counts on rank 0 alone; all ranks read it, so that a file is read alike."""
+    """Zero the bias of a summed layer on all ranks but 0, after loading.
+
+    All ranks read it, so that all ranks read the same file.
+    """
     if bias is None or not group.rank:
         return
     own = bias

@@ -1,4 +1,4 @@
-"""Norms of rows of which each rank has a part: the mean square is that of all parts."""
+"""Norms of rows that are split over ranks: the mean square is taken over all parts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from sglcore.runtime.parallel.group import AnyGroup
 
 
 class SharedNorm(RMSNorm):
-    """Root mean square norm of a row that lies on all ranks, as many of its elements on each; elements that several ranks have
-    are held by equally many."""
+    """Root mean square norm of a row that is split over all ranks.
+
+    Each rank has the same number of elements. If elements are replicated, each element is on the
+    same number of ranks.
+    """
 
     __slots__ = ("_group",)
 
@@ -22,7 +25,7 @@ class SharedNorm(RMSNorm):
         self._norm = self._add_norm = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """This rank's part [T, size] to that of the norm."""
+        """Return this rank's part of the normed rows, of its part [T, size]."""
         wide = x.float()
         squares = self._group.all_reduce(wide.square().mean(-1, keepdim=True)) / self._group.size
         normed = wide * torch.rsqrt(squares + self.eps)

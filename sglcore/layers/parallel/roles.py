@@ -20,9 +20,9 @@ _HEADS_OF_SEQUENCES = ("classifier.", "pooler.")
 QUERIES = frozenset({"q_proj", "q_b_proj"})
 """A product by itself that makes heads of queries, wherever it is not an indexer's."""
 WHOLE = frozenset({"q_a_proj", "kv_proj"})
-"""The first of layers beside each other that make what all heads share."""
+"""First names of fused layers that compute data which all heads share."""
 OF_ALL_HEADS = ("indexer.", "compressor.")
-"""Ends of the scopes of what chooses or makes rows for all heads at once, and is whole on every rank."""
+"""Suffixes of the scopes of modules that serve all heads at once; every rank holds them whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,10 @@ def is_by_inputs(scope: str, name: str) -> bool:
 
 
 def sections(config: ModelConfig, scope: str, parts: Sequence[tuple[str, int]]) -> tuple[Section, ...]:
-    """How the outputs of a linear layer, or of several beside each other, are divided: none where they are whole."""
+    """Return how ranks divide the outputs of one or several fused linear layers.
+
+    Empty if each rank holds all outputs.
+    """
     first, outputs = parts[0][0], sum(count for _, count in parts)
     if scope.endswith(OF_ALL_HEADS):
         return ()
