@@ -26,7 +26,7 @@ def check_topology(config: ModelConfig, topology: Topology) -> None:
 
 
 def legal_tp(config: ModelConfig, topology: Topology) -> tuple[int, ...]:
-    """Every width up to MOST_WIDTH that fits beside the other axes, ascending."""
+    """Return each tensor parallel size up to MOST_WIDTH that fits the other axes, ascending."""
     rules = constraints(config)
     widths = [tp for tp in range(1, MOST_WIDTH + 1) if not tp % topology.dp and not tp % topology.ep]
     return tuple(tp for tp in widths if all(_fits(rule, replace(topology, tp=tp)) for rule in rules))

@@ -59,11 +59,11 @@ class CompressedConfig:
     q_lora_rank: int
     """Elements from which the queries are made."""
     groups: int
-    """Groups of heads whose results are projected together."""
+    """Number of groups of heads; the results of a group are projected together."""
     o_lora_rank: int
     """Elements from which each group's result is made."""
     window: int
-    """The last tokens whose own rows each query sees."""
+    """Number of last tokens that each query sees uncompressed."""
     index_heads: int
     """Heads of the indexer."""
     index_dim: int
@@ -160,7 +160,7 @@ def _hashed(config: ModelConfig) -> tuple[bool, ...]:
 
 
 def _each(config: ModelConfig, name: str, given: Sequence[Any], known: Sequence[Any]) -> Sequence[Any]:
-    """The entries of the model's layers; those of layers that predict further tokens may stand behind them."""
+    """Return the entries for the model's own layers; entries for MTP layers may follow them."""
     layers = config.num_hidden_layers
     unknown = next(((layer, kind) for layer, kind in enumerate(given[:layers]) if kind not in known), None)
     if unknown is not None:

@@ -24,7 +24,7 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 PROPORTIONAL = "proportional"
 """The kind of rotary embedding that rotates whole heads, but a part of each by nothing."""
 NEAR = 0.6
-"""How much two names have in common of which one may be meant by the other."""
+"""Least similarity of two names for an error to suggest one in place of the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,10 @@ def read_config(path: str | Path, known: Collection[str] = (), task: str = "auto
 
 
 def config_of(folder: Path, raw: dict[str, Any], known: Collection[str] = (), task: str = "auto") -> ModelConfig:
-    """That of a checkpoint folder whose `config.json` says `raw`; as `read_config`."""
+    """Return the configuration of a checkpoint folder with `raw` as its `config.json`.
+
+    Otherwise as `read_config`.
+    """
     name = architecture_of(folder / "config.json", raw)
     if not name:
         raise ConfigError(f"{folder / 'config.json'} names no architecture", wanted='"architectures": ["..."]')
@@ -399,7 +402,10 @@ def _check(config: ModelConfig) -> None:
 
 
 def _check_kinds(config: ModelConfig) -> None:
-    """Raise `ConfigError` for a way to attend that no file here knows, whose weights would fit all the same."""
+    """Raise `ConfigError` for a kind of attention that no model here supports.
+
+    Without this check the weights of such a layer would load into another kind of attention.
+    """
     known = ("attention", "full_attention", "sliding_attention", "linear_attention")
     unknown = [kind for kind in config.words.get("layer_types", ()) if kind.endswith("attention") and kind not in known]
     if unknown:

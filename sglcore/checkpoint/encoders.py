@@ -15,14 +15,15 @@ ENCODERS = frozenset(
         *("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
     }
 )
-"""Architectures whose tokens see the later ones."""
+"""Architectures with bidirectional attention: each token also sees later tokens."""
 
 CLASSIFIER = "ForSequenceClassification"
-"""How the name of an architecture ends whose pooled hidden states go through a head."""
+"""Suffix of architectures that pass pooled hidden states through a classification head."""
 
 
 LANGUAGE_PARTS = ("VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-"""How the name of an architecture ends whose language part has a configuration of its own in it, in newer files."""
+"""Suffixes of architectures that keep the language part's configuration in `text_config` in newer
+files."""
 
 
 def language_model(architecture: str) -> str:
@@ -34,8 +35,12 @@ def language_model(architecture: str) -> str:
 
 
 def common_words(architecture: str, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a configuration says in words of its own: models of images of their language part, in newer files; ModernBERT of its layers, whose windows reach `local_attention` / 2 to
-    either side, and RoBERTa of positions, which it counts from behind that of padding."""
+    """Return an architecture's own words translated to the common ones.
+
+    - Vision-language models: the words in `text_config` of newer files.
+    - ModernBERT: its layer types; its windows reach `local_attention` / 2 tokens to either side.
+    - RoBERTa: its first position, which is the padding token's id + 1.
+    """
     if architecture.endswith(LANGUAGE_PARTS):
         return {name: value for name, value in (raw.get("text_config") or {}).items() if value is not None}
     if "RobertaFor" in architecture or "RobertaModel" in architecture:

@@ -1,6 +1,7 @@
-"""The header of a GGUF file: its metadata, and where each tensor lies. Read whole, little-endian, versions 2 and 3.
+"""Read the header of a GGUF file: its metadata, and the place of each tensor.
 
-The data behind it is read by whoever wants it. Shapes here have the rows first, as everywhere but in the file.
+Supports versions 2 and 3, little-endian. The header is read whole; the tensor data after it is read
+elsewhere. Shapes here have the rows first; in the file the rows are last.
 """
 
 from __future__ import annotations

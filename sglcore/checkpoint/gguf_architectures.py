@@ -69,9 +69,15 @@ _PHI3: Mapping[str, str] = MappingProxyType({"attn_qkv": "self_attn.qkv_proj", "
 
 
 class GgufArchitecture(NamedTuple):
-    """`name` is that in a `config.json`, `parts` are what a block has beside or instead of `COMMON`. `is_paired`: heads are stored
-    with the two numbers that are rotated together side by side, and in the same checkpoint half a head apart. `words` are
-    metadata under the architecture's name, with what a `config.json` calls them; `more` what else it would say."""
+    """How to translate a GGUF architecture to a `config.json` and its tensor names.
+
+    - `name`: the architecture's name in a `config.json`.
+    - `parts`: tensors of a block in addition to `COMMON` or in place of its entries.
+    - `is_paired`: GGUF stores the two elements of a rotated pair next to each other; the
+      safetensors checkpoint of the same model stores them half a head apart.
+    - `words`: metadata keys below the architecture's name, and their names in a `config.json`.
+    - `more`: returns further words of a `config.json`.
+    """
 
     name: str
     parts: Mapping[str, str] = NONE
@@ -93,7 +99,10 @@ def _gemma(layers: int) -> Callable[[GgufHeader, Mapping[str, Any]], Mapping[str
 
 
 def _olmo(header: GgufHeader, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With a window it is OLMo 3, whose layers with one are turned by the same base."""
+    """Return the words of OLMo 3 if there is a sliding window.
+
+    Its sliding-window layers have the same rotary base as the others.
+    """
     if not config["sliding_window"]:
         return NONE
     return {"architectures": ["Olmo3ForCausalLM"], "rope_local_base_freq": config["rope_parameters"]["rope_theta"]}

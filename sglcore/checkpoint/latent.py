@@ -54,7 +54,7 @@ class LatentConfig:
 
     @property
     def width(self) -> int:
-        """What a token keeps in a layer, beside what its indexer does."""
+        """Elements of a token's cache entry in a layer, without the indexer's entry."""
         return self.kv_rank + self.rope_dim
 
 

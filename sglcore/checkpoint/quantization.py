@@ -114,7 +114,7 @@ def _listed(targets: Any) -> Sequence[Any]:
 
 
 def _target(text: Any) -> str:
-    """A target, whose regular expression is one."""
+    """Return a target; raises TypeError if it is no text, `re.error` for a bad expression."""
     if not isinstance(text, str):
         raise TypeError(f"the target {text!r}")
     if text.startswith("re:"):
@@ -123,7 +123,7 @@ def _target(text: Any) -> str:
 
 
 def _mxfp4(given: Mapping[str, Any]) -> Sequence[tuple[str, Scheme]]:
-    """Of experts alone, whose tensors say so by their names."""
+    """Return no schemes: only experts are quantised, and their tensors' names show it."""
     return ()
 
 

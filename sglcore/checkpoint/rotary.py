@@ -61,8 +61,11 @@ def rotary_dim(config: ModelConfig) -> int:
 
 
 def halves_first(heads: int, size: int, turned: int) -> np.ndarray:
-    """int64 [heads * size]: the rows of heads, the first `turned` of each of which are pairs of neighbours, in the order in which the
-    pairs are half of that apart."""
+    """Return int64 [heads * size]: an order of the rows of heads that moves rotated pairs apart.
+
+    The first `turned` rows of each head are pairs of neighbours; in this order the two rows of a
+    pair are `turned` / 2 apart.
+    """
     head = np.concatenate((np.arange(0, turned, 2), np.arange(1, turned, 2), np.arange(turned, size)))
     return (np.arange(heads)[:, None] * size + head).reshape(-1)
 
@@ -83,7 +86,7 @@ def _default(config: ModelConfig, max_positions: int) -> Frequencies:
 
 
 def _proportional(config: ModelConfig, max_positions: int) -> Frequencies:
-    """The highest of a whole head's frequencies; in place of the others, which are as many as are not `partial`, 0."""
+    """Return a whole head's frequencies: the highest `partial` share of them, then zeros."""
     frequencies = _default(config, max_positions)[0]
     frequencies[int(config.rope.partial * config.head_dim // 2) :] = 0
     return frequencies, 1.0

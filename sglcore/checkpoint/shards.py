@@ -143,6 +143,9 @@ class Shard:
         return first, first + max(heads // self.size, 1)
 
     def vocabulary(self, rows: int) -> tuple[int, int]:
-        """[first, last) of `rows` rounded up so that all parts are alike; rows behind the vocabulary's end are padding."""
+        """Return [first, last) of this rank's rows; all ranks have the same number of rows.
+
+        Rows after the end of the vocabulary are padding.
+        """
         each = -(-rows // self.size)
         return self.rank * each, (self.rank + 1) * each

@@ -1,4 +1,4 @@
-"""DeepSeek-V2: latent attention, and experts chosen by softmax in groups, beside a block that every token passes."""
+"""DeepSeek-V2: latent attention, group-limited softmax routing, and a shared expert."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LatentProjections:
 
 
 class LatentSelfAttention:
-    """Attention whose heads share what a token keeps."""
+    """Latent attention: all heads share one cache entry for each token."""
 
     __slots__ = ("attention",)
     attention: Attention

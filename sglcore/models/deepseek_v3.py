@@ -1,5 +1,7 @@
-"""DeepSeek-V3, with its indexer V3.2, and GLM's models of the same parts: latent attention, and experts chosen by sigmoids with
-a bias, beside a block that every token passes."""
+"""DeepSeek-V3, V3.2 (with an indexer), and GLM's models with the same parts.
+
+They have latent attention, sigmoid routing with a bias, and a shared expert.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +33,6 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
 
 
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
-    """GLM-5, some of whose layers see what the layer before saw."""
+    """GLM-5: some layers reuse the tokens that the indexer of an earlier layer selected."""
 
     is_paired: ClassVar[bool] = True

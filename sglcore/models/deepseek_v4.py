@@ -35,7 +35,10 @@ NAMES: Sequence[tuple[str, str]] = (
     (r"\.w3\.", ".up_proj."),
     (r"(_proj)\.scale$", r"\1.weight_scale_inv"),
 )
-"""What the published names become, one after the other; those that transformers writes are some of them behind its own prefixes."""
+"""Renaming rules for published tensor names, applied in order.
+
+Files that transformers writes have some of the same names after transformers' own prefixes.
+"""
 
 OFFSET = 0.0
 """Of norms, which so multiply in float32."""
@@ -136,7 +139,7 @@ class DeepseekV4Layer:
         self.mlp = mlp
 
     def __call__(self, hidden: Array, residual: None, batch: Batch) -> tuple[Array, None]:
-        """Streams [T, n, H] to streams; there is no sum beside them."""
+        """Return streams [T, n, H] of streams [T, n, H]; there is no residual sum."""
         x, mix = self.attn_hc.narrow(hidden)
         hidden = self.attn_hc.widen(self.self_attn(self.input_layernorm(x), batch), hidden, mix)
         x, mix = self.ffn_hc.narrow(hidden)

@@ -1,4 +1,7 @@
-"""The layer behind DeepSeek-V4's last, which predicts one token more (MTP): of a token, and of the streams of the one before it."""
+"""The multi-token prediction (MTP) layer after DeepSeek-V4's last layer.
+
+It predicts a token from the token before and the target's streams of the one before that.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-4 of 2025: the layers of 2024 with norms behind attention and feed-forward too."""
+"""GLM-4 of 2025: the layers of 2024 with norms also after attention and feed-forward."""
 
 from __future__ import annotations
 

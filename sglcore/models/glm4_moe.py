@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: experts chosen by sigmoids with a bias, beside a block that every token passes, after some dense layers."""
+"""GLM-4.5 and 4.6: dense layers, then sparse ones: sigmoid routing with a bias, a shared expert."""
 
 from __future__ import annotations
 

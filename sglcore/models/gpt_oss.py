@@ -1,4 +1,4 @@
-"""gpt-oss: every second layer with a window, sinks beside the scores, and experts with biases and a clamped gate."""
+"""gpt-oss: sliding window in every second layer, attention sinks, experts with biases and clamp."""
 
 from __future__ import annotations
 

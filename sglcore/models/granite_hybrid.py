@@ -1,4 +1,7 @@
-"""Granite 4: Granite 3's multipliers around layers of Mamba 2, some with attention; experts beside a shared block, or it alone."""
+"""Granite 4: Granite 3's multipliers around layers of Mamba 2, and attention in some layers.
+
+The feed-forward is a shared expert, with or without routed experts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LFM2: layers with a short convolution behind one gate and before another, some with attention instead."""
+"""LFM2: layers with a short convolution between two gates; some layers have attention instead."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from sglcore.models.lfm2 import Lfm2ForCausalLM
 
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
-    """No block beside the experts."""
+    """LFM2 with routed experts and no shared expert."""
 
     knows: ClassVar[frozenset[str]] = frozenset({"routed_scaling_factor"})
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sglcore.runtime.parallel.group import Groups
 
 TIED_HEAD = r"lm_head\.(weight|qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_shape|weight_zero_point)"
-"""What a checkpoint with a tied head may have of it, and nobody reads."""
+"""Tensors of the head that a checkpoint with a tied head may contain. They are not read."""
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
@@ -121,7 +121,10 @@ def _storing(
     index_dtype: torch.dtype,
     refusals: Refusals,
 ) -> KernelTable:
-    """The table with a `store_kv` for the cells of these layers, none of which calls it."""
+    """Return the table with a `store_kv` for the KV slots of these layers.
+
+    The layers do not call it themselves.
+    """
     cells = torch.empty(1, dtype=index_dtype, device="meta")
     for shape in dict.fromkeys((layer.num_kv_heads, layer.head_dim) for layer in layers if layer.stores):
         cell = torch.empty(1, *shape, dtype=dtype, device="meta")

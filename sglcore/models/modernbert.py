@@ -9,7 +9,7 @@ from sglcore.models.build import Architecture, Array, Batch, Build
 
 
 class ModernBertLayer:
-    """Attention and feed-forward, each behind a norm; the first layer's attention follows that of the embedding."""
+    """Norm, attention, norm, feed-forward. In layer 0 the embedding's norm is the first norm."""
 
     def __init__(self, build: Build, layer_id: int, rotary: Any) -> None:
         config, size, within = build.config, build.config.hidden_size, build.at("attn")

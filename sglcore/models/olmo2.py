@@ -1,4 +1,7 @@
-"""OLMo 2: norms behind attention and feed-forward instead of before them, and over all queries and all keys of a token."""
+"""OLMo 2: norms after attention and feed-forward instead of before them.
+
+Queries and keys are normed too, over all heads of a token at once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class NormAfterLayer:
         self.post_feedforward_layernorm = build.norm("post_feedforward_layernorm", size, offset)
 
     def __call__(self, hidden: Array, residual: None, batch: Batch) -> tuple[Array, None]:
-        """The whole sum [T, H] to that behind this layer."""
+        """Return the residual sum [T, H] after this layer, of the whole sum before it."""
         hidden = hidden + self.post_attention_layernorm(self.self_attn(hidden, batch))
         return hidden + self.post_feedforward_layernorm(self.mlp(hidden)), None
 

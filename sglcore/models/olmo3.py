@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with windows in three layers of four, whose rotary embedding is not scaled."""
+"""OLMo 3: OLMo 2 with sliding windows in three layers of four; these have unscaled rotary."""
 
 from __future__ import annotations
 

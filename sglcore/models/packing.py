@@ -201,7 +201,7 @@ class Packer:
         return found
 
     def _note(self, layer: Packable, why: str) -> None:
-        """Count a weight whose codes are not kept, by what becomes of it."""
+        """Count a weight that does not keep its codes, by its new format and the reason."""
         self.notes[f"{f'rounded to {self._kind(layer)}' if self._rounds(layer) else 'dequantised'}, {why}"] += 1
 
     def _kind(self, layer: Packable) -> str:

@@ -81,7 +81,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class ScatteredWeight:
-    """Integer codes whose groups are scattered: column k belongs to the group `group_of[k]`, int64 [K]."""
+    """Integer codes with scattered groups: column k belongs to group `group_of[k]`, int64 [K]."""
 
     weight: QuantizedWeight
     group_of: Tensor

@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2, sparse: Qwen 2's attention, and experts beside a block that every token passes, weighed by a gate."""
+"""Qwen 1.5 and 2, sparse: Qwen 2's attention, routed experts, and a gated shared expert."""
 
 from __future__ import annotations
 

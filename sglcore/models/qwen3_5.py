@@ -1,5 +1,7 @@
-"""Qwen 3.5, dense and sparse: Qwen3-Next's layers with projections of their own for the delta rule, and a vision part beside them,
-which is left unread."""
+"""Qwen 3.5, dense and sparse: Qwen3-Next's layers with separate projections for the delta rule.
+
+The vision part is not read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: layers with the gated delta rule, every fourth with attention behind a gate; experts beside a shared block."""
+"""Qwen3-Next: the gated delta rule, gated attention in every fourth layer, a shared expert."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglcore.models.qwen2_moe import Qwen2MoeForCausalLM
 
 
 class GatedAttention:
-    """Attention whose result is weighed, element by element, by the sigmoid of a part of the query projection."""
+    """Attention with an output gate: the sigmoid of a part of the query projection, by element."""
 
     __slots__ = ("attention", "o_proj", "qkv_proj", "sigmoid", "width")
     state = None
@@ -45,7 +45,10 @@ def _halves_apart(heads: int, size: int, keys: int) -> Iterator[int]:
 
 
 def _parts_apart(net: DeltaNetConfig) -> Iterator[int]:
-    """The outputs of the projections, each of which has key head after key head: queries, keys, values, gates, b, a."""
+    """Yield the order of outputs that gives queries, keys, values, gates, b, a.
+
+    Each projection of the checkpoint has its outputs key head after key head.
+    """
     each = net.value_heads // net.key_heads
     sizes = (net.key_dim, net.key_dim, each * net.value_dim, each * net.value_dim)
     for first, parts in ((0, sizes), (net.key_heads * sum(sizes), (each, each))):

@@ -9,13 +9,16 @@ from sglcore.models.qwen3 import Qwen3ForCausalLM
 
 
 class LanguagePart(CausalLM):
-    """A decoder beside a vision part."""
+    """The decoder of a model with a vision part."""
 
     ignored = (r"model\.(visual|vision_tower)\..*",)
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """The decoder's names without the part's, which newer files have behind `model`, and converted ones before it."""
+        """Remove `language_model.` from a name.
+
+        Newer files have it after `model.`, converted files before.
+        """
         return super().own_name(name.removeprefix("language_model.")).replace("model.language_model.", "model.", 1)
 
 

@@ -1,4 +1,4 @@
-"""A weight whose rows the checkpoint has in another order than the model."""
+"""A weight with its rows in another order in the checkpoint than in the model."""
 
 from __future__ import annotations
 

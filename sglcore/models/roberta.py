@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-RoBERTa: BERT whose positions are counted from behind that of padding."""
+"""RoBERTa and XLM-RoBERTa: BERT with positions that start after the padding token's id."""
 
 from __future__ import annotations
 

@@ -98,8 +98,10 @@ class SafetensorsFile:
         return torch.frombuffer(self._map, dtype=dtype, offset=entry.start, count=count).view(entry.shape)
 
     def release(self, start: int, end: int) -> None:
-        """Let the process's memory go that stands behind bytes [start, end) of `mapped` tensors; read again, they come back
-        from the file."""
+        """Release the process's memory for bytes [start, end) of `mapped` tensors.
+
+        A later read loads them from the file again. Does nothing on systems other than Linux.
+        """
         if self._map is None or sys.platform != "linux":
             return
         first = start // mmap.PAGESIZE * mmap.PAGESIZE

@@ -1,4 +1,7 @@
-"""The reduction at the end of a tensor parallel block, over one data parallel rank's tokens or all."""
+"""The reduction at the end of a tensor parallel block.
+
+The block runs on the tokens of one data parallel rank, or on those of all.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ Block = Callable[..., Tensor]
 
 
 class OfAllShards:
-    """A block that runs on the tokens of all data parallel ranks; each rank computes a partial sum."""
+    """A block over the tokens of all data parallel ranks; each rank computes a partial sum."""
 
     __slots__ = ("_groups", "_inner")
 

@@ -1,4 +1,4 @@
-"""AWQ, version gemm: words along the output features, whose eight integers are not in their order.
+"""AWQ, version gemm: each word packs eight integers along the output features, out of order.
 
 Stored are `qweight` int32 [K, N / 8], `qzeros` int32 [K / G, N / 8] and `scales` [K / G, N].
 """
