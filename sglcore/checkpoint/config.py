@@ -24,7 +24,7 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 PROPORTIONAL = "proportional"
 """The kind of rotary embedding that rotates whole heads, but a part of each by nothing."""
 NEAR = 0.6
-"""Least similarity of two names for an error to suggest one in place of the other."""
+"""An error suggests architectures with names that are more similar than this."""
 
 
 @dataclass(frozen=True, slots=True)

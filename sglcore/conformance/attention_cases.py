@@ -45,7 +45,8 @@ EXTRAS = ("softcap", "sinks")
 TREE = "tree_mask"
 """The feature of a backend whose decode rows may leave out single cells; no layer asks for it, but batches."""
 LIFT = 90.0
-"""What all scores of such a layer have in common: beside it a half type keeps no fraction, so scores are to be float32."""
+"""A number added to all scores of such a layer. With it a half type would lose their fractions, so
+scores must be float32."""
 
 
 @dataclass(frozen=True, slots=True)

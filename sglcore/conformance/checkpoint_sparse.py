@@ -1,4 +1,7 @@
-"""The kit's models whose layers keep rows of their own: latent ones, of which an indexer chooses, and compressed ones beside a window."""
+"""The kit's models with cache entries other than keys and values.
+
+Latent attention with an indexer, and compressed attention with a sliding window.
+"""
 
 from __future__ import annotations
 

@@ -86,5 +86,5 @@ def stale_gaps(gaps: Sequence[Gap], known: Collection[str], today: datetime.date
 
 
 def closed_gap(gap: Gap, name: str) -> str:
-    """What to say of a gap whose law holds."""
+    """Return the message for a stale gap: its law holds."""
     return f"{name} holds, and there is a gap {gap.law!r} for it ({gap.reason}); take it out of {FILE}"

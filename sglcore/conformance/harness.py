@@ -23,7 +23,7 @@ from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 
 SHOWN = 4
-"""Alternatives whose log-probabilities are compared beside that of the chosen token."""
+"""Number of alternative tokens to compare by log-probability, in addition to the chosen token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 class HostCells(Protocol):
     """What `cells` of a package's `conformance.toml` gives of a started device. Everything waits.
 
-    Keys and values are float32 [N, kv_heads, head_dim], whose values `dtype` holds; `cells` are int [N].
+    Keys and values are float32 [N, kv_heads, head_dim] and exact in `dtype`; `cells` are int [N].
     """
 
     page_size: int

@@ -1,5 +1,8 @@
-"""What the kit tries entries of the kernel table with whose arguments can not have any value: a function for each, of its
-name, that takes the number of rows and whether they are slices of wider ones."""
+"""Test inputs for entries of the kernel table that do not accept arbitrary values.
+
+One function for each entry, with the entry's name. It takes the number of rows, and whether the
+rows are slices of wider rows.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ def _whole_rows(drawn: Draw, tokens: int, strided: bool) -> Tensor:
 
 
 def quantize_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Weights that lie on the steps, both ends of which each 32 columns have."""
+    """Weights on the quantisation steps; each 32 columns have the lowest and the highest step."""
     for kind, low, high in (("int8", -127, 127), ("int4", -8, 7)):
         steps = drawn.ints(low, high + 1, 21, COLUMNS)
         steps[:, ::32], steps[:, 1::32] = low, high
@@ -305,7 +308,7 @@ def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def gated_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Fewer query heads than value heads, and as many."""
+    """Fewer query heads than value heads, then the same number of both."""
     for key_heads, heads, key_size, width in ((2, 4, 16, 16), (1, 1, 24, 40)):
         for count, size, rows in rows_of_states(drawn, tokens):
             qkv = drawn.rows(count, 2 * key_heads * key_size + heads * width, strided)

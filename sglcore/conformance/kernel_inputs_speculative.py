@@ -1,4 +1,7 @@
-"""What the kit tries the entries of verification with: as `kernel_inputs.py`, of requests whose proposals are often right."""
+"""Test inputs for the entries of verification, as in `kernel_inputs.py`.
+
+Their draft tokens are often accepted.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def _tables(drawn: Draw, requests: int, width: int) -> Iterator[tuple[Tensor, ..
 
 
 def place_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Runs of one token, of several and of as many as there can be."""
+    """Runs of one token, of several tokens, and of the largest number of tokens."""
     for width in (1, 4, MOST + 1):
         for tables in _tables(drawn, tokens, width):
             for nodes in (None, drawn.ints(1, width + 1, tokens)):
@@ -50,7 +53,7 @@ def accept_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def tree_walk(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Trees of any form, of which siblings are different tokens; a node in four is none or has no cell."""
+    """Random trees with different tokens as siblings; a node in four is absent or has no KV slot."""
     for width in (1, 4, MOST + 1):
         for last, lengths, _, slots, limits in _tables(drawn, tokens, width):
             trees, proposals = _trees(drawn)
@@ -95,7 +98,7 @@ SHAPES = ((1, 2, 3), (3, 4, 8), (4, 3, 32))
 
 
 def _leaders(drawn: Draw, *sizes: int) -> tuple[Tensor, Tensor]:
-    """Tokens, and scores of which many are equal and some are -inf, as columns of wider tensors."""
+    """Tokens and scores, as columns of wider tensors; many scores are equal, some are -inf."""
     scores = -drawn.ints(0, 4, *sizes[:-1], sizes[-1] + 2).float()
     scores[drawn.ints(0, 6, *scores.shape) == 0] = -torch.inf
     return drawn.ints(0, LONGEST, *scores.shape)[..., : sizes[-1]], scores[..., : sizes[-1]]

@@ -21,7 +21,7 @@ PACKS = frozenset({"pack_linear", "pack_quantized", "quantize_linear", "pack_hea
 MAKES = PACKS - {"head"}
 """Those of them that say by a ConfigError, or by what they return, that they do not take a weight."""
 HANDS_ON = PACKS | {"linear"}
-"""Entries that may hand plain weights to what stands behind them."""
+"""Entries that may pass plain weights to the next candidate."""
 
 
 class Taking:
@@ -37,7 +37,7 @@ class Taking:
         self._first = 0
 
     def table_for(self, case: KernelCase, args: Sequence[Any]) -> KernelTable | None:
-        """The table whose entry is the first candidate that takes a case; None where there is none."""
+        """Return the table with the first candidate that takes a case; None if none takes it."""
         call = None if self._entry.name in MAKES else [described_as(arg) for arg in args]
         taking = [place for place in range(len(self._held)) if self._takes(place, case, call)]
         if not taking:
@@ -53,7 +53,7 @@ class Taking:
 
     @contextmanager
     def watched(self, case: KernelCase, table: KernelTable) -> Iterator[None]:
-        """The candidate that runs does not hand the case to what stands behind it."""
+        """Raise `LawBroken` if the candidate that runs passes the case to a later candidate."""
         own, *behind = table.candidates[self._entry.name]
         others = {code_of(self._entry.reference), *(code_of(each.function) for each in behind)} - {
             code_of(own.function)

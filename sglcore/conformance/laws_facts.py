@@ -35,7 +35,7 @@ DRAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.2, "seed": 7, "top_p": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.01},
 )
 BUSY, ROUNDS = 512, 6
-"""Rows of the matrices whose products keep the device busy, and how many copies are sent behind them."""
+"""Rows of the matrices that keep the device busy, and the number of copies queued after them."""
 
 
 def computes_in(trial: Trial) -> None:
@@ -86,7 +86,7 @@ def integers_are_narrow(trial: Trial) -> None:
 
 
 def copies_are_ordered(trial: Trial) -> None:
-    """Values are sent, worked on and sent back behind work that takes long, while the host writes the next ones."""
+    """Copy in, compute and copy out after slow work, while the host writes the next values."""
     harness = trial.kit.harness("dense")
     runner = harness.started.built["runner"]
     buffer, block = runner.decode_registry.input_buffer("seq_lens"), runner.decode_registry.block
@@ -112,7 +112,7 @@ def _check_arrived(sent: int, readback: Any) -> None:
 
 
 def kernels_reach_the_host(trial: Trial) -> None:
-    """Rows that the host has just written are copied in, worked on, and copied out behind work that takes long."""
+    """Copy in rows that the host has just written, compute and copy out, after slow device work."""
     harness = trial.kit.harness("dense")
     runner, device = harness.started.built["runner"], harness.facts.tensor_device
     copy_rows = harness.started.built["kernels"].copy_rows
@@ -159,7 +159,7 @@ def _check_mirrors(harness: Harness, mode: ForwardMode, rows: Rows) -> None:
 
 
 def _where(holds: Callable[[Facts], bool]) -> Callable[[Target], tuple[str, ...]]:
-    """The law's only case, on devices whose facts ask for it."""
+    """Return the law's only case on devices with facts that require it, and no case on others."""
     return lambda target: one_case(target) if holds(target.facts()) else ()
 
 

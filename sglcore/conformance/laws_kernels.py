@@ -226,7 +226,7 @@ def _not_finite(found: Tensor, wanted: Tensor) -> str:
 
 
 def _computed_in(args: Sequence[Any], result: Tensor) -> str:
-    """The name of the dtype whose roundings a result has: that of the first floating-point argument."""
+    """Return the name of the dtype that rounds a result: the first floating-point argument's."""
     given = (arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
     return str(next(given, result.dtype)).removeprefix("torch.")
 

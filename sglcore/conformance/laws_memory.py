@@ -15,11 +15,11 @@ from sglcore.runtime.memory.pools import TokenToKVPool
 from sglcore.schedule.scheduler import Scheduler
 
 OUTPUTS = 16
-"""Tokens of a request whose pages fall out of a window."""
+"""Tokens of a request that is long enough for pages to leave the sliding window."""
 
 
 def aborts_leak_no_page(trial: Trial) -> None:
-    """Requests end in mid-flight; their pages and slots come back, and nobody else notices."""
+    """Abort requests in flight: their pages and slots come back; other requests do not change."""
     harness = trial.kit.harness("dense")
     for overlap in (False, harness.limits.can_overlap):
         session = harness.session(overlap=overlap, stagger=1, after_step=_abort_some)
@@ -69,7 +69,7 @@ def retraction(trial: Trial) -> None:
 
 
 class Spoiler:
-    """Window pages that are nobody's hold no number, so whoever needs one after all is seen."""
+    """Free sliding-window pages hold NaN, so that a read of a freed page shows in the result."""
 
     def __init__(self, harness: Harness, pool: TokenToKVPool) -> None:
         self._harness, self._pool = harness, pool

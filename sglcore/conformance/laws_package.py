@@ -29,7 +29,7 @@ PROBE_SECONDS = 120
 IMPORT_SECONDS = 300
 INDEX_DTYPES = ("int32", "int64")
 MADE_WITH = ("pools", "hisparse", "attention", "runner")
-"""Steps of torch's runtime each of which is made with what the one before it provides."""
+"""Steps of torch's runtime in order; each needs what the step before it provides."""
 
 _PROBE = """
 import json, sys
@@ -129,7 +129,7 @@ def _run_probe(target: Target) -> Mapping[str, Any]:
 
 
 def imports_touch_no_device(trial: Trial) -> None:
-    """In a process of its own, whose torch sees no device."""
+    """Run the law in a separate process in which torch sees no device."""
     target, package = trial.target, trial.target.package
     hides = "torch_runtime" in target.capabilities()
     given = {"path": sys.path, "refs": package.refs(), "facts": package.facts, "hide": hides}

@@ -75,7 +75,7 @@ def compare_completions(trial: Trial, harness: Harness, found: Completion, wante
 
 
 def _nearly_equal(one: TokenLogprob, other: TokenLogprob, bound: float) -> bool:
-    """Each side has the other's token beside its own, no further below than rounding explains."""
+    """Return whether each side lists the other's token, within `bound` of its own token."""
     pairs = ((one, other.token_id), (other, one.token_id))
     return all(abs(dict(mine.top).get(token, -1e9) - mine.logprob) <= bound for mine, token in pairs)
 

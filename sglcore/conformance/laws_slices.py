@@ -1,4 +1,4 @@
-"""C2: prompts by slices of layers beside decode steps, on each lane that the device has for them."""
+"""C2: layered prefill together with decode steps, in each mode that the device supports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""C2 over models whose layers keep rows of their own: latent ones with an indexer, and compressed ones beside a window.
+"""C2 over models with cache entries other than keys and values.
 
-A vendor whose package has a backend or kernels for such layers runs these; who has none runs the core's in its kernel table.
+Latent attention with an indexer, and compressed attention with a sliding window. The laws test the
+backend and kernels of the package for such layers, or the core's if the package has none.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def powers_of_two(base: Any) -> type:
 
 
 def taken_for_cells(base: Any) -> type:
-    """A pool whose storage is read as cells, however it lies."""
+    """A pool that reads its storage as cell-major, whatever its layout is."""
 
     class TakenForCells(base):
         def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""Devices whose facts lie: they say one thing and do another. What no device may say at all is in `mutants_package.py`."""
+"""Mutants of devices that behave differently from their facts.
+
+Facts that no device may have at all are in `mutants_package.py`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def widens_ids(table: KernelTable) -> KernelTable:
 
 
 def sums_wide(runner: Any) -> Any:
-    """A runner whose draws add in 64 bits."""
+    """A runner that adds in 64 bits when it draws."""
     runner.is_narrow = False
     return runner
 
@@ -93,7 +96,7 @@ def _batches(change: Change) -> Change:
 
 
 def reads_lengths(backend: Any) -> Any:
-    """Attention whose replays look at lengths on the host."""
+    """Attention that reads lengths on the host in a graph replay."""
 
     def subclass(base: Any) -> type:
         class ReadsLengths(base):
@@ -122,7 +125,7 @@ def reads_a_copy(table: KernelTable) -> KernelTable:
 
 
 class RefusesMixed(Changed):
-    """A worker that serves no step of prompts beside decoding rows."""
+    """A worker that fails for a step with both prefill and decode requests."""
 
     def change(self, batch: ScheduleBatch) -> None:
         """Raise for such a step."""

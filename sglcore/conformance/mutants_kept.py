@@ -26,7 +26,7 @@ class KeepsOldStates(Changed):
 
 
 class LateSnapshots(Changed):
-    """A snapshot is taken after the step behind the one that it belongs to."""
+    """Takes a state snapshot one step too late."""
 
     def __init__(self, worker: ModelWorker) -> None:
         super().__init__(worker)

@@ -164,7 +164,7 @@ def writes_past_end(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keeps_wide_products(real: Callable[..., Any]) -> Limited:
-    """The result has the dtype of the product with the weight, and nobody is told."""
+    """The result silently has the dtype of the product with the weight."""
 
     def broken(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return real(x, weight, eps).to(weight.dtype)
@@ -221,7 +221,7 @@ def writes_in_place(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def whole_blocks(real: Callable[..., Any]) -> Limited:
-    """The last elements of a row that are no block of 32 are left out, and nobody is told."""
+    """Silently skips the last elements of a row that do not fill a block of 32."""
 
     def broken(x: Tensor) -> Tensor:
         result = real(x)

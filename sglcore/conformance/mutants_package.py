@@ -52,7 +52,7 @@ def lying_probe(named: bool, system: System) -> ProbeReport:
 
 
 def misnumbered_probe(named: bool, system: System) -> ProbeReport:
-    """Numbers its devices as the system does, of which the process may use one."""
+    """Uses the system's device numbers, although the process may use only one device."""
     fact = Fact(True, "here")
     return ProbeReport(fact, fact, fact, fact, devices=(DeviceInfo(3, "the fourth"),))
 
@@ -115,7 +115,7 @@ def worker_first(order: BringUp) -> BringUp:
 
 
 def warm_up(config: Any) -> None:
-    """A step that nobody wrote down."""
+    """A step that is not declared."""
 
 
 def _unwritten(order: BringUp) -> BringUp:

@@ -15,7 +15,7 @@ from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
 
 
 class Changed:
-    """A worker whose batches or results are changed on their way; the kinds below say how."""
+    """A worker that changes its batches or results; the subclasses below say how."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker = worker

@@ -1,4 +1,6 @@
-"""A process whose torch sees no device: what a package says of itself is imported there, and who asks a device is told of.
+"""A process in which torch sees no device: imports a package's declarations there.
+
+It also calls `facts`, and reports code of the package that queries a device.
 
 Run as a program by the law `imports_touch_no_device`, in a process of its own.
 """

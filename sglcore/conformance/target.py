@@ -96,7 +96,7 @@ class Target:
         return read_fixture(self.folder)
 
     def pool(self, started: StartedDevice) -> TokenToKVPool | None:
-        """The keys and values of a started device, as a `TokenToKVPool`; None where nobody says how to reach them."""
+        """Return the KV pool of a started device; None if the kit has no access to it."""
         if (cells := self.fixture().cells) is not None:
             from sglcore.conformance.host_cells import HostPool  # It needs torch, which not every device's tests have.
 
@@ -141,7 +141,7 @@ class Target:
         return {"attention_backend": other} if takes and takes[0][1] and other else {}
 
     def importable_attention(self) -> Mapping[str, Any]:
-        """The attention backends whose libraries are installed, the preferred first."""
+        """Return the attention backends with their libraries installed, in order of preference."""
         found: dict[str, Any] = {}
         for name, ref in self.package.attention.items():
             try:

@@ -126,7 +126,7 @@ class Kit:
         return self._start(self.target, model, geometry, head_dim or geometry.head_dim, given, pool_kind)
 
     def harness(self, model: str, **settings: Any) -> Harness:
-        """A started device that laws share: whoever asks for the same gets the same."""
+        """Return a started device that laws share: equal arguments return the same one."""
         key = (model, *sorted({**self._for_case, **settings}.items()))
         if key not in self._harnesses:
             self._harnesses[key] = self.open(model, **settings)
