@@ -53,7 +53,7 @@ def accept_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def tree_walk(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Random trees with different tokens as siblings; a node in four is absent or has no KV slot."""
+    """Random trees; siblings are different tokens; a node in four is absent or has no KV slot."""
     for width in (1, 4, MOST + 1):
         for last, lengths, _, slots, limits in _tables(drawn, tokens, width):
             trees, proposals = _trees(drawn)
