@@ -40,7 +40,7 @@ FLOAT_WORKSPACE = 256 << 20
 INT_WORKSPACE = 8 << 20
 """Bytes of one plan, as the wrappers allocate themselves."""
 TENSOR_CORE_GROUP = 4
-"""From this many query heads per KV head on, decode runs on the prefill kernels, whose tiles they fill."""
+"""With at least this many query heads per KV head, decode runs on the prefill kernels: it fills their tiles."""
 
 Geometry = tuple[int, int, int | None, float | None]
 """(kv_heads, head_dim, sliding window, softcap)."""

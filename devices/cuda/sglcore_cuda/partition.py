@@ -1,4 +1,4 @@
-"""Streams whose kernels keep to some of a GPU's multiprocessors: green contexts, through torch."""
+"""Streams that run their kernels on some of a GPU's multiprocessors: green contexts, through torch."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def kernels() -> KernelTable:
-    """The table for the current GPU, with rows in eight bits in the floats that it converts; raises `DeviceError` if Triton is
-    not installed."""
+    """Return the table for the current GPU. It stores 8-bit rows in the float format that the GPU
+    converts. Raises `DeviceError` if Triton is not installed."""
     try:
         from sglcore.runtime.kernels.triton import triton_kernels
     except ImportError as error:
@@ -28,8 +28,11 @@ def kernels() -> KernelTable:
 
 
 def tuning(capability: Capability) -> Tuning:
-    """How kernels are launched: by threads, so that a program has half the waves where they are wide; as many programs as
-    fill the GPU twice; one tile of keys and values at a time, since 64 KiB of local memory hold no second."""
+    """Return how kernels are launched on a GPU of this capability.
+
+    A kernel gets two programs for each compute unit. Launches count threads, so a program has half
+    the waves where waves are wide; attention has four waves in both cases. Attention loads one tile of keys and values at a time: 64 KiB of local memory hold no second.
+    """
     from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
 
     wide = capability.wave_size == WIDE_WAVE

@@ -22,7 +22,7 @@ FOLDERS = ("/opt/rocm/lib", "/opt/rocm/lib64", "/opt/rocm-*/lib")
 FEWEST_UNITS = 16
 """A GPU with fewer compute units is a processor's own graphics: it drives a display, and is taken only by name."""
 BUSY = 1 << 30
-"""Bytes in use beyond which somebody works on a GPU; what an idle driver holds is less."""
+"""A GPU with more bytes in use than this is busy. The driver of an idle GPU holds less."""
 TORCH = "pip install torch==2.13.0 from the ROCm index that pytorch.org names (--index-url), with --force-reinstall"
 
 
@@ -57,14 +57,20 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def _variables(system: System) -> tuple[str, str]:
-    """Those that hide GPUs, in the order in which they do: the first from the whole runtime, the other, of two names, from HIP."""
+    """Return the variables that hide GPUs, in the order in which they apply.
+
+    The first hides GPUs from the whole runtime, the second from HIP. The second has two names.
+    """
     own = "HIP_VISIBLE_DEVICES"
     return "ROCR_VISIBLE_DEVICES", own if own in system.environ else "CUDA_VISIBLE_DEVICES"
 
 
 def topology(system: System) -> tuple[Gpu, ...]:
-    """Every GPU that the compute driver lists and whose render node is here, by node; processors are nodes too, without SIMD
-    units."""
+    """Return the GPUs that the compute driver lists, ordered by node number.
+
+    A GPU is left out if its render node does not exist here. A node without SIMD units is a
+    processor and is left out too.
+    """
     nodes = system.numbered(f"{TOPOLOGY}/*")
     found = (_gpu(node, system.read(f"{node}/properties") or "") for node in nodes)
     return tuple(gpu for gpu in found if gpu and (gpu.render_node is None or system.exists(gpu.render_node)))

@@ -28,7 +28,7 @@ CAPABILITY = (3, 1)
 
 
 def find() -> Callable[..., Any]:
-    """The library's function; raises Unavailable, saying what is missing where."""
+    """Return the library's function. Raises Unavailable, which names what each module lacks."""
     refused = []
     for name in MODULES:
         try:
@@ -47,8 +47,10 @@ call = find()
 
 
 class FlashAttention(PageRowsAttention):
-    """Decoder attention with or without windows and softcaps, in half precision. The library takes sinks beside windows
-    alone."""
+    """Decoder attention with or without sliding windows and softcaps, in half precision.
+
+    Sinks are not among its features: the library takes sinks only together with a window.
+    """
 
     facts = AttentionFacts(
         page_sizes=(1, 16, 64),

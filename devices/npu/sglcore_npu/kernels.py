@@ -62,7 +62,7 @@ def takes_store(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, ou
 
 
 def takes_nz(weight: Tensor) -> bool:
-    """A large matrix of 16-bit elements whose sides are whole blocks."""
+    """Whether a matrix is large, has 16-bit elements, and both its sides are whole blocks."""
     aligned = all(size % BLOCK == 0 for size in weight.shape)
     return weight.dtype in (torch.float16, torch.bfloat16) and aligned and weight.numel() >= LARGE
 

@@ -29,8 +29,12 @@ def kernels() -> KernelTable:
 
 
 def tuning(capability: Capability) -> Tuning:
-    """How kernels are launched: as many programs as fill the GPU twice; products in the sub-groups of its matrix engines and,
-    where they hold many sums, with twice the registers for each thread; tiles of keys that two fit into a core's memory."""
+    """Return how kernels are launched on a GPU of this capability.
+
+    A kernel gets two programs for each core. Matrix products use sub-groups of the size that the
+    matrix engines have; products with many sums get the large register file. A tile of keys takes
+    at most a quarter of the local memory.
+    """
     from sglcore.runtime.kernels.triton import Tuning
 
     usual = Tuning(lanes=min(WIDEST, capability.lanes[-1]), programs=2 * capability.cores)

@@ -53,7 +53,10 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def render_nodes(system: System) -> tuple[Gpu, ...]:
-    """Every render node of an Intel GPU; cards come before a processor's own graphics, which the runtime hides beside them."""
+    """Return the render nodes of Intel GPUs, cards first.
+
+    The runtime hides a processor's own graphics when there is a card.
+    """
     found = (_gpu(system, node) for node in system.numbered(NODES))
     return tuple(sorted((gpu for gpu in found if gpu is not None), key=lambda gpu: gpu.is_graphics))
 
