@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 ASYNC_COPIES = (8, 0)
 """From this compute capability on, loads of a loop can be kept in flight without registers."""
 WIDE_PRODUCTS = frozenset({9, 10})
-"""Major versions whose products of 64 rows read both sides from shared memory, and that have enough of it for so many heads."""
+"""Major versions with matrix products of 64 rows that read both operands from shared memory. They also
+have enough shared memory for 64 heads."""
 
 LIBRARIES = MappingProxyType(
     {
@@ -26,11 +27,11 @@ LIBRARIES = MappingProxyType(
         "flashinfer": ("index_top_k", "sglcore_cuda.sparse_flashinfer:entry"),
     }
 )
-"""By library the entry that it serves, and what gives it for a capability."""
+"""For each library, the entry that it serves and the function that makes the entry for a capability."""
 
 
 def kernels() -> KernelTable:
-    """The table for the current GPU; raises `DeviceError` if Triton is not installed."""
+    """Return the table for the current GPU. Raises `DeviceError` if Triton is not installed."""
     try:
         from sglcore.runtime.kernels.triton import triton_kernels
     except ImportError as error:
@@ -41,7 +42,10 @@ def kernels() -> KernelTable:
 
 
 def with_libraries(table: KernelTable, capability: Capability) -> KernelTable:
-    """The table whose entries libraries serve where they can; of those that can not be used it says why."""
+    """Return the table with the entries that the libraries serve.
+
+    For each library that cannot be used, the table's `refused` holds the reason.
+    """
     for library, (entry, reference) in LIBRARIES.items():
         try:
             table = table.replace(**{entry: resolve(reference, "cuda")(capability)})
@@ -51,8 +55,11 @@ def with_libraries(table: KernelTable, capability: Capability) -> KernelTable:
 
 
 def tuning(capability: Capability) -> Tuning:
-    """How kernels are launched on a GPU of this capability: as many programs as fill it twice, and loads in flight where
-    copies are asynchronous."""
+    """Return how kernels are launched on a GPU of this capability.
+
+    A kernel gets two programs for each multiprocessor. Loads are kept in flight if the GPU has
+    asynchronous copies.
+    """
     from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
 
     stages = 3 if capability.version >= ASYNC_COPIES else 1

@@ -59,7 +59,10 @@ def _visible(system: System, nodes: tuple[str, ...]) -> Visible:
 
 
 def _gpus(system: System, nodes: tuple[str, ...]) -> tuple[DeviceInfo, ...]:
-    """Every GPU whose node is here, by what the driver tells of it; by its node alone where that does not add up."""
+    """Return the GPUs that have a node here, with what the driver's files say of each.
+
+    If the files do not list one GPU for each node, a GPU is named by its node alone.
+    """
     told = {path.split("/")[-2]: _fields(system.read(path) or "") for path in system.glob(INFORMATION)}
     minors = {node.removeprefix("/dev/nvidia") for node in nodes}
     here = {address: gpu for address, gpu in told.items() if gpu.get("Device Minor") in (None, *minors)}

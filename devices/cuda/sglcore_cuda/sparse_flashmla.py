@@ -103,15 +103,17 @@ def sparse_mqa(
 
 
 def _whole(lists: Tensor) -> Tensor:
-    """int32 [T, 1, W], with nobody's entries behind the others up to whole steps."""
+    """Return the lists as int32 [T, 1, W]: padded with -1 until W is a whole number of steps."""
     width = lists.shape[1]
     missing = max(STEP, -(-width // STEP) * STEP) - width
     return F.pad(lists, (0, missing), value=-1).unsqueeze(1) if missing else lists.contiguous().unsqueeze(1)
 
 
 def _lengths(lists: Tensor) -> Tensor | None:
-    """int32 [T]: the entries behind which nobody's are, where there may be whole steps of those; at least one, which may be
-    nobody's."""
+    """Return int32 [T], the number of entries of each list that are not padding, at least 1.
+
+    None if the lists fit into one step: then no whole step can be padding.
+    """
     return (lists >= 0).sum(1, dtype=torch.int32).clamp(min=1) if lists.shape[1] > STEP else None
 
 

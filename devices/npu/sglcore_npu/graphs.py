@@ -18,7 +18,7 @@ class NpuSegment:
         self._done: Any = None
 
     def replay(self, update: object | None = None) -> None:
-        """Queue the new lengths on the stream of updates and, beside it, the graph on the current stream."""
+        """Queue the new lengths on the update stream and the graph on the current stream."""
         if update is None:
             self._graph.replay()
             return

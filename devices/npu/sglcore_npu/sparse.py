@@ -48,7 +48,10 @@ def sparse_mqa(
 
 
 def _attend(q: Tensor, rows: Tensor, chosen: Tensor, scale: float) -> Tensor:
-    """Each token is a batch of its own, whose text is what it chose. Who chose nothing reads nobody's row, to no effect."""
+    """Attend with one call in which each token is a request and its chosen rows are the text.
+
+    A token without chosen rows reads row 0, and its result is set to 0.
+    """
     tokens, width = chosen.shape
     counts = (chosen >= 0).sum(1, dtype=torch.int32)
     lens = counts.clamp(min=1)

@@ -1,7 +1,8 @@
-"""Attention calls inside a graph whose lengths the host rewrites at every replay.
+"""Attention calls inside a graph: the host rewrites their lengths at every replay.
 
-The operator takes the lengths of keys as a list of the host, and a capture bakes them. So a captured call is a task group
-that can be rewritten, behind an event of which the graph waits until the host has done so.
+The operator takes the lengths of keys as a host list, and a capture makes them constant. So a
+captured call is a task group that can be rewritten. The graph waits for the call's event, which
+is recorded when the task group has its new lengths.
 """
 
 from __future__ import annotations
