@@ -22,7 +22,7 @@ FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden", f"-DTORCH_EX
 
 
 def sources() -> tuple[Path, ...]:
-    """The C++ files: beside the package in a checkout, inside it in a wheel."""
+    """Return the C++ files: next to the package in a checkout, inside the package in a wheel."""
     here = Path(__file__).resolve().parent
     folder = next((f for f in (here / "csrc", here.parent / "csrc") if f.is_dir()), None)
     if folder is None:
@@ -94,7 +94,7 @@ def compile_all(target: Path) -> None:
 
 
 def built() -> Path:
-    """The path of the binary, compiled now if nobody has; waits where another process is compiling."""
+    """Return the path of the binary. Compile it if it is missing; wait if another process compiles it."""
     folder = cache_folder() / fingerprint()
     target = folder / (NAME + importlib.machinery.EXTENSION_SUFFIXES[0])
     if target.exists():

@@ -61,7 +61,7 @@ class Caught:
 
 
 class FaultLog:
-    """Makes faults for the native core and remembers those that nobody expected."""
+    """Makes faults for the native core and remembers the unexpected ones."""
 
     def __init__(self) -> None:
         self.seen: list[Fault] = []

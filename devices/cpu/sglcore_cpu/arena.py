@@ -18,7 +18,7 @@ SETTING = "sys/kernel/mm/transparent_hugepage/enabled"
 
 
 def huge_empty(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] of zeros that no page stands behind yet, at a multiple of 2 MiB where it is that large.
+    """Return uint8 [num_bytes] of zeros without memory pages yet, aligned to 2 MiB if it is that large.
 
     The memory goes back to the system with its last tensor. Raises MemoryError where the system refuses.
     """

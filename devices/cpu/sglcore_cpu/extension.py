@@ -14,14 +14,14 @@ ENDED = "it ended in March 2026, and 2.8.0 is its last on PyPI"
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """An installed extension beside the `torch` of this version; empty where there is none."""
+    """An installed extension and the version of the installed `torch`; empty if there is none."""
 
     version: str
     torch: str
 
     @property
     def gap(self) -> str:
-        """Why it can not serve; empty if it can. It is built for the torch whose first two numbers are its own."""
+        """The reason why it cannot serve; empty if it can. It needs the torch with the same first two version numbers."""
         if release(self.version) == release(self.torch):
             return ""
         here = f"torch here is {self.torch}" if self.torch else "torch is not installed"
@@ -33,7 +33,7 @@ class Extension:
 
 
 def find_extension(torch: str) -> Extension | None:
-    """The installed extension, beside the torch of this version; None where there is none."""
+    """Return the installed extension with this version of torch; None if none is installed."""
     try:
         return Extension(version(DISTRIBUTION), torch)
     except PackageNotFoundError:

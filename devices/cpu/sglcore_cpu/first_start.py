@@ -38,8 +38,11 @@ REMEDY = "install one (g++, or CXX=PATH), and the next start compiles them"
 def find_library(
     beside: Path = BESIDE, cache: Path | None = None, compiler: str | None = None, sources: Path = SOURCES
 ) -> Library:
-    """The library beside the package, else that of the cache folder (None: the user's), compiled now if it is not there: this
-    waits minutes, and one line says so. Raises `NativeUnavailable`, whose text is one line, if it can not be had."""
+    """Return the library next to the package, else the one in `cache` (None: the user's folder).
+
+    If the cache has none, compile it: this waits minutes, and one printed line says so. Raises
+    `NativeUnavailable` with a text of one line if there is no library and none can be compiled.
+    """
     if beside.exists():
         return Library(beside, sources)
     library = (cache or cache_folder()) / f"{source_digest(sources)}-{platform.machine()}" / LIBRARY
