@@ -94,7 +94,10 @@ def compile_all(target: Path) -> None:
 
 
 def built() -> Path:
-    """Return the path of the binary. Compile it if it is missing; wait if another process compiles it."""
+    """Return the path of the binary.
+
+    Compile it if it is missing; wait if another process compiles it.
+    """
     folder = cache_folder() / fingerprint()
     target = folder / (NAME + importlib.machinery.EXTENSION_SUFFIXES[0])
     if target.exists():

@@ -21,7 +21,8 @@ class Extension:
 
     @property
     def gap(self) -> str:
-        """The reason why it cannot serve; empty if it can. It needs the torch with the same first two version numbers."""
+        """The reason why it cannot serve; empty if it can. It needs a torch
+        of the same major and minor version."""
         if release(self.version) == release(self.torch):
             return ""
         here = f"torch here is {self.torch}" if self.torch else "torch is not installed"
