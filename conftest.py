@@ -1,4 +1,5 @@
-"""For every test: the lane it runs on (ci/lanes.py); hypothesis sets no deadline, and prints how to repeat a failure."""
+"""For every test: the lane it runs on (ci/lanes.py); hypothesis sets no deadline, and prints how to
+repeat a failure."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     pytest_lanes.configure(config)
     if not pytest_lanes.run_of(config).lane.needs_hardware:
-        # Triton asks once, when it is first imported: without hardware its kernels run in the interpreter.
+        # Triton asks once, when it is first imported: without hardware its kernels run in the
+        # interpreter.
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

@@ -1,4 +1,5 @@
-"""An old commit beside this tree, in turns and in one run: decoding, a prompt, and the host's part of a step.
+"""An old commit beside this tree, in turns and in one run: decoding, a prompt, and the host's part
+of a step.
 
 The model is the one of `cpu_peers.py`: random weights in the geometry of Qwen3-0.6B, in bfloat16.
 
@@ -50,7 +51,8 @@ def extracted(commit: str, folder: Path) -> Path:
 
 
 def _describe(declared: Path) -> None:
-    """What an installation would say of a device package: its entry points, whose contract is the commit's own."""
+    """What an installation would say of a device package: its entry points, whose contract is the
+    commit's own."""
     project = tomllib.loads(declared.read_text(encoding="utf-8"))["project"]
     made = declared.with_name(f"{project['name'].replace('-', '_')}-{project['version']}.dist-info")
     made.mkdir()
@@ -71,7 +73,8 @@ def search_path(tree: Path) -> str:
 
 
 def python_of(tree: Path, folder: Path) -> Path:
-    """An interpreter that finds the packages of `tree` first; a child unsets what its parent says of the path."""
+    """An interpreter that finds the packages of `tree` first; a child unsets what its parent says
+    of the path."""
     script = folder / f"python-{tree.name}"
     script.write_text(f'#!/bin/sh\nPYTHONPATH="{search_path(tree)}" exec "{sys.executable}" "$@"\n', encoding="utf-8")
     script.chmod(0o755)
@@ -79,7 +82,8 @@ def python_of(tree: Path, folder: Path) -> Path:
 
 
 def measure_steps(trees: Mapping[str, Path], rounds: int, folder: Path, found: Readings) -> None:
-    """Tokens each second of each case, the trees by turns; while one is measured the other is held still."""
+    """Tokens each second of each case, the trees by turns; while one is measured the other is held
+    still."""
     job = {"model": str(CHECKPOINT), "format": "bf16", "threads": os.cpu_count(), "cache_tokens": CACHE_TOKENS}
     children = {
         name: Child(python_of(tree, folder), "sglcore", job, folder / f"{name}.log") for name, tree in trees.items()
@@ -104,7 +108,8 @@ def _add(found: Readings, case: Case, name: str, answer: Mapping[str, float]) ->
 
 
 def measure_host(trees: Mapping[str, Path], rounds: int, folder: Path, found: Readings) -> None:
-    """Microseconds of the host's part of a decode step, by batch size: `host_overhead.py` of each tree."""
+    """Microseconds of the host's part of a decode step, by batch size: `host_overhead.py` of each
+    tree."""
     for number in range(rounds):
         for name, tree in sorted(trees.items(), reverse=bool(number % 2)):
             result = folder / "host.json"

@@ -1,11 +1,14 @@
-"""How fast sglcore is on this processor beside other engines, and how far all are from what the machine allows.
+"""How fast sglcore is on this processor beside other engines, and how far all are from what the
+machine allows.
 
-Random weights in the geometry of Qwen3-0.6B. Every engine is a child process in its own environment; all that are loaded
-are held still except the one that is measured, and each round runs every case once on each of them, so a ratio compares
-readings that are minutes apart. Bandwidth and matrix peak are measured in the same run.
+Random weights in the geometry of Qwen3-0.6B. Every engine is a child process in its own
+environment; all that are loaded are held still except the one that is measured, and each round runs
+every case once on each of them, so a ratio compares readings that are minutes apart. Bandwidth and
+matrix peak are measured in the same run.
 
     make bench-cpu                                   # install what can be installed, then all of it
-    python benchmarks/cpu_peers.py [--engines sglcore,vllm] [--cases b1,prefill] [--rounds N] [--quick]
+    python benchmarks/cpu_peers.py [--engines sglcore,vllm] [--cases b1,prefill] [--rounds N]
+        [--quick]
                                    [--json FILE] [--png FILE]
 """
 
@@ -105,7 +108,8 @@ def engine_version(engine: Engine) -> str | None:
 
 
 def tokens_text(measured: Measurement) -> str:
-    """Whether engines with the same weights begin a fixed prompt with the same token: that they run the same model."""
+    """Whether engines with the same weights begin a fixed prompt with the same token: that they run
+    the same model."""
     firsts = {engine: ids[0] for (form, engine), ids in measured.results.tokens.items() if form == "bf16" and ids}
     if len(set(firsts.values())) <= 1:
         return f"same first token by {', '.join(firsts) or 'nobody'}"

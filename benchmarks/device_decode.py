@@ -1,10 +1,13 @@
-"""Decode and prompt speed of a model of random weights on a device, beside the time its bytes take and transformers.
+"""Decode and prompt speed of a model of random weights on a device, beside the time its bytes take
+and transformers.
 
-The floor of a decode step is its weights read once, at the speed that a plain copy reaches on the same device in the same
-run; at larger batches the cache is read as well, which this floor leaves out. The peer is transformers' `generate` with sdpa
-and a dynamic cache, on the same weights in the same process.
+The floor of a decode step is its weights read once, at the speed that a plain copy reaches on the
+same device in the same run; at larger batches the cache is read as well, which this floor leaves
+out. The peer is transformers' `generate` with sdpa and a dynamic cache, on the same weights in the
+same process.
 
-    python benchmarks/device_decode.py [--device NAME] [--geometry 0.6B|8B] [--batches 1,32] [--graph off] [--json FILE]
+    python benchmarks/device_decode.py [--device NAME] [--geometry 0.6B|8B] [--batches 1,32]
+        [--graph off] [--json FILE]
 """
 
 from __future__ import annotations
@@ -59,8 +62,8 @@ PROMPT, TOKENS, LONG = 128, 128, 2048
 
 
 def make(folder: Path, geometry: str, device: str, context: int = 8192) -> int:
-    """Write a checkpoint of random bf16 weights, drawn on `device`, with a context of so many tokens; returns the bytes that a decode
-    step reads of it."""
+    """Write a checkpoint of random bf16 weights, drawn on `device`, with a context of so many
+    tokens; returns the bytes that a decode step reads of it."""
     config = AutoConfig.for_model(
         "qwen3", vocab_size=151936, head_dim=128, max_position_embeddings=context, **GEOMETRIES[geometry]
     )
@@ -114,7 +117,8 @@ def prompts(batch: int, length: int) -> list[list[int]]:
 
 
 def decode(llm: LLM, batch: int) -> float:
-    """Tokens a second of `batch` requests, from the step in which all have begun to the one in which the first ends."""
+    """Tokens a second of `batch` requests, from the step in which all have begun to the one in
+    which the first ends."""
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     outputs = [llm.engine.add(ids, params) for ids in prompts(batch, PROMPT)]
     while not all(output.outputs[0].token_ids for output in outputs):
@@ -163,7 +167,8 @@ def peer_speeds(folder: Path, device: str, batches: Sequence[int]) -> dict[str, 
 
 
 def our_speeds(llm: LLM, batches: Sequence[int]) -> dict[str, float]:
-    """The best of three decodes at each batch size, the first of which warms up, and of three long prompts."""
+    """The best of three decodes at each batch size, the first of which warms up, and of three long
+    prompts."""
     found = {str(batch): max(decode(llm, batch) for _ in range(3)) for batch in batches}
     return found | {"prefill": max(prefill(llm, seed) for seed in (5, 6, 7))}
 

@@ -1,11 +1,15 @@
-"""Trees of proposals beside chains: tokens of a step with the heads of the embedded model, and host time of building trees.
+"""Trees of proposals beside chains: tokens of a step with the heads of the embedded model, and host
+time of building trees.
 
-Floor of the host time: a sort and three gathers over the records of every request; nothing of it grows with the vocabulary.
+Floor of the host time: a sort and three gathers over the records of every request; nothing of it
+grows with the vocabulary.
 
-    python benchmarks/draft_trees.py [--prompts 64] [--written 128] [--requests 64] [--depths 1 2 3 4 5 6] [--json FILE]
+    python benchmarks/draft_trees.py [--prompts 64] [--written 128] [--requests 64]
+        [--depths 1 2 3 4 5 6] [--json FILE]
 
-With `--depths`, for each number of forwards of the draft: a chain, trees of 8 nodes with as many beams as `WIDTHS`, and the tree of
-everything that beams recorded, which no choice of 8 of its nodes can surpass.
+With `--depths`, for each number of forwards of the draft: a chain, trees of 8 nodes with as many
+beams as `WIDTHS`, and the tree of everything that beams recorded, which no choice of 8 of its nodes
+can surpass.
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ def prompts_of(count: int) -> list[list[int]]:
 def tokens_of_a_step(
     kind: str, prompts: Sequence[list[int]], written: int, settings: Mapping[str, Any]
 ) -> dict[str, float]:
-    """By temperature, tokens that a step of verification brought a request, its own one among them."""
+    """By temperature, tokens that a step of verification brought a request, its own one among
+    them."""
     found = {}
     with LLM(device="cpu", speculative=kind, max_requests=len(prompts), **settings) as llm:
         for temperature in TEMPERATURES:
@@ -69,7 +74,8 @@ def tokens_of_a_step(
 
 
 def shapes_of(depth: int) -> dict[str, dict[str, int]]:
-    """A chain, and the trees of `NODES` nodes that there can be, by `depth` forwards of the draft each."""
+    """A chain, and the trees of `NODES` nodes that there can be, by `depth` forwards of the draft
+    each."""
     found = {"chain": {"draft_tokens": depth}}
     for width in WIDTHS:
         shape, given = TreeShape(width, depth, NODES), {"draft_width": width, "draft_depth": depth}
@@ -94,8 +100,8 @@ def tokens_by_shape(
 
 @torch.inference_mode()
 def host_time(requests: int, kernels: KernelTable) -> dict[str, float]:
-    """Median microseconds of what a step does beside forwards and draws, for a tree of 8 nodes of each request: building it, and
-    finding the right path."""
+    """Median microseconds of what a step does beside forwards and draws, for a tree of 8 nodes of
+    each request: building it, and finding the right path."""
     shape = TreeShape(3, CHAIN, 8)
     tables = TreeTables(requests + 1, shape.nodes, torch.device("cpu"), kernels)
     slots = torch.arange(1, requests + 1, dtype=torch.int32)

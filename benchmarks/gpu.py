@@ -1,9 +1,12 @@
-"""What an accelerator does, in ten minutes: its bounds, and the engine's kernels, attention and steps as shares of them.
+"""What an accelerator does, in ten minutes: its bounds, and the engine's kernels, attention and
+steps as shares of them.
 
-Every part runs in a process of its own, with its own limit; results are written to the file as they come, and a table is printed
-last. Correctness comes first: laws of the conformance kit on this device, and nothing is measured where they do not hold.
+Every part runs in a process of its own, with its own limit; results are written to the file as they
+come, and a table is printed last. Correctness comes first: laws of the conformance kit on this
+device, and nothing is measured where they do not hold.
 
-    python benchmarks/gpu.py [--part NAME]... [--seconds N] [--device NAME] [--set NAME=VALUE]... [--json FILE] [--go-on]
+    python benchmarks/gpu.py [--part NAME]... [--seconds N] [--device NAME] [--set NAME=VALUE]...
+        [--json FILE] [--go-on]
     python -m sglcore_sim cuda python benchmarks/gpu.py --dry
 
 `--dry` runs every path of the code at sizes for a simulated device, and gives no figures.

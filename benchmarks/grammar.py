@@ -1,6 +1,8 @@
-"""What grammars cost the host: compiling, one row's mask, and a step of the embedded model whose rows are all constrained.
+"""What grammars cost the host: compiling, one row's mask, and a step of the embedded model whose
+rows are all constrained.
 
-The large vocabulary is the embedded tokenizer's with random pairs of its tokens added, as many as today's models have.
+The large vocabulary is the embedded tokenizer's with random pairs of its tokens added, as many as
+today's models have.
 
     python benchmarks/grammar.py [--rows 64] [--json FILE]
 """
@@ -51,7 +53,8 @@ GRAMMARS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Milliseconds to compile; microseconds of one mask (median and the slowest of a hundred) and of one token."""
+    """Milliseconds to compile; microseconds of one mask (median and the slowest of a hundred) and
+    of one token."""
 
     compile_ms: float
     fill_us: float
@@ -101,7 +104,8 @@ def measure(backend: GrammarBackend, grammar: Grammar, size: int) -> Cost:
 
 
 def step_ms(rows: int, grammar: Grammar | None, overlap: bool) -> float:
-    """Median milliseconds of a step of so many rows of the embedded model in float32, all constrained or all free."""
+    """Median milliseconds of a step of so many rows of the embedded model in float32, all
+    constrained or all free."""
     started = start(resolve_config({"max_requests": rows, "dtype": "float32", "kv_cache_memory": 256 << 20}, {}))
     codec, limits = TextCodec(started.model_path), started.worker.limits
     eos_ids = frozenset(eos_token_ids(started.model_path))

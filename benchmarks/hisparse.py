@@ -1,17 +1,22 @@
-"""What rows in host memory cost a decode step: tokens a second beside all of them on the device, at the hit rate that is measured.
+"""What rows in host memory cost a decode step: tokens a second beside all of them on the device, at
+the hit rate that is measured.
 
-On the simulated accelerator a decode step keeps the device busy for --step milliseconds, and one with rows in host memory for as long
-as the copies of those that it misses take besides: a token reads --rows rows of --row-bytes in each of --layers layers, and what is
-not on the device comes over a bus of --bus gigabytes a second, of which nothing is hidden. Times are stretched by --stretch, so that
-the slow host of a simulation is not what a step waits for. The engine is whole, with graphs; each of its requests stands for --times
-of them, and each row that is missing of its random model of one layer for as many of the geometry's. The device has 16 times less memory for rows than a whole context takes.
+On the simulated accelerator a decode step keeps the device busy for --step milliseconds, and one
+with rows in host memory for as long as the copies of those that it misses take besides: a token
+reads --rows rows of --row-bytes in each of --layers layers, and what is not on the device comes
+over a bus of --bus gigabytes a second, of which nothing is hidden. Times are stretched by
+--stretch, so that the slow host of a simulation is not what a step waits for. The engine is whole,
+with graphs; each of its requests stands for --times of them, and each row that is missing of its
+random model of one layer for as many of the geometry's. The device has 16 times less memory for
+rows than a whole context takes.
 
-Which rows are chosen is up to weights and text. Of random weights the next token chooses others. Here all tokens share a part of
-their embeddings, which queries see and keys do not, so that `own`, the size of the other part, makes the hit rate, which is measured;
-a row of the results for each. `needed` is the hit rate at which the model of copies alone gives 0.8 of all rows' throughput.
+Which rows are chosen is up to weights and text. Of random weights the next token chooses others.
+Here all tokens share a part of their embeddings, which queries see and keys do not, so that `own`,
+the size of the other part, makes the hit rate, which is measured; a row of the results for each.
+`needed` is the hit rate at which the model of copies alone gives 0.8 of all rows' throughput.
 
-And the host's time to plan such a step for 256 requests, beside a step with all rows on the device: processor time, the least of
-many, on the processor's own device.
+And the host's time to plan such a step for 256 requests, beside a step with all rows on the device:
+processor time, the least of many, on the processor's own device.
 
     python benchmarks/hisparse.py [--device KIND] [--requests 4] [--times 4] [--json FILE]
 """
@@ -86,8 +91,9 @@ BUFFERS = json.dumps({"device_buffer_size": 2 * TOP_K, "host_to_device_ratio": 6
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What a step's copies take: `rows` of `row_bytes` that a token reads in each of `layers`, over `bus` gigabytes a second, of `times`
-    the requests; and the `step` beside them in milliseconds; all as long as `stretch` times that."""
+    """What a step's copies take: `rows` of `row_bytes` that a token reads in each of `layers`, over
+    `bus` gigabytes a second, of `times` the requests; and the `step` beside them in milliseconds;
+    all as long as `stretch` times that."""
 
     rows: int
     row_bytes: int
@@ -98,7 +104,8 @@ class Copies:
     times: int
 
     def milliseconds(self, missed: float) -> float:
-        """Of copies, where so many tokens, or parts of one, have none of their rows on the device."""
+        """Of copies, where so many tokens, or parts of one, have none of their rows on the
+        device."""
         return missed * self.times * self.rows * self.layers * self.row_bytes / self.bus / 1e6
 
     def needed(self, requests: int) -> float:
@@ -107,8 +114,8 @@ class Copies:
 
 
 class Busy:
-    """A model whose forwards keep the device busy: `base` milliseconds and those of the copies. Behind the graph, at the output layer,
-    which each forward has once."""
+    """A model whose forwards keep the device busy: `base` milliseconds and those of the copies.
+    Behind the graph, at the output layer, which each forward has once."""
 
     def __init__(self, model: Model, sim: sglcore_sim.Simulator, copies: Copies, hisparse: HiSparseCoordinator | None):
         self._model, self._sim, self._copies, self._hisparse = model, sim, copies, hisparse
@@ -140,8 +147,8 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Of decode steps of all requests at once: milliseconds of one, of its copies as the model has them, and of the host's processor;
-    and the hit rate."""
+    """Of decode steps of all requests at once: milliseconds of one, of its copies as the model has
+    them, and of the host's processor; and the hit rate."""
 
     step_ms: float
     copy_ms: float
@@ -173,7 +180,8 @@ class Engine:
         return self.worker.runner.attn_backend.hisparse
 
     def decode(self, sim: sglcore_sim.Simulator, copies: Copies) -> Decoded:
-        """STEPS of texts as long as may be, when all of them are decoded; the first have had a step for each other one's prompt."""
+        """STEPS of texts as long as may be, when all of them are decoded; the first have had a step
+        for each other one's prompt."""
         runner, rng = self.worker.runner, np.random.default_rng(0)
         runner.model = busy = Busy(runner.model, sim, copies, self.hisparse)
         tokens = STEPS + WARM + 3 * self._requests
@@ -208,7 +216,8 @@ def engine(folder: Path, device: str, requests: int, **settings: object) -> Iter
 
 
 def write_model(folder: Path, own: float) -> Path:
-    """A random DeepSeek-V3.2 whose tokens' embeddings are one that all share and `own` of each; index keys are made of the latter."""
+    """A random DeepSeek-V3.2 whose tokens' embeddings are one that all share and `own` of each;
+    index keys are made of the latter."""
     make_model(folder, "deepseek_v32", SIZES)
     weights = load_file(folder / "model.safetensors")
     generator, embed = torch.Generator().manual_seed(0), weights["model.embed_tokens.weight"]
@@ -254,8 +263,9 @@ def batches(requests: int) -> tuple[ScheduleBatch, ForwardBatch]:
 
 @torch.inference_mode()
 def host_times(folder: Path) -> dict[str, float]:
-    """Microseconds of the host for a decode step of 256 requests: a plan with all rows on the device, one with rows in host memory, and
-    what counts them; where a graph is replayed, the last alone."""
+    """Microseconds of the host for a decode step of 256 requests: a plan with all rows on the
+    device, one with rows in host memory, and what counts them; where a graph is replayed, the last
+    alone."""
     host, staged = batches(PLANNED)
     found = dict[str, float]()
     for name, hisparse in (("plan", "off"), ("plan_with_rows_in_host_memory", BUFFERS)):
@@ -270,8 +280,8 @@ def host_times(folder: Path) -> dict[str, float]:
 
 
 def memory(copies: Copies, buffer_rows: int) -> dict[str, float]:
-    """Bytes on the device of the geometry's rows, for a context of SMALLER times the buffers: of a request's buffers with their tables,
-    and of its rows if all were there."""
+    """Bytes on the device of the geometry's rows, for a context of SMALLER times the buffers: of a
+    request's buffers with their tables, and of its rows if all were there."""
     kept = KeptRows(copies.row_bytes, torch.uint8, Place.HOST_PAGES)
     layers, pages = range(copies.layers), SMALLER * buffer_rows // 64
     shape = SwapShape(dict.fromkeys(layers, "latent"), tuple(layers), kept, copies.rows, buffer_rows, 64, pages, 2)

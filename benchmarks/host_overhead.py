@@ -1,8 +1,8 @@
 """Host time of one decode step when the model's forward and the draw cost nothing.
 
-Counted: scheduling, isolation, staging into the registry, page-table differences, attention planning, sampling
-bookkeeping, collect and finish. The model returns a constant, and the draw returns constant tokens.
-Floor: about 40 tensor-library calls of 0.5 to 1 microsecond at batch 1.
+Counted: scheduling, isolation, staging into the registry, page-table differences, attention
+planning, sampling bookkeeping, collect and finish. The model returns a constant, and the draw
+returns constant tokens. Floor: about 40 tensor-library calls of 0.5 to 1 microsecond at batch 1.
 
     python benchmarks/host_overhead.py [--json FILE]
 """

@@ -1,12 +1,15 @@
-"""Decode attention over latent rows on one accelerator, beside what its memory allows: DeepSeek-V4's window and chosen
-blocks, V3.2's chosen rows, V3's whole context, and the indexer that chooses.
+"""Decode attention over latent rows on one accelerator, beside what its memory allows:
+DeepSeek-V4's window and chosen blocks, V3.2's chosen rows, V3's whole context, and the indexer that
+chooses.
 
-Floor of a row: the rows that a token's lists name, once for all of its heads, q and the result; or the keys that the indexer
-scores, and its scores. The bound is that at the bandwidth of a copy of a gigabyte, measured first. Goal: at batch 64 and
-32,768 tokens of context, attention reaches at least 60 % of it. Caches are emptied between rounds. A result counts only where
-the first token's equals the reference's.
+Floor of a row: the rows that a token's lists name, once for all of its heads, q and the result; or
+the keys that the indexer scores, and its scores. The bound is that at the bandwidth of a copy of a
+gigabyte, measured first. Goal: at batch 64 and 32,768 tokens of context, attention reaches at least
+60 % of it. Caches are emptied between rounds. A result counts only where the first token's equals
+the reference's.
 
-    python benchmarks/latent_attention.py DEVICE [--json FILE] [--batch N] [--context N] [--rounds N]
+    python benchmarks/latent_attention.py DEVICE [--json FILE] [--batch N] [--context N]
+        [--rounds N]
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ BY_TOKEN = frozenset({"q", "weights", "logits", "chosen", "more_chosen", "token_
 
 @dataclass(frozen=True)
 class Case:
-    """A call whose first argument and result have a row for each token, and the bytes that it can not do without."""
+    """A call whose first argument and result have a row for each token, and the bytes that it can
+    not do without."""
 
     name: str
     entry: str

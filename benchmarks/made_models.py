@@ -1,4 +1,5 @@
-"""Models of random weights for benchmarks: any type of transformers, at a size that a processor runs."""
+"""Models of random weights for benchmarks: any type of transformers, at a size that a processor
+runs."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ BASE: Mapping[str, Any] = {
 
 
 def make_model(folder: Path, kind: str, sizes: Mapping[str, Any], max_shard_size: str = "50GB") -> int:
-    """Save a model of transformers' type `kind` in bfloat16, of `BASE` and its own sizes; returns how many weights it has."""
+    """Save a model of transformers' type `kind` in bfloat16, of `BASE` and its own sizes; returns
+    how many weights it has."""
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**BASE, **sizes})

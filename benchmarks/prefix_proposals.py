@@ -1,8 +1,11 @@
-"""Host time of a step's lookups of proposals in the prefix cache, for many requests that write texts which are there.
+"""Host time of a step's lookups of proposals in the prefix cache, for many requests that write
+texts which are there.
 
-Floor: a slice of a list and a comparison of bytes for each request, and a dictionary lookup for each page that it fills.
+Floor: a slice of a list and a comparison of bytes for each request, and a dictionary lookup for
+each page that it fills.
 
-    python benchmarks/prefix_proposals.py [--requests 64] [--tokens 4096] [--page-size 16] [--json FILE]
+    python benchmarks/prefix_proposals.py [--requests 64] [--tokens 4096] [--page-size 16]
+        [--json FILE]
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""What running requests feel of a long prompt, as chunks in their own steps and as slices of layers between them.
+"""What running requests feel of a long prompt, as chunks in their own steps and as slices of layers
+between them.
 
-Some chats decode. Between two quiet times a prompt of 8,192 tokens comes; the time between two tokens of the chats while that
-prompt's first token is awaited is compared with what it is when nothing else runs, half of it before and half of it after, because a
-step takes longer as the chats grow. Throughput is that of the whole load: all tokens of the chats, and
-the prompt, by the time that all of them took. A chunk has as many tokens as a step may have (`--chunk`). A form is what is asked of
-slices, and perhaps of their lane: off, auto/interleave, auto/priority, 4096/priority.
+Some chats decode. Between two quiet times a prompt of 8,192 tokens comes; the time between two
+tokens of the chats while that prompt's first token is awaited is compared with what it is when
+nothing else runs, half of it before and half of it after, because a step takes longer as the chats
+grow. Throughput is that of the whole load: all tokens of the chats, and the prompt, by the time
+that all of them took. A chunk has as many tokens as a step may have (`--chunk`). A form is what is
+asked of slices, and perhaps of their lane: off, auto/interleave, auto/priority, 4096/priority.
 
-    python benchmarks/prompt_slices.py [--device NAME] [--geometry 0.1B|0.6B|8B] [--chats N] [--rounds N] [--json FILE]
+    python benchmarks/prompt_slices.py [--device NAME] [--geometry 0.1B|0.6B|8B] [--chats N]
+        [--rounds N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ def ids(draw: np.random.Generator, length: int) -> list[int]:
 
 
 def play(llm: LLM, chats: int, tokens: int, seed: int) -> dict[str, Any]:
-    """One load: seconds between tokens of a chat, before the long prompt and while it runs, and tokens a second."""
+    """One load: seconds between tokens of a chat, before the long prompt and while it runs, and
+    tokens a second."""
     draw, step = np.random.default_rng(seed), llm.engine.step
     outputs = [llm.engine.add(ids(draw, SHORT), params(tokens)) for _ in range(chats)]
     while not all(output.outputs[0].token_ids for output in outputs):

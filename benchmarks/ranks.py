@@ -1,12 +1,16 @@
-"""Two ranks on the processor beside one rank of two threads, the way of a step to ranks, and how soon a death is known.
+"""Two ranks on the processor beside one rank of two threads, the way of a step to ranks, and how
+soon a death is known.
 
-Decode: one model three ways, in the same run and in turn: one rank of two threads, two ranks of one thread each whose steps are
-recorded, and the same step by step. A ratio is of two runs side by side; besides that of all pairs there is that of the quiet
-ones, in which other processes took less than a twentieth of the cores. Batches: from the step's record to the last rank that
-has decoded it. Deaths: a rank is killed in mid-step; until the leader knows, until every client has its error, until the next
-answer. The soak, if asked for: so many random steps, and what is held before and after.
+Decode: one model three ways, in the same run and in turn: one rank of two threads, two ranks of one
+thread each whose steps are recorded, and the same step by step. A ratio is of two runs side by
+side; besides that of all pairs there is that of the quiet ones, in which other processes took less
+than a twentieth of the cores. Batches: from the step's record to the last rank that has decoded it.
+Deaths: a rank is killed in mid-step; until the leader knows, until every client has its error,
+until the next answer. The soak, if asked for: so many random steps, and what is held before and
+after.
 
-    PYTHONPATH=. python benchmarks/ranks.py [--json FILE] [--rounds 25] [--kills 5] [--soak 10000] [--parts decode]
+    PYTHONPATH=. python benchmarks/ranks.py [--json FILE] [--rounds 25] [--kills 5]
+        [--soak 10000] [--parts decode]
 """
 
 from __future__ import annotations
@@ -64,7 +68,8 @@ def quantiles(values: list[float], digits: int = 1) -> dict[str, float]:
 
 
 class Others:
-    """The share of the cores that other processes, and the machine's host, take while a block runs."""
+    """The share of the cores that other processes, and the machine's host, take while a block
+    runs."""
 
     def __init__(self, pids: list[int]) -> None:
         self._pids, self.share = [os.getpid(), *pids], 0.0
@@ -226,8 +231,8 @@ async def ended(body: Mapping[str, Any]) -> tuple[str, float]:
 
 
 async def death_at_clients(pid: int) -> tuple[float, float, int]:
-    """Milliseconds from the kill until the last of several streams has its error, and until the next answer; how many streams
-    had told nothing yet, and began again."""
+    """Milliseconds from the kill until the last of several streams has its error, and until the
+    next answer; how many streams had told nothing yet, and began again."""
     body = {"prompt": [5] * 8, "max_tokens": 1000, "ignore_eos": True, "stream": True}
     streams = [asyncio.ensure_future(ended(body)) for _ in range(STREAMS)]
     while get(f"http://127.0.0.1:{PORT}/server_info/stats")["running"] < STREAMS:
@@ -244,7 +249,8 @@ async def death_at_clients(pid: int) -> tuple[float, float, int]:
 
 
 def deaths(kills: int) -> dict[str, Any]:
-    """Seen by the leader of a made model's ranks, and by clients of a server that restarts with the embedded one."""
+    """Seen by the leader of a made model's ranks, and by clients of a server that restarts with the
+    embedded one."""
     with tempfile.TemporaryDirectory() as name:
         make_model(Path(name), "llama", SIZES)
         in_leader = [death_in_the_leader(Path(name)) for _ in range(kills)]

@@ -17,7 +17,8 @@ from typing import Any
 
 @dataclass(slots=True)
 class Streamed:
-    """One streamed request: seconds to the first piece and to the end, its status, and how it ended."""
+    """One streamed request: seconds to the first piece and to the end, its status, and how it
+    ended."""
 
     status: int
     first: float

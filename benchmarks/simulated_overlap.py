@@ -1,7 +1,9 @@
-"""What two halves hide of collectives, and what running requests feel of a long prompt, on a simulated device in virtual time.
+"""What two halves hide of collectives, and what running requests feel of a long prompt, on a
+simulated device in virtual time.
 
-No accelerator is needed: `sglcore_sim.clocks` gives operations, links and streams the time that they would take by the speeds below,
-whatever this machine takes. One rank, whose sums take as long as the link says.
+No accelerator is needed: `sglcore_sim.clocks` gives operations, links and streams the time that
+they would take by the speeds below, whatever this machine takes. One rank, whose sums take as long
+as the link says.
 
     python benchmarks/simulated_overlap.py [--kind NAME] [--json FILE]
 """
@@ -97,11 +99,13 @@ def halves_row(
 LONG, SHORT, CHATS, QUIET, TOKENS_OF_CHATS = 2048, 16, 4, 24, 600
 FORMS = ("off/auto", "auto/interleave", "auto/priority")
 LANE_SHARE = 0.4
-"""Of the device, that what runs beside a decode step, which goes first, gets: such a step waits for memory most of the time."""
+"""Of the device, that what runs beside a decode step, which goes first, gets: such a step waits for
+memory most of the time."""
 
 
 def slices_table(kind: str) -> dict[str, Any]:
-    """The time between two tokens of chats while a long prompt is awaited, as a multiple of what it is before and after."""
+    """The time between two tokens of chats while a long prompt is awaited, as a multiple of what it
+    is before and after."""
     found = {}
     with tempfile.TemporaryDirectory() as name:
         write_checkpoint(Path(name))

@@ -1,9 +1,12 @@
-"""DeepSeek-V4's attention beside dense attention on a processor, by the length of the text: a decode step, and a prompt.
+"""DeepSeek-V4's attention beside dense attention on a processor, by the length of the text: a
+decode step, and a prompt.
 
-Both models are random, of about 0.3 billion weights in bfloat16, with as many layers, heads, elements of a head and experts; the dense
-one is a Qwen 3 with experts, whose heads share `--kv-heads` keys and values.
+Both models are random, of about 0.3 billion weights in bfloat16, with as many layers, heads,
+elements of a head and experts; the dense one is a Qwen 3 with experts, whose heads share
+`--kv-heads` keys and values.
 
-    python benchmarks/sparse_context.py [--short 2048] [--long 32768] [--dense-long 16384] [--prompt 8192] [--busy] [--json FILE]
+    python benchmarks/sparse_context.py [--short 2048] [--long 32768] [--dense-long 16384]
+        [--prompt 8192] [--busy] [--json FILE]
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ SPARSE: Mapping[str, Any] = {
 
 
 def write_sparse(folder: Path, context: int) -> int:
-    """Ratios, window and streams are those of the published models; returns how many weights it has."""
+    """Ratios, window and streams are those of the published models; returns how many weights it
+    has."""
     config = transformers.DeepseekV4Config(**SPARSE, max_position_embeddings=context)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     table = model.model.layers[0].mlp.gate.tid2eid

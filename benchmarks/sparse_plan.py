@@ -1,10 +1,12 @@
-"""Time to plan attention over windows and compressed blocks, for a step of decode requests at 8k tokens.
+"""Time to plan attention over windows and compressed blocks, for a step of decode requests at 8k
+tokens.
 
-The geometry is DeepSeek-V4-Flash's: a window of 128, blocks of 4 and of 128 tokens. Nothing of the pool is read. `plan` makes
-its tensors, `refresh` writes into those of a graph, `steps` plans four draft steps at once.
-Floor: a plan's tensors filled once, by as many calls as there are tensors.
+The geometry is DeepSeek-V4-Flash's: a window of 128, blocks of 4 and of 128 tokens. Nothing of the
+pool is read. `plan` makes its tensors, `refresh` writes into those of a graph, `steps` plans four
+draft steps at once. Floor: a plan's tensors filled once, by as many calls as there are tensors.
 
-    python benchmarks/sparse_plan.py [--requests 256] [--tokens 8192] [--kernels native] [--json FILE]
+    python benchmarks/sparse_plan.py [--requests 256] [--tokens 8192] [--kernels native]
+        [--json FILE]
 """
 
 from __future__ import annotations

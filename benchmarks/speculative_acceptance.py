@@ -1,8 +1,10 @@
-"""Acceptance of proposals by how much of the prompt the prefix cache had, and by where in the context a text goes on.
+"""Acceptance of proposals by how much of the prompt the prefix cache had, and by where in the
+context a text goes on.
 
-Neither should matter much: tokens of a step that fall with the cached part tell of a draft whose cells the cache has not, and
-ones that fall with the position of a draft that reads wrong cells. The embedded model goes on with held-out texts, greedily, four
-proposals a step; a figure is of all requests alike, with its standard error between them.
+Neither should matter much: tokens of a step that fall with the cached part tell of a draft whose
+cells the cache has not, and ones that fall with the position of a draft that reads wrong cells. The
+embedded model goes on with held-out texts, greedily, four proposals a step; a figure is of all
+requests alike, with its standard error between them.
 
     python benchmarks/speculative_acceptance.py [--texts N] [--json FILE] [--png FILE]
 """
@@ -42,7 +44,8 @@ class Point:
 
 
 def texts(llm: LLM, number: int) -> list[list[int]]:
-    """Token ids of held-out documents, one behind the other, as many as the context holds beside what is written."""
+    """Token ids of held-out documents, one behind the other, as many as the context holds beside
+    what is written."""
     found, indices = [], count()
     most = PLACES[-1]
     for index in range(number):
@@ -74,7 +77,8 @@ def point(at: float, outputs: Sequence[RequestOutput]) -> Point:
 
 
 def by_cached(kind: str, prompts: Sequence[list[int]]) -> list[Point]:
-    """Of prompts whose beginnings the prefix cache has, in an engine of their own for each share."""
+    """Of prompts whose beginnings the prefix cache has, in an engine of their own for each
+    share."""
     found = []
     for share in SHARES:
         with engine(kind, len(prompts), True) as llm:

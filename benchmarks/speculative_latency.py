@@ -1,11 +1,14 @@
-"""What verified proposals are worth where the device, not the host, is what a step waits for: tokens a second over plain decode's.
+"""What verified proposals are worth where the device, not the host, is what a step waits for:
+tokens a second over plain decode's.
 
-On the simulated accelerator each forward of the embedded model keeps the device busy for --step milliseconds, whatever it
-verifies, and each forward of its draft for a share c of that. The host goes on meanwhile, and waits where it would on hardware.
-k proposals that bring tau tokens a step are then worth tau / (1 + f c), if the host is hidden and nothing waits in between; asked
-for is that within a tenth. f is k where a forward brings one proposal, and 1 where it brings a block of them. The device's arithmetic
-runs on the host too, so that `host_ms`, processor time of a step, is more than the host's own. Where steps do not overlap, as on a
-device that must be told lengths, only the drafts hide the host. On a busy machine set OMP_NUM_THREADS=1: torch's threads wait for each
+On the simulated accelerator each forward of the embedded model keeps the device busy for --step
+milliseconds, whatever it verifies, and each forward of its draft for a share c of that. The host
+goes on meanwhile, and waits where it would on hardware. k proposals that bring tau tokens a step
+are then worth tau / (1 + f c), if the host is hidden and nothing waits in between; asked for is
+that within a tenth. f is k where a forward brings one proposal, and 1 where it brings a block of
+them. The device's arithmetic runs on the host too, so that `host_ms`, processor time of a step, is
+more than the host's own. Where steps do not overlap, as on a device that must be told lengths, only
+the drafts hide the host. On a busy machine set OMP_NUM_THREADS=1: torch's threads wait for each
 other's cores.
 
     python benchmarks/speculative_latency.py [--device KIND] [--step MS] [--batch N] [--json FILE]
@@ -66,8 +69,8 @@ THINGS = [
 
 
 class Busy:
-    """A model whose forwards keep the device busy for `milliseconds` each. They are counted at the output layer, which each has
-    once, behind the graph."""
+    """A model whose forwards keep the device busy for `milliseconds` each. They are counted at the
+    output layer, which each has once, behind the graph."""
 
     def __init__(self, model: Model, sim: sglcore_sim.Simulator) -> None:
         self._model, self._sim = model, sim
@@ -94,8 +97,8 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What decode steps of all requests brought, in how many, and the seconds of these, each request's by itself; and processor
-    time of the host for one step of all, in milliseconds."""
+    """What decode steps of all requests brought, in how many, and the seconds of these, each
+    request's by itself; and processor time of the host for one step of all, in milliseconds."""
 
     tokens: int
     steps: int
@@ -114,7 +117,8 @@ class Decoded:
 
 
 class Engine:
-    """The embedded model on the simulated device. `target` and `draft` (None: nothing proposes) say how busy it keeps that."""
+    """The embedded model on the simulated device. `target` and `draft` (None: nothing proposes) say
+    how busy it keeps that."""
 
     def __init__(self, sim: sglcore_sim.Simulator, batches: tuple[int, ...], **settings: object) -> None:
         given = {"device": sim.kind.name, "prefix_cache": False, "max_model_len": 256, "max_requests": max(batches)}
@@ -130,7 +134,8 @@ class Engine:
         self._loop = Loop(Scheduler(worker.limits, prefix_cache=False), worker, overlap=self.overlaps)
 
     def decode(self, prompts: list[list[int]], step: float, cost: float = 0.0) -> Decoded:
-        """Continue the prompts at once, where a forward takes `step` milliseconds and one of the draft `cost` of that."""
+        """Continue the prompts at once, where a forward takes `step` milliseconds and one of the
+        draft `cost` of that."""
         self.target.milliseconds = step
         if self.draft is not None:
             self.draft.milliseconds = step * cost
@@ -207,7 +212,8 @@ def main() -> None:
 
 
 def compare(found: Decoded, plain: Decoded, forwards: float) -> dict[str, float]:
-    """A step's tokens, what they are worth where it takes as long as `forwards` of the target, and what they were."""
+    """A step's tokens, what they are worth where it takes as long as `forwards` of the target, and
+    what they were."""
     tau, speed_up = found.tokens / found.steps, found.rate / plain.rate
     row = {"tau": tau, "expected": tau / forwards, "speed_up": speed_up, "ratio": speed_up * forwards / tau}
     row |= {"step_ms": found.step_ms, "token_ms": 1e3 / found.rate, "host_ms": found.host_ms}

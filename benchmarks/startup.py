@@ -1,4 +1,5 @@
-"""How long a person waits: importing the package, listing devices, and the first token of the embedded model.
+"""How long a person waits: importing the package, listing devices, and the first token of the
+embedded model.
 
 python benchmarks/startup.py [--json FILE]
 """

@@ -1,7 +1,9 @@
-"""How much of the waiting two halves of a batch hide, beside what the cost model says, and what their driver costs.
+"""How much of the waiting two halves of a batch hide, beside what the cost model says, and what
+their driver costs.
 
-One rank, with a group whose sums take alpha + beta * bytes by themselves, one after the other, as on a link; who waits for one spins
-until it is there. Waits are set to parts of the computing, which is measured first.
+One rank, with a group whose sums take alpha + beta * bytes by themselves, one after the other, as
+on a link; who waits for one spins until it is there. Waits are set to parts of the computing, which
+is measured first.
 
     python benchmarks/two_batch_overlap.py [--json FILE]
 """
@@ -181,7 +183,8 @@ def measure() -> dict[str, Any]:
 
 
 def link_of(part: float, whole: float, sums: int, size: int) -> tuple[float, float]:
-    """Alpha and beta of waits that are `part` of the computing of the whole, a tenth of each for the message itself."""
+    """Alpha and beta of waits that are `part` of the computing of the whole, a tenth of each for
+    the message itself."""
     each = part * whole / sums
     return each / 10, each * 0.9 / size
 
@@ -196,7 +199,8 @@ def measured(site: Site, link: Link, free: dict[str, float], part: float, sums: 
 
 
 def row_of(part: float, computing: float, waits: float, found: dict[str, float]) -> dict[str, float]:
-    """Of seconds of the whole and of halves. What halves can hide is the shorter of their computing and their waits."""
+    """Of seconds of the whole and of halves. What halves can hide is the shorter of their computing
+    and their waits."""
     best = min(time for name, time in found.items() if name != "whole")
     hideable, hidden = min(computing, waits), computing + waits - best
     return {
@@ -211,7 +215,8 @@ def row_of(part: float, computing: float, waits: float, found: dict[str, float])
 
 
 def driver(sums: int) -> float:
-    """Microseconds of a step with so many sums a half that two halves take beyond the same sums one half after the other, where nothing else is computed."""
+    """Microseconds of a step with so many sums a half that two halves take beyond the same sums one
+    half after the other, where nothing else is computed."""
     group, x = SlowGroup(Link()), torch.zeros(1)
 
     def half() -> Tensor:

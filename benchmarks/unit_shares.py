@@ -1,8 +1,9 @@
 """What decode steps and prompts cost each other on one device, by how its compute units are shared.
 
-Decode steps are replays of one graph of matrix products and norms in the sizes of eight layers of Qwen3-8B, one after the other;
-a prompt's layers are the same over many rows, without end. Shares: *priority*, both on all units, decode steps first; *apart*, each
-on units of its own, for which the graph is captured on its part; *kept*, prompts keep to a part and decode steps go first on all
+Decode steps are replays of one graph of matrix products and norms in the sizes of eight layers of
+Qwen3-8B, one after the other; a prompt's layers are the same over many rows, without end. Shares:
+*priority*, both on all units, decode steps first; *apart*, each on units of its own, for which the
+graph is captured on its part; *kept*, prompts keep to a part and decode steps go first on all
 units, which is what slices with `--prompt-lane partition` do. For NVIDIA GPUs, with cuda-bindings.
 
     python benchmarks/unit_shares.py [--rows 32] [--json FILE]
@@ -66,7 +67,8 @@ class Load:
 def play(
     load: Load, decode: tuple[torch.Stream, Callable[[], None]] | None, prompt: tuple[torch.Stream, int] | None
 ) -> dict[str, float]:
-    """For some time: milliseconds between the ends of two decode steps, and layers of the prompt a second."""
+    """For some time: milliseconds between the ends of two decode steps, and layers of the prompt a
+    second."""
     rows = [] if prompt is None else load.rows(prompt[1])
     if prompt is not None:
         with prompt[0]:
@@ -105,7 +107,8 @@ def _now(device: torch.device) -> torch.Event:
 
 
 def split(driver: Any, units: int) -> tuple[torch.Stream, torch.Stream]:
-    """A stream on so many units, which goes first, and one on all others. Their contexts live as long as the process."""
+    """A stream on so many units, which goes first, and one on all others. Their contexts live as
+    long as the process."""
 
     def done(answer: tuple[Any, ...]) -> Any:
         assert not int(answer[0]), answer[0]

@@ -1,1 +1,2 @@
-"""The project's continuous integration as code: lanes computed from the packages, their runs, the table, the workflows."""
+"""The project's continuous integration as code: lanes computed from the packages, their runs, the
+table, the workflows."""

@@ -1,4 +1,5 @@
-"""`python -m ci run | near | since | lanes | table | workflows`: what continuous integration does, also on a desk."""
+"""`python -m ci run | near | since | lanes | table | workflows`: what continuous integration does,
+also on a desk."""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def _watched() -> tuple[str, ...]:
 
 
 def _here(found: Sequence[Lane], words: Sequence[str], stale: Sequence[Group], whole: bool) -> list[Lane]:
-    """The lanes that a machine without hardware runs; one that is a group only where that is run whole."""
+    """The lanes that a machine without hardware runs; one that is a group only where that is run
+    whole."""
     running = {group.name for group in stale}
     return [
         lane
@@ -134,7 +136,8 @@ def _here(found: Sequence[Lane], words: Sequence[str], stale: Sequence[Group], w
 
 
 def _remember(records: Sequence[Path], is_watched: bool) -> None:
-    """Write what a run of everything has found out: which tests are slow, and which test runs which function."""
+    """Write what a run of everything has found out: which tests are slow, and which test runs which
+    function."""
     slow = timings.slow_of(records, slow_tests())
     new, gone = timings.write_slow(slow)
     print(f"{SLOW}: {len(slow.names)} slow tests, {new} new, {gone} no longer, taken in {slow.turns} turns")

@@ -35,7 +35,8 @@ def head(root: Path = ROOT) -> str:
 
 
 def since(commit: str, root: Path = ROOT) -> Changes:
-    """What has changed since a commit, or, where it is not known here, since the one before the last."""
+    """What has changed since a commit, or, where it is not known here, since the one before the
+    last."""
     bases = ("HEAD", commit if git("cat-file", "-t", commit, root=root) else "HEAD~1")
     changed: dict[str, list[int]] = {}
     order: dict[Function | str, None] = {}
@@ -50,7 +51,8 @@ def since(commit: str, root: Path = ROOT) -> Changes:
 
 
 def changed_lines(diff: str) -> dict[str, list[int]]:
-    """The lines of each file as it is now that a diff touches; where lines were taken out, those around the place."""
+    """The lines of each file as it is now that a diff touches; where lines were taken out, those
+    around the place."""
     found: dict[str, list[int]] = {}
     name = ""
     for line in diff.splitlines():

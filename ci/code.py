@@ -1,4 +1,5 @@
-"""What of a source file a machine reads: Python without its comments, docstrings and blank lines."""
+"""What of a source file a machine reads: Python without its comments, docstrings and blank
+lines."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def code_of(path: Path) -> bytes:
-    """The bytes of a file that tests of it could notice. A file that is no valid Python, or none at all, counts whole."""
+    """The bytes of a file that tests of it could notice. A file that is no valid Python, or none at
+    all, counts whole."""
     whole = path.read_bytes()
     return _code_of_python(whole) if path.suffix == ".py" else whole
 
@@ -40,7 +42,8 @@ def _without_comments(text: str) -> list[bytes]:
 
 
 def _docstrings(tree: ast.Module) -> list[ast.expr]:
-    """The strings at the beginning of modules, classes and functions, and those below what is set there."""
+    """The strings at the beginning of modules, classes and functions, and those below what is set
+    there."""
     bodies = [node.body for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
     found = [
         statement.value

@@ -1,6 +1,8 @@
-"""Environments of lanes that declare their own: what they name is installed there from this checkout, and nothing else.
+"""Environments of lanes that declare their own: what they name is installed there from this
+checkout, and nothing else.
 
-An environment lies below `build/environments` and is made again only when what it was made of has changed.
+An environment lies below `build/environments` and is made again only when what it was made of has
+changed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def python_of(lane: Lane, root: Path = ROOT) -> Path:
 
 
 def prepare(lane: Lane, root: Path = ROOT) -> bool:
-    """Make the environment of a lane if it has one and it is not there as declared; waits. True: it was made now.
+    """Make the environment of a lane if it has one and it is not there as declared; waits. True: it
+    was made now.
 
     Raises CalledProcessError when pip can not install what is declared.
     """
@@ -53,8 +56,8 @@ def prepare(lane: Lane, root: Path = ROOT) -> bool:
 
 
 def pip_command(lane: Lane, root: Path = ROOT) -> tuple[str, ...]:
-    """How this interpreter's pip installs into it: folders of the checkout in place, everything at the pinned versions. What is
-    imported is compiled then; pip would compile everything."""
+    """How this interpreter's pip installs into it: folders of the checkout in place, everything at
+    the pinned versions. What is imported is compiled then; pip would compile everything."""
     words = tuple(
         part for word in (*lane.environment, *SUITE) for part in (("-e", word) if is_checkout(word, root) else (word,))
     )
@@ -64,8 +67,8 @@ def pip_command(lane: Lane, root: Path = ROOT) -> tuple[str, ...]:
 
 
 def torch_words(lane: Lane, root: Path = ROOT) -> tuple[str, ...]:
-    """What pip is told so that it takes torch's processor build, as the installer chooses that; waits for its index. Nothing in
-    an environment of which no folder asks for torch."""
+    """What pip is told so that it takes torch's processor build, as the installer chooses that;
+    waits for its index. Nothing in an environment of which no folder asks for torch."""
     from tools.installer.choice import Wanted, choose
     from tools.installer.needs import needs_of
     from tools.installer.sources import asker, configured, this_machine
@@ -101,7 +104,8 @@ def is_checkout(word: str, root: Path) -> bool:
 
 
 def digest(lane: Lane, root: Path = ROOT) -> str:
-    """What an environment is made of, in 64 letters: interpreter, requirements, pins, and the declarations of folders."""
+    """What an environment is made of, in 64 letters: interpreter, requirements, pins, and the
+    declarations of folders."""
     folders = (root / word / "pyproject.toml" for word in lane.environment if is_checkout(word, root))
     declared = (file.read_text() for file in folders if file.is_file())
     parts = (sys.version, sys.base_prefix, *lane.environment, *SUITE, pins(lane, root), *declared)

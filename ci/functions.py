@@ -16,8 +16,8 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @cache
 def bodies_of(path: Path) -> MappingProxyType[str, int]:
-    """The lines of each function's own body as a number whose bit N is line N, by the function's dotted name. Lines of a
-    function inside are that one's. Empty for a file that does not parse."""
+    """The lines of each function's own body as a number whose bit N is line N, by the function's
+    dotted name. Lines of a function inside are that one's. Empty for a file that does not parse."""
     try:
         tree = ast.parse(path.read_text())
     except (SyntaxError, UnicodeDecodeError):
@@ -33,7 +33,8 @@ def bodies_of(path: Path) -> MappingProxyType[str, int]:
 
 
 def functions_at(path: Path, lines: Iterable[int]) -> list[str]:
-    """The functions of a file that have one of these lines, their heads and decorators too; MODULE for other lines."""
+    """The functions of a file that have one of these lines, their heads and decorators too; MODULE
+    for other lines."""
     spans = _spans(path)
     found: dict[str, None] = {}
     for line in lines:

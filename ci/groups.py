@@ -1,7 +1,9 @@
-"""Closed groups: many tests over few files, run whole when one of the files has changed, in parts by turns otherwise.
+"""Closed groups: many tests over few files, run whole when one of the files has changed, in parts
+by turns otherwise.
 
-A group is a row `[[group]]` of `devices/*/ci.toml` or `tests/ci.toml`. `ci/digests/NAME` is the digest of what it covered
-when it last passed whole; the run that finds another one runs the group whole and, where it passes, writes the file.
+A group is a row `[[group]]` of `devices/*/ci.toml` or `tests/ci.toml`. `ci/digests/NAME` is the
+digest of what it covered when it last passed whole; the run that finds another one runs the group
+whole and, where it passes, writes the file.
 """
 
 from __future__ import annotations
@@ -29,19 +31,21 @@ class Group:
     name: str
     """The group's name, and that of its file below `ci/digests`."""
     lane: str
-    """The lane that runs it; a pattern makes a group on each lane that matches and runs on any machine, `NAME-LANE`, and
-    `{device}` in its files is that lane's device."""
+    """The lane that runs it; a pattern makes a group on each lane that matches and runs on any
+    machine, `NAME-LANE`, and `{device}` in its files is that lane's device."""
     tests: tuple[str, ...]
     """Patterns of tests' names, with parameters where a pattern has a bracket (`[[]`)."""
     sources: tuple[str, ...]
     """Patterns of the files that the tests cover, beside the tests' own."""
     share: int
-    """How many of 100 tests each turn takes while nothing has changed; a test that makes many checks may be taken always,
-    with 100, and take a part of its checks by the fixture `selection`."""
+    """How many of 100 tests each turn takes while nothing has changed; a test that makes many
+    checks may be taken always, with 100, and take a part of its checks by the fixture
+    `selection`."""
     pins: tuple[str, ...] = ()
     """Packages of `constraints*.txt` whose versions the tests cover."""
     skips: bool = False
-    """A test that says that this lane can not run it leaves the group whole, because another lane runs it."""
+    """A test that says that this lane can not run it leaves the group whole, because another lane
+    runs it."""
 
     def has(self, test: str) -> bool:
         """Whether a test, by pytest's name for it, is of this group."""
@@ -49,7 +53,8 @@ class Group:
         return any(fnmatchcase(test if "[" in pattern else name, pattern) for pattern in self.tests)
 
     def digest(self, root: Path = ROOT) -> str:
-        """What the group covers, in 64 letters: the code of its files with their names, and the versions of its packages."""
+        """What the group covers, in 64 letters: the code of its files with their names, and the
+        versions of its packages."""
         total = hashlib.sha256()
         for path in self.files(root):
             total.update(path.relative_to(root).as_posix().encode() + b"\0" + code_of(path) + b"\0")
@@ -70,7 +75,8 @@ class Group:
 
 
 def groups(root: Path = ROOT) -> tuple[Group, ...]:
-    """Every group in the order in which they are declared, those of packages first; raises LaneError."""
+    """Every group in the order in which they are declared, those of packages first; raises
+    LaneError."""
     known = lanes(root)
     found = [group for place in PLACES for path in sorted(root.glob(place)) for group in _read(path, known)]
     names = [group.name for group in found]
@@ -91,8 +97,8 @@ def _read(path: Path, known: Sequence[Lane]) -> list[Group]:
 
 
 def _on_lanes(row: dict[str, Any], known: Sequence[Lane]) -> list[dict[str, Any]]:
-    """A row whose lane is a pattern is one for each lane on any machine, with that lane's name in its own and its device's
-    in patterns of files."""
+    """A row whose lane is a pattern is one for each lane on any machine, with that lane's name in
+    its own and its device's in patterns of files."""
     pattern = str(row.get("lane", ""))
     if "*" not in pattern:
         return [row]
@@ -132,8 +138,8 @@ def stored(root: Path = ROOT) -> Mapping[str, str]:
 
 
 def store(digests: Mapping[str, str], root: Path = ROOT) -> list[str]:
-    """Keep the digests of groups that have passed whole, and forget groups that are no longer declared. Returns the names
-    of those that have another digest than before."""
+    """Keep the digests of groups that have passed whole, and forget groups that are no longer
+    declared. Returns the names of those that have another digest than before."""
     known, before = {group.name for group in groups(root)}, stored(root)
     changed = sorted(name for name, digest in digests.items() if name in known and before.get(name) != digest)
     (root / STORED).mkdir(exist_ok=True)
@@ -145,7 +151,8 @@ def store(digests: Mapping[str, str], root: Path = ROOT) -> list[str]:
 
 
 def passed_whole(record: Mapping[str, Any]) -> dict[str, str]:
-    """Of a lane's record: the digests of the groups that ran whole, of which nothing failed or was skipped."""
+    """Of a lane's record: the digests of the groups that ran whole, of which nothing failed or was
+    skipped."""
     own = [group for group in groups() if group.lane == record["lane"]]
     outcomes: dict[str, set[str]] = {group.name: set() for group in own}
     for test, known in record["tests"].items():

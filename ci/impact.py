@@ -1,8 +1,9 @@
-"""Which tests run which function: a record that a run of everything writes, and what later runs choose by it.
+"""Which tests run which function: a record that a run of everything writes, and what later runs
+choose by it.
 
-The record names for each function some tests of each kind, the most specific first: those that run the fewest functions. To
-watch a test costs as much again as to run it, so a run watches one part of them, the next run the next part; what the record
-says of the rest stays.
+The record names for each function some tests of each kind, the most specific first: those that run
+the fewest functions. To watch a test costs as much again as to run it, so a run watches one part of
+them, the next run the next part; what the record says of the rest stays.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Impact:
     """Which part of the tests was watched last."""
 
     def of(self, function: Function) -> list[Timed]:
-        """Tests that run a function; for one that is not known, and for lines outside of functions, some of the file's."""
+        """Tests that run a function; for one that is not known, and for lines outside of functions,
+        some of the file's."""
         file, name = function
         known = self.functions.get(file, {})
         if name in known:
@@ -80,7 +82,8 @@ def choose(
     accepts: Callable[[Timed], bool],
     first: Iterable[Timed] = (),
 ) -> list[Timed]:
-    """As many accepted tests as fit into so many seconds: `first`, then for each function the most specific, then the next."""
+    """As many accepted tests as fit into so many seconds: `first`, then for each function the most
+    specific, then the next."""
     chosen: dict[tuple[str, str], Timed] = {}
     left = seconds
     queue = [[each for each in impact.of(function) if accepts(each)] for function in functions]
@@ -105,8 +108,8 @@ def is_due(test: str, part: int) -> bool:
 def gather(
     folder: Path, timed: Sequence[Timed], commit: str, before: Impact | None = None, root: Path = ROOT
 ) -> Impact:
-    """Make the record of what `watch.Watcher` left below `folder`, a folder for each lane; reads all of it. What the record
-    `before` says of tests that ran and were not watched stays."""
+    """Make the record of what `watch.Watcher` left below `folder`, a folder for each lane; reads
+    all of it. What the record `before` says of tests that ran and were not watched stays."""
     places = {(each.lane, each.test): place for place, each in enumerate(timed)}
     files: dict[tuple[str, str], list[int]] = defaultdict(list)
     for place, each in enumerate(timed):
@@ -132,7 +135,8 @@ def gather(
 def _kept(
     before: Impact, places: Mapping[tuple[str, str], int], watched: Collection[int]
 ) -> dict[int, tuple[int, list[Function]]]:
-    """By the place of a test that was not watched: how many functions it runs, and those that an older record has it for."""
+    """By the place of a test that was not watched: how many functions it runs, and those that an
+    older record has it for."""
     found: dict[int, tuple[int, list[Function]]] = {}
     for file, functions in before.functions.items():
         for name, tests in functions.items():
@@ -170,8 +174,9 @@ def load(root: Path = ROOT) -> Impact | None:
 
 
 def _runs(folder: Path, root: Path) -> Iterable[tuple[str, Function]]:
-    """Every context that coverage.py recorded, with each function of which it ran a line. The schema of its files is
-    documented: a row of `line_bits` holds the lines of one file in one context, bit N of the number for line N."""
+    """Every context that coverage.py recorded, with each function of which it ran a line. The
+    schema of its files is documented: a row of `line_bits` holds the lines of one file in one
+    context, bit N of the number for line N."""
     for file in sorted(path for path in folder.iterdir() if path.suffix != ".ini"):
         with sqlite3.connect(f"file:{file}?mode=ro", uri=True) as base:
             rows = base.execute(
@@ -201,7 +206,8 @@ def _reduced(
     theirs: Mapping[Function, set[int]],
     counts: Mapping[int, int],
 ) -> Impact:
-    """Of each function's tests the most specific, those of its own process first; by its place how many functions each runs."""
+    """Of each function's tests the most specific, those of its own process first; by its place how
+    many functions each runs."""
     order = _order(timed, counts)
     kept: dict[str, dict[str, list[int]]] = defaultdict(dict)
     for function in sorted(own.keys() | theirs.keys()):
@@ -223,7 +229,8 @@ def _reduced(
 
 
 def _order(timed: Sequence[Timed], counts: Mapping[int, int]) -> list[tuple[float, int]]:
-    """By place: what a test costs times how many functions it runs, the less the more specific; and its function's number."""
+    """By place: what a test costs times how many functions it runs, the less the more specific; and
+    its function's number."""
     numbers: dict[str, int] = {}
     return [
         (

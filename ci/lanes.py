@@ -1,6 +1,8 @@
-"""Lanes: where tests run. Each device package declares its own in `ci.toml`; nothing here knows a device by name.
+"""Lanes: where tests run. Each device package declares its own in `ci.toml`; nothing here knows a
+device by name.
 
-A lane is one device on one kind of machine: the host itself, a simulated accelerator, or hardware with a runner.
+A lane is one device on one kind of machine: the host itself, a simulated accelerator, or hardware
+with a runner.
 """
 
 from __future__ import annotations
@@ -49,17 +51,21 @@ class Lane:
     vendor_torch: bool = False
     """The vendor's torch lies in the machine's own Python, and is kept."""
     environment: tuple[str, ...] = ()
-    """Requirements of an environment of its own, in which nothing else is installed; empty: the project's."""
+    """Requirements of an environment of its own, in which nothing else is installed; empty: the
+    project's."""
     unpinned: tuple[str, ...] = ()
-    """Packages of which that takes another version than constraints.txt has, because a library there asks for it."""
+    """Packages of which that takes another version than constraints.txt has, because a library
+    there asks for it."""
     folders: tuple[str, ...] = ()
     """The tests it runs; empty: all that it may."""
     ignore: tuple[str, ...] = ()
     """Files among them that it can not even collect."""
     only: frozenset[str] = frozenset()
-    """It leaves out tests that need none of these, because another lane runs them; empty: it leaves out none."""
+    """It leaves out tests that need none of these, because another lane runs them; empty: it leaves
+    out none."""
     group: str = ""
-    """The group (ci/groups.py) that all its tests are of: it is run only where that is run whole."""
+    """The group (ci/groups.py) that all its tests are of: it is run only where that is run
+    whole."""
 
     @property
     def needs_hardware(self) -> bool:
@@ -80,12 +86,14 @@ class Lane:
         return ("tests", *own, "simulator/tests") if self.simulator else ("tests", *own)
 
     def missing(self, needs: frozenset[str]) -> list[str]:
-        """What keeps a test that needs these capabilities from running here, in order; nothing if it runs."""
+        """What keeps a test that needs these capabilities from running here, in order; nothing if
+        it runs."""
         lacking = sorted(needs - self.capabilities)
         return lacking or ([] if not self.only or needs & self.only else [f"a need of {', '.join(sorted(self.only))}"])
 
     def takes(self, word: str) -> bool:
-        """Whether a file or folder that a person asks for is one of those that it runs; all are, unless it lists them."""
+        """Whether a file or folder that a person asks for is one of those that it runs; all are,
+        unless it lists them."""
         path = Path(word.partition("::")[0])
         return not self.folders or any(path.is_relative_to(folder) for folder in self.folders)
 
@@ -165,8 +173,8 @@ def lane_named(name: str, found: tuple[Lane, ...]) -> Lane:
 def needs_of(path: Path, declared: frozenset[str]) -> frozenset[str]:
     """What a test in a file needs: what it declares, and what the folder it stands in says.
 
-    A package's tests need the package; the simulator's need it; a test of `tests/` that declares nothing needs no
-    device, and so runs on the host's lane alone.
+    A package's tests need the package; the simulator's need it; a test of `tests/` that declares
+    nothing needs no device, and so runs on the host's lane alone.
     """
     parts = path.parts
     if "devices" in parts:

@@ -1,4 +1,5 @@
-"""The tests nearest to what has changed: for a run of the samples, and for a developer's narrow loop."""
+"""The tests nearest to what has changed: for a run of the samples, and for a developer's narrow
+loop."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ LANES = 2
 
 
 def slow_near(lanes: Sequence[Lane]) -> list[Timed]:
-    """The slow tests that `make test` adds: for half of the time those of files of tests and for functions that no commit has
-    yet, then those that run what has changed since the record, then those of other files that have."""
+    """The slow tests that `make test` adds: for half of the time those of files of tests and for
+    functions that no commit has yet, then those that run what has changed since the record, then
+    those of other files that have."""
     record = impact.load()
     if record is None:
         return []
@@ -42,7 +44,8 @@ def slow_near(lanes: Sequence[Lane]) -> list[Timed]:
 
 
 def write(chosen: Sequence[Timed], lanes: Sequence[Lane]) -> str:
-    """Write the chosen tests, a file for each lane; returns the option by which a lane is told of its own."""
+    """Write the chosen tests, a file for each lane; returns the option by which a lane is told of
+    its own."""
     folder = ROOT / "build" / "near"
     folder.mkdir(parents=True, exist_ok=True)
     for lane in lanes:
@@ -52,7 +55,8 @@ def write(chosen: Sequence[Timed], lanes: Sequence[Lane]) -> str:
 
 
 def loop(files: Sequence[str], seconds: float, lanes: Sequence[Lane]) -> int:
-    """Run the tests nearest to what has changed, or to these files, on the lanes that run them; waits. The exit status."""
+    """Run the tests nearest to what has changed, or to these files, on the lanes that run them;
+    waits. The exit status."""
     record = impact.load()
     if record is None:
         raise LaneError(f"there is no {impact.STORED}; `make test-all` writes it")
@@ -73,8 +77,8 @@ def loop(files: Sequence[str], seconds: float, lanes: Sequence[Lane]) -> int:
 
 
 def _asked(files: Sequence[str], record: Impact) -> tuple[list[Function], list[str]]:
-    """The functions and the files of tests that a person means; with no file what has changed since the last commit, or
-    else since the record."""
+    """The functions and the files of tests that a person means; with no file what has changed since
+    the last commit, or else since the record."""
     if not files:
         found = changes.since("HEAD")
         found = found if found.functions or found.tests else changes.since(record.commit)
@@ -111,7 +115,8 @@ def _chosen(
 
 
 def _able(test: str, lanes: Sequence[Lane]) -> list[Lane]:
-    """The lanes that may run some tests of a file that the record does not know, by the capabilities that it names."""
+    """The lanes that may run some tests of a file that the record does not know, by the
+    capabilities that it names."""
     source = (ROOT / test).read_text()
     found = []
     for lane in lanes:

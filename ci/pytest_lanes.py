@@ -1,6 +1,6 @@
-"""The pytest side of a lane: tests that it can not run are left out with the capability they miss, those that a sample
-does not take with the reason, and it is recorded what ran. A test says what it needs with `@pytest.mark.needs("streams")`,
-never which device.
+"""The pytest side of a lane: tests that it can not run are left out with the capability they miss,
+those that a sample does not take with the reason, and it is recorded what ran. A test says what it
+needs with `@pytest.mark.needs("streams")`, never which device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ EVERY = 60.0
 PROCESSOR = "processor"
 """The property of a report in which the processor's seconds of a test are."""
 SESSION = "session"
-"""The one in which those of fixtures are that a whole session shares: the first file that asks for one does not cost that."""
+"""The one in which those of fixtures are that a whole session shares: the first file that asks for
+one does not cost that."""
 
 
 class LaneRun:
@@ -70,8 +71,8 @@ class LaneRun:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """A file of `tests/` in which, and in whose folder's conftest.py, nobody says what is needed is the host's: other
-        lanes need not even import it."""
+        """A file of `tests/` in which, and in whose folder's conftest.py, nobody says what is
+        needed is the host's: other lanes need not even import it."""
         is_shared = collection_path.is_relative_to(ROOT / "tests") and collection_path.name.startswith("test_")
         if HOST in self.lane.capabilities or not is_shared or not collection_path.is_file():
             return None
@@ -89,8 +90,8 @@ class LaneRun:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """What has been imported stays. No garbage is looked for in it, which would be most of what a capture of graphs costs
-        in a process that holds thousands of tests and all of torch."""
+        """What has been imported stays. No garbage is looked for in it, which would be most of what
+        a capture of graphs costs in a process that holds thousands of tests and all of torch."""
         self._item = item
         if len(sys.modules) != self._modules:
             self._modules = len(sys.modules)
@@ -189,7 +190,8 @@ class LaneRun:
         )
 
     def pytest_unconfigure(self) -> None:
-        """Python looks through everything when it ends, and some libraries report what it then misses."""
+        """Python looks through everything when it ends, and some libraries report what it then
+        misses."""
         gc.unfreeze()
 
     @pytest.hookimpl(optionalhook=True)
@@ -212,7 +214,8 @@ def _processor() -> float:
 
 
 def took_all(lane: Lane, config: pytest.Config, exitstatus: int) -> bool:
-    """A run came to its end, and nobody had asked for some of the lane's tests only: what a group's renewal rests on."""
+    """A run came to its end, and nobody had asked for some of the lane's tests only: what a group's
+    renewal rests on."""
     asked = config.option
     has_ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not asked.maxfail
     is_narrowed = asked.keyword or asked.markexpr or asked.deselect

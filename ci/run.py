@@ -1,7 +1,8 @@
-"""Runs lanes side by side, says of each failure whose it is, and leaves a record of each for the table.
+"""Runs lanes side by side, says of each failure whose it is, and leaves a record of each for the
+table.
 
-A lane that runs beside others has one process, so that each pays once for what every process pays: imports, collection,
-servers, compiled code. One that runs alone has all of them.
+A lane that runs beside others has one process, so that each pays once for what every process pays:
+imports, collection, servers, compiled code. One that runs alone has all of them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Failure(Enum):
 
 _INFRA = ("No space left on device", "Cannot allocate memory", "crashed while running", "node down: Not properly")
 NO_PLUGINS = "-p no:schemathesis -p no:langsmith_plugin -p no:anyio"
-"""What libraries of tests bring to every pytest, also to those that tests start, and that costs seconds at each start."""
+"""What libraries of tests bring to every pytest, also to those that tests start, and that costs
+seconds at each start."""
 _NAMED = ("FAILED ", "ERROR ")
 """How a line of pytest's summary begins that names a test."""
 _IMAGE = ("No module named", "could not be built", "No matching distribution")
@@ -50,8 +52,8 @@ _IMAGE = ("No module named", "could not be built", "No matching distribution")
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One lane's run: its exit status, seconds, the class of its failure (None: it passed), and the lines of pytest's summary
-    that name what failed."""
+    """One lane's run: its exit status, seconds, the class of its failure (None: it passed), and the
+    lines of pytest's summary that name what failed."""
 
     lane: Lane
     status: int
@@ -98,15 +100,16 @@ def command(
 
 
 def environ(around: Mapping[str, str]) -> dict[str, str]:
-    """What a lane's processes find in their environment. What they import is compiled once, whatever is said outside: a run
-    starts hundreds of processes, and the install leaves the compiling to them."""
+    """What a lane's processes find in their environment. What they import is compiled once,
+    whatever is said outside: a run starts hundreds of processes, and the install leaves the
+    compiling to them."""
     own = {"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": NO_PLUGINS, **around}
     return {name: value for name, value in own.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def run_all(lanes: Sequence[Lane], workers: int, words: Sequence[str] = (), taken: Sequence[str] = ()) -> list[Ran]:
-    """Run lanes here, as many side by side as there may be processes; the host's, which has most tests, after the others and
-    in all processes. Waits."""
+    """Run lanes here, as many side by side as there may be processes; the host's, which has most
+    tests, after the others and in all processes. Waits."""
     for lane in lanes:
         shutil.rmtree(RAW / lane.name, ignore_errors=True)
     last = [lane for lane in lanes if HOST in lane.capabilities]
@@ -118,7 +121,8 @@ def run_all(lanes: Sequence[Lane], workers: int, words: Sequence[str] = (), take
 
 
 def run_each(asked: Sequence[tuple[Lane, Sequence[str]]]) -> list[Ran]:
-    """Run some tests of each of these lanes side by side, a process for each; leaves no record. Waits."""
+    """Run some tests of each of these lanes side by side, a process for each; leaves no record.
+    Waits."""
     with ThreadPoolExecutor(max(1, len(asked))) as threads:
         return list(threads.map(lambda each: run(each[0], 0, each[1], is_beside=len(asked) > 1, is_kept=False), asked))
 
@@ -131,8 +135,9 @@ def run(
     is_beside: bool = False,
     is_kept: bool = True,
 ) -> Ran:
-    """Run one lane here, its output as it comes, with its name before each line if it runs beside others, and then in one
-    process; waits. An environment of its own is made first. A record is left if `is_kept`."""
+    """Run one lane here, its output as it comes, with its name before each line if it runs beside
+    others, and then in one process; waits. An environment of its own is made first. A record is
+    left if `is_kept`."""
     print(f"\n== lane {lane.name} ==", flush=True)
     if is_kept:
         record_of(lane).unlink(missing_ok=True)
@@ -163,7 +168,8 @@ def run(
 
 
 def report(runs: Sequence[Ran]) -> str:
-    """One line for each lane, and after them what failed: whoever keeps only the end of the output has it."""
+    """One line for each lane, and after them what failed: whoever keeps only the end of the output
+    has it."""
     lines = [
         f"  {ran.lane.name:<14} {'passed' if ran.failure is None else 'FAILED: ' + ran.failure.value:<18} {ran.seconds:6.0f} s"
         for ran in runs

@@ -1,7 +1,8 @@
 """Which of a lane's tests a run takes.
 
-Without a turn, all. With one: every cheap test; of the slow ones a part, the next part at the next turn, and those near
-to what has changed, or all of them; a closed group whole where it is stale, and else a part of it by turns.
+Without a turn, all. With one: every cheap test; of the slow ones a part, the next part at the next
+turn, and those near to what has changed, or all of them; a closed group whole where it is stale,
+and else a part of it by turns.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Slow:
     """The tests that are not run at every turn."""
 
     names: frozenset[str] = frozenset()
-    """Their shared names (`shared_name`), and files whose tests all go together because they share what costs most."""
+    """Their shared names (`shared_name`), and files whose tests all go together because they share
+    what costs most."""
     turns: int = 10
     """In so many turns each of them is taken once."""
 
@@ -45,7 +47,8 @@ class Wanted:
     """What a run is asked to take."""
 
     turn: int | None = None
-    """The rotation's number, as a rule the number of commits; None: everything, on every lane that can run it."""
+    """The rotation's number, as a rule the number of commits; None: everything, on every lane that
+    can run it."""
     turns: int = 1
     """The parts that are taken at once: this turn's and the next ones'."""
     is_whole: bool = False
@@ -108,13 +111,15 @@ class Selection:
 
 
 def shared_name(test: str) -> str:
-    """A test's name without the package in whose folder it stands: packages name tests of one kind alike."""
+    """A test's name without the package in whose folder it stands: packages name tests of one kind
+    alike."""
     parts = test.split("/")
     return "/".join(["devices", "*", *parts[2:]]) if parts[0] == "devices" and len(parts) > 2 else test
 
 
 def slow_tests(root: Path = ROOT) -> Slow:
-    """The tests of `ci/slow.txt`; a test that no run of everything has timed is not among them. Raises LaneError."""
+    """The tests of `ci/slow.txt`; a test that no run of everything has timed is not among them.
+    Raises LaneError."""
     file = root / SLOW
     if not file.is_file():
         return Slow()

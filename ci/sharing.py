@@ -1,7 +1,8 @@
 """Which of the simulated lanes takes a test that several of them can run.
 
-The rule: a test of `tests/` runs on one of them, and on the next one at the next commit. A package's own tests and the
-simulator's run on each of their lanes. `tests/sharing.toml` has the exceptions, each with its reason.
+The rule: a test of `tests/` runs on one of them, and on the next one at the next commit. A
+package's own tests and the simulator's run on each of their lanes. `tests/sharing.toml` has the
+exceptions, each with its reason.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ class SharingRow:
     reason: str
     """Why the rule does not hold for them."""
     runs_on: str = ""
-    """"every": each lane takes the tests; "one": one of them does, although they stand in a package's folder."""
+    """"every": each lane takes the tests; "one": one of them does, although they stand in a
+    package's folder."""
     rotates: str = ""
-    """A parameter: each lane takes every test with one value of it, the next lane with the next value."""
+    """A parameter: each lane takes every test with one value of it, the next lane with the next
+    value."""
     only: str = ""
     """A regular expression for the names of the tests that this row is about."""
     lanes: tuple[str, ...] = ()
@@ -48,8 +51,9 @@ class SharingRow:
 
 
 class Sharing:
-    """What one lane takes of the tests that several simulated lanes can run; `turn` moves every test to the next lane. A slow
-    test is taken in one of `turns` turns; when its turn comes again, it is the next lane's."""
+    """What one lane takes of the tests that several simulated lanes can run; `turn` moves every
+    test to the next lane. A slow test is taken in one of `turns` turns; when its turn comes again,
+    it is the next lane's."""
 
     def __init__(self, lane: Lane, turn: int, turns: int, root: Path = ROOT) -> None:
         self._lane = lane.name
@@ -111,8 +115,8 @@ class Places:
                     values.append(value)
 
     def is_turn(self, item: pytest.Item, rotates: str, turn: int) -> bool:
-        """Whether a test is taken: each law, each value of the other parameters and each lane takes the next value of the
-        parameter that rotates."""
+        """Whether a test is taken: each law, each value of the other parameters and each lane takes
+        the next value of the parameter that rotates."""
         values = values_of(item)
         others = sum(self._values[name].index(value) for name, value in values.items() if name != rotates)
         known = self._values[rotates]

@@ -28,7 +28,8 @@ class Bisection:
         self._words = command(test, lane)
 
     def run(self, good: str = "") -> str:
-        """The first commit at which the test fails; `good` is one at which it passes, empty: it is looked for. Waits.
+        """The first commit at which the test fails; `good` is one at which it passes, empty: it is
+        looked for. Waits.
 
         Raises LaneError where the test passes now, or fails as far back as it is looked for."""
         self._remove()

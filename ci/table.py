@@ -1,5 +1,6 @@
-"""The table of tests and lanes: what ran where, when, why not, and which gap is known. A test that ran nowhere is
-red, unless a lane that is not always run could: then it waits for that, and is counted."""
+"""The table of tests and lanes: what ran where, when, why not, and which gap is known. A test that
+ran nowhere is red, unless a lane that is not always run could: then it waits for that, and is
+counted."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ _KIT = re.compile(r"^devices/[^/]+/tests/test_conformance\.py")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What happened to one test on one lane: "passed", "failed", "skipped" with its reason, "left out" with what the
-    lane lacks, by name in `missing`, "not taken" by a sample, or "elsewhere" where another lane's turn it is; `at` is when,
-    in seconds since 1970."""
+    """What happened to one test on one lane: "passed", "failed", "skipped" with its reason, "left
+    out" with what the lane lacks, by name in `missing`, "not taken" by a sample, or "elsewhere"
+    where another lane's turn it is; `at` is when, in seconds since 1970."""
 
     outcome: str
     at: int
@@ -35,7 +36,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Tests by lane. `gaps` are the laws that a lane's package declares it does not hold; `declared` are all lanes."""
+    """Tests by lane. `gaps` are the laws that a lane's package declares it does not hold;
+    `declared` are all lanes."""
 
     lanes: tuple[str, ...]
     tests: Mapping[str, Mapping[str, Cell]]
@@ -44,7 +46,8 @@ class Table:
 
     @property
     def never_ran(self) -> tuple[str, ...]:
-        """Tests that no lane ran, that no sample left for another run, and that no lane that was not run could run."""
+        """Tests that no lane ran, that no sample left for another run, and that no lane that was
+        not run could run."""
         return tuple(test for test in self._idle if not self._is_sampled(test) and not self.waits_for(test))
 
     @property
@@ -72,8 +75,8 @@ class Table:
         return any(cell.outcome == outcome for cell in self.tests[test].values())
 
     def waits_for(self, test: str) -> str:
-        """The lane with hardware or of a group, not run and of the same device as one that left the test out, that has all
-        which that one lacks."""
+        """The lane with hardware or of a group, not run and of the same device as one that left the
+        test out, that has all which that one lacks."""
         devices = {lane.name: lane.device for lane in self.declared}
         for name, cell in self.tests[test].items():
             for lane in self.declared:
@@ -111,12 +114,14 @@ def read(records: Sequence[Path], root: Path = ROOT) -> Table:
 
 
 def everyones(test: str) -> str:
-    """A test's name without the package that it stands in: packages whose lanes share tests out name them alike."""
+    """A test's name without the package that it stands in: packages whose lanes share tests out
+    name them alike."""
     return re.sub(r"^devices/[^/]+/", "devices/*/", test)
 
 
 def shared(test: str) -> str:
-    """The conformance kit is one suite, whichever package's file runs it: each of its laws is one row."""
+    """The conformance kit is one suite, whichever package's file runs it: each of its laws is one
+    row."""
     return _KIT.sub("devices/*/tests/test_conformance.py", test)
 
 

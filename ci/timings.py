@@ -1,7 +1,9 @@
-"""What tests cost, from the records of lanes, and which of them are slow: `ci/slow.txt`, which a run of everything writes.
+"""What tests cost, from the records of lanes, and which of them are slow: `ci/slow.txt`, which a
+run of everything writes.
 
-A suite that grows must not make `make test` longer. So what is fixed is not what a cheap test may cost, nor how many turns take
-all slow tests, but how long the cheap tests may take together, and how long a turn may.
+A suite that grows must not make `make test` longer. So what is fixed is not what a cheap test may
+cost, nor how many turns take all slow tests, but how long the cheap tests may take together, and
+how long a turn may.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ LIMIT = 0.5
 PART = 0.75
 """Of the seconds by the clock."""
 SHARED = 2.0
-"""Seconds of a file's fixtures on a lane beyond which its tests go together, so that they are paid for in one turn, ..."""
+"""Seconds of a file's fixtures on a lane beyond which its tests go together, so that they are paid
+for in one turn, ..."""
 PER_TEST = 0.1
 """... unless there are so many tests in it that the part of each is less than so many seconds."""
 MARGIN = 0.2
-"""A test changes sides only if it is so much, as a part of its cost, beyond the limit: costs vary from run to run."""
+"""A test changes sides only if it is so much, as a part of its cost, beyond the limit: costs vary
+from run to run."""
 
 
 def timed(records: Sequence[Path], slow: Slow) -> list[Timed]:
@@ -45,8 +49,9 @@ def timed(records: Sequence[Path], slow: Slow) -> list[Timed]:
 
 
 def costs(record: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of each test of a lane that ran: its processor's seconds, or three quarters of those by the clock where that is
-    more, because others may use the machine; and its part of what the fixtures of its file took."""
+    """Seconds of each test of a lane that ran: its processor's seconds, or three quarters of those
+    by the clock where that is more, because others may use the machine; and its part of what the
+    fixtures of its file took."""
     ran = {test: known for test, known in record["tests"].items() if known["outcome"] != "skipped"}
     counts = Counter(test.partition("::")[0] for test in ran)
     fixtures = record.get("fixtures", {})
@@ -62,9 +67,10 @@ def _own(known: Mapping[str, Any]) -> float:
 
 
 def slow_of(records: Sequence[Path], before: Slow) -> Slow:
-    """The slow tests: all but the cheapest that fit into the time for cheap ones. What a test costs is
-    the most that it does on a lane, and it takes the time of all lanes that ran it. Those of closed groups are not among them:
-    their group says when they run. Tests of a file with costly fixtures go by the file's name. What did not run keeps its place."""
+    """The slow tests: all but the cheapest that fit into the time for cheap ones. What a test costs
+    is the most that it does on a lane, and it takes the time of all lanes that ran it. Those of
+    closed groups are not among them: their group says when they run. Tests of a file with costly
+    fixtures go by the file's name. What did not run keeps its place."""
     worst: dict[str, float] = {}
     together: dict[str, float] = defaultdict(float)
     ran: set[str] = set()

@@ -1,6 +1,6 @@
-"""The oldest torch that the runtime must also run on, and the newest, have no build here: their public names are kept, and
-what the code uses is held against them. `python -m ci.torch_names WHEEL` writes the list of a version from its wheel, for any
-platform.
+"""The oldest torch that the runtime must also run on, and the newest, have no build here: their
+public names are kept, and what the code uses is held against them. `python -m ci.torch_names WHEEL`
+writes the list of a version from its wheel, for any platform.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def stored_versions() -> dict[str, dict[str, list[str]]]:
 
 
 def names_of_wheel(wheel: Path) -> dict[str, list[str]]:
-    """The names of each torch module in a wheel that has public Python source, and the members of `CLASSES`."""
+    """The names of each torch module in a wheel that has public Python source, and the members of
+    `CLASSES`."""
     with zipfile.ZipFile(wheel) as files:
         sources = {name: files.read(name).decode() for name in files.namelist() if _wanted(name)}
         version = (
@@ -52,7 +53,8 @@ def names_of_wheel(wheel: Path) -> dict[str, list[str]]:
 
 
 def _wanted(name: str) -> bool:
-    """Public modules down to the third level, the stubs, and where the classes' Python parts live."""
+    """Public modules down to the third level, the stubs, and where the classes' Python parts
+    live."""
     if name in STUBS or name in ("torch/_tensor.py", "torch/_streambase.py"):
         return True
     parts = Path(name).with_suffix("").parts
@@ -97,8 +99,8 @@ def unknown_names(stored: Mapping[str, list[str]], root: Path = ROOT) -> list[st
 
 
 def _missing_members(modules: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """Methods of the installed torch's classes that the stored version lacks, as not yet or no more there; no object of ours
-    has such a name."""
+    """Methods of the installed torch's classes that the stored version lacks, as not yet or no more
+    there; no object of ours has such a name."""
     import torch
 
     kinds = (torch.Tensor, torch.Stream, torch.Event)
@@ -108,7 +110,8 @@ def _missing_members(modules: Mapping[str, frozenset[str]]) -> frozenset[str]:
 
 
 def _uses(tree: ast.AST, missing: frozenset[str]) -> Iterator[tuple[int, str]]:
-    """Dotted names that start at torch, in expressions and imports, and members that another torch lacks."""
+    """Dotted names that start at torch, in expressions and imports, and members that another torch
+    lacks."""
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     imported = (alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names)
     start = "torch." if any(name.split(".")[0] == "torch" for name in imported) else "no name of torch is bound here"
@@ -133,7 +136,8 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _is_unknown(name: str, modules: Mapping[str, frozenset[str]]) -> bool:
-    """Walk down the modules; what follows the last known one must be a name in it. Registered operators are not names."""
+    """Walk down the modules; what follows the last known one must be a name in it. Registered
+    operators are not names."""
     parts = name.split(".")
     if parts[:2] == ["torch", "ops"]:
         return False

@@ -1,8 +1,8 @@
 """The pytest plugin that records which test runs which lines, by coverage.py.
 
-What a test's own process runs is recorded with the test's name. What a process that it starts runs is recorded with the
-name of the test's file, because a server serves all tests of a file. A fixture that several tests share is watched with the first
-of them, if that one is.
+What a test's own process runs is recorded with the test's name. What a process that it starts runs
+is recorded with the name of the test's file, because a server serves all tests of a file. A fixture
+that several tests share is watched with the first of them, if that one is.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ disable_warnings = no-data-collected,module-not-imported,module-not-measured,cou
 
 
 class Watcher:
-    """Watches the tests for which `is_due` says so, until pytest ends. `folder` is made; each process writes files of its own
-    there."""
+    """Watches the tests for which `is_due` says so, until pytest ends. `folder` is made; each
+    process writes files of its own there."""
 
     def __init__(self, folder: Path, is_due: Callable[[str], bool]) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""The GitHub workflow generated from the lanes: a job for each lane and torch, and one that joins what they recorded.
+"""The GitHub workflow generated from the lanes: a job for each lane and torch, and one that joins
+what they recorded.
 
-Every job is written out: no step is made of an expression, so what stands there is what bash gets. Workflows without the
-header are written by hand and left alone.
+Every job is written out: no step is made of an expression, so what stands there is what bash gets.
+Workflows without the header are written by hand and left alone.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ jobs:
 
 
 def texts(found: Sequence[Lane], root: Path = ROOT) -> Mapping[str, str]:
-    """Every generated workflow by its file's name; raises LaneError where a lane can not be installed as it says."""
+    """Every generated workflow by its file's name; raises LaneError where a lane can not be
+    installed as it says."""
     rows = [(lane, version) for lane in found for version in lane.torch or ("",)]
     joined = [_id(lane, version) for lane, version in rows if version in ("", *lane.torch[:1])]
     return {FILE: HEADER + HEAD + "".join(_job(*row, root) for row in rows) + _joining(joined)}
@@ -75,8 +77,8 @@ def _has_runner(lane: Lane) -> str:
 
 
 def _steps(lane: Lane, version: str, root: Path) -> str:
-    """A lane's steps: what the image lacks, the checkout, what the lane sets up, Python's packages, the tests, the record. That of
-    its first torch is joined with the others'."""
+    """A lane's steps: what the image lacks, the checkout, what the lane sets up, Python's packages,
+    the tests, the record. That of its first torch is joined with the others'."""
     source = [f"source {lane.source}"] if lane.source else []
     trusted = ['git config --global --add safe.directory "$GITHUB_WORKSPACE"'] if lane.image else []
     run = f'{VENV} -m ci run {lane.name} --tests "$TESTS"'
@@ -108,7 +110,8 @@ def _run(name: str, lines: Sequence[str], condition: str = "") -> str:
 
 
 def _install(lane: Lane, version: str, root: Path) -> list[str]:
-    """How a lane's Python gets its packages. One of an environment of its own makes that when it is run."""
+    """How a lane's Python gets its packages. One of an environment of its own makes that when it is
+    run."""
     made = f"python3 -m venv {'--system-site-packages ' if lane.vendor_torch else ''}.venv"
     if lane.environment:
         return [made, f"{VENV} -m pip install --quiet -c constraints.txt pytest"]
@@ -116,7 +119,8 @@ def _install(lane: Lane, version: str, root: Path) -> list[str]:
 
 
 def _wanted(lane: Lane, version: str, root: Path) -> list[str]:
-    """The installer's options: everything on the host's lane and on simulated ones, the device's own package on others."""
+    """The installer's options: everything on the host's lane and on simulated ones, the device's
+    own package on others."""
     fits = _simulator_takes(version, root)
     if lane.simulator and not fits:
         raise LaneError(f"lane {lane.name} asks for torch {version}, which the simulator does not take; name another")
@@ -157,7 +161,8 @@ def _joining(needs: Sequence[str]) -> str:
 
 
 def generated(root: Path = ROOT) -> dict[str, str]:
-    """The stored workflows that this module wrote, by name: those that begin with its header. Others are written by hand."""
+    """The stored workflows that this module wrote, by name: those that begin with its header.
+    Others are written by hand."""
     found = {path.name: path.read_text() for path in (root / FOLDER).glob("*.yml")}
     return {name: text for name, text in found.items() if text.startswith(HEADER)}
 

@@ -1,6 +1,7 @@
 """sglcore, one LLM inference engine; every accelerator is a package.
 
-Importing this module loads neither numpy nor a tensor library; the public classes are imported on first use.
+Importing this module loads neither numpy nor a tensor library; the public classes are imported on
+first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tiny random checkpoints, saved by the transformers library, which is then the oracle of whoever loads them."""
+"""Tiny random checkpoints, saved by the transformers library, which is then the oracle of whoever
+loads them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ SIZES: Mapping[str, Any] = MappingProxyType(
         "eos_token_id": 2,
     }
 )
-"""Odd enough that a swapped dimension shows; `initializer_range` is large, so that a wrong weight shows."""
+"""Odd enough that a swapped dimension shows; `initializer_range` is large, so that a wrong weight
+shows."""
 
 Oracle = Any
 """A transformers model."""
@@ -131,7 +133,8 @@ def gpt_oss(**changes: Any) -> Oracle:
 
 
 def with_mxfp4_experts(model: Oracle, folder: Path) -> Path:
-    """Save a gpt-oss as it is published, its experts as random codes, and give the model their values."""
+    """Save a gpt-oss as it is published, its experts as random codes, and give the model their
+    values."""
     # This import takes as long as all others of this file, which a hundred files of tests import.
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -215,8 +218,8 @@ def gemma2(**changes: Any) -> Oracle:
 
 
 def hybrid_sizes() -> dict[str, Any]:
-    """Three layers, the second with attention, of whose heads a half is rotated. The epsilon keeps norms of small sums from making
-    float32's own error large."""
+    """Three layers, the second with attention, of whose heads a half is rotated. The epsilon keeps
+    norms of small sums from making float32's own error large."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
     sizes = {"linear_value_head_dim": 8, "num_hidden_layers": 3, "head_dim": 24, "rms_norm_eps": 1e-3}
     kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
@@ -252,7 +255,8 @@ def qwen35_moe(**changes: Any) -> Oracle:
 
 
 def lfm2(**changes: Any) -> Oracle:
-    """An LFM2 whose second layer has attention; its feed-forward blocks are 48 wide, two thirds of what its file says."""
+    """An LFM2 whose second layer has attention; its feed-forward blocks are 48 wide, two thirds of
+    what its file says."""
     sizes = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "block_multiple_of": 16}
     return make_oracle(transformers.Lfm2Config(**{**SIZES, **sizes, **changes}), "Lfm2ForCausalLM")
 
@@ -269,8 +273,9 @@ def lfm2_moe(**changes: Any) -> Oracle:
 
 
 def nemotron_h(**changes: Any) -> Oracle:
-    """A Nemotron-H with a layer of each kind. Its class limits the time steps of prompts from below by another number than its file's limit, and those of
-    single tokens not at all; here it limits none."""
+    """A Nemotron-H with a layer of each kind. Its class limits the time steps of prompts from below
+    by another number than its file's limit, and those of single tokens not at all; here it limits
+    none."""
     space = {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12, "conv_kernel": 3}
     kinds = ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"]
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4}
@@ -286,7 +291,8 @@ def nemotron_h(**changes: Any) -> Oracle:
 
 
 def exaone4(**changes: Any) -> Oracle:
-    """An EXAONE 4, which has no file of ours: every second layer has a window, and full ones have no rotary embedding."""
+    """An EXAONE 4, which has no file of ours: every second layer has a window, and full ones have
+    no rotary embedding."""
     sizes = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
     return make_oracle(transformers.Exaone4Config(**{**SIZES, **sizes, **changes}), "Exaone4ForCausalLM")
 
@@ -319,7 +325,8 @@ def bert(architecture: str = "BertModel", **changes: Any) -> Oracle:
 
 
 def roberta(architecture: str = "XLMRobertaModel", **changes: Any) -> Oracle:
-    """A RoBERTa or XLM-RoBERTa encoder, or one of the models around it; positions begin behind that of padding."""
+    """A RoBERTa or XLM-RoBERTa encoder, or one of the models around it; positions begin behind that
+    of padding."""
     sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
     kind = transformers.XLMRobertaConfig if architecture.startswith("XLM") else transformers.RobertaConfig
     own = {"pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
@@ -327,7 +334,8 @@ def roberta(architecture: str = "XLMRobertaModel", **changes: Any) -> Oracle:
 
 
 def modernbert(architecture: str = "ModernBertModel", **changes: Any) -> Oracle:
-    """A ModernBERT encoder, or one of the models around it: two of its three layers see three tokens to either side."""
+    """A ModernBERT encoder, or one of the models around it: two of its three layers see three
+    tokens to either side."""
     sizes = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "num_hidden_layers")}
     own = {"num_hidden_layers": 3, "local_attention": 6, "cls_token_id": 1, "sep_token_id": 2}
     return make_oracle(transformers.ModernBertConfig(**{**sizes, **own, **changes}), architecture)

@@ -1,4 +1,5 @@
-"""Tiny random DeepSeek-V4 checkpoints in each dialect, by transformers, which is the oracle of whoever loads them."""
+"""Tiny random DeepSeek-V4 checkpoints in each dialect, by transformers, which is the oracle of
+whoever loads them."""
 
 from __future__ import annotations
 
@@ -84,12 +85,14 @@ def _random(name: str, values: Tensor) -> Tensor:
 
 
 def with_module_names(model: Oracle, folder: Path) -> Path:
-    """By the names of transformers' modules, experts in one piece; its own form of the configuration."""
+    """By the names of transformers' modules, experts in one piece; its own form of the
+    configuration."""
     return _write(folder, model.config.to_dict(), {**model.state_dict()})
 
 
 def with_published_names(model: Oracle, folder: Path) -> Path:
-    """As DeepSeek publishes them, with what predicts further tokens, and the published form of the configuration."""
+    """As DeepSeek publishes them, with what predicts further tokens, and the published form of the
+    configuration."""
     own = revert_weight_conversion(model, model.state_dict())
     weights = {re.sub(r"^model\.", "", name): values for name, values in own.items()}
     weights = {_published(name): values for name, values in weights.items()}
@@ -134,8 +137,8 @@ def _next_token(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class DenseStreams:
-    """The layer that predicts one token more, of a checkpoint by the published names, by the modules of transformers: a layer with the
-    window alone, and the ends of a model around it."""
+    """The layer that predicts one token more, of a checkpoint by the published names, by the
+    modules of transformers: a layer with the window alone, and the ends of a model around it."""
 
     def __init__(self, folder: Path) -> None:
         one = {"num_hidden_layers": 1, "layer_types": (SLIDING,), "mlp_layer_types": ("moe",)}
@@ -150,7 +153,8 @@ class DenseStreams:
         self._own = own
 
     def __call__(self, ids: Tensor, streams: Tensor) -> Tensor:
-        """Tokens [T], and the streams [T, n * H] of those before them, to the streams behind the layer."""
+        """Tokens [T], and the streams [T, n * H] of those before them, to the streams behind the
+        layer."""
         model, count, places = self._shell.model, len(ids), torch.arange(len(ids))
         before = self._projected("h", streams.view(count, -1, 64))
         begun = self._projected("e", model.embed_tokens(ids)).unsqueeze(1)
@@ -200,8 +204,8 @@ def _write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor
 
 
 def with_float8(folder: Path, block: int = 32) -> tuple[Path, Path]:
-    """Of a checkpoint by the published names: one whose projections are 8-bit floats with powers of two for each block, and one
-    with the values that these stand for."""
+    """Of a checkpoint by the published names: one whose projections are 8-bit floats with powers of
+    two for each block, and one with the values that these stand for."""
     weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     floats, values = dict(weights), dict(weights)
     for name, weight in weights.items():

@@ -1,4 +1,5 @@
-"""Tiny random drafts in the published formats, and what they propose by dense torch: every proposal by a forward from scratch."""
+"""Tiny random drafts in the published formats, and what they propose by dense torch: every proposal
+by a forward from scratch."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Eagle3Layer(nn.Module):
 
 
 class DenseDraft(nn.Module):
-    """What all have in common. `target` gives embedding and output layer; modules are called as in published files."""
+    """What all have in common. `target` gives embedding and output layer; modules are called as in
+    published files."""
 
     target: Any
     config: Any
@@ -75,7 +77,8 @@ class DenseDraft(nn.Module):
         self.__dict__["rotary"] = LlamaRotaryEmbedding(self.config)
 
     def turned(self, count: int) -> dict[str, Any]:
-        """What layers are given beside their rows: positions from 0, and each sees those before it."""
+        """What layers are given beside their rows: positions from 0, and each sees those before
+        it."""
         places = torch.arange(count)
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
         return {
@@ -92,8 +95,8 @@ class DenseDraft(nn.Module):
 
     @torch.no_grad()
     def propose(self, following: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
-        """Log-probabilities [len(path) + 1, vocab]: after cells of tokens `following`, the token after each of `features` [L, F],
-        and after each token of a path of proposals."""
+        """Log-probabilities [len(path) + 1, vocab]: after cells of tokens `following`, the token
+        after each of `features` [L, F], and after each token of a path of proposals."""
         ids, rows, found = list[Any](following), self.project(features), []
         for token in (*path, None):
             recurrent = self(self.target.model.embed_tokens(torch.tensor(ids))[None], rows[None])[0]
@@ -206,7 +209,8 @@ class DenseDFlash(DenseDraft):
 
     @torch.no_grad()
     def propose(self, following: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
-        """Log-probabilities [block - 1, vocab], whatever the path: the last of `following` is the root."""
+        """Log-probabilities [block - 1, vocab], whatever the path: the last of `following` is the
+        root."""
         ids = torch.tensor([following[-1], *[self.mask] * (self.block - 1)])
         hidden, context = self.target.model.embed_tokens(ids), self.hidden_norm(self.fc(features))
         turns = self.rotary(torch.zeros(1), torch.arange(len(features) + self.block)[None])
@@ -216,8 +220,8 @@ class DenseDFlash(DenseDraft):
 
 
 class DenseNextToken(DenseDraft):
-    """DeepSeek's scheme around a layer and norm of transformers' own, `shell` being a model of one layer. MiMo's has the other
-    side first, and no first token."""
+    """DeepSeek's scheme around a layer and norm of transformers' own, `shell` being a model of one
+    layer. MiMo's has the other side first, and no first token."""
 
     def __init__(self, target: Oracle, shell: Oracle, is_mimo: bool) -> None:
         super().__init__(target)
@@ -236,8 +240,8 @@ class DenseNextToken(DenseDraft):
 
 
 class DenseHeads(DenseDraft):
-    """Layers of which each proposes one token: each by one forward over all cells, of what the layer before it made of them and of
-    tokens one place further on."""
+    """Layers of which each proposes one token: each by one forward over all cells, of what the
+    layer before it made of them and of tokens one place further on."""
 
     def __init__(self, heads: Sequence[DenseNextToken]) -> None:
         super().__init__(heads[0].target)
@@ -307,7 +311,8 @@ def dflash(target: Oracle, folder: Path, block: int = 5, layers: int = 2, **own:
 
 
 def by_speculators(folder: Path) -> None:
-    """Publish an EAGLE-3 draft as the library speculators does: the layer's words apart, ids of the layers before, which is read."""
+    """Publish an EAGLE-3 draft as the library speculators does: the layer's words apart, ids of the
+    layers before, which is read."""
     file = folder / "config.json"
     raw = json.loads(file.read_text())
     eagle, names = (
@@ -365,8 +370,8 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 def next_tokens(
     target: Oracle, folder: Path, make: Callable[..., Oracle], count: int, names: str = "deepseek", **one: Any
 ) -> DenseHeads:
-    """The target's folder, with so many layers behind its last, each of which predicts a further token; `make(**one)` is a model of one
-    such layer."""
+    """The target's folder, with so many layers behind its last, each of which predicts a further
+    token; `make(**one)` is a model of one such layer."""
     save(target, folder)
     shells = [make(num_hidden_layers=1, **one) for _ in range(count)]
     heads = [

@@ -1,5 +1,5 @@
-"""Tiny random drafts that keep no keys and values, in Gemma 4's format, and what they propose by transformers' layers over what
-transformers' target keeps."""
+"""Tiny random drafts that keep no keys and values, in Gemma 4's format, and what they propose by
+transformers' layers over what transformers' target keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ KINDS = ("sliding_attention", "full_attention")
 
 
 class Shared(Gemma4TextConfig):
-    """All layers have keys and values from elsewhere; the library's own class refuses that none of them makes any."""
+    """All layers have keys and values from elsewhere; the library's own class refuses that none of
+    them makes any."""
 
     @property
     def kv_sharing_modes(self) -> list[str | None]:
@@ -30,8 +31,8 @@ class Shared(Gemma4TextConfig):
 
 
 def kept_of(target: Oracle, ids: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """What a target makes of each of ids int [L], after its last norm, [L, H], and keys and values of its last layer of each kind,
-    [1, heads, L, head_dim]."""
+    """What a target makes of each of ids int [L], after its last norm, [L, H], and keys and values
+    of its last layer of each kind, [1, heads, L, head_dim]."""
     if target.config.model_type == "gemma4_text":
         found = target.model(ids[None], return_shared_kv_states=True)
         return found.last_hidden_state[0], dict(found.shared_kv_states)
@@ -49,7 +50,8 @@ class DenseFrozen(nn.Module):
     target: Any
 
     def __init__(self, target: Oracle, sizes: dict[str, int], kinds: Sequence[str], groups: int = 0) -> None:
-        """`sizes` are those of heads, of layers with a window and of those without; `groups` of tokens, 0 for none."""
+        """`sizes` are those of heads, of layers with a window and of those without; `groups` of
+        tokens, 0 for none."""
         super().__init__()
         self.__dict__["target"] = target
         own = target.config
@@ -86,7 +88,8 @@ class DenseFrozen(nn.Module):
             self.masked_embedding.token_ordering.copy_(torch.randperm(own.vocab_size))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[1, size] to [1, vocab]; what the library gives tokens that it leaves out, none of the others has."""
+        """[1, size] to [1, vocab]; what the library gives tokens that it leaves out, none of the
+        others has."""
         weight = self.model.embed_tokens.weight
         if not self.config.use_ordered_embeddings:
             return hidden @ weight.T
@@ -95,8 +98,8 @@ class DenseFrozen(nn.Module):
 
     @torch.no_grad()
     def propose(self, tokens: Sequence[int], root: int, path: Sequence[int]) -> Tensor:
-        """Log-probabilities [len(path) + 1, vocab]: after tokens that have cells and a root that has none, and after each of a path of
-        proposals."""
+        """Log-probabilities [len(path) + 1, vocab]: after tokens that have cells and a root that
+        has none, and after each of a path of proposals."""
         hidden, kept = kept_of(self.target, torch.tensor(tokens))
         recurrent, place, found = hidden[-1:], torch.tensor([[len(tokens) - 1]]), []
         if "sliding_attention" in kept:

@@ -1,4 +1,5 @@
-"""Tiny random checkpoints with latent attention, saved by transformers, which is the oracle of whoever loads them."""
+"""Tiny random checkpoints with latent attention, saved by transformers, which is the oracle of
+whoever loads them."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ def make_oracle(config: Oracle, architecture: str, seed: int = 0) -> Oracle:
 
 
 def deepseek_v2(**changes: Any) -> Oracle:
-    """A DeepSeek-V2 whose experts are in groups, of which a token takes from fewer than it takes experts: a group counts by its
-    largest, so that otherwise the groups would bind nobody."""
+    """A DeepSeek-V2 whose experts are in groups, of which a token takes from fewer than it takes
+    experts: a group counts by its largest, so that otherwise the groups would bind nobody."""
     rules = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7, "n_group": 4, "topk_group": 2}
     rules |= {"num_experts_per_tok": 3}
     return make_oracle(transformers.DeepseekV2Config(**{**SIZES, **rules, **changes}), "DeepseekV2ForCausalLM")
@@ -118,8 +119,8 @@ WHOLE = ("embed_tokens", "lm_head", "norm", "gate.weight", "weights_proj", "bias
 
 
 def publish(oracle: Oracle, folder: Path) -> Oracle:
-    """Save it as DeepSeek's files are: floats of 8 bits with scales of blocks, layers that predict further tokens, and the
-    configuration's older words. Returns the model that they mean."""
+    """Save it as DeepSeek's files are: floats of 8 bits with scales of blocks, layers that predict
+    further tokens, and the configuration's older words. Returns the model that they mean."""
     generator = torch.Generator().manual_seed(5)
     save(oracle, folder)
     values = load_file(folder / "model.safetensors")

@@ -8,7 +8,8 @@ from typing import Any
 
 
 def planted(module: ModuleType, sound: str, defect: str) -> Any:
-    """A copy of a module in which the one occurrence of `sound` reads `defect`; the module itself stays as it is."""
+    """A copy of a module in which the one occurrence of `sound` reads `defect`; the module itself
+    stays as it is."""
     source = inspect.getsource(module)
     assert source.count(sound) == 1, f"found {source.count(sound)} times {sound!r} in {module.__name__}, wanted 1"
     copy = ModuleType(module.__name__)

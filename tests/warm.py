@@ -1,4 +1,5 @@
-"""`python WORDS` in a process of its own that need not import torch and pytest again: it is forked from one that has."""
+"""`python WORDS` in a process of its own that need not import torch and pytest again: it is forked
+from one that has."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ PRELOADED = ("torch", "numpy", "pytest", "rich", "typer", "tokenizers", "safeten
 def run(
     words: Sequence[str], cwd: Path, environ: Mapping[str, str], text: str = "", timeout: float = 600
 ) -> subprocess.CompletedProcess[str]:
-    """What `python -m MODULE ...`, `python -c CODE ...` gives with this environment and standard input; waits.
+    """What `python -m MODULE ...`, `python -c CODE ...` gives with this environment and standard
+    input; waits.
 
-    For tests of what a process does. How one starts, and what it imports, is for a process that really starts.
+    For tests of what a process does. How one starts, and what it imports, is for a process that
+    really starts.
     """
     with TemporaryDirectory() as folder:
         streams = [Path(folder) / name for name in ("in", "out", "err")]

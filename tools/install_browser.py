@@ -1,4 +1,5 @@
-"""Chromium for the tests of the page, from the system's packages where this process may install them.
+"""Chromium for the tests of the page, from the system's packages where this process may install
+them.
 
 It never fails: without a browser those tests fail and say so, and everything else runs.
 """

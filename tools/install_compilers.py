@@ -1,5 +1,5 @@
-"""A compiler for Arm and an emulator of it, for the tests of the native kernels there, from the system's packages where
-this process may install them.
+"""A compiler for Arm and an emulator of it, for the tests of the native kernels there, from the
+system's packages where this process may install them.
 
 It never fails: without them those tests fail and say so, and everything else runs.
 """

@@ -1,9 +1,11 @@
-"""Install sglcore with the device packages that this machine needs, into the interpreter that runs this file.
+"""Install sglcore with the device packages that this machine needs, into the interpreter that runs
+this file.
 
-The processor's package is always installed; an accelerator's package is installed when its probe sees the hardware, and decides
-which build of torch is taken. The declarations and probes are read from this checkout, so nothing need be installed before. For
-tests, `--all` takes every package and the simulator. What a package compiles is begun while pip fetches torch. Standard library
-only; `installer` has the parts.
+The processor's package is always installed; an accelerator's package is installed when its probe
+sees the hardware, and decides which build of torch is taken. The declarations and probes are read
+from this checkout, so nothing need be installed before. For tests, `--all` takes every package and
+the simulator. What a package compiles is begun while pip fetches torch. Standard library only;
+`installer` has the parts.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ DEVICE = "SGLCORE_DEVICE"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the four facts of every package, then install; 1 with one line about what was wrong, 130 when interrupted."""
+    """Print the four facts of every package, then install; 1 with one line about what was wrong,
+    130 when interrupted."""
     options = parse(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -88,13 +91,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def wanted_packages(found: Sequence[Found], options: argparse.Namespace) -> list[Found]:
-    """Those that are installed: the processor's, and the accelerators that are to be usable, or all."""
+    """Those that are installed: the processor's, and the accelerators that are to be usable, or
+    all."""
     devices = packages.chosen(found, named(found, options))
     return [item for item in found if options.all or item.is_host or item in devices]
 
 
 def named(found: Sequence[Found], options: argparse.Namespace) -> list[str]:
-    """The devices that were asked for; the one that a start would be given by the variable is, if a package has it."""
+    """The devices that were asked for; the one that a start would be given by the variable is, if a
+    package has it."""
     name = os.environ.get(DEVICE, "").partition(":")[0]
     return options.device or [item.folder.name for item in found if item.folder.name == name]
 
@@ -141,7 +146,8 @@ def carry_out(
     here: running.Place,
     begun: Sequence[running.Building],
 ) -> None:
-    """Run the commands. What torch asks for is known when it is there; what is compiled ahead, before it would be compiled."""
+    """Run the commands. What torch asks for is known when it is there; what is compiled ahead,
+    before it would be compiled."""
     running.check_disk(choice, here)
     torch = commands.of_torch(choice, commands.constraints_for(options.root, choice.number))
     has_triton = choice.brings_triton
@@ -160,8 +166,9 @@ def carry_out(
 
 
 def fetch_wheels(root: Path, folders: Sequence[Path], sources: Sources) -> None:
-    """Vendors' wheels that tests read but never install, as a package's `[tool.sglcore] test-wheels` names them. Without
-    one, the tests that need it are skipped, and a run of all lanes says so."""
+    """Vendors' wheels that tests read but never install, as a package's `[tool.sglcore]
+    test-wheels` names them. Without one, the tests that need it are skipped, and a run of all lanes
+    says so."""
     for wheel in [wheel for folder in folders for wheel in settings(folder).get("test-wheels", ())]:
         pip = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps")
         ran = subprocess.run((*pip, "-d", str(root / WHEELS), wheel), cwd=root, check=False, capture_output=True)

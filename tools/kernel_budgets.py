@@ -1,7 +1,8 @@
-"""What each Triton kernel costs on each chip, without the chip: compile ahead of time, read registers, memory and spills.
+"""What each Triton kernel costs on each chip, without the chip: compile ahead of time, read
+registers, memory and spills.
 
-`python tools/kernel_budgets.py` compares with the stored budgets and says what differs; `--write` records what there is.
-Two processes share the targets; Triton's cache makes a second run quick.
+`python tools/kernel_budgets.py` compares with the stored budgets and says what differs; `--write`
+records what there is. Two processes share the targets; Triton's cache makes a second run quick.
 """
 
 from __future__ import annotations
@@ -35,17 +36,21 @@ LIMITS: Mapping[str, tuple[str, int | str, int, int]] = MappingProxyType(
         "hip:gfx950": ("hip", "gfx950", 64, 163_840),
     }
 )
-"""Backend, architecture, threads of a warp and bytes of shared memory that a program may have, by target."""
+"""Backend, architecture, threads of a warp and bytes of shared memory that a program may have, by
+target."""
 
 OPTIONS: Mapping[str, Mapping[str, int]] = MappingProxyType({"cuda": {"maxnreg": 96}, "hip": {"waves_per_eu": 4}})
-"""Launch options of a backend's own, which must reach its compiler: each bounds the registers of a thread."""
+"""Launch options of a backend's own, which must reach its compiler: each bounds the registers of a
+thread."""
 
 FLOATS: Mapping[str, str] = MappingProxyType({"hip:gfx942": "e4m3fnuz", "hip:gfx950": "e4m3fn"})
-"""The 8-bit floats that kernels have converted by an instruction, by target, as the device's package says."""
+"""The 8-bit floats that kernels have converted by an instruction, by target, as the device's
+package says."""
 
 
 def differences(stored: Figures, found: Figures, targets: tuple[str, ...] = tuple(LIMITS)) -> list[str]:
-    """One line for every figure that is not as stored: regressions, improvements, kernels that came or went."""
+    """One line for every figure that is not as stored: regressions, improvements, kernels that came
+    or went."""
     lines: list[str] = []
     for kernel in sorted(stored.keys() | found.keys()):
         for target in targets:
@@ -61,8 +66,8 @@ def differences(stored: Figures, found: Figures, targets: tuple[str, ...] = tupl
 
 
 def absent(stored: Figures, found: Figures, target: str, cases: tuple[str, ...]) -> list[str]:
-    """One line for every stored figure of these cases that none of the same kernel's has: of a sample it is not known which case
-    would have compiled a kernel first."""
+    """One line for every stored figure of these cases that none of the same kernel's has: of a
+    sample it is not known which case would have compiled a kernel first."""
     lines: list[str] = []
     for label, targets in stored.items():
         case, _, kernel = label.partition(": ")
@@ -83,7 +88,8 @@ def _difference(what: str, before: int, now: int) -> list[str]:
 
 
 def measure(targets: tuple[str, ...] = tuple(LIMITS), cases: tuple[str, ...] = ()) -> Figures:
-    """Compile everything, or these cases, for the targets, in processes of their own, and read the figures."""
+    """Compile everything, or these cases, for the targets, in processes of their own, and read the
+    figures."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # Triton asks for the choice to be made; this is what its launches do by default.
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
@@ -111,7 +117,8 @@ class NoLauncher:
 
 
 class NoDevice:
-    """A Triton driver of a device that is not there: kernels compile for it and are launched nowhere."""
+    """A Triton driver of a device that is not there: kernels compile for it and are launched
+    nowhere."""
 
     launcher_cls = NoLauncher
 
@@ -147,8 +154,8 @@ class NoDevice:
 
 
 def compile_for(target: str, wanted: Sequence[str] = ()) -> Figures:
-    """Run every case, or those that are wanted, against a device that is not there; figures of each kernel that a case compiled
-    first."""
+    """Run every case, or those that are wanted, against a device that is not there; figures of each
+    kernel that a case compiled first."""
     from triton.runtime import driver
 
     from sglcore.runtime.kernels.triton import Tuning
@@ -183,7 +190,8 @@ def _compiled(modules: tuple[ModuleType, ...], device: int) -> Iterator[tuple[st
 
 
 def figures_of(compiled: Any) -> dict[str, int]:
-    """Registers of a thread, bytes of shared memory, bytes of stack of a thread, and spilled registers."""
+    """Registers of a thread, bytes of shared memory, bytes of stack of a thread, and spilled
+    registers."""
     if "cubin" in compiled.asm:
         return _figures_of_cubin(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
     names = {"registers": "vgpr_count", "stack": "private_segment_fixed_size", "spills": "vgpr_spill_count"}

@@ -1,4 +1,5 @@
-"""The calls whose kernels are compiled ahead of time: real shapes of models that are served, in every dtype that is used."""
+"""The calls whose kernels are compiled ahead of time: real shapes of models that are served, in
+every dtype that is used."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ ATTENTION: tuple[tuple[torch.dtype, int, dict[str, Any], tuple[int, ...]], ...] 
     (F16, 128, {}, (16,)),
     (F32, 64, {}, (16,)),
 )
-"""(dtype, head size, what else the layer asks for, splits); one dtype in every form, the others once."""
+"""(dtype, head size, what else the layer asks for, splits); one dtype in every form, the others
+once."""
 
 LATENT: tuple[tuple[torch.dtype, int, RowCodec | None, int, int, int], ...] = (
     (BF16, 512, None, 64, 640, 4),
@@ -77,14 +79,16 @@ LATENT: tuple[tuple[torch.dtype, int, RowCodec | None, int, int, int], ...] = (
     (F16, 512, None, 64, 640, 4),
     (F32, 512, None, 64, 640, 4),
 )
-"""(dtype, elements of a row, its codec, heads, rows that a token's lists name or 0 for all of its request's, tokens). Rows of 512
-are DeepSeek-V4's: 128 of them in a window, the rest compressed, and sinks; those of 576 are V3's."""
+"""(dtype, elements of a row, its codec, heads, rows that a token's lists name or 0 for all of its
+request's, tokens). Rows of 512 are DeepSeek-V4's: 128 of them in a window, the rest compressed, and
+sinks; those of 576 are V3's."""
 
 Cases = dict[str, Callable[[], object]]
 
 
 def cases(tuning: Tuning) -> Cases:
-    """Every case by its name; rows in eight bits have the floats that the device converts, if it does."""
+    """Every case by its name; rows in eight bits have the floats that the device converts, if it
+    does."""
     every: Cases = {}
     for dtype in (BF16, F16, F32):
         every |= {f"{name} {str(dtype)[6:]}": case for name, case in _elementwise(dtype, tuning).items()}
@@ -116,7 +120,8 @@ def cases(tuning: Tuning) -> Cases:
 
 
 def bounded_cases(tuning: Tuning, options: Mapping[str, Option]) -> Cases:
-    """Decode attention launched with options that only the vendor's compiler knows, which bound a thread's registers."""
+    """Decode attention launched with options that only the vendor's compiler knows, which bound a
+    thread's registers."""
     bounded = replace(tuning, decode=replace(tuning.decode, options=options))
     return {
         "decode bfloat16 heads of 128 with bounded registers": partial(
@@ -251,7 +256,8 @@ def _verification(tuning: Tuning) -> Cases:
 
 
 def _trees(tuning: Tuning) -> Cases:
-    """Of four requests, trees of eight nodes by three beams four deep, and of 32 nodes by sixteen beams three deep."""
+    """Of four requests, trees of eight nodes by three beams four deep, and of 32 nodes by sixteen
+    beams three deep."""
     cases: Cases = {}
     for width, depth, nodes in ((3, 4, 8), (16, 3, 32)):
         most = width + (depth - 1) * width**2

@@ -1,7 +1,9 @@
-"""Make the environment that `make` installs into: `python3 tools/make_environment.py .venv`, by the interpreter that it stands on.
+"""Make the environment that `make` installs into: `python3 tools/make_environment.py .venv`, by the
+interpreter that it stands on.
 
-An environment that is there and works stays; one that was left half made, or whose interpreter is gone, is made again. Where the
-interpreter has a vendor's torch, the environment sees its packages. Standard library only.
+An environment that is there and works stays; one that was left half made, or whose interpreter is
+gone, is made again. Where the interpreter has a vendor's torch, the environment sees its packages.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -24,14 +26,16 @@ from tools.installer.pythons import AGAIN, ROOT, served
 
 BARE = "import json, sys; print(json.dumps('%d.%d' % sys.version_info[:2]))"
 CHECK = f"import importlib.metadata as m; assert m.distribution('pip').read_text('INSTALLER'); {BARE}"
-"""Programs that print an interpreter's version; the second fails where pip is not there, or not whole."""
+"""Programs that print an interpreter's version; the second fails where pip is not there, or not
+whole."""
 OWN = f"{sys.version_info[0]}.{sys.version_info[1]}"
 PLAIN = re.compile(r"[\d.]+(\+cpu)?")
 """Versions of torch that are no vendor's: the public index has them, or its processor build."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when the environment is there; 1 with one line about what was wrong, 130 when interrupted."""
+    """0 when the environment is there; 1 with one line about what was wrong, 130 when
+    interrupted."""
     parser = argparse.ArgumentParser(description="Make the environment that make installs into.")
     parser.add_argument("--works", action="store_true", help="say yes where this interpreter is that of one that works")
     parser.add_argument("--same", action="store_true", help="make one of another Python than this again")
@@ -48,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def works(asked: str) -> bool:
-    """Whether the environment of this interpreter is whole, and of the version of the Python that was asked for, if any."""
+    """Whether the environment of this interpreter is whole, and of the version of the Python that
+    was asked for, if any."""
     return sys.prefix != sys.base_prefix and has_whole_pip() and (not asked or _version(asked, BARE) in ("", OWN))
 
 
@@ -107,7 +112,8 @@ def mend(folder: Path, same: bool = False) -> bool:
 
 
 def vendors_torch() -> str:
-    """The version of a vendor's torch in this interpreter that the packages can be with; "" where there is none."""
+    """The version of a vendor's torch in this interpreter that the packages can be with; "" where
+    there is none."""
     try:
         found = version("torch")
     except PackageNotFoundError:

@@ -1,13 +1,14 @@
-"""Mutation testing of the host's half of a step, by cosmic-ray: its mutants of a sample of places, each against the fastest
-tests that run its line. What is drawn depends on the code of a place alone: a change elsewhere draws no others.
+"""Mutation testing of the host's half of a step, by cosmic-ray: its mutants of a sample of places,
+each against the fastest tests that run its line. What is drawn depends on the code of a place
+alone: a change elsewhere draws no others.
 
     python tools/mutation.py                 # the whole sample
     python tools/mutation.py --minutes 20    # as many of it as that takes, of each folder alike
-    python tools/mutation.py --again         # only what the last run has not killed, and nobody answered
+    python tools/mutation.py --again   # only mutants that survived and are unanswered
     python tools/mutation.py --file sglcore/step/rows.py --all   # every mutant of a file
 
-Works in a copy of the tree below build/mutation. Leaves the tool's session there (`cr-report`, `cr-html` read it) and
-report.md. Fails if fewer of a folder are killed than mutation.toml demands.
+Works in a copy of the tree below build/mutation. Leaves the tool's session there (`cr-report`,
+`cr-html` read it) and report.md. Fails if fewer of a folder are killed than mutation.toml demands.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ Name = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One of the tool's mutants, `occurrence` of what its operator can do to the file: line `line` was `was`."""
+    """One of the tool's mutants, `occurrence` of what its operator can do to the file: line `line`
+    was `was`."""
 
     job: str
     file: str
@@ -140,8 +142,9 @@ def _files(config: dict[str, Any], only: list[str] | None) -> list[Path]:
 
 
 def _sample(config: dict[str, Any], asked: argparse.Namespace) -> tuple[dict[str, int], list[Any]]:
-    """How many mutants each folder has, and those that are drawn: places by the digest of what they are, so that a change
-    elsewhere draws no others, and of each the mutant with the least digest. The folders take turns."""
+    """How many mutants each folder has, and those that are drawn: places by the digest of what they
+    are, so that a change elsewhere draws no others, and of each the mutant with the least digest.
+    The folders take turns."""
     dull = re.compile("|".join(config["leave_out_lines"]))
     counts: dict[str, int] = dict.fromkeys(config["folders"], 0)
     places: dict[str, dict[Any, tuple[str, Any]]] = {folder: {} for folder in counts}
@@ -208,7 +211,8 @@ def _mutant(item: Any) -> Mutant:
 
 
 def _statement(file: str, line: int) -> range:
-    """The lines of the innermost statement: of one with a body its head, of a function's head or decorator its body."""
+    """The lines of the innermost statement: of one with a body its head, of a function's head or
+    decorator its body."""
     found = range(line, line + 1)
     for node in ast.walk(_parsed(file)):
         if not isinstance(node, ast.stmt):
@@ -264,7 +268,8 @@ def _killed() -> dict[Name, str]:
 def _report(
     session: WorkDB, mutants: Iterable[Mutant], total: dict[str, int], floor: int, answers: set[Name], is_part: bool
 ) -> tuple[str, bool]:
-    """Of those that were tried: the table of the folders, then what lives without an answer; and whether enough is killed."""
+    """Of those that were tried: the table of the folders, then what lives without an answer; and
+    whether enough is killed."""
     outcomes = {job: result.output for job, result in session.results}
     mutants = [mutant for mutant in mutants if mutant.job in outcomes]
     rows, is_good = [], True

@@ -1,4 +1,5 @@
-"""An operator of cosmic-ray's kind that forgets: a call, a raise, a deletion or what is set on an object becomes `pass`."""
+"""An operator of cosmic-ray's kind that forgets: a call, a raise, a deletion or what is set on an
+object becomes `pass`."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def _acts(node: Any) -> bool:
 
 
 class Chosen:
-    """Of the tool's operators, which its own `core` provides, those whose names `pattern` matches, and ours."""
+    """Of the tool's operators, which its own `core` provides, those whose names `pattern` matches,
+    and ours."""
 
     def __init__(self, core: Mapping[str, type[Operator]], pattern: str) -> None:
         self._core = core

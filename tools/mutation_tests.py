@@ -1,5 +1,5 @@
-"""Runs tests in forks of this process, which has imported everything they need but the project, and records which of them
-run which lines."""
+"""Runs tests in forks of this process, which has imported everything they need but the project, and
+records which of them run which lines."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ from hypothesis import Phase, settings
 
 PROFILE = "mutation"
 WALL = 40
-"""How many times the processor's time that a run may take a run may last: others use the machine too."""
+"""How many times the processor's time that a run may take a run may last: others use the machine
+too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Which tests run a line, by file and line; their seconds of the processor; the modules that they import."""
+    """Which tests run a line, by file and line; their seconds of the processor; the modules that
+    they import."""
 
     seconds: dict[str, float]
     lines: dict[str, dict[str, list[str]]]
     modules: list[str]
 
     def tests_of(self, file: str, lines: Iterable[int], seconds: float) -> list[str]:
-        """As many as fit into so many seconds, but one at least: tests that run these lines, then those that run others of
-        the file, for what runs once in a process; where nobody runs the lines but who imports them, those of the folder too.
-        Those of its folder come first, then of the folders around it; each function's fastest case before any second one."""
+        """As many as fit into so many seconds, but one at least: tests that run these lines, then
+        those that run others of the file, for what runs once in a process; where nobody runs the
+        lines but who imports them, those of the folder too. Those of its folder come first, then of
+        the folders around it; each function's fastest case before any second one."""
         of_file = self.lines.get(file, {})
         folders = [f"tests/{name}/" for name in reversed(Path(file).parts[1:-1])]
         nearest = {test for line in lines for test in of_file.get(str(line), ())}
@@ -71,8 +74,8 @@ class Tests:
         settings.register_profile(PROFILE, deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
 
     def record(self, folders: Sequence[str], sources: Sequence[str], file: Path) -> Record:
-        """Run all tests of these folders once, watched, and import what they import. Raises RuntimeError if one fails that
-        is not left out (`--deselect`)."""
+        """Run all tests of these folders once, watched, and import what they import. Raises
+        RuntimeError if one fails that is not left out (`--deselect`)."""
         process = _forked(self._watched, folders, sources, file)
         process.join()
         if process.exitcode:
@@ -89,7 +92,8 @@ class Tests:
         return record
 
     def run(self, tests: Sequence[str], seconds: float) -> str:
-        """Run them until one fails: "passed", "failed" or "timeout", which is more than so many seconds of the processor."""
+        """Run them until one fails: "passed", "failed" or "timeout", which is more than so many
+        seconds of the processor."""
         process = _forked(self._limited, tests, seconds)
         process.join(WALL * seconds)
         if process.is_alive():

@@ -1,16 +1,18 @@
-"""Every causal language model that the installed transformers has, as a tiny random one: by its own forward, and by this engine.
+"""Every causal language model that the installed transformers has, as a tiny random one: by its own
+forward, and by this engine.
 
-    python tools/sweep_models.py                    # all types: a line each, and build/sweep/models.json
+    python tools/sweep_models.py  # all types: a line each, and build/sweep/models.json
     python tools/sweep_models.py gemma2 gpt_oss     # some
-    python tools/sweep_models.py --write            # all, and what follows from it: docs/models.md, the list of proven types
+    python tools/sweep_models.py --write  # all, then docs/models.md and the proven types
 
-Compared are log-probabilities in float32: a prompt in random chunks beside another request, then single tokens of both,
-ragged, as decode steps; then what the scheduler serves, with prefix hits and retraction. Each type runs in a child process
-with bounded memory and time. Needs a machine without a device.
+Compared are log-probabilities in float32: a prompt in random chunks beside another request, then
+single tokens of both, ragged, as decode steps; then what the scheduler serves, with prefix hits and
+retraction. Each type runs in a child process with bounded memory and time. Needs a machine without
+a device.
 
-What a type is, is told by its configuration and its class: a wrapper has configurations of other models in its own, the
-decoder of an encoder says so or attends to one, and an encoder has masked words to guess, or sees what comes. The others are
-text decoders.
+What a type is, is told by its configuration and its class: a wrapper has configurations of other
+models in its own, the decoder of an encoder says so or attends to one, and an encoder has masked
+words to guess, or sees what comes. The others are text decoders.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ BEGIN, END = "<!-- written by tools/sweep_models.py -->", "<!-- end -->"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one type: equal, differs, refused (with the engine's words) or failed (before anything was compared)."""
+    """What became of one type: equal, differs, refused (with the engine's words) or failed (before
+    anything was compared)."""
 
     kind: str
     verdict: str

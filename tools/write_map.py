@@ -14,7 +14,8 @@ BEGIN, END = "<!-- folders: python -m tools.write_map -->", "<!-- end -->"
 
 
 def table(root: Path = ROOT) -> str:
-    """A row for each package of the core: its folder, how many files it has, and the first paragraph of its docstring."""
+    """A row for each package of the core: its folder, how many files it has, and the first
+    paragraph of its docstring."""
     rows = ["| folder | files | what it is |", "|---|---|---|"]
     for file in sorted((root / "sglcore").rglob("__init__.py"))[1:]:
         text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""

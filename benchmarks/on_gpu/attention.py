@@ -1,5 +1,6 @@
-"""A layer's attention over pages: every backend of the package that serves here, as shares of what its keys and values take to
-read, or its products to compute; and torch's own over tensors without pages."""
+"""A layer's attention over pages: every backend of the package that serves here, as shares of what
+its keys and values take to read, or its products to compute; and torch's own over tensors without
+pages."""
 
 from __future__ import annotations
 

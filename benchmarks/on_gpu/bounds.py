@@ -1,4 +1,5 @@
-"""What the device can do at most, in this run: copy, read, multiply, and go from one node of a graph to the next."""
+"""What the device can do at most, in this run: copy, read, multiply, and go from one node of a
+graph to the next."""
 
 from __future__ import annotations
 

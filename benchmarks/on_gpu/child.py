@@ -1,4 +1,5 @@
-"""The process of one part: it imports, waits for its turn, and says what it finds as lines of JSON. Standard library only."""
+"""The process of one part: it imports, waits for its turn, and says what it finds as lines of JSON.
+Standard library only."""
 
 from __future__ import annotations
 
@@ -52,9 +53,9 @@ class PartFailed(Exception):
 
 
 def serve(part: Part, imports: Sequence[str], run: Callable[[Part, Report, Mapping[str, Any]], None]) -> None:
-    """Be the process of a part: import these modules, wait for the device, then `run`. What a library prints goes to the error
-    stream, and who takes the standard input (pytest does) takes an empty one. Ends the process when the one that started it
-    ends."""
+    """Be the process of a part: import these modules, wait for the device, then `run`. What a
+    library prints goes to the error stream, and who takes the standard input (pytest does) takes an
+    empty one. Ends the process when the one that started it ends."""
     report, asked = Report(os.fdopen(os.dup(1), "w", encoding="utf-8")), os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

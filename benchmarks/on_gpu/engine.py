@@ -1,4 +1,5 @@
-"""A model end to end, as the engine serves it: decode steps of several batches, drawn greedily and by top-p, and prompts."""
+"""A model end to end, as the engine serves it: decode steps of several batches, drawn greedily and
+by top-p, and prompts."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def drain(engine: Engine) -> None:
 
 
 def _decode(engine: Engine, run: Run, batch: int, params: Mapping[str, Any]) -> float:
-    """Seconds of a step, from the one in which all have begun to the one in which the first ends."""
+    """Seconds of a step, from the one in which all have begun to the one in which the first
+    ends."""
     outputs = fill(engine, run, batch, run.sizes.tokens, **params)
 
     def count() -> int:

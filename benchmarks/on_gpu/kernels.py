@@ -1,7 +1,9 @@
-"""The kernels of a decode step, by torch's profiler: how often each runs, how long, and what its bytes are worth.
+"""The kernels of a decode step, by torch's profiler: how often each runs, how long, and what its
+bytes are worth.
 
-Which bytes are whose is read from one step without graphs, in which every entry of the kernel table and the attention say what
-they were given and what they gave; a graph's replay runs the same kernels, by the same names.
+Which bytes are whose is read from one step without graphs, in which every entry of the kernel table
+and the attention say what they were given and what they gave; a graph's replay runs the same
+kernels, by the same names.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ def _profiled(made: Opened, run: Run, batch: int, steps: int) -> Iterable[Any]:
 
 
 def _device_work(run: Run, events: Iterable[Any]) -> Iterable[tuple[str, float]]:
-    """Name and microseconds of what ran on the device; of the host's own operations in a dry run, where no kernel is."""
+    """Name and microseconds of what ran on the device; of the host's own operations in a dry run,
+    where no kernel is."""
     for event in events:
         is_host = event.device_type == DeviceType.CPU
         is_range = event.is_user_annotation or event.name.startswith(MARK)
@@ -95,7 +98,8 @@ def _device_work(run: Run, events: Iterable[Any]) -> Iterable[tuple[str, float]]
 
 
 def _bytes(run: Run, made: Opened, batch: int) -> dict[str, Bytes]:
-    """Bytes by the names of kernels, from one step. Of an entry of several kernels the longest has them."""
+    """Bytes by the names of kernels, from one step. Of an entry of several kernels the longest has
+    them."""
     found: dict[str, Bytes] = {}
     for event in _profiled(made, run, batch, 1):
         if not event.name.startswith(MARK) or event.device_type != DeviceType.CPU:
@@ -141,7 +145,8 @@ def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _marked(name: str, given: Mapping[str, Any]) -> Iterator[None]:
-    """With the bytes of what a call is given. What it gives is rows too, and few beside a weight or a context."""
+    """With the bytes of what a call is given. What it gives is rows too, and few beside a weight or
+    a context."""
     tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
     rows = next((len(tensor) for tensor in tensors.values() if tensor.dim()), 0)
     moved = 0.0

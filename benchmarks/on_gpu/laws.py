@@ -1,4 +1,5 @@
-"""Correct first: laws of the conformance kit about the kernels, the attention and the graphs that are measured afterwards."""
+"""Correct first: laws of the conformance kit about the kernels, the attention and the graphs that
+are measured afterwards."""
 
 from __future__ import annotations
 

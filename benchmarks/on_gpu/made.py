@@ -1,5 +1,5 @@
-"""Models of random weights that are drawn on the device: nothing is written but a configuration, and whoever draws a weight of a
-name on this device draws the same."""
+"""Models of random weights that are drawn on the device: nothing is written but a configuration,
+and whoever draws a weight of a name on this device draws the same."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ class Opened:
 def opened(
     run: Run, geometry: Geometry, wrapped: Mapping[str, Callable[[Any], Any]] | None = None, **settings: Any
 ) -> Iterator[Opened]:
-    """An engine with a model that is drawn; `wrapped` change what steps of the bring-up build. Closes it."""
+    """An engine with a model that is drawn; `wrapped` change what steps of the bring-up build.
+    Closes it."""
     context = settings.setdefault("max_model_len", run.sizes.context)
     with folder_of(geometry, context) as folder:
         config = resolve_config(

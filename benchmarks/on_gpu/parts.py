@@ -1,4 +1,5 @@
-"""What is measured, in order: the parts, how long each may take, and which results it stands on. Standard library only."""
+"""What is measured, in order: the parts, how long each may take, and which results it stands on.
+Standard library only."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part. `function` is "module:name", of this package if it begins with a dot, called with a `Run`; `seconds` is its own limit, from when the device is its; `needs`
-    are parts that run first. `stops`: if it fails, nothing after it is measured, unless that was asked for. `of`: the
+    """One part. `function` is "module:name", of this package if it begins with a dot, called with a
+    `Run`; `seconds` is its own limit, from when the device is its; `needs` are parts that run
+    first. `stops`: if it fails, nothing after it is measured, unless that was asked for. `of`: the
     geometry that it measures; empty: none."""
 
     name: str
@@ -32,11 +34,13 @@ PARTS = (
     Part("peer-0.6B", ".peer:measure", 60, of="0.6B"),
     Part("peer-8B", ".peer:measure", 110, of="8B"),
 )
-"""595 seconds in all, if each takes its limit. The peer comes last: its steps are compiled, a minute for many layers."""
+"""595 seconds in all, if each takes its limit. The peer comes last: its steps are compiled, a
+minute for many layers."""
 
 
 def with_needs(names: Sequence[str], parts: Sequence[Part] = PARTS) -> tuple[Part, ...]:
-    """The parts of these names and those that they need, in order; all, where none is named. Raises ValueError for others."""
+    """The parts of these names and those that they need, in order; all, where none is named. Raises
+    ValueError for others."""
     known = {part.name: part for part in parts}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"there is no part {', '.join(unknown)}; wanted some of {', '.join(known)}")

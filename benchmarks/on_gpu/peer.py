@@ -1,4 +1,5 @@
-"""The peer: transformers' model of the same weights, a static cache, sdpa, and a decode step that torch compiles."""
+"""The peer: transformers' model of the same weights, a static cache, sdpa, and a decode step that
+torch compiles."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def _decode(run: Run, model: Any, batch: int) -> None:
 
 
 def _compiled(run: Run, step: Callable[[Tensor], Tensor]) -> tuple[Callable[[Tensor], Tensor], str]:
-    """The step as torch's compiler makes it; traced alone in a dry run, where there is nothing to compile for."""
+    """The step as torch's compiler makes it; traced alone in a dry run, where there is nothing to
+    compile for."""
     torch._dynamo.reset()
     if run.is_dry:
         return torch.compile(step, backend="eager", dynamic=False), "traced"

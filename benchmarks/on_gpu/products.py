@@ -1,4 +1,5 @@
-"""Products of a layer, from one row to many: the kernel table's functions beside torch's own, as shares of the bound."""
+"""Products of a layer, from one row to many: the kernel table's functions beside torch's own, as
+shares of the bound."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def measure(run: Run) -> None:
-    """A row for each geometry, product, number of rows and function. The weights are several, more than any cache holds, one
-    after the other in a graph."""
+    """A row for each geometry, product, number of rows and function. The weights are several, more
+    than any cache holds, one after the other in a graph."""
     for rows, (model, geometry) in product(run.sizes.rows, run.sizes.geometries.items()):
         for name, (inputs, outputs) in geometry.products.items():
             with run.stream():

@@ -1,4 +1,5 @@
-"""What a part is given: the device, as its package says, clocks and graphs on it, and the bounds measured in this run."""
+"""What a part is given: the device, as its package says, clocks and graphs on it, and the bounds
+measured in this run."""
 
 from __future__ import annotations
 
@@ -27,20 +28,22 @@ from .child import PartFailed, Report
 from .sizes import Geometry, Sizes
 
 STATE = ("clock_rate", "temperature", "power_draw")
-"""What device modules of torch tell of the card, where a library of the vendor's is there to ask."""
+"""What device modules of torch tell of the card, where a library of the vendor's is there to
+ask."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the device did in this run: bytes a second read and written by a copy, bytes a second read alone, and operations a
-    second of a large product. None: a dry run."""
+    """What the device did in this run: bytes a second read and written by a copy, bytes a second
+    read alone, and operations a second of a large product. None: a dry run."""
 
     copy: float | None
     read: float | None
     flops: float | None
 
     def us(self, read: float, flops: float = 0.0) -> float | None:
-        """Microseconds below which nothing can be: so many bytes at the faster of both speeds, so many operations."""
+        """Microseconds below which nothing can be: so many bytes at the faster of both speeds, so
+        many operations."""
         if self.copy is None or self.read is None or self.flops is None:
             return None
         return 1e6 * max(read / max(self.copy, self.read), flops / self.flops)
@@ -52,8 +55,8 @@ class Run:
     def __init__(
         self, report: Report, sizes: Sizes, settings: Mapping[str, Any], earlier: Mapping[str, Any], of: str
     ) -> None:
-        """Brings the device up as far as its streams and its kernels. Raises PartFailed for one that is not of torch, or that
-        is the processor."""
+        """Brings the device up as far as its streams and its kernels. Raises PartFailed for one
+        that is not of torch, or that is the processor."""
         self.report, self.sizes, self.earlier, self.of = report, sizes, earlier, of
         self.settings = {**sizes.settings, **settings}
         self.is_dry = sizes.rounds == 1
@@ -91,7 +94,8 @@ class Run:
         return Bounds(found["copy"], found["read"], found["product"])
 
     def stream(self) -> AbstractContextManager[object]:
-        """A context in which work goes to the stream that graphs are captured on, and nothing is kept for a backward pass."""
+        """A context in which work goes to the stream that graphs are captured on, and nothing is
+        kept for a backward pass."""
         stack = ExitStack()
         stack.enter_context(torch.no_grad())
         forward = self.streams.forward
@@ -103,8 +107,8 @@ class Run:
         torch.accelerator.synchronize(self.device.index or 0)
 
     def us(self, step: Callable[[], object], repeats: int | None = None) -> float | None:
-        """Microseconds of one call, by the device's own events: the median of some rounds after a first that is not counted.
-        None in a dry run."""
+        """Microseconds of one call, by the device's own events: the median of some rounds after a
+        first that is not counted. None in a dry run."""
         count, found = repeats or self.sizes.repeats, list[float]()
         with self.stream():
             for _ in range(1 + self.sizes.rounds):
@@ -125,8 +129,8 @@ class Run:
     def replayed_us(
         self, step: Callable[[], Tensor], repeats: int | None = None, update: HostUpdate | None = None
     ) -> float | None:
-        """The same of a step's graph, or of the step itself where the device has no graphs. Frees the graph. `update`: what a
-        backend's `refresh` gave for it."""
+        """The same of a step's graph, or of the step itself where the device has no graphs. Frees
+        the graph. `update`: what a backend's `refresh` gave for it."""
         backend = self.graphs()
         if backend is None:
             return self.us(step, repeats)

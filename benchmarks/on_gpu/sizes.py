@@ -1,4 +1,5 @@
-"""How large everything is that is measured: on a real device, and so small that a simulated one runs all of it."""
+"""How large everything is that is measured: on a real device, and so small that a simulated one
+runs all of it."""
 
 from __future__ import annotations
 
@@ -82,8 +83,9 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`rows`: of products, the ones that matter most first. `decode`: requests of an attention step, (how many, tokens behind each);
-    `extend`: (tokens before, tokens of the prompt). `prompts` are lengths; `draws` the batches that draw by top-p too."""
+    """`rows`: of products, the ones that matter most first. `decode`: requests of an attention
+    step, (how many, tokens behind each); `extend`: (tokens before, tokens of the prompt). `prompts`
+    are lengths; `draws` the batches that draw by top-p too."""
 
     geometries: Mapping[str, Geometry]
     copy_bytes: int
@@ -166,7 +168,8 @@ DRY = Sizes(
     peers=(1, 2),
     rounds=1,
     repeats=1,
-    # Triton's kernels are interpreted there, seconds for a token; parts that measure kernels run them.
+    # Triton's kernels are interpreted there, seconds for a token; parts that measure kernels run
+    # them.
     settings=MappingProxyType({"kernels": "reference", "attention_backend": "gathered", "kv_cache_memory": "16M"}),
 )
 """A dry run: every path of the code, and no figures."""

@@ -1,8 +1,9 @@
-"""Runs parts, each in a process of its own that ends alone, and keeps what they say in one file as they say it. Standard
-library only.
+"""Runs parts, each in a process of its own that ends alone, and keeps what they say in one file as
+they say it. Standard library only.
 
-The process of the next part starts while one measures, imports what it needs without touching the device, and waits for its
-turn: so a part that overruns, raises or hangs the device costs its own seconds and no more.
+The process of the next part starts while one measures, imports what it needs without touching the
+device, and waits for its turn: so a part that overruns, raises or hangs the device costs its own
+seconds and no more.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ TAIL = 1500
 
 
 class Results:
-    """One file, written anew after every row: whatever ends this process, what was measured before is there."""
+    """One file, written anew after every row: whatever ends this process, what was measured before
+    is there."""
 
     def __init__(self, file: Path, about: Mapping[str, Any]) -> None:
         self.file = file
@@ -56,8 +58,8 @@ class Results:
 
 
 class Child:
-    """The process of one part. It ends when this one does: its standard input is closed then. `until`: how long it is listened
-    to, in monotonic seconds."""
+    """The process of one part. It ends when this one does: its standard input is closed then.
+    `until`: how long it is listened to, in monotonic seconds."""
 
     def __init__(self, part: Part, command: Sequence[str], log: Path) -> None:
         self.part, self.log, self.until = part, log, 0.0
@@ -117,8 +119,8 @@ def supervise(
     goes_on: bool = False,
     say: Callable[[str], None] = print,
 ) -> bool:
-    """Run parts one after the other for at most so many seconds; `command --child NAME` is a part's process. True if none
-    failed. `goes_on`: after a part that stops the others, too."""
+    """Run parts one after the other for at most so many seconds; `command --child NAME` is a part's
+    process. True if none failed. `goes_on`: after a part that stops the others, too."""
     end, failed = time.monotonic() + seconds, False
     ahead: Child | None = None
     for place, part in enumerate(parts):
@@ -155,7 +157,8 @@ def _run(child: Child, results: Results, end: float) -> str:
 
 
 def _listen(child: Child, results: Results, entry: dict[str, Any], limit: float) -> tuple[str, str]:
-    """Keep what a part says until it ends, which it does by itself or at its limit; how it ended, and why if it told."""
+    """Keep what a part says until it ends, which it does by itself or at its limit; how it ended,
+    and why if it told."""
     child.until, what = time.monotonic() + START, f"it was not ready after {START:.0f} seconds"
     try:
         for message in child.messages():

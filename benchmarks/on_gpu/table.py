@@ -11,7 +11,8 @@ SHOWN = 12
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """Every part that ran, the most important figures of each, and last what did not run, with the reason."""
+    """Every part that ran, the most important figures of each, and last what did not run, with the
+    reason."""
     parts: Mapping[str, Entry] = content["parts"]
     lines = [_head(content)]
     for name, entry in parts.items():

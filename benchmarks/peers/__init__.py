@@ -1,1 +1,2 @@
-"""The parts of the comparison with other engines on a processor: files, children, cases, figures, and one runner each."""
+"""The parts of the comparison with other engines on a processor: files, children, cases, figures,
+and one runner each."""

@@ -1,4 +1,5 @@
-"""What is measured, and what the machine allows for each: the least time by bytes read and by products made."""
+"""What is measured, and what the machine allows for each: the least time by bytes read and by
+products made."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from types import MappingProxyType
 from .geometry import BODY_PARAMETERS, CACHE_BYTES, HEAD, HEAD_PARAMETERS, HEADS, INT8_CACHE_BYTES, LAYERS
 
 WEIGHT_BYTES: Mapping[str, float] = MappingProxyType({"bf16": 2.0, "int8": 8.5 / 8, "int4": 4.5 / 8, "kv8": 2.0})
-"""Of one weight: quantised ones with a 16-bit scale for each 32. The format "kv8" is the weights of "bf16" with keys and
-values of 8 bits."""
+"""Of one weight: quantised ones with a 16-bit scale for each 32. The format "kv8" is the weights of
+"bf16" with keys and values of 8 bits."""
 
 PLAIN = ("bf16", "kv8")
 """Formats whose weights are no integers."""
@@ -23,7 +24,8 @@ QUICK_NEW = 12
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What this machine does at best: bytes read each second, and operations each second by element type."""
+    """What this machine does at best: bytes read each second, and operations each second by element
+    type."""
 
     bandwidth: float
     peaks: Mapping[str, float]
@@ -35,8 +37,9 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to measure. `kind` is "decode", "prefill", "shared" or "start"; `new` are the tokens generated;
-    `only` names the one engine it is for; `is_disturbed` runs it beside a busy process on the first core."""
+    """One thing to measure. `kind` is "decode", "prefill", "shared" or "start"; `new` are the
+    tokens generated; `only` names the one engine it is for; `is_disturbed` runs it beside a busy
+    process on the first core."""
 
     name: str
     kind: str
@@ -78,7 +81,8 @@ class Case:
         return []
 
     def bound(self, bounds: Bounds) -> float | None:
-        """The best that bandwidth and peak allow, in this case's unit; None where neither says anything."""
+        """The best that bandwidth and peak allow, in this case's unit; None where neither says
+        anything."""
         steps = self.work()
         if not steps:
             return None
@@ -133,7 +137,8 @@ BESIDE_ITSELF = (("b1-8k", "b1"), ("b1-8k-int8kv", "b1"), ("b1-busy", "b1"))
 
 
 def chosen_cases(names: list[str] | None, quick: bool) -> list[Case]:
-    """The named cases (None: all, or the quick ones), shortened if quick. Raises ValueError naming an unknown one."""
+    """The named cases (None: all, or the quick ones), shortened if quick. Raises ValueError naming
+    an unknown one."""
     known = {case.name: case for case in CASES}
     wanted = names if names is not None else list(QUICK if quick else known)
     unknown = [name for name in wanted if name not in known]

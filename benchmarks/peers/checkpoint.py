@@ -1,4 +1,5 @@
-"""The checkpoint of the comparison: random weights in the geometry of Qwen3-0.6B, in the Hugging Face layout.
+"""The checkpoint of the comparison: random weights in the geometry of Qwen3-0.6B, in the Hugging
+Face layout.
 
 python -m benchmarks.peers.checkpoint FOLDER
 """

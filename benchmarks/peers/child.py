@@ -1,4 +1,5 @@
-"""The driver's side of a runner: start it, ask it, hold it still while another is measured, end it."""
+"""The driver's side of a runner: start it, ask it, hold it still while another is measured, end
+it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class ChildError(Exception):
 
 
 class Child:
-    """One engine in its own process, session and environment; it is held still except while it is asked."""
+    """One engine in its own process, session and environment; it is held still except while it is
+    asked."""
 
     def __init__(self, python: Path, runner: str, job: Mapping[str, Any], log: Path) -> None:
         """Start it; `wait_ready` waits. What it prints goes to `log`."""
@@ -44,7 +46,8 @@ class Child:
         self._buffer = b""
 
     def wait_ready(self, timeout: float) -> tuple[float, int, Sequence[int]]:
-        """(seconds from the start of the process to its first token, peak bytes by then, tokens of a fixed prompt)."""
+        """(seconds from the start of the process to its first token, peak bytes by then, tokens of
+        a fixed prompt)."""
         self._read(timeout)
         seconds = time.perf_counter() - self._begin
         peak = peak_bytes(self._process.pid)
@@ -98,7 +101,8 @@ class Child:
             send(self._process.pid, signal.SIGSTOP)
 
     def _read(self, timeout: float) -> dict[str, Any]:
-        """The next line; ChildError if it says one, if there is none in time, or if the child ends."""
+        """The next line; ChildError if it says one, if there is none in time, or if the child
+        ends."""
         deadline = time.perf_counter() + timeout
         while b"\n" not in self._buffer:
             if not self._wait_readable(deadline - time.perf_counter()):

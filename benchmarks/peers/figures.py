@@ -1,4 +1,5 @@
-"""Readings to figures: medians, ratios round by round, shares of the bound, and the table that people read."""
+"""Readings to figures: medians, ratios round by round, shares of the bound, and the table that
+people read."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def ratios(ours: Values, theirs: Values, *, less_is_better: bool = False) -> Spr
 def rows(
     results: Results, cases: Sequence[Case], engines: Sequence[str], bounds: Bounds | None
 ) -> list[dict[str, object]]:
-    """One row for each case and engine: readings, spread, share of the bound, our ratio to it, or why there is none."""
+    """One row for each case and engine: readings, spread, share of the bound, our ratio to it, or
+    why there is none."""
     return [row(results, case, engine, bounds) for case in cases for engine in engines if case.only in (None, engine)]
 
 
@@ -86,7 +88,8 @@ def row(results: Results, case: Case, engine: str, bounds: Bounds | None) -> dic
 
 
 def beside_the_best(made: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """For each case in which both have figures, the peer that does best in it by median, and our ratio to it."""
+    """For each case in which both have figures, the peer that does best in it by median, and our
+    ratio to it."""
     found: dict[object, dict[str, object]] = {}
     for each in made:
         ratio = each.get("ours_to_it")

@@ -1,5 +1,5 @@
-"""The model that every engine runs: the geometry of Qwen3-0.6B. Standard library only, as it is read in every engine's
-environment."""
+"""The model that every engine runs: the geometry of Qwen3-0.6B. Standard library only, as it is
+read in every engine's environment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ VOCABULARY, HIDDEN, INNER, LAYERS = 151_936, 1024, 3072, 28
 HEADS, KV_HEADS, HEAD = 16, 8, 128
 
 LAYER_PARAMETERS = HIDDEN * HEAD * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * INNER
-"""Weights of one layer's matrices: queries, keys, values, output, and the three of the feed-forward block."""
+"""Weights of one layer's matrices: queries, keys, values, output, and the three of the feed-forward
+block."""
 
 BODY_PARAMETERS = LAYERS * LAYER_PARAMETERS
 HEAD_PARAMETERS = VOCABULARY * HIDDEN

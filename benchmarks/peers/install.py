@@ -1,8 +1,10 @@
-"""Install what can be installed of the other engines, and make their files; say what could not, and why.
+"""Install what can be installed of the other engines, and make their files; say what could not, and
+why.
 
     python -m benchmarks.peers.install [ENGINE ...]
 
-Each has an environment of its own below `build/peers`. torch is always exactly ours, so that pip takes no other build.
+Each has an environment of its own below `build/peers`. torch is always exactly ours, so that pip
+takes no other build.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ QUANTIZED = {"bf16.gguf": "bf16", "q8_0.gguf": "q8_0", "q4_0.gguf": "q4_0"}
 
 
 def main(names: list[str]) -> int:
-    """Always 0 once the checkpoint is there: an engine that can not be had is a row of the table, not a failure."""
+    """Always 0 once the checkpoint is there: an engine that can not be had is a row of the table,
+    not a failure."""
     make_checkpoint(CHECKPOINT)
     for engine in chosen_engines(names or None):
         try:

@@ -1,4 +1,5 @@
-"""The rounds: every engine of a format is loaded and held still, and each round runs every case once on each of them."""
+"""The rounds: every engine of a format is loaded and held still, and each round runs every case
+once on each of them."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ from .processes import available_bytes
 START_LIMIT = 600.0
 SLOW_START = 30.0
 SLOW_STARTS = 2
-"""An engine that starts more slowly than this is started afresh so often, not every round: once to fill its caches of
-compiled code, once with them."""
+"""An engine that starts more slowly than this is started afresh so often, not every round: once to
+fill its caches of compiled code, once with them."""
 RESTARTS = 3
 CACHE_TOKENS = 8448
 ENGINE_BYTES = MappingProxyType({"bf16": 7 << 29, "int8": 3 << 30, "int4": 3 << 30, "kv8": 7 << 29})
-"""Memory to expect of one engine: what they take in the mean, weights mapped from files included."""
+"""Memory to expect of one engine: what they take in the mean, weights mapped from files
+included."""
 
 Say = Callable[[str], None]
 
@@ -53,9 +55,11 @@ class Measurement:
             self.run_format(form, after_round)
 
     def measure_bounds(self) -> None:
-        """Take the bounds again and keep the better of each: what the machine gave once, it can give.
+        """Take the bounds again and keep the better of each: what the machine gave once, it can
+        give.
 
-        The load of the last minute is kept too: beyond the cores that are measured, others were at work.
+        The load of the last minute is kept too: beyond the cores that are measured, others were at
+        work.
         """
         self.loads.append(round(os.getloadavg()[0], 2))
         try:
@@ -82,7 +86,8 @@ class Measurement:
                     slow[engine.name] = slow.get(engine.name, 0) + is_slow
 
     def run_format(self, form: str, after_round: Callable[[], object]) -> None:
-        """All rounds of one format; engines stay loaded if memory allows, or are loaded again for every turn."""
+        """All rounds of one format; engines stay loaded if memory allows, or are loaded again for
+        every turn."""
         cases = [case for case in self.cases if case.form == form and case.kind != "start"]
         engines = [engine for engine in self.engines if self._can_run(engine, form, cases)]
         stay = len(engines) * ENGINE_BYTES[form] < available_bytes()
@@ -108,7 +113,8 @@ class Measurement:
         return reason is None
 
     def _run_engine(self, engine: Engine, form: str, cases: Sequence[Case], number: int) -> None:
-        """Every case once; an engine that can not be loaded fails in all of them, and is not tried again."""
+        """Every case once; an engine that can not be loaded fails in all of them, and is not tried
+        again."""
         mine = [case for case in cases if case.only in (None, engine.name)]
         for place, case in enumerate(mine):
             if (case.name, engine.name) in self.results.failures:

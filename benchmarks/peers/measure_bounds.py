@@ -1,4 +1,5 @@
-"""What this machine does at best, as one JSON line: read bandwidth, and the peak of matrix products by element type.
+"""What this machine does at best, as one JSON line: read bandwidth, and the peak of matrix products
+by element type.
 
 python measure_bounds.py BUILD_FOLDER THREADS
 """

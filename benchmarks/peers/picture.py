@@ -1,4 +1,5 @@
-"""The roofline of a run: operations each second over operations for each byte, with what the machine allows."""
+"""The roofline of a run: operations each second over operations for each byte, with what the
+machine allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every process of a session: what they hold of memory, and signals to all of them. Linux's /proc; elsewhere the leader alone."""
+"""Every process of a session: what they hold of memory, and signals to all of them. Linux's /proc;
+elsewhere the leader alone."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def peak_bytes(leader: int) -> int:
 
 
 def available_bytes() -> int:
-    """What may still be taken without swapping; a guess of half the memory where the system does not say."""
+    """What may still be taken without swapping; a guess of half the memory where the system does
+    not say."""
     try:
         for line in (PROC / "meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -1,4 +1,5 @@
-"""llama.cpp in the comparison, by its C interface as its own batched benchmark uses it: a context for each case."""
+"""llama.cpp in the comparison, by its C interface as its own batched benchmark uses it: a context
+for each case."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class LlamaCpp:
             return Reading(len(prompt), self.clock() - begin)
 
     def shared(self, prompts: list[Prompt], prefix: int, new: int) -> Reading:
-        """The common beginning is computed once and given to every sequence, which llama.cpp leaves to its caller."""
+        """The common beginning is computed once and given to every sequence, which llama.cpp leaves
+        to its caller."""
         with self._context(prompts, new, prefix) as context:
             begin = self.clock()
             context.run(prompt_rows([prompts[0][:prefix]]), 1)

@@ -1,4 +1,5 @@
-"""OpenVINO GenAI in the comparison: its continuous batching pipeline, stepped by hand, scheduled as `LLMPipeline` does."""
+"""OpenVINO GenAI in the comparison: its continuous batching pipeline, stepped by hand, scheduled as
+`LLMPipeline` does."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ class Sglcore(Generates):
         self._is_started = False
 
     def complete(self, prompt: Prompt, new: int) -> list[int]:
-        """As `Engine` says. The first ends the start; what follows it is measured as in a server that has run for a while."""
+        """As `Engine` says. The first ends the start; what follows it is measured as in a server
+        that has run for a while."""
         if self._is_started:
             write_cells(self.llm)
         self._is_started = True
@@ -64,8 +65,8 @@ class Sglcore(Generates):
 
 
 def write_cells(llm: LLM) -> None:
-    """Write to every page of the cells, as vLLM does before its start is over: a page's first write waits for the system,
-    which on a virtual machine may take longer than a prompt's products."""
+    """Write to every page of the cells, as vLLM does before its start is over: a page's first write
+    waits for the system, which on a virtual machine may take longer than a prompt's products."""
     worker: Any = llm.engine.worker
     pool = worker.runner.attn_backend.token_to_kv_pool
     for layer in range(pool.num_layers):

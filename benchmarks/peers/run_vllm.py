@@ -1,4 +1,5 @@
-"""vLLM's CPU build in the comparison: the engine of its `LLM`, stepped by hand, in one process and on every core."""
+"""vLLM's CPU build in the comparison: the engine of its `LLM`, stepped by hand, in one process and
+on every core."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ GIB = 1 << 30
 
 
 class Vllm(Generates):
-    """By default one core is left idle, and the scheduler has a process of its own; both cost speed here."""
+    """By default one core is left idle, and the scheduler has a process of its own; both cost speed
+    here."""
 
     def __init__(self, job: Job) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, CORES[: job.threads]))

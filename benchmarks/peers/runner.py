@@ -1,7 +1,9 @@
-"""What every runner shares: the line protocol, random prompts, and the window in which decoding is timed.
+"""What every runner shares: the line protocol, random prompts, and the window in which decoding is
+timed.
 
-A runner is a child process in its engine's own environment. It is given a job as its only argument, says one JSON line
-when its first token is there, then answers each line of standard input with one line. Standard library only.
+A runner is a child process in its engine's own environment. It is given a job as its only argument,
+says one JSON line when its first token is there, then answers each line of standard input with one
+line. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ CHECKED = 8
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a child is to load: `model` is a folder or file, `format` one of `FORMATS` in cases.py, `cache_tokens` the size
-    of its KV cache. Prompts are of ids below `vocabulary`."""
+    """What a child is to load: `model` is a folder or file, `format` one of `FORMATS` in cases.py,
+    `cache_tokens` the size of its KV cache. Prompts are of ids below `vocabulary`."""
 
     model: str
     format: str
@@ -47,14 +49,16 @@ class Reading:
 
 
 class Engine(Protocol):
-    """What a runner makes of an engine. Prompts are token ids; each call waits, and leaves nothing running."""
+    """What a runner makes of an engine. Prompts are token ids; each call waits, and leaves nothing
+    running."""
 
     def complete(self, prompt: Prompt, new: int) -> list[int]:
         """The greedy tokens after a prompt."""
         ...
 
     def decode(self, prompts: list[Prompt], new: int) -> Reading:
-        """Decoding alone, all prompts at once: tokens after the moment when each of them has its first."""
+        """Decoding alone, all prompts at once: tokens after the moment when each of them has its
+        first."""
         ...
 
     def prefill(self, prompt: Prompt) -> Reading:
@@ -62,12 +66,14 @@ class Engine(Protocol):
         ...
 
     def shared(self, prompts: list[Prompt], prefix: int, new: int) -> Reading:
-        """All prompts to their end, which begin with the same `prefix` tokens: new tokens, and the whole time."""
+        """All prompts to their end, which begin with the same `prefix` tokens: new tokens, and the
+        whole time."""
         ...
 
 
 class Generates(ABC):
-    """An engine that makes whole completions of many prompts at once: what of `Engine` follows from that."""
+    """An engine that makes whole completions of many prompts at once: what of `Engine` follows from
+    that."""
 
     @abstractmethod
     def generate(self, prompts: list[Prompt], new: int) -> list[list[int]]:
@@ -152,13 +158,15 @@ def answer(engine: Engine, asked: dict[str, Any], vocabulary: int = VOCABULARY) 
 
 
 def own_output() -> Callable[[dict[str, Any]], None]:
-    """Keep standard output for the protocol: what an engine prints goes to standard error from here on."""
+    """Keep standard output for the protocol: what an engine prints goes to standard error from here
+    on."""
     ours = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     return lambda message: print(json.dumps(message), file=ours)
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to kill this process when the driver ends: one that is held still would never see it. Linux only."""
+    """Ask the kernel to kill this process when the driver ends: one that is held still would never
+    see it. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""A made-up byte-level BPE vocabulary of a given size, so that loading a tokenizer costs what it costs with a real one.
-Standard library only."""
+"""A made-up byte-level BPE vocabulary of a given size, so that loading a tokenizer costs what it
+costs with a real one. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def byte_letters() -> list[str]:
 
 
 def vocabulary(size: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """(tokens by id, merges): special tokens, single bytes, then pairs of bytes and pairs with a third."""
+    """(tokens by id, merges): special tokens, single bytes, then pairs of bytes and pairs with a
+    third."""
     letters = byte_letters()
     pairs = product(letters, letters)
     triples = ((left + middle, right) for left, middle, right in product(letters, letters, letters))

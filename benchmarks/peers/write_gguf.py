@@ -2,7 +2,8 @@
 
     python write_gguf.py CHECKPOINT FILE {bf16,q8_0,q4_0}
 
-Every matrix has the named type, the embedding too, which is the output: the fewest bytes a step can read.
+Every matrix has the named type, the embedding too, which is the output: the fewest bytes a step can
+read.
 """
 
 from __future__ import annotations

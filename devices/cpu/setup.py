@@ -1,9 +1,11 @@
-"""Builds the native kernels when the package is installed, and says which machines a wheel with them is for.
+"""Builds the native kernels when the package is installed, and says which machines a wheel with
+them is for.
 
-What is compiled is the environment's to say: SGLCORE_CPU_BUILD is here (what this processor needs; the default), all, some
-instruction sets, or none, which leaves it to the first start. SGLCORE_CPU_OBJECTS is a folder that keeps compiled files.
-A compiler that is missing or fails does not fail the installation: what it said is kept beside the package, the ledger
-shows it, and torch's own kernels serve.
+What is compiled is the environment's to say: SGLCORE_CPU_BUILD is here (what this processor needs;
+the default), all, some instruction sets, or none, which leaves it to the first start.
+SGLCORE_CPU_OBJECTS is a folder that keeps compiled files. A compiler that is missing or fails does
+not fail the installation: what it said is kept beside the package, the ledger shows it, and torch's
+own kernels serve.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class BuildNative(build_ext):
 
 
 class Wheel(bdist_wheel):
-    """The library is loaded by address, not imported: it is for one kind of machine and any Python."""
+    """The library is loaded by address, not imported: it is for one kind of machine and any
+    Python."""
 
     def get_tag(self):
         """Without Python's version and interface."""

@@ -41,13 +41,15 @@ class Address:
         return {**known, **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
 
     def connect(self, timeout: float | None = 30.0) -> http.client.HTTPConnection:
-        """A connection that is opened with its first request; `timeout` in seconds for each wait."""
+        """A connection that is opened with its first request; `timeout` in seconds for each
+        wait."""
         kind = http.client.HTTPSConnection if self.is_secure else http.client.HTTPConnection
         return kind(self.host, self.port, timeout=timeout)
 
 
 def address(url: str, key: str = "") -> Address:
-    """The address in a URL such as http://127.0.0.1:8000, with or without /v1; raises ConfigError."""
+    """The address in a URL such as http://127.0.0.1:8000, with or without /v1; raises
+    ConfigError."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port

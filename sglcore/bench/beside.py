@@ -15,8 +15,9 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Milliseconds between pieces of text of chats: `quiet`, with no long prompt awaited, and `during`; None where there was none.
-    `first`: from when a long prompt was sent to its first token. `prompts`: how many ended as they should."""
+    """Milliseconds between pieces of text of chats: `quiet`, with no long prompt awaited, and
+    `during`; None where there was none. `first`: from when a long prompt was sent to its first
+    token. `prompts`: how many ended as they should."""
 
     quiet: Spread | None
     during: Spread | None

@@ -17,7 +17,8 @@ LATENCIES: Mapping[str, str] = MappingProxyType(
         "e2e": "whole request",
     }
 )
-"""Latencies by their short names; "itl" has one value for each piece of text but the first, the others one per request."""
+"""Latencies by their short names; "itl" has one value for each piece of text but the first, the
+others one per request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,8 @@ class Figures:
 
 
 def figures(records: Sequence[Record], goals: Mapping[str, float] | None = None) -> Figures:
-    """The figures of a load that has ended; `goals` in milliseconds, by the names of LATENCIES except "itl"."""
+    """The figures of a load that has ended; `goals` in milliseconds, by the names of LATENCIES
+    except "itl"."""
     whole = [record for record in records if record.is_whole]
     seconds = max((record.end for record in records), default=0.0) - min(
         (record.due for record in records), default=0.0

@@ -62,7 +62,8 @@ class Offer:
 
 
 def run_load(offer: Offer, jobs: Sequence[Job], done: Done) -> list[Record]:
-    """Send every job when it is due and wait for all; `done` is called with each record as it ends."""
+    """Send every job when it is due and wait for all; `done` is called with each record as it
+    ends."""
     return asyncio.run(_offer(offer, jobs, done))
 
 
@@ -91,7 +92,8 @@ async def _offer(offer: Offer, jobs: Sequence[Job], done: Done) -> list[Record]:
 
 
 async def _reachable(where: Address) -> str:
-    """The server's address as a number, so that no request waits for a name to be looked up; raises ServerError."""
+    """The server's address as a number, so that no request waits for a name to be looked up; raises
+    ServerError."""
     loop = asyncio.get_running_loop()
     try:
         transport, _ = await loop.create_connection(asyncio.Protocol, where.host, where.port)

@@ -26,7 +26,8 @@ class TimedRequest:
 def run_offline(
     llm: LLM, jobs: Sequence[Job], done: Callable[[Record], None], *, temperature: float = 0.0
 ) -> list[Record]:
-    """Queue every job at once and step until all have ended; waits. Raises what the engine raises for a job it refuses."""
+    """Queue every job at once and step until all have ended; waits. Raises what the engine raises
+    for a job it refuses."""
     begin = time.perf_counter()
     running: dict[str, TimedRequest] = {}
     for job in jobs:

@@ -1,4 +1,5 @@
-"""A load as a picture: latencies as distributions and over time, throughput, requests in flight. matplotlib is optional."""
+"""A load as a picture: latencies as distributions and over time, throughput, requests in flight.
+matplotlib is optional."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ TOGETHER_MS = 0.01
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError with the remedy if there is no matplotlib; called before the load runs, not after."""
+    """Raises ConfigError with the remedy if there is no matplotlib; called before the load runs,
+    not after."""
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError:
@@ -29,7 +31,8 @@ def require_matplotlib() -> None:
 
 
 def save_plot(path: Path, records: Sequence[Record], found: Figures, title: str) -> None:
-    """Write a PNG with five panels, two more where tokens were proposed, and one of what long prompts do to the others."""
+    """Write a PNG with five panels, two more where tokens were proposed, and one of what long
+    prompts do to the others."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -80,7 +83,8 @@ def _distribution(panel: Any, records: Sequence[Record], names: Sequence[str], t
 
 
 def _acceptance(panel: Any, records: Sequence[Record], places: Sequence[float], what: str) -> None:
-    """What should not depend on either: falling acceptance tells of drafts that read what they should not."""
+    """What should not depend on either: falling acceptance tells of drafts that read what they
+    should not."""
     lengths = [record.acceptance_length or 1.0 for record in records]
     panel.set_title("Tokens of a step")
     panel.set_xlabel(what)

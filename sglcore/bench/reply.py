@@ -1,5 +1,5 @@
-"""One streamed answer as it arrives: HTTP/1.1, chunks, server-sent events. It notes when tokens came and parses as little
-as it can, so that the client is not what is measured.
+"""One streamed answer as it arrives: HTTP/1.1, chunks, server-sent events. It notes when tokens
+came and parses as little as it can, so that the client is not what is measured.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ class Fault:
 
 
 class Reply(asyncio.Protocol):
-    """Sends one request as soon as it is connected; `ended` is set when the answer is complete or the connection is lost.
+    """Sends one request as soon as it is connected; `ended` is set when the answer is complete or
+    the connection is lost.
 
-    `marks` are the clock's readings at which a piece of text came; `fault` is None for an answer that is whole.
+    `marks` are the clock's readings at which a piece of text came; `fault` is None for an answer
+    that is whole.
     """
 
     def __init__(self, request: bytes, clock: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
@@ -105,7 +107,8 @@ class Reply(asyncio.Protocol):
             self.usage = json.loads(payload).get("usage") or {}
 
     def _is_failure(self, payload: bytes) -> bool:
-        """Whether this is an error event, which is kept; a key of that name elsewhere in a chunk is none."""
+        """Whether this is an error event, which is kept; a key of that name elsewhere in a chunk is
+        none."""
         is_failure = bool(json.loads(payload).get("error"))
         if is_failure:
             self.fault = self.fault or Fault("error in the stream", refusal(payload))

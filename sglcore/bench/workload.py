@@ -95,7 +95,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: `arrival` in seconds after the start, token ids, and how many tokens the answer has."""
+    """One request: `arrival` in seconds after the start, token ids, and how many tokens the answer
+    has."""
 
     number: int
     arrival: float
@@ -125,7 +126,8 @@ def rate(text: str) -> float:
 
 
 def make_jobs(load: Workload, vocab_size: int, max_model_len: int | None = None) -> list[Job]:
-    """The requests of a load, in the order of their arrival. Raises ConfigError if one does not fit the context."""
+    """The requests of a load, in the order of their arrival. Raises ConfigError if one does not fit
+    the context."""
     if max_model_len is not None and load.longest > max_model_len:
         raise ConfigError(
             f"the longest request has {load.longest} tokens ({load.shared_prefix} shared, up to {load.input_len.high} of "

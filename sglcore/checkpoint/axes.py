@@ -1,4 +1,5 @@
-"""Which topologies a model fits: the constraints of `shards.py`, each among the ranks that divide what it is about."""
+"""Which topologies a model fits: the constraints of `shards.py`, each among the ranks that divide
+what it is about."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from sglcore.device.topology import Topology, divisors
 
 
 def check_topology(config: ModelConfig, topology: Topology) -> None:
-    """Raise ConfigError where a model can not be divided so; it names what does not divide, and the widths that do."""
+    """Raise ConfigError where a model can not be divided so; it names what does not divide, and the
+    widths that do."""
     _check_experts(config, topology)
     for rule in constraints(config):
         if not _fits(rule, topology):

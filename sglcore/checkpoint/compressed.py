@@ -1,7 +1,8 @@
-"""What a configuration says of attention over compressed blocks, and of hyper-connections (DeepSeek-V4).
+"""What a configuration says of attention over compressed blocks, and of hyper-connections
+(DeepSeek-V4).
 
-Two dialects: transformers' saved form (`layer_types`, `mlp_layer_types`, `compress_rates`) and the published one
-(`compress_ratios`, `num_hash_layers`).
+Two dialects: transformers' saved form (`layer_types`, `mlp_layer_types`, `compress_rates`) and the
+published one (`compress_ratios`, `num_hash_layers`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ REMEDY = "check that config.json belongs to this checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How a layer makes one row of `ratio` tokens. `is_sparse`: of the block before it too, by twice the channels, and an
-    indexer chooses among the blocks."""
+    """How a layer makes one row of `ratio` tokens. `is_sparse`: of the block before it too, by
+    twice the channels, and an indexer chooses among the blocks."""
 
     ratio: int
     is_sparse: bool
@@ -94,8 +95,8 @@ class CompressedConfig:
 
 
 def compressed_config(config: ModelConfig) -> CompressedConfig:
-    """That of DeepSeek-V4-Flash where nothing is said. Raises `ConfigError` for what neither dialect says, and for what does
-    not fit."""
+    """That of DeepSeek-V4-Flash where nothing is said. Raises `ConfigError` for what neither
+    dialect says, and for what does not fit."""
     words = config.words
     found = CompressedConfig(
         heads=config.num_attention_heads,

@@ -29,11 +29,13 @@ NEAR = 0.6
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: `kind` is default, linear, dynamic, yarn, llama3, longrope or proportional.
+    """Rotary position embedding: `kind` is default, linear, dynamic, yarn, llama3, longrope or
+    proportional.
 
     `scaling` has the kind's own numbers.
 
-    `partial` is the fraction of a head that is rotated; `original_max` the length the model was first trained for.
+    `partial` is the fraction of a head that is rotated; `original_max` the length the model was
+    first trained for.
     """
 
     theta: float
@@ -140,13 +142,15 @@ class ModelConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """It runs whole prompts, keeps no cells and answers with vectors, whether its tokens see the later ones or not."""
+        """It runs whole prompts, keeps no cells and answers with vectors, whether its tokens see
+        the later ones or not."""
         return self.pooling is not None
 
 
 def read_config(path: str | Path, known: Collection[str] = (), task: str = "auto") -> ModelConfig:
-    """Read the configuration of a checkpoint folder, or of a GGUF file; raises `ConfigError`, and `CheckpointError` for a
-    file that is damaged. `known` are the architectures that can be run (none given: any); `task` is EngineConfig's."""
+    """Read the configuration of a checkpoint folder, or of a GGUF file; raises `ConfigError`, and
+    `CheckpointError` for a file that is damaged. `known` are the architectures that can be run
+    (none given: any); `task` is EngineConfig's."""
     folder = Path(path)
     if is_gguf(folder):
         raw = gguf_config(read_header(folder))
@@ -172,14 +176,16 @@ def config_of(folder: Path, raw: dict[str, Any], known: Collection[str] = (), ta
 
 
 def architecture_of(file: Path, raw: Mapping[str, Any]) -> str:
-    """The first that a `config.json` names; empty where it names none. Raises `ConfigError` where they are no list."""
+    """The first that a `config.json` names; empty where it names none. Raises `ConfigError` where
+    they are no list."""
     names = raw.get("architectures")
     check_values(file, {"architectures": names})
     return names[0] if names else ""
 
 
 def check_architecture(name: str, known: Collection[str]) -> None:
-    """Raise `ConfigError` for an architecture that is not among those that can be run (none given: any can)."""
+    """Raise `ConfigError` for an architecture that is not among those that can be run (none given:
+    any can)."""
     if known and name not in known:
         raise ConfigError(
             f"the architecture {name!r} is not supported",
@@ -189,14 +195,16 @@ def check_architecture(name: str, known: Collection[str]) -> None:
 
 
 def served(name: str, known: Collection[str]) -> str:
-    """What is wanted instead of an architecture that is not among `known`: those with the nearest names."""
+    """What is wanted instead of an architecture that is not among `known`: those with the nearest
+    names."""
     stems = {each: re.sub("(For[A-Z].*|Model)$", "", each).lower() for each in (name, *known)}
     near = [each for each in sorted(known) if SequenceMatcher(None, stems[name], stems[each]).ratio() > NEAR]
     return f"one that docs/models.md lists{', such as ' if near else ''}{', '.join(near[:4])}"
 
 
 def check_context(asked: int | None, config: ModelConfig) -> None:
-    """Raise `ConfigError` where more tokens a request are asked for than the checkpoint's positions are defined for."""
+    """Raise `ConfigError` where more tokens a request are asked for than the checkpoint's positions
+    are defined for."""
     if asked is not None and asked > config.context_length:
         raise ConfigError(
             f"max_model_len is {asked}, the checkpoint's context is {config.context_length}",
@@ -244,7 +252,8 @@ def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> M
 
 
 class Words(dict[str, Any]):
-    """What a configuration says; to ask by `[]` for what it does not say raises `ConfigError` with the name."""
+    """What a configuration says; to ask by `[]` for what it does not say raises `ConfigError` with
+    the name."""
 
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -255,9 +264,10 @@ class Words(dict[str, Any]):
 
 
 def _said(architecture: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says, and what the architecture takes for what it leaves out. A written null is not left out: it switches off
-    what the architecture has by default, and means false where a truth is wanted. Only rotary embeddings, which no model
-    of these is without, are the architecture's own then; the older words for them replace these whole."""
+    """What a file says, and what the architecture takes for what it leaves out. A written null is
+    not left out: it switches off what the architecture has by default, and means false where a
+    truth is wanted. Only rotary embeddings, which no model of these is without, are the
+    architecture's own then; the older words for them replace these whole."""
     defaults = {**DEFAULTS.get(language_model(architecture), EMPTY), **common_words(architecture, raw)}
     rope = None if raw.get("rope_scaling") else defaults.pop("rope_parameters", None)
     values = {**defaults, **{name: False if value is None and is_truth(name) else value for name, value in raw.items()}}
@@ -289,8 +299,9 @@ def _activation(architecture: str, values: Mapping[str, Any]) -> str:
 
 
 def _ropes(values: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """That of layers without a window, and that of layers with one, where they differ. Both dialects: `rope_parameters`,
-    which may have a set for each kind of layer, and the older `rope_theta` with `rope_scaling` and `rope_local_base_freq`."""
+    """That of layers without a window, and that of layers with one, where they differ. Both
+    dialects: `rope_parameters`, which may have a set for each kind of layer, and the older
+    `rope_theta` with `rope_scaling` and `rope_local_base_freq`."""
     scaling = {**values.get("rope_parameters", EMPTY), **values.get("rope_scaling", EMPTY)}
     nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
     theta = values.get("rope_local_base_freq")
@@ -305,7 +316,9 @@ def _ropes(values: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, R
 
 
 def rope_config(given: Mapping[str, Any], values: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Of one kind of layers, by `given`, and what `values` have for all; the kind of a rope may be `rope_type` or `type`. Old checkpoints call longrope "su" or "yarn". A number that is null is none."""
+    """Of one kind of layers, by `given`, and what `values` have for all; the kind of a rope may be
+    `rope_type` or `type`. Old checkpoints call longrope "su" or "yarn". A number that is null is
+    none."""
     scaling: dict[str, Any] = {
         name: False if value is None else value for name, value in given.items() if value is not None or is_truth(name)
     }
@@ -324,17 +337,19 @@ def rope_config(given: Mapping[str, Any], values: Mapping[str, Any], max_positio
 
 
 def _context_length(rope: RopeConfig, max_positions: int) -> int:
-    """Yarn checkpoints often state the unextended length; every other kind states what it is good for."""
+    """Yarn checkpoints often state the unextended length; every other kind states what it is good
+    for."""
     if rope.kind == "yarn":
         return max(max_positions, int(rope.original_max * float(rope.scaling.get("factor") or 1.0)))
     return max_positions
 
 
 def _sliding_windows(values: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Windows must be switched on, by a written switch, the architecture, or the types of the layers.
+    """Windows must be switched on, by a written switch, the architecture, or the types of the
+    layers.
 
-    A written null means no window. Without types, all layers but each `sliding_window_pattern`-th have windows, or those from
-    `max_window_layers` on.
+    A written null means no window. Without types, all layers but each `sliding_window_pattern`-th
+    have windows, or those from `max_window_layers` on.
     """
     window, pattern = values.get("sliding_window"), values.get("sliding_window_pattern")
     kinds = values.get("layer_types")

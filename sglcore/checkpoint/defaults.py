@@ -1,4 +1,5 @@
-"""What a configuration means where it says nothing, by architecture, and what not every architecture knows."""
+"""What a configuration means where it says nothing, by architecture, and what not every
+architecture knows."""
 
 from __future__ import annotations
 

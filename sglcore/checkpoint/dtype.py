@@ -12,11 +12,12 @@ WIDE = "float32"
 
 
 def choose_dtype(asked: str, stored: str, facts: Facts) -> Row:
-    """The decision on the element type. Raises `ConfigError` for one that is asked for and that the device of `facts` does
-    not compute in, and for a checkpoint's that nothing computes in.
+    """The decision on the element type. Raises `ConfigError` for one that is asked for and that the
+    device of `facts` does not compute in, and for a checkpoint's that nothing computes in.
 
-    "auto" is the checkpoint's own type, except that one 16-bit type gives way to the one the device prefers, and that a
-    type that the device does not compute in is converted: a downgrade, unless it is to float32.
+    "auto" is the checkpoint's own type, except that one 16-bit type gives way to the one the device
+    prefers, and that a type that the device does not compute in is converted: a downgrade, unless
+    it is to float32.
     """
     if asked != "auto":
         _check(asked, facts.dtypes, "leave --dtype out, and the checkpoint's is taken or converted")

@@ -1,4 +1,5 @@
-"""Configurations of encoders, of decoders without their output layer and of language parts, in the words of the others."""
+"""Configurations of encoders, of decoders without their output layer and of language parts, in the
+words of the others."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ def common_words(architecture: str, raw: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def whole_number(raw: Mapping[str, Any], name: str, usual: int) -> int:
-    """A value of a `config.json`, or the usual one where it is left out. Raises `ConfigError` for null, which is not left
-    out, and for another kind."""
+    """A value of a `config.json`, or the usual one where it is left out. Raises `ConfigError` for
+    null, which is not left out, and for another kind."""
     found = raw.get(name, usual)
     if type(found) is not int:
         raise ConfigError(

@@ -41,7 +41,8 @@ def read_list(file: Path) -> list[dict[str, Any]]:
 
 
 def weight_names(folder: Path) -> tuple[str, ...]:
-    """The names of a checkpoint's weight files, in order, whether or not they are there; raises `CheckpointError`."""
+    """The names of a checkpoint's weight files, in order, whether or not they are there; raises
+    `CheckpointError`."""
     index = folder / INDEX
     if not index.is_file():
         return (SINGLE,)

@@ -46,7 +46,8 @@ OTHERS: Mapping[int, str] = MappingProxyType(
 )
 """The names of those that can not."""
 _SCALARS = "BbHhIif?"
-"""`struct` formats of the value types 0 to 7; 8 is text, 9 an array, 10 to 12 are QqD in the format's own numbers."""
+"""`struct` formats of the value types 0 to 7; 8 is text, 9 an array, 10 to 12 are QqD in the
+format's own numbers."""
 
 _TEXT, _ARRAY = 8, 9
 _WIDE: Mapping[int, str] = MappingProxyType({10: "Q", 11: "q", 12: "d"})
@@ -54,7 +55,8 @@ _WIDE: Mapping[int, str] = MappingProxyType({10: "Q", 11: "q", 12: "d"})
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor: the name of its type, its shape, and its bytes [start, end) counted from the file's start."""
+    """A tensor: the name of its type, its shape, and its bytes [start, end) counted from the file's
+    start."""
 
     name: str
     type: str
@@ -65,13 +67,15 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class TextList:
-    """Where a list of texts lies: `count` of them, one after another from byte `start` of the file."""
+    """Where a list of texts lies: `count` of them, one after another from byte `start` of the
+    file."""
 
     start: int
     count: int
 
     def read(self, data: mmap.mmap, places: Collection[int]) -> dict[int, str]:
-        """The texts at some places; a place that it does not have is left out. Walks as far as the last of them."""
+        """The texts at some places; a place that it does not have is left out. Walks as far as the
+        last of them."""
         wanted, at, length, found = frozenset(places), self.start, struct.Struct("<Q").unpack_from, dict[int, str]()
         for place in range(min(max(wanted, default=-1) + 1, self.count)):
             first = at + 8
@@ -83,8 +87,8 @@ class TextList:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says of itself. `metadata` holds numbers, texts, booleans and lists of them; `left_out` are the lists of
-    texts that were not read."""
+    """What a file says of itself. `metadata` holds numbers, texts, booleans and lists of them;
+    `left_out` are the lists of texts that were not read."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -92,7 +96,8 @@ class GgufHeader:
     left_out: Mapping[str, TextList]
 
     def some_texts(self, key: str, places: Collection[int]) -> Mapping[int, str]:
-        """The texts at some places of a list, whether it was left out or not; none of a key that is no list."""
+        """The texts at some places of a list, whether it was left out or not; none of a key that is
+        no list."""
         kept, left_out = self.metadata.get(key), self.left_out.get(key)
         if left_out is not None:
             with _mapped(self.path) as data:
@@ -124,9 +129,11 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def read_header(path: Path, *, texts: bool = False) -> GgufHeader:
-    """Read a file's header; raises `CheckpointError` for a file that is damaged or of a kind that can not be loaded.
+    """Read a file's header; raises `CheckpointError` for a file that is damaged or of a kind that
+    can not be loaded.
 
-    Lists of texts, which are vocabularies and take most of the time, are left out unless `texts` asks for them.
+    Lists of texts, which are vocabularies and take most of the time, are left out unless `texts`
+    asks for them.
     """
     with _mapped(path) as data:
         return _Reader(path, data, texts).header()

@@ -1,4 +1,5 @@
-"""The architectures of GGUF files: what their tensors are called in the same checkpoint, and the metadata that only they have."""
+"""The architectures of GGUF files: what their tensors are called in the same checkpoint, and the
+metadata that only they have."""
 
 from __future__ import annotations
 
@@ -87,8 +88,8 @@ class GgufArchitecture(NamedTuple):
 
 
 def _gemma(layers: int) -> Callable[[GgufHeader, Mapping[str, Any]], Mapping[str, Any]]:
-    """What queries are scaled by is in no metadata: the largest model, of so many layers, has another number than its heads' size.
-    Early files do not say their window."""
+    """What queries are scaled by is in no metadata: the largest model, of so many layers, has
+    another number than its heads' size. Early files do not say their window."""
 
     def more(header: GgufHeader, config: Mapping[str, Any]) -> Mapping[str, Any]:
         mean = config["hidden_size"] // config["num_attention_heads"]

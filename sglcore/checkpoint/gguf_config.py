@@ -1,4 +1,5 @@
-"""A GGUF file's metadata in the words of a `config.json`, and its tensors' names in those of the same checkpoint."""
+"""A GGUF file's metadata in the words of a `config.json`, and its tensors' names in those of the
+same checkpoint."""
 
 from __future__ import annotations
 
@@ -25,14 +26,16 @@ CONTROL = 3
 
 TOKENS = "tokenizer.ggml.tokens"
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|endoftext|>")
-"""Control tokens that end a text whatever the metadata names: early files name one of two, and chats end with the other."""
+"""Control tokens that end a text whatever the metadata names: early files name one of two, and
+chats end with the other."""
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get
 
 
 def checkpoint_name(header: GgufHeader, name: str) -> str | None:
-    """A tensor's name in a checkpoint, with a "{}" for the expert where it holds several; None if there is none."""
+    """A tensor's name in a checkpoint, with a "{}" for the expert where it holds several; None if
+    there is none."""
     block = _BLOCK.fullmatch(name)
     parts = {**COMMON, **ARCHITECTURES[architecture_name(header)].parts}
     if block is not None and block[2] in parts:
@@ -42,7 +45,8 @@ def checkpoint_name(header: GgufHeader, name: str) -> str | None:
 
 
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
-    """The keys of a `config.json` that the metadata means; raises `CheckpointError` for an architecture that we lack."""
+    """The keys of a `config.json` that the metadata means; raises `CheckpointError` for an
+    architecture that we lack."""
     kind, name = architecture_name(header), header.need("general.architecture", str)
     if kind not in ARCHITECTURES:
         raise CheckpointError(
@@ -118,7 +122,8 @@ def _check_sizes(header: GgufHeader, hidden: int, layers: int) -> None:
 
 
 def token_id(header: GgufHeader, name: str, count: int = LARGEST) -> int | None:
-    """The `name` token of a vocabulary of `count`, None where there is none; raises `CheckpointError` for another one."""
+    """The `name` token of a vocabulary of `count`, None where there is none; raises
+    `CheckpointError` for another one."""
     key = f"tokenizer.ggml.{name}_token_id"
     found = header.metadata.get(key)
     if found is not None and (not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < count):
@@ -127,7 +132,8 @@ def token_id(header: GgufHeader, name: str, count: int = LARGEST) -> int | None:
 
 
 def end_tokens(header: GgufHeader) -> tuple[int, ...]:
-    """The tokens that end a text. Reads the vocabulary's control tokens; raises `CheckpointError` for one that it lacks."""
+    """The tokens that end a text. Reads the vocabulary's control tokens; raises `CheckpointError`
+    for one that it lacks."""
     embedding = header.tensors.get(EMBEDDING)
     count = embedding.shape[0] if embedding is not None and embedding.shape else LARGEST
     named = (token_id(header, name, count) for name in ("eos", "eot", "eom"))
@@ -150,8 +156,8 @@ def _dtype(header: GgufHeader) -> str:
 
 
 def _rope(header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
-    """Scaling by type; a tensor of factors, one for each frequency, is what longrope means with a factor of 1 for heads. Two such
-    tensors are longrope's own."""
+    """Scaling by type; a tensor of factors, one for each frequency, is what longrope means with a
+    factor of 1 for heads. Two such tensors are longrope's own."""
     get, base_key = header.metadata.get, f"{name}.rope.freq_base"
     base = header.need(base_key, float) if base_key in header.metadata else 10000.0
     rotated = _count(header, f"{name}.rope.dimension_count", head_dim)

@@ -1,4 +1,5 @@
-"""What a configuration says of latent attention: queries and keys of low rank, and which of the tokens before a query sees."""
+"""What a configuration says of latent attention: queries and keys of low rank, and which of the
+tokens before a query sees."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class LatentConfig:
 
 
 def latent_config(config: ModelConfig, wanted: Mapping[str, Any]) -> LatentConfig:
-    """Without an indexer. `wanted` has what some words must say if they say anything; raises `ConfigError` for another."""
+    """Without an indexer. `wanted` has what some words must say if they say anything; raises
+    `ConfigError` for another."""
     words = config.words
     for name, value in {**wanted, "rope_interleave": True, "moe_layer_freq": 1}.items():
         if words.get(name, value) != value:
@@ -114,7 +116,8 @@ _LETTERS: Mapping[str, str] = MappingProxyType({"F": FULL, "S": SHARED})
 
 
 def _pattern(words: Mapping[str, Any], layers: int) -> list[str]:
-    """What the words for every so many layers mean: a letter for each, or from which layer on each how many-th has its own."""
+    """What the words for every so many layers mean: a letter for each, or from which layer on each
+    how many-th has its own."""
     if pattern := words.get("index_topk_pattern"):
         return [_LETTERS.get(each, each) for each in pattern]
     every, first = max(words.get("index_topk_freq", 1), 1), words.get("index_skip_topk_offset", 2)

@@ -1,5 +1,6 @@
-"""What a checkpoint makes of hidden states that are not for text: one vector of them, by the files that sentence-transformers
-writes, or the scores of a classification head. And the prompts that such files name."""
+"""What a checkpoint makes of hidden states that are not for text: one vector of them, by the files
+that sentence-transformers writes, or the scores of a classification head. And the prompts that such
+files name."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ MODES: Mapping[str, str] = MappingProxyType(
         "lasttoken": "pooling_mode_lasttoken",
     }
 )
-"""Every way to make one vector of many, in the order in which several stand side by side, and its switch in old files."""
+"""Every way to make one vector of many, in the order in which several stand side by side, and its
+switch in old files."""
 
 HEADLESS = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 """Decoders that were saved without their output layer."""
@@ -36,9 +38,9 @@ HEADLESS = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """From a request's hidden states to what is answered: `modes` of `MODES` side by side; then a head with so many `labels`
-    (0: there is none), which `is_sigmoid` ends; or the vector itself, of length 1 if `is_normalized`. `reason` says what
-    decided it."""
+    """From a request's hidden states to what is answered: `modes` of `MODES` side by side; then a
+    head with so many `labels` (0: there is none), which `is_sigmoid` ends; or the vector itself, of
+    length 1 if `is_normalized`. `reason` says what decided it."""
 
     modes: tuple[str, ...]
     is_normalized: bool = False
@@ -57,17 +59,20 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Texts that stand before what is embedded, by name, and the name of the one that stands there if none is named."""
+    """Texts that stand before what is embedded, by name, and the name of the one that stands there
+    if none is named."""
 
     texts: Mapping[str, str]
     default: str | None
 
 
 def read_pooling(folder: Path, architecture: str, raw: Mapping[str, Any], task: str = "auto") -> Pooling | None:
-    """How a checkpoint's hidden states become vectors, or None for one that generates text. `task` "auto" leaves that to the
-    checkpoint: an encoder, a classifier and one with sentence-transformers' files have vectors. `raw` is `config.json`.
+    """How a checkpoint's hidden states become vectors, or None for one that generates text. `task`
+    "auto" leaves that to the checkpoint: an encoder, a classifier and one with
+    sentence-transformers' files have vectors. `raw` is `config.json`.
 
-    Raises `ConfigError` for a task that is not the checkpoint's, and for modules that are not served.
+    Raises `ConfigError` for a task that is not the checkpoint's, and for modules that are not
+    served.
     """
     is_encoder, is_classifier = architecture in ENCODERS, architecture.endswith(CLASSIFIER)
     headless = is_encoder or architecture in HEADLESS
@@ -107,8 +112,8 @@ def read_prompts(folder: Path) -> Prompts:
 
 
 def _classifier(architecture: str, raw: Mapping[str, Any]) -> Pooling:
-    """Of a head for sequences: the token it reads is the architecture's, its end what sentence-transformers wrote down, or a
-    sigmoid for a single label."""
+    """Of a head for sequences: the token it reads is the architecture's, its end what
+    sentence-transformers wrote down, or a sigmoid for a single label."""
     count = raw.get("num_labels")
     labels = len(raw.get("id2label") or ()) or (2 if count is None else count)
     mode = raw.get("classifier_pooling", "cls") if architecture in ENCODERS else "lasttoken"
@@ -149,7 +154,8 @@ def _of_modules(folder: Path) -> Pooling:
 
 
 def _modes(folder: Path) -> tuple[str, ...]:
-    """Of a pooling's own configuration: the mode, or the switches of older files; none of them is the mean."""
+    """Of a pooling's own configuration: the mode, or the switches of older files; none of them is
+    the mean."""
     values = read_json(folder / "config.json")
     if not values.get("include_prompt", True):
         raise ConfigError(

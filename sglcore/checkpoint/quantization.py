@@ -11,7 +11,8 @@ from sglcore.device.errors import CheckpointError
 
 SUPPORTED = "gptq, awq (gemm), fp8, mxfp4 (experts), and compressed-tensors that are pack-quantized, int-quantized or float-quantized"
 NONE = "none"
-"""Of EngineConfig's `quantize`: codes become plain weights, and products are as exact as the model's dtype."""
+"""Of EngineConfig's `quantize`: codes become plain weights, and products are as exact as the
+model's dtype."""
 _REMEDY = "use another quantisation of this model, or the plain one with --quantize int8 or int4"
 _UNPACKED = ("naive-quantized", "int-quantized", "float-quantized")
 
@@ -20,8 +21,9 @@ _UNPACKED = ("naive-quantized", "int-quantized", "float-quantized")
 class Scheme:
     """How one linear layer is quantised.
 
-    `kind` says which tensors it has and how they lie: "gptq", "awq", "packed", "integers" or "float8". `block` are the
-    (rows, columns) that share a scale, None for all of them; `zero_offset` is added to zeros as they are stored.
+    `kind` says which tensors it has and how they lie: "gptq", "awq", "packed", "integers" or
+    "float8". `block` are the (rows, columns) that share a scale, None for all of them;
+    `zero_offset` is added to zeros as they are stored.
     """
 
     kind: str
@@ -41,7 +43,8 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A quantised checkpoint: its `method`, and the scheme of each module by the first target that matches it.
+    """A quantised checkpoint: its `method`, and the scheme of each module by the first target that
+    matches it.
 
     A target is "Linear", a module's name or its end, or "re:" with a regular expression.
     """
@@ -55,7 +58,8 @@ class Quantization:
 
 
 def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
-    """What `config.json` says, None for a plain checkpoint; raises `CheckpointError` for a scheme that is not supported."""
+    """What `config.json` says, None for a plain checkpoint; raises `CheckpointError` for a scheme
+    that is not supported."""
     given = raw.get("quantization_config", raw.get("compression_config"))
     if given is None and "quantization" in raw:
         raise CheckpointError("config.json has 'quantization'", wanted=f"one of {SUPPORTED}", remedy=_REMEDY)

@@ -1,4 +1,5 @@
-"""What a configuration says of layers that keep a state of each request, read from `config.json` as it is."""
+"""What a configuration says of layers that keep a state of each request, read from `config.json` as
+it is."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ NAMES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetConfig:
-    """Layers with the gated delta rule: heads and the sizes of their keys and values, and how many tokens, with their own,
-    their convolution reaches over."""
+    """Layers with the gated delta rule: heads and the sizes of their keys and values, and how many
+    tokens, with their own, their convolution reaches over."""
 
     key_heads: int
     value_heads: int
@@ -40,7 +41,8 @@ class DeltaNetConfig:
 
 
 def delta_net_config(config: ModelConfig) -> DeltaNetConfig:
-    """Those of Qwen3-Next where the file says nothing. Raises `ConfigError` for heads that can not be grouped."""
+    """Those of Qwen3-Next where the file says nothing. Raises `ConfigError` for heads that can not
+    be grouped."""
     words = config.words
     found = DeltaNetConfig(
         words.get("linear_num_key_heads", 16),
@@ -92,7 +94,8 @@ class Mamba2Config:
 
 
 def mamba2_config(config: ModelConfig) -> Mamba2Config:
-    """Those of Granite 4 where nothing is said. Raises `ConfigError` for heads that can not be grouped."""
+    """Those of Granite 4 where nothing is said. Raises `ConfigError` for heads that can not be
+    grouped."""
     words = config.words
     heads, groups = words.get("mamba_n_heads", 128), words.get("mamba_n_groups", 1)
     size, (dt_min, dt_max) = words.get("mamba_d_head", "auto"), words.get("time_step_limit") or (0.0, float("inf"))
@@ -117,8 +120,8 @@ def _number(value: Any) -> float:
 
 
 def layer_kinds(config: ModelConfig, known: Sequence[str] = (LINEAR, FULL)) -> tuple[str, ...]:
-    """The kind of each layer: its own, or every so many layers full attention. Raises `ConfigError` for a kind that is not
-    `known`."""
+    """The kind of each layer: its own, or every so many layers full attention. Raises `ConfigError`
+    for a kind that is not `known`."""
     words, layers = config.words, config.num_hidden_layers
     kinds = [NAMES.get(kind, kind) for kind in words.get("layer_types", ())] or [
         LINEAR if (layer + 1) % words.get("full_attention_interval", 4) else FULL for layer in range(layers)

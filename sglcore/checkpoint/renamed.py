@@ -1,4 +1,5 @@
-"""What the configurations of some architectures call by words of their own, in those that most use."""
+"""What the configurations of some architectures call by words of their own, in those that most
+use."""
 
 from __future__ import annotations
 
@@ -39,11 +40,13 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
-"""By architecture: a word of its own, and what others call the same. The last that is there counts."""
+"""By architecture: a word of its own, and what others call the same. The last that is there
+counts."""
 
 
 def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What `values` say by words of the architecture's own; these count for more than the others' words."""
+    """What `values` say by words of the architecture's own; these count for more than the others'
+    words."""
     found = {ours: values[own] for own, ours in WORDS.get(architecture, {}).items() if own in values}
     if architecture == "Lfm2ForCausalLM":
         found |= _lfm2_layers(values)
@@ -61,7 +64,8 @@ def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek_v4_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All layers have experts, and the window, whatever else some see. Where there is one rope, it is that of layers with more."""
+    """All layers have experts, and the window, whatever else some see. Where there is one rope, it
+    is that of layers with more."""
     both = {**values.get("rope_parameters", {}), **values.get("rope_scaling", {})}
     partial = values.get("partial_rotary_factor", values.get("qk_rope_head_dim", 64) / max(values["head_dim"], 1))
     size = values.get("moe_intermediate_size", values.get("intermediate_size", 2048))
@@ -85,7 +89,8 @@ def _lfm2_layers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lfm2_size(values: Mapping[str, Any]) -> int:
-    """Two thirds of what the file says, and up to the next multiple, unless it says that its number is that already."""
+    """Two thirds of what the file says, and up to the next multiple, unless it says that its number
+    is that already."""
     size = values.get("intermediate_size", 12288)
     if not values.get("block_auto_adjust_ff_dim", True):
         return size

@@ -1,6 +1,8 @@
-"""What a safetensors file says of itself: its tensors' names, types, shapes and places, checked against its size.
+"""What a safetensors file says of itself: its tensors' names, types, shapes and places, checked
+against its size.
 
-Format: 8 bytes little-endian header length, a JSON header, then the data that the header's offsets point into.
+Format: 8 bytes little-endian header length, a JSON header, then the data that the header's offsets
+point into.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
         "BOOL": 1,
     }
 )
-"""Those, and what quantised weights are made of. The bytes of a tensor of another type are not checked."""
+"""Those, and what quantised weights are made of. The bytes of a tensor of another type are not
+checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in `file`: `dtype` as the file names it, and its bytes [start, end) counted from the file's start."""
+    """A tensor in `file`: `dtype` as the file names it, and its bytes [start, end) counted from the
+    file's start."""
 
     file: Path
     name: str
@@ -57,8 +61,8 @@ class Entry:
 
 
 def read_entries(path: Path, file: RawIOBase | None = None) -> tuple[Entry, ...]:
-    """The tensors of a file in the order of their bytes, from its open `file` at the start if there is one. Raises
-    `CheckpointError` if it can not be read or is damaged."""
+    """The tensors of a file in the order of their bytes, from its open `file` at the start if there
+    is one. Raises `CheckpointError` if it can not be read or is damaged."""
     if file is not None:
         return _entries(path, file)
     with open_file(path) as opened:

@@ -1,7 +1,8 @@
-"""Which widths a model may be divided in, and what of it each rank holds: pure arithmetic over its configuration.
+"""Which widths a model may be divided in, and what of it each rank holds: pure arithmetic over its
+configuration.
 
-A constraint is data: what is divided, by a name that a person knows, and the remedy lists the widths that every constraint
-allows.
+A constraint is data: what is divided, by a name that a person knows, and the remedy lists the
+widths that every constraint allows.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ Fits = Callable[[int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a width must divide: `name` of `size`, by the rule `fits(size, width)`. `axis` says among whom it is divided: the ranks of
-    a shard of requests ("attn_tp"), all ranks ("tp"), or all unless experts are dealt out whole ("expert")."""
+    """What a width must divide: `name` of `size`, by the rule `fits(size, width)`. `axis` says
+    among whom it is divided: the ranks of a shard of requests ("attn_tp"), all ranks ("tp"), or all
+    unless experts are dealt out whole ("expert")."""
 
     name: str
     size: int
@@ -44,7 +46,8 @@ def _shares(size: int, width: int) -> bool:
 
 
 def constraints(config: ModelConfig) -> tuple[Constraint, ...]:
-    """Those of attention, states, the feed-forward blocks and experts. The vocabulary has none: it is padded."""
+    """Those of attention, states, the feed-forward blocks and experts. The vocabulary has none: it
+    is padded."""
     found = [
         Constraint("attention heads", config.num_attention_heads, _divides, "attn_tp"),
         Constraint("heads of keys and values", config.num_key_value_heads, _shares, "attn_tp"),
@@ -108,8 +111,8 @@ def legal_widths(config: ModelConfig) -> tuple[int, ...]:
 
 
 def check_divisible(config: ModelConfig, width: int, is_ours: bool = True) -> None:
-    """Raise ConfigError for a checkpoint that ranks can not divide, whatever the device: what it is, and the remedy. `is_ours`:
-    its layers are built here, not by a library's own class."""
+    """Raise ConfigError for a checkpoint that ranks can not divide, whatever the device: what it
+    is, and the remedy. `is_ours`: its layers are built here, not by a library's own class."""
     refused = {
         "layers by transformers' own class, which are not divided": not is_ours,
     }
@@ -126,7 +129,8 @@ class Shard:
     size: int
 
     def part(self, count: int) -> tuple[int, int]:
-        """[first, last) of `count` things. Raises ConfigError if they do not divide: nothing may be left over."""
+        """[first, last) of `count` things. Raises ConfigError if they do not divide: nothing may be
+        left over."""
         each, rest = divmod(count, self.size)
         if rest:
             raise ConfigError(
@@ -137,8 +141,8 @@ class Shard:
         return self.rank * each, (self.rank + 1) * each
 
     def kv_heads(self, heads: int) -> tuple[int, int]:
-        """[first, last) of the heads of keys and values that this part's queries read: query head j reads j * heads // queries,
-        so a head that several parts read is held by each of them."""
+        """[first, last) of the heads of keys and values that this part's queries read: query head j
+        reads j * heads // queries, so a head that several parts read is held by each of them."""
         first = self.rank * heads // self.size
         return first, first + max(heads // self.size, 1)
 

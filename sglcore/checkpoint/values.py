@@ -1,4 +1,5 @@
-"""What kind of value each name of a configuration has, so that a wrong one is an error with its name."""
+"""What kind of value each name of a configuration has, so that a wrong one is an error with its
+name."""
 
 from __future__ import annotations
 
@@ -100,8 +101,9 @@ def is_truth(name: str) -> bool:
 
 
 def check_values(file: Path, values: Mapping[str, Any], words: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raise `ConfigError` for a value of the wrong kind, also in objects of `values`. `words` are those of `renamed.WORDS`. Null
-    is no value, and names that are not known are others' business."""
+    """Raise `ConfigError` for a value of the wrong kind, also in objects of `values`. `words` are
+    those of `renamed.WORDS`. Null is no value, and names that are not known are others'
+    business."""
     for name, value in values.items():
         kind = KINDS.get(name) or KINDS.get(words.get(name, ""))
         if kind is None or value is None:

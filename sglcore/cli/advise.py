@@ -1,4 +1,5 @@
-"""`sglcore advise`: in which form a cluster would run a model fastest, by numbers, with the command."""
+"""`sglcore advise`: in which form a cluster would run a model fastest, by numbers, with the
+command."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ def advise(
     top: Annotated[int, typer.Option(help="Number of parallel layouts to show, fastest first.")] = 6,
     as_json: Annotated[bool, typer.Option("--json", help="Print all layouts as JSON.")] = False,
 ) -> None:
-    """Estimate the throughput of each parallel layout (tp, dp, ep) on a cluster, and print the command of the fastest.
+    """Estimate the throughput of each parallel layout (tp, dp, ep) on a cluster, and print the
+    command of the fastest.
 
-    The estimates are upper bounds computed from the cluster file. No model is loaded and no device is used.
+    The estimates are upper bounds computed from the cluster file. No model is loaded and no device
+    is used.
     """
     from sglcore.cli.render import json_text
     from sglcore.engine.forms.advice import Load, advise_folder, text_of

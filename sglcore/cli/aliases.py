@@ -1,5 +1,5 @@
-"""Names that people bring from other engines, and ours for the same. The only file of the core that may name a maker's
-product: nothing asks it which device runs."""
+"""Names that people bring from other engines, and ours for the same. The only file of the core that
+may name a maker's product: nothing asks it which device runs."""
 
 from __future__ import annotations
 
@@ -183,7 +183,8 @@ def dtype_name(word: str) -> str:
 
 
 def refuse(words: Sequence[str]) -> None:
-    """Raise ConfigError for the first flag that only other engines have, with what to do instead."""
+    """Raise ConfigError for the first flag that only other engines have, with what to do
+    instead."""
     for word in words[: words.index("--")] if "--" in words else words:
         if (remedy := REFUSED.get(word.partition("=")[0])) is not None:
             raise ConfigError(f"{word.partition('=')[0]} is no flag of sglcore", remedy=remedy)

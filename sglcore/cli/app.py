@@ -1,4 +1,5 @@
-"""The commands. Each is a function with annotated parameters, in a module that imports heavy things only inside it."""
+"""The commands. Each is a function with annotated parameters, in a module that imports heavy things
+only inside it."""
 
 from __future__ import annotations
 

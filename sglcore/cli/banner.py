@@ -21,7 +21,8 @@ SHOWN = ("device", "model", "kv cache")
 
 
 def show_banner(started: Started, *, verbose: bool = False) -> None:
-    """Print the version, the device with its evidence, and of the ledger what `show_start` prints."""
+    """Print the version, the device with its evidence, and of the ledger what `show_start`
+    prints."""
     chosen = started.choice.chosen
     brought_by = f"{chosen.distribution} {chosen.version}"
     evidence, rows = started.choice.report.hardware.evidence, started.ledger.rows

@@ -1,4 +1,5 @@
-"""`sglcore bench`: load for a server, or for the engine alone, from one generator; a table, JSON, and a plot."""
+"""`sglcore bench`: load for a server, or for the engine alone, from one generator; a table, JSON,
+and a plot."""
 
 from __future__ import annotations
 
@@ -79,10 +80,11 @@ def serve(
 ) -> None:
     """Benchmark a running server with streaming requests to /v1/completions.
 
-    With a finite --request-rate, requests arrive at random times, whether or not the server keeps up. Latency is measured
-    from the time at which a request was due, so it includes waiting in this client and for --max-concurrency: otherwise a
-    slow server would hide the waits that it causes. "lag" is how late requests were sent. With --request-rate inf,
-    latency is measured from the time of sending.
+    With a finite --request-rate, requests arrive at random times, whether or not the server keeps
+    up. Latency is measured from the time at which a request was due, so it includes waiting in this
+    client and for --max-concurrency: otherwise a slow server would hide the waits that it causes.
+    "lag" is how late requests were sent. With --request-rate inf, latency is measured from the time
+    of sending.
     """
     from sglcore.bench import workload
     from sglcore.bench.address import address, served_model
@@ -125,7 +127,8 @@ def offline(
     verbose: options.Verbose = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Benchmark the engine without a server, in this process, with the load of `bench serve --request-rate inf`."""
+    """Benchmark the engine without a server, in this process, with the load of `bench serve
+    --request-rate inf`."""
     from sglcore.bench import workload
     from sglcore.bench.figures import goals_of
     from sglcore.bench.offline import run_offline

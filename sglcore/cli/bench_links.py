@@ -23,9 +23,11 @@ def links(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Benchmark all-reduce and all-to-all between the ranks of --tp N on this machine, without a model.
+    """Benchmark all-reduce and all-to-all between the ranks of --tp N on this machine, without a
+    model.
 
-    Prints latency and bandwidth fitted to the results, in the units of the cluster file of `sglcore advise`.
+    Prints latency and bandwidth fitted to the results, in the units of the cluster file of `sglcore
+    advise`.
     """
     from sglcore.engine.ranks.links import measure_links
 

@@ -182,7 +182,8 @@ def talk(conversation: Conversation) -> None:
 
 
 def _read(is_terminal: bool) -> str | None:
-    """The next message, None at the end of the input. At a terminal Ctrl-C takes back what is being typed; twice, it leaves."""
+    """The next message, None at the end of the input. At a terminal Ctrl-C takes back what is being
+    typed; twice, it leaves."""
     was_interrupted = False
     while True:
         try:

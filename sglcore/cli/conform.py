@@ -46,7 +46,8 @@ def conform(
         list[str] | None, typer.Option("-p", "--plugin", help="pytest plugin to load; may be repeated.")
     ] = None,
 ) -> None:
-    """Run the conformance tests (laws) on a device and compare it with the reference. Arguments after -- go to pytest."""
+    """Run the conformance tests (laws) on a device and compare it with the reference. Arguments
+    after -- go to pytest."""
     if table is not None:
         _show_table(table, into)
         return
@@ -82,8 +83,8 @@ def _show_table(results: Path, into: Path | None) -> None:
 
 
 def _run_pytest(words: list[str], quiet: bool) -> int:
-    """The kit's own suite, untouched by the settings of the folder it is called in and by the `conftest.py` of a checkout;
-    quiet: on the error stream."""
+    """The kit's own suite, untouched by the settings of the folder it is called in and by the
+    `conftest.py` of a checkout; quiet: on the error stream."""
     try:
         import pytest
     except ModuleNotFoundError:

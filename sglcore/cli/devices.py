@@ -1,4 +1,5 @@
-"""`sglcore devices`: every installed device package, what its probe says, and which one would run."""
+"""`sglcore devices`: every installed device package, what its probe says, and which one would
+run."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from sglcore.device.system import host_system
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """All that `sglcore devices` shows: the packages, the choice or why there is none, and unclaimed accelerators."""
+    """All that `sglcore devices` shows: the packages, the choice or why there is none, and
+    unclaimed accelerators."""
 
     devices: tuple[Candidate, ...]
     choice: Choice | None
@@ -57,7 +59,8 @@ def devices(
 
 
 def bring_up_text(found: tuple[Installed, ...], requested: Requested) -> str:
-    """The bring-up order of one device; raises `DeviceError` when no device was named or it is not installed."""
+    """The bring-up order of one device; raises `DeviceError` when no device was named or it is not
+    installed."""
     if requested.name is None:
         names = ", ".join(item.name for item in found) or "none"
         raise DeviceError(
@@ -68,8 +71,8 @@ def bring_up_text(found: tuple[Installed, ...], requested: Requested) -> str:
 
 
 def survey(found: tuple[Installed, ...], requested: Requested, shown: Requested = Requested()) -> Survey:
-    """Probe every package once and choose. What raises is kept, so that one broken package hides no other. The one that is
-    `shown` by name is probed as such, which does not change the choice."""
+    """Probe every package once and choose. What raises is kept, so that one broken package hides no
+    other. The one that is `shown` by name is probed as such, which does not change the choice."""
     system = host_system()
     bus = system.pci()
     seen = tuple(try_package(item, item.name == requested.name, system) for item in found)

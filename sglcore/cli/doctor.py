@@ -1,4 +1,5 @@
-"""`sglcore doctor`: why does it not run here? Standard library only, so that it works on the machine it must explain.
+"""`sglcore doctor`: why does it not run here? Standard library only, so that it works on the
+machine it must explain.
 
 Also `python -m sglcore.cli.doctor`. A check that fails inside is a finding, never a crash.
 """
@@ -40,7 +41,8 @@ NATIVE: Mapping[str, str] = MappingProxyType(
         "pyzmq": "zmq",
     }
 )
-"""Distributions that the core needs and that bring compiled code -> the module, which is imported to see that it works."""
+"""Distributions that the core needs and that bring compiled code -> the module, which is imported
+to see that it works."""
 PURE = ("typer", "rich", "jinja2", "fastapi", "uvicorn", "prometheus-client")
 """The others that it needs."""
 LEAST_PYTHON = (3, 11)
@@ -77,7 +79,8 @@ for name in names:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. The verdict is `ok`, `note` (worth knowing) or `bad` (something will not run)."""
+    """One finding. The verdict is `ok`, `note` (worth knowing) or `bad` (something will not
+    run)."""
 
     topic: str
     verdict: str
@@ -128,7 +131,8 @@ def check_python() -> Iterable[Check]:
 
 
 def check_distributions() -> Iterable[Check]:
-    """The distributions that the core needs; those with compiled code are imported, in a process that may die of it."""
+    """The distributions that the core needs; those with compiled code are imported, in a process
+    that may die of it."""
     found: dict[str, str] = {}
     for name in ("sglcore", *NATIVE, *PURE):
         try:
@@ -145,7 +149,8 @@ def check_distributions() -> Iterable[Check]:
 
 
 def import_faults(modules: Sequence[str]) -> dict[str, str]:
-    """What is wrong with those that do not import, in another process; one that ends it is found by its silence."""
+    """What is wrong with those that do not import, in another process; one that ends it is found by
+    its silence."""
     faults: dict[str, str] = {}
     left = list(modules)
     while left:
@@ -166,7 +171,8 @@ def import_faults(modules: Sequence[str]) -> dict[str, str]:
 
 
 def check_devices() -> Iterable[Check]:
-    """Every device package with the four facts of its probe, the choice, and unclaimed accelerators."""
+    """Every device package with the four facts of its probe, the choice, and unclaimed
+    accelerators."""
     found, requested = discover(), requested_device(None)
     if not found:
         yield Check("devices", "bad", "no device package is installed", "pip install sglcore-cpu")

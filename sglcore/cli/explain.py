@@ -20,7 +20,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Load the model, then print each start-up decision: requested, chosen, reason, and how to change it."""
+    """Load the model, then print each start-up decision: requested, chosen, reason, and how to
+    change it."""
     from sglcore.cli.banner import ledger_table
     from sglcore.cli.render import json_text
     from sglcore.device.errors import ConfigError

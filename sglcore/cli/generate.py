@@ -67,7 +67,8 @@ def generate(
 
 
 def _text(prompt: str | None, model: str | None) -> str:
-    """The prompt. Raises ConfigError where none is given and nothing can be read, or where it stands in the model's place."""
+    """The prompt. Raises ConfigError where none is given and nothing can be read, or where it
+    stands in the model's place."""
     if model is not None and len(model.split()) > 1 and not Path(model).exists():
         raise ConfigError(f"there is no model {model!r}", remedy="a text to complete stands behind --prompt")
     is_open = prompt is None and not sys.stdin.isatty()

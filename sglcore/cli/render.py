@@ -22,7 +22,8 @@ def json_text(values: Mapping[str, object]) -> str:
 
 
 def show_survey(seen: Survey) -> None:
-    """Print the choice and whatever stands in its way, then a table of the devices with their four facts."""
+    """Print the choice and whatever stands in its way, then a table of the devices with their four
+    facts."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -74,7 +75,8 @@ def _survey_lines(seen: Survey) -> tuple[str, ...]:
 
 
 def _print_tracebacks(seen: Survey) -> None:
-    """A package that raised shows its own traceback; an error that explains itself in one line does not need one."""
+    """A package that raised shows its own traceback; an error that explains itself in one line does
+    not need one."""
     for item in seen.devices:
         if item.error is not None and not isinstance(item.error, SglcoreError):
             print(f"\n{item.installed.distribution} raised:", file=sys.stderr)

@@ -59,8 +59,8 @@ def serve(
 
 
 def _placed(config: EngineConfig, server: ServerConfig) -> tuple[Placement, EngineConfig, ServerConfig]:
-    """Which node of those that hold the model this one is. Where they are several, --ray places them and not replicas. Raises
-    ConfigError for what does not go with several."""
+    """Which node of those that hold the model this one is. Where they are several, --ray places
+    them and not replicas. Raises ConfigError for what does not go with several."""
     from sglcore.engine.ranks.launch import find_placement
 
     if config.nodes > 1 and server.ray is not None:
@@ -130,7 +130,8 @@ def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool, verbose: bo
 
 
 def _choose(config: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
-    """The device of each replica, as a value for its process: a wrong one, or too few, is an error before anything listens."""
+    """The device of each replica, as a value for its process: a wrong one, or too few, is an error
+    before anything listens."""
     from sglcore.device.ledger import DecisionLedger
     from sglcore.engine.start import choose
     from sglcore.serving.replicas.devices import devices_of

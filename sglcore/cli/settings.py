@@ -1,4 +1,5 @@
-"""Flags made from the configuration's own records: each field of EngineConfig and ServerConfig is one, under its own name."""
+"""Flags made from the configuration's own records: each field of EngineConfig and ServerConfig is
+one, under its own name."""
 
 from __future__ import annotations
 
@@ -63,8 +64,9 @@ _CONSTANTS: Mapping[str, tuple[str, object, str]] = MappingProxyType(
 
 
 def with_settings(function: Callable[..., None], *records: type[Any]) -> Callable[..., None]:
-    """The function with a flag for each field of the records added to its own options. It receives them, those that were
-    not given left out, as `settings: dict`; the records' own resolve reads the variables."""
+    """The function with a flag for each field of the records added to its own options. It receives
+    them, those that were not given left out, as `settings: dict`; the records' own resolve reads
+    the variables."""
     own = [item for item in inspect.signature(function).parameters.values() if item.name != "settings"]
     known = [
         (item, PARTS[record]) for record in records for item in settings_of(record).values() if item.name != "model"
@@ -128,8 +130,8 @@ def _written(name: str, value: object) -> str:
 
 
 def _speculative(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What proposes, by our names, of all flags that say it. Raises ConfigError for a JSON object that is none, and for a setting
-    that two flags give."""
+    """What proposes, by our names, of all flags that say it. Raises ConfigError for a JSON object
+    that is none, and for a setting that two flags give."""
     given = [(each, settings[each]) for each in SPECULATIVE_KEYS.values() if each in settings]
     if settings.get("draft_width", 1) > 1 and settings.get(_NODES) is not None:
         # Of a tree, others count the steps of the draft and the nodes.

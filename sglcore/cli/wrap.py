@@ -8,7 +8,8 @@ import sys
 
 
 class Writer:
-    """Writes to the output at once. On a terminal that can, a word that reaches the edge is taken to the next line as a whole."""
+    """Writes to the output at once. On a terminal that can, a word that reaches the edge is taken
+    to the next line as a whole."""
 
     def __init__(self) -> None:
         self._is_wrapped = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"

@@ -1,5 +1,5 @@
-"""A planted defect: a module that asks the device while it is imported, and says nothing where there is none. Nothing but
-its mutant names it."""
+"""A planted defect: a module that asks the device while it is imported, and says nothing where
+there is none. Nothing but its mutant names it."""
 
 from __future__ import annotations
 

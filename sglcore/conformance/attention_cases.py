@@ -1,4 +1,5 @@
-"""Batches for attention: requests over random pages, in a pool that holds the rows' own cells and no number anywhere else.
+"""Batches for attention: requests over random pages, in a pool that holds the rows' own cells and
+no number anywhere else.
 
 However the pool lies: its cells are read and written by its own `read_cells` and `write_cells`.
 """
@@ -43,7 +44,8 @@ MODES: Mapping[str, tuple[ForwardMode, tuple[Rows, ...]]] = MappingProxyType(
 EXTRAS = ("softcap", "sinks")
 """What a layer may ask of a backend that names it among its features; no model of the kit does."""
 TREE = "tree_mask"
-"""The feature of a backend whose decode rows may leave out single cells; no layer asks for it, but batches."""
+"""The feature of a backend whose decode rows may leave out single cells; no layer asks for it, but
+batches."""
 LIFT = 90.0
 """A number added to all scores of such a layer. With it a half type would lose their fractions, so
 scores must be float32."""
@@ -51,8 +53,8 @@ scores must be float32."""
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a case holds, on the host: each request's slot, pages, keys and values [length, kv_heads, dim], and this
-    step's queries [T, heads * dim]."""
+    """What a case holds, on the host: each request's slot, pages, keys and values [length,
+    kv_heads, dim], and this step's queries [T, heads * dim]."""
 
     rows: Rows
     slots: list[int]
@@ -68,7 +70,8 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What attention gave, and the pool's keys and values after it, on the host; `refreshed`: by a captured plan."""
+    """What attention gave, and the pool's keys and values after it, on the host; `refreshed`: by a
+    captured plan."""
 
     out: Tensor
     keys: Tensor
@@ -77,8 +80,8 @@ class Seen:
 
 
 def draw_contents(seed: int, rows: Rows, *harnesses: Harness, lift: float = 0.0) -> Contents:
-    """Random contents that fit the smallest of harnesses with one model and page size; with a `lift`, every scaled score is
-    about that, and they differ by as much as without."""
+    """Random contents that fit the smallest of harnesses with one model and page size; with a
+    `lift`, every scaled score is about that, and they differ by as much as without."""
     harness = min(harnesses, key=lambda item: item.limits.num_pages)
     layer: Attention = harness.started.built["runner"].model.attention_layers[0]
     rng = np.random.default_rng(seed)
@@ -118,7 +121,8 @@ def without_hidden(contents: Contents) -> Contents:
 
 
 class Probe:
-    """Stands in for a model: one attention layer on given rows, under the runner's own plan and context."""
+    """Stands in for a model: one attention layer on given rows, under the runner's own plan and
+    context."""
 
     def __init__(self, layer: Attention, contents: Contents, device: str, dtype: torch.dtype) -> None:
         parts = (contents.queries, contents.new(contents.keys), contents.new(contents.values))
@@ -157,8 +161,8 @@ def attend(
     again: Callable[[Any, Probe], Tensor | None] | None = None,
     extra: str = "",
 ) -> Seen:
-    """Run one step of attention on a harness. `again(backend, probe)` may run it another way, within the same step; `extra`
-    is what the layer asks for beside what its model does."""
+    """Run one step of attention on a harness. `again(backend, probe)` may run it another way,
+    within the same step; `extra` is what the layer asks for beside what its model does."""
     runner = copy(harness.started.built["runner"])
     pool = harness.pool
     device, dtype = harness.facts.tensor_device, getattr(torch, harness.geometry.dtype)
@@ -186,7 +190,8 @@ def attend(
 
 
 def words_of_trees(rows: int) -> Tensor:
-    """int32[rows]: what each row sees of the cells before its own, which it sees; about half of them."""
+    """int32[rows]: what each row sees of the cells before its own, which it sees; about half of
+    them."""
     generator = torch.Generator(device="cpu").manual_seed(rows)
     return torch.randint(-(1 << 31), 0, (rows,), generator=generator, dtype=torch.int32, device="cpu")
 
@@ -207,7 +212,8 @@ def cells_of(contents: Contents, page_size: int) -> list[Tensor]:
 
 
 def expected_cells(contents: Contents, parts: list[Tensor], lengths: list[int], pool: TokenToKVPool) -> Tensor:
-    """Keys or values of a whole pool in float32: the first tokens of each row in their cells, no number anywhere else."""
+    """Keys or values of a whole pool in float32: the first tokens of each row in their cells, no
+    number anywhere else."""
     host = torch.full((pool.num_cells, *parts[0].shape[1:]), float("nan"), device="cpu")
     for where, part, length in zip(cells_of(contents, pool.page_size), parts, lengths, strict=True):
         host[where[:length]] = part[:length]

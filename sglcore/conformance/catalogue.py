@@ -45,7 +45,8 @@ LAWS: tuple[Law, ...] = tuple(
 
 
 def laws_up_to(level: str, names: Collection[str] = ()) -> tuple[Law, ...]:
-    """The laws of a level and of those before it, or those of them that are named. Raises ConfigError for others."""
+    """The laws of a level and of those before it, or those of them that are named. Raises
+    ConfigError for others."""
     unknown = sorted(set(names) - {law.name for law in LAWS})
     if unknown:
         raise ConfigError(

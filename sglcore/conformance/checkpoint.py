@@ -1,5 +1,6 @@
-"""The kit's own models: tiny, random, seeded, written as checkpoints. Every weight is exact in bfloat16, so that a
-device that computes in 16 bits runs the same weights as the reference in float32.
+"""The kit's own models: tiny, random, seeded, written as checkpoints. Every weight is exact in
+bfloat16, so that a device that computes in 16 bits runs the same weights as the reference in
+float32.
 """
 
 from __future__ import annotations
@@ -83,9 +84,10 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         **SPARSE_MODELS,
     }
 )
-"""Grouped-query attention; with a sliding window; with experts; "hybrid" with a state of each request in its first layer;
-"alternating" with a window in its first layer alone; with a tokenizer. "spoiled" has experts, and its token 0 is not a number,
-nor is that of "spoiled-hybrid". "-all" takes every expert, so that no rounding changes a choice."""
+"""Grouped-query attention; with a sliding window; with experts; "hybrid" with a state of each
+request in its first layer; "alternating" with a window in its first layer alone; with a tokenizer.
+"spoiled" has experts, and its token 0 is not a number, nor is that of "spoiled-hybrid". "-all"
+takes every expert, so that no rounding changes a choice."""
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -105,9 +107,10 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
     }
 )
-"""How devices are started on some models: a state that nobody wrote is no number; steps so short that windows get pages of
-their own; of layers with rows of their own both, in a type in which no rounding changes what is chosen, and by the backend that
-takes them, whatever serves other models."""
+"""How devices are started on some models: a state that nobody wrote is no number; steps so short
+that windows get pages of their own; of layers with rows of their own both, in a type in which no
+rounding changes what is chosen, and by the backend that takes them, whatever serves other
+models."""
 
 SMOOTH: Mapping[str, str] = MappingProxyType({"moe": "moe-all", "spoiled": "spoiled-all"})
 """What stands in for a model where it runs in 16 bits."""
@@ -132,7 +135,8 @@ def write_checkpoint(folder: Path, model: str, head_dim: int, seed: int = 0) -> 
 
 
 def _copy_tokenizer(folder: Path) -> dict[str, int]:
-    """Put the embedded model's tokenizer into the folder; its vocabulary size, for the configuration."""
+    """Put the embedded model's tokenizer into the folder; its vocabulary size, for the
+    configuration."""
     demo = files("sglcore") / "assets" / "demo"
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (folder / name).write_bytes((demo / name).read_bytes())

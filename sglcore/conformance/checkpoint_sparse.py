@@ -72,7 +72,8 @@ SPARSE_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def sparse_weights(folder: Path, config: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-    """Random values for every weight that the model of a folder with this configuration declares."""
+    """Random values for every weight that the model of a folder with this configuration
+    declares."""
     read = read_config(folder)
     weights = Weights(torch.float32, torch.device("meta"))
     model_class(read.architecture)(Build(read, KernelTable(), weights, read.context_length))

@@ -1,4 +1,5 @@
-"""Of each fact of a device: the module of the core that reads it, the law that finds a false one, and a device that lies.
+"""Of each fact of a device: the module of the core that reads it, the law that finds a false one,
+and a device that lies.
 
 A fact without a line here, or a line without its reader, law or mutant, fails a test.
 """

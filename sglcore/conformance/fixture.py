@@ -1,6 +1,8 @@
-"""What a package gives the kit beside its gaps, as data: wider tolerances, each with its reason, and access to its cells.
+"""What a package gives the kit beside its gaps, as data: wider tolerances, each with its reason,
+and access to its cells.
 
-Whatever is widened stands in every result. A tolerance that no law needs, or that is none, is an error.
+Whatever is widened stands in every result. A tolerance that no law needs, or that is none, is an
+error.
 """
 
 from __future__ import annotations
@@ -34,20 +36,22 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Fixture:
-    """`cells`: `cells(built) -> HostCells` (`host_cells.py`) of what a bring-up built, for devices that do not run on the
-    torch runtime, whose pool the kit knows."""
+    """`cells`: `cells(built) -> HostCells` (`host_cells.py`) of what a bring-up built, for devices
+    that do not run on the torch runtime, whose pool the kit knows."""
 
     tolerances: tuple[Tolerance, ...] = ()
     cells: Ref | None = None
 
     def bound(self, law: Law, dtype: str) -> float:
-        """What a law allows in a dtype: this package, or everyone. Raises KeyError for a dtype that the law does not know."""
+        """What a law allows in a dtype: this package, or everyone. Raises KeyError for a dtype that
+        the law does not know."""
         own = law.tolerance[dtype]
         return next((item.bound for item in self.tolerances if (item.law, item.dtype) == (law.name, dtype)), own)
 
 
 def read_fixture(folder: Path | None) -> Fixture:
-    """That of a package's folder; an empty one without a folder or a file. Raises ConfigError for what is none."""
+    """That of a package's folder; an empty one without a folder or a file. Raises ConfigError for
+    what is none."""
     file, values = read_tables(folder, FILE, "tolerance")
     cells, given = values.pop("cells", None), values.pop("tolerance", [])
     if values or not isinstance(given, list) or not isinstance(cells, str | None):
@@ -61,7 +65,8 @@ def read_fixture(folder: Path | None) -> Fixture:
 
 
 def stale_tolerances(fixture: Fixture, laws: Sequence[Law]) -> list[str]:
-    """What is wrong with the tolerances themselves: twice, of no law, of a dtype it does not compare, or not wider."""
+    """What is wrong with the tolerances themselves: twice, of no law, of a dtype it does not
+    compare, or not wider."""
     wrong: list[str] = []
     known = {law.name: law.tolerance for law in laws}
     for item in fixture.tolerances:
@@ -80,10 +85,11 @@ def stale_tolerances(fixture: Fixture, laws: Sequence[Law]) -> list[str]:
 def tolerance_values(
     fixture: Fixture, laws: Sequence[Law], errors: Sequence[tuple[str, Mapping[str, float]]]
 ) -> list[dict[str, Any]]:
-    """Each tolerance as results have it. `errors`: law and its largest errors by dtype, of each case that ran.
+    """Each tolerance as results have it. `errors`: law and its largest errors by dtype, of each
+    case that ran.
 
-    `largest` is None where nothing ran in this dtype. That a tolerance `is_wide` is told and is no failure: the hardware
-    may need what its stand-in does not.
+    `largest` is None where nothing ran in this dtype. That a tolerance `is_wide` is told and is no
+    failure: the hardware may need what its stand-in does not.
     """
     known = {law.name: law.tolerance for law in laws}
     found: list[dict[str, Any]] = []

@@ -1,4 +1,5 @@
-"""Gaps as data: laws that a package does not hold yet, each with a reason, a link and the date on which that ends.
+"""Gaps as data: laws that a package does not hold yet, each with a reason, a link and the date on
+which that ends.
 
 A gap that passes, that matches no law, or that has expired is an error.
 """
@@ -20,7 +21,8 @@ FILE = "gaps.toml"
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """`law` is a law's name, which stands for all of its cases, or `name[case]`. `expiry` is the last day it counts."""
+    """`law` is a law's name, which stands for all of its cases, or `name[case]`. `expiry` is the
+    last day it counts."""
 
     law: str
     reason: str
@@ -33,7 +35,8 @@ class Gap:
 
 
 def read_gaps(folder: Path | None) -> tuple[Gap, ...]:
-    """The gaps of a package's folder; none without a folder or a file. Raises ConfigError for what is not a gap."""
+    """The gaps of a package's folder; none without a folder or a file. Raises ConfigError for what
+    is not a gap."""
     file, values = read_tables(folder, FILE, "gap")
     given = values.pop("gap", [])
     if values or not isinstance(given, list):
@@ -43,8 +46,8 @@ def read_gaps(folder: Path | None) -> tuple[Gap, ...]:
 
 
 def read_tables(folder: Path | None, name: str, table: str) -> tuple[Path, dict[str, Any]]:
-    """A TOML file of a package's folder and what it holds: nothing where there is none. Raises ConfigError for what is no
-    TOML."""
+    """A TOML file of a package's folder and what it holds: nothing where there is none. Raises
+    ConfigError for what is no TOML."""
     file = (folder or Path()) / name
     if folder is None or not file.is_file():
         return file, {}
@@ -55,7 +58,8 @@ def read_tables(folder: Path | None, name: str, table: str) -> tuple[Path, dict[
 
 
 def read_record(record: type[T], file: Path, entry: Any, wanted: str) -> T:
-    """A table of a file as a dataclass with exactly its fields, of their types, and no empty text. Raises ConfigError."""
+    """A table of a file as a dataclass with exactly its fields, of their types, and no empty text.
+    Raises ConfigError."""
     types = get_type_hints(record)
     found = sorted(entry) if isinstance(entry, dict) else []
     if found != sorted(types) or any(
@@ -73,7 +77,8 @@ def gap_for(gaps: Sequence[Gap], name: str) -> Gap | None:
 
 
 def stale_gaps(gaps: Sequence[Gap], known: Collection[str], today: datetime.date) -> list[str]:
-    """What is wrong with the gaps themselves: expired, twice, or about no law. `known`: `name[case]` of every case."""
+    """What is wrong with the gaps themselves: expired, twice, or about no law. `known`:
+    `name[case]` of every case."""
     wrong: list[str] = []
     for gap in gaps:
         if not any(gap.covers(name) for name in known):

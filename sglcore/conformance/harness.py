@@ -1,4 +1,5 @@
-"""A started device on one of the kit's models, driven by the engine's own scheduler, with tokens in and out."""
+"""A started device on one of the kit's models, driven by the engine's own scheduler, with tokens in
+and out."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One request's end: `scores` of its tokens and `prompt_scores` of its prompt, one record a token."""
+    """One request's end: `scores` of its tokens and `prompt_scores` of its prompt, one record a
+    token."""
 
     prompt: list[int]
     tokens: list[int]
@@ -86,8 +88,9 @@ class Session:
         changes: bool = False,
         **sampling: Any,
     ) -> None:
-        """Take prompts that `step` will run; `lengths`: tokens to emit, of all or of each; `grammars`: the seed of each
-        one's stand-in for a grammar, None for a free one; with `changes` that adds to logits too. Greedy unless said."""
+        """Take prompts that `step` will run; `lengths`: tokens to emit, of all or of each;
+        `grammars`: the seed of each one's stand-in for a grammar, None for a free one; with
+        `changes` that adds to logits too. Greedy unless said."""
         each = [lengths] * len(prompts) if isinstance(lengths, int) else lengths
         self._requests = [self._request(prompt, count, sampling) for prompt, count in zip(prompts, each, strict=True)]
         for request, seed in zip(self._requests, grammars, strict=False):
@@ -156,7 +159,8 @@ class Harness:
         pool: TokenToKVPool | None,
         cell_device: str,
     ) -> None:
-        """`pool`: its keys and values, None where the kit can not reach them; `cell_device`: where it gives and takes them."""
+        """`pool`: its keys and values, None where the kit can not reach them; `cell_device`: where
+        it gives and takes them."""
         self._pool = pool
         self.cell_device = cell_device
         self.model = model
@@ -177,7 +181,8 @@ class Harness:
         return self._pool
 
     def settle(self) -> None:
-        """Wait for the device, so that what the kit itself wrote there is ordered before any stream of the runtime."""
+        """Wait for the device, so that what the kit itself wrote there is ordered before any stream
+        of the runtime."""
         if self.facts.has_streams:
             torch.accelerator.synchronize()
 

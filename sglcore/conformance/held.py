@@ -1,4 +1,5 @@
-"""What closed devices still hold: bytes where torch counts them, else the parts of their starts that are still there."""
+"""What closed devices still hold: bytes where torch counts them, else the parts of their starts
+that are still there."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from sglcore.conformance.target import Target
 
 
 class Counter(Protocol):
-    """Told what each start built; `held` is a number that closing brings back to what it was. `what`: of which things."""
+    """Told what each start built; `held` is a number that closing brings back to what it was.
+    `what`: of which things."""
 
     what: str
 
@@ -32,7 +34,8 @@ def counter(target: Target) -> Counter:
 
 
 class Bytes:
-    """Bytes of the device's memory that this process holds; where host memory is device memory, those of its tensors."""
+    """Bytes of the device's memory that this process holds; where host memory is device memory,
+    those of its tensors."""
 
     what = "bytes"
 
@@ -53,8 +56,8 @@ class Bytes:
 
 
 class Parts:
-    """Different objects that bring-ups built and that are still there: model, memory, worker, whatever takes a weak
-    reference."""
+    """Different objects that bring-ups built and that are still there: model, memory, worker,
+    whatever takes a weak reference."""
 
     what = "parts of what was built"
 

@@ -1,4 +1,5 @@
-"""Cells of a device that does not run on the torch runtime, as arrays on the host, and as the pool that laws work on."""
+"""Cells of a device that does not run on the torch runtime, as arrays on the host, and as the pool
+that laws work on."""
 
 from __future__ import annotations
 

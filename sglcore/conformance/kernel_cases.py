@@ -1,4 +1,5 @@
-"""Cases of every entry of the kernel table: ragged sizes, zero rows, strided views, and what padding may bring."""
+"""Cases of every entry of the kernel table: ragged sizes, zero rows, strided views, and what
+padding may bring."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from sglcore.runtime.kernels.speculative import SpeculativeKernels
 
 TOKENS = (0, 1, 3, 33)
 FEW = (3,)
-"""Rows in the types after the first two: a kernel that takes any two takes others in the same way, or not at all."""
+"""Rows in the types after the first two: a kernel that takes any two takes others in the same way,
+or not at all."""
 OF_LOGITS = frozenset({"draw", "greedy"})
 """Entries that take float32 whatever the model is computed in."""
 HEAD_DIM = 16
@@ -30,8 +32,8 @@ WEIGHT = 0.15
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One call: its arguments on the host. Cases of one `kind` differ in rows and strides alone; one of them is watched, for
-    who computes it, which takes time."""
+    """One call: its arguments on the host. Cases of one `kind` differ in rows and strides alone;
+    one of them is watched, for who computes it, which takes time."""
 
     text: str
     args: tuple[Any, ...]
@@ -48,8 +50,9 @@ _INPUTS = (
 
 
 def kernel_cases(entry: Entry[Any], dtypes: Sequence[str], float8: str = E4M3FN) -> Iterator[KernelCase]:
-    """Every case of an entry on a device that computes in these types, for a table of such 8-bit floats. Raises AttributeError
-    for one without shapes that the kit does not know, which must not pass unseen."""
+    """Every case of an entry on a device that computes in these types, for a table of such 8-bit
+    floats. Raises AttributeError for one without shapes that the kit does not know, which must not
+    pass unseen."""
     known = next((inputs for kernels, inputs in _INPUTS if entry.name in vars(kernels)), kernel_inputs)
     make = None if entry.shapes else getattr(known, entry.name)
     for place, name in enumerate(("float32",) if entry.name in OF_LOGITS else dtypes):
@@ -68,7 +71,8 @@ def _of_shapes(entry: Entry[Any], drawn: Draw, tokens: int, strided: bool) -> In
 
 
 def _argument(shape: str, drawn: Draw, tokens: int, strided: bool) -> Any:
-    """A tensor of a shape such as "T 2I": T rows, of twice what other letters stand for; float32 if it ends with a star."""
+    """A tensor of a shape such as "T 2I": T rows, of twice what other letters stand for; float32 if
+    it ends with a star."""
     sizes = [math.prod(_size(part, tokens) for part in re.findall(r"\d+|[A-Z]", size)) for size in shape.split()]
     if not shape.startswith("T"):
         values = drawn.values(*sizes) * (WEIGHT if len(sizes) > 1 else 1)

@@ -42,7 +42,8 @@ class Built:
 
 
 class Draw:
-    """Seeded random tensors on the host; floating-point ones are exact in bfloat16. `float8`: what rows in eight bits are in."""
+    """Seeded random tensors on the host; floating-point ones are exact in bfloat16. `float8`: what
+    rows in eight bits are in."""
 
     def __init__(self, seed: int, dtype: torch.dtype, float8: str = E4M3FN) -> None:
         self._generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -81,7 +82,8 @@ def pack_head(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def _whole_rows(drawn: Draw, tokens: int, strided: bool) -> Tensor:
-    """[tokens, COLUMNS] of integers, 127 among each 32: rounding them to 8 bits, by any group, changes nothing."""
+    """[tokens, COLUMNS] of integers, 127 among each 32: rounding them to 8 bits, by any group,
+    changes nothing."""
     rows = drawn.ints(-127, 128, tokens, COLUMNS + 32)[:, 16 : 16 + COLUMNS]
     rows[:, ::32] = 127
     return rows.to(drawn.dtype) if strided else rows.to(drawn.dtype).contiguous()
@@ -227,7 +229,8 @@ def rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def norm_rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As `rotary_and_store`, with the weights of both norms, in float32 for heads that are rotated in part."""
+    """As `rotary_and_store`, with the weights of both norms, in float32 for heads that are rotated
+    in part."""
     for args in rotary_and_store(drawn, tokens, strided):
         weights = [drawn.values(args[5]) for _ in range(2)]
         if args[4].shape[1] < args[5]:
@@ -274,8 +277,9 @@ PoolRows = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def rows_of_pool(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, PoolRows]]:
-    """Tokens, size of a pool, and (slots, starts, lengths): a token for each row, the second of them padding; then rows of
-    several tokens, behind which there are two padding rows, as a padded batch has them, and a token of nobody."""
+    """Tokens, size of a pool, and (slots, starts, lengths): a token for each row, the second of
+    them padding; then rows of several tokens, behind which there are two padding rows, as a padded
+    batch has them, and a token of nobody."""
     singles = min(tokens, MOST_SINGLES)
     slots = drawn.permutation(singles).int() + 1
     slots[1:2] = 0
@@ -288,8 +292,8 @@ def rows_of_pool(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, PoolRows]
 
 
 def rows_of_states(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, tuple[Tensor | None, ...]]]:
-    """The same without `targets`, and with them: states go to the rows behind all slots, every second one nowhere, the third of more
-    than four where it was."""
+    """The same without `targets`, and with them: states go to the rows behind all slots, every
+    second one nowhere, the third of more than four where it was."""
     for count, size, rows in rows_of_pool(drawn, tokens):
         yield count, size, (*rows, None)
         targets = torch.arange(size, size + len(rows[0]), device="cpu", dtype=torch.int32)

@@ -1,4 +1,5 @@
-"""What the kit tries the entries of rows in host memory with: as `kernel_inputs.py`, of requests that chose before."""
+"""What the kit tries the entries of rows in host memory with: as `kernel_inputs.py`, of requests
+that chose before."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ ENTRIES = PAGES * PER_PAGE
 
 
 def _filled(drawn: Draw, places: int) -> tuple[Tensor, Tensor, Tensor]:
-    """held, order, where: some entries of each slot in some places, used in any order, and what entries left that are held no more."""
+    """held, order, where: some entries of each slot in some places, used in any order, and what
+    entries left that are held no more."""
     held = torch.full((SLOTS, places), -1, dtype=torch.int32, device="cpu")
     order, where = torch.empty_like(held), drawn.ints(-3, places + 4, SLOTS, ENTRIES + 1)
     for slot in range(SLOTS):
@@ -42,7 +44,8 @@ def swap_in(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def copy_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Rows of several bytes by four, by two and by one; of each request some of its copies, none and all."""
+    """Rows of several bytes by four, by two and by one; of each request some of its copies, none
+    and all."""
     for size, dtype in ((24, None), (5, None), (9, torch.uint8)):
         count = 6
         source = drawn.values(SLOTS, size) if dtype is None else drawn.ints(0, 256, SLOTS, size).to(dtype)

@@ -1,5 +1,5 @@
-"""What the kit tries the entries of DeepSeek's attention with: as `kernel_inputs.py`, of paged rows that lists name. A row of
-a pool that no list names holds what is not a number."""
+"""What the kit tries the entries of DeepSeek's attention with: as `kernel_inputs.py`, of paged rows
+that lists name. A row of a pool that no list names holds what is not a number."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ MOST_TOKENS = 5
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Tokens of requests in pages of `PAGE`: (slots, starts, lengths) and seq_lens of rows, slots and positions of tokens,
-    each slot's pages, and how many pages there are. Padding has slot 0, whose pages are page 0."""
+    """Tokens of requests in pages of `PAGE`: (slots, starts, lengths) and seq_lens of rows, slots
+    and positions of tokens, each slot's pages, and how many pages there are. Padding has slot 0,
+    whose pages are page 0."""
 
     rows: tuple[Tensor, Tensor | None, Tensor | None]
     seq_lens: Tensor
@@ -65,7 +66,8 @@ def _cache(rotated: int = ROTATED) -> Tensor:
 
 
 def _codecs(drawn: Draw) -> tuple[tuple[int, RowCodec | None], ...]:
-    """Sizes and forms of rows. The last group of the second is cut, and a row has bytes that align the next."""
+    """Sizes and forms of rows. The last group of the second is cut, and a row has bytes that align
+    the next."""
     return (24, None), (44, RowCodec(44, exact=8, group=16, float8=drawn.float8))
 
 
@@ -125,8 +127,8 @@ def block_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def compress_plan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Blocks that share tokens with the one before, of states in pages, whose first is not the first of all; and blocks for
-    themselves, of states by slot. More events than there are."""
+    """Blocks that share tokens with the one before, of states in pages, whose first is not the
+    first of all; and blocks for themselves, of states by slot. More events than there are."""
     for paged, (ratio, span) in product(_paged(drawn, tokens), ((4, 8), (PAGE, PAGE))):
         slots, starts, lengths = paged.rows
         count = len(paged.positions)
@@ -179,7 +181,8 @@ def index_top_k(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def sparse_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """One list, and two with sinks; some choose nothing. Then with as many heads and elements as the published models have."""
+    """One list, and two with sinks; some choose nothing. Then with as many heads and elements as
+    the published models have."""
     for (size, codec), value_size, lists in zip(_codecs(drawn), (16, 44), (1, 2), strict=True):
         yield _attention(drawn, tokens, (3, size, value_size), lists, codec, strided)
     for size, lists in PUBLISHED if tokens in PUBLISHED_TOKENS else ():

@@ -19,7 +19,8 @@ RIGHT_OF_FOUR = 3
 
 
 def _tables(drawn: Draw, requests: int, width: int) -> Iterator[tuple[Tensor, ...]]:
-    """last, lengths, proposals, slots, limits: limits before the root, within the run and behind it."""
+    """last, lengths, proposals, slots, limits: limits before the root, within the run and behind
+    it."""
     slots = (drawn.permutation(SLOTS - 1)[:requests] + 1).to(torch.int32)
     lengths = drawn.ints(0, LONGEST, SLOTS)
     limits = lengths[slots.long()] + drawn.ints(-1, width + 2, requests)
@@ -67,7 +68,8 @@ def tree_walk(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def _trees(drawn: Draw) -> tuple[Tensor, Tensor]:
-    """Parents, shifts, ancestors and words int32[4, SLOTS, MOST + 1], and proposals int32[SLOTS, MOST]."""
+    """Parents, shifts, ancestors and words int32[4, SLOTS, MOST + 1], and proposals int32[SLOTS,
+    MOST]."""
     trees = torch.zeros(4, SLOTS, MOST + 1, dtype=torch.int32, device="cpu")
     trees[2, :, 0] = 1
     proposals = torch.zeros(SLOTS, MOST, dtype=torch.int32, device="cpu")
@@ -128,7 +130,8 @@ def tree_build(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def _records(drawn: Draw, requests: int, width: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int32[2, R, M], float32[R, M] and int32[M] of trees of any form: each depth follows any records of the one before."""
+    """int32[2, R, M], float32[R, M] and int32[M] of trees of any form: each depth follows any
+    records of the one before."""
     numbers, sums, depths = list[Tensor](), list[Tensor](), list[int]()
     for at in range(depth):
         count = width if not at else width**2

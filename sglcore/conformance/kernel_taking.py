@@ -1,4 +1,5 @@
-"""What the candidates of a kernel entry say that they take, held against the kit's cases and against what they do."""
+"""What the candidates of a kernel entry say that they take, held against the kit's cases and
+against what they do."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from sglcore.runtime.kernels.table import KernelTable, origin_of
 PACKS = frozenset({"pack_linear", "pack_quantized", "quantize_linear", "pack_head", "pack_parts", "head"})
 """Entries that make, or take, packed weights."""
 MAKES = PACKS - {"head"}
-"""Those of them that say by a ConfigError, or by what they return, that they do not take a weight."""
+"""Those of them that say by a ConfigError, or by what they return, that they do not take a
+weight."""
 HANDS_ON = PACKS | {"linear"}
 """Entries that may pass plain weights to the next candidate."""
 

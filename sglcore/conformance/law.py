@@ -1,4 +1,5 @@
-"""A law: one sentence about a device, how it is checked, how much error it allows, and the broken devices it catches."""
+"""A law: one sentence about a device, how it is checked, how much error it allows, and the broken
+devices it catches."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ EXACT: Mapping[str, float] = MappingProxyType({})
 """The tolerance of a law that compares no floating-point numbers."""
 
 LOGPROBS: Mapping[str, float] = MappingProxyType({"float32": 2e-4, "bfloat16": 0.15, "float16": 0.03})
-"""Nats by which a log-probability of the kit's models may differ from the reference, which computes in float32."""
+"""Nats by which a log-probability of the kit's models may differ from the reference, which computes
+in float32."""
 
 
 class LawBroken(AssertionError):
@@ -62,7 +64,8 @@ class Law:
     interpreted step takes a second."""
 
     def missing(self, capabilities: frozenset[str]) -> str:
-        """The capabilities that this law needs and a device lacks, as text; empty if it lacks none."""
+        """The capabilities that this law needs and a device lacks, as text; empty if it lacks
+        none."""
         return ", ".join(sorted(self.needs - capabilities))
 
 

@@ -1,4 +1,5 @@
-"""C3: every attention backend of the package against the reference, over a pool where a wrong cell is not a number."""
+"""C3: every attention backend of the package against the reference, over a pool where a wrong cell
+is not a number."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ CLAIMED = ((9, 1), (0, 12), (7, 5))
 
 
 def attention_is_reference(trial: Trial) -> None:
-    """One backend in one mode, over page sizes; what a layer asks for beside, together with a window where it serves one."""
+    """One backend in one mode, over page sizes; what a layer asks for beside, together with a
+    window where it serves one."""
     backend, mode, asked = (*trial.case.split("/"), "")[:3]
     extra = asked if asked in (*EXTRAS, TREE) else ""
     features = _facts_of(trial, backend).features
@@ -66,7 +68,8 @@ def attention_is_reference(trial: Trial) -> None:
 def _check_start(
     trial: Trial, model: str, backend: str, mode: str, extra: str, settings: Mapping[str, str | int]
 ) -> bool:
-    """Whether the backend serves the model with these settings; raises LawBroken where it does so wrongly."""
+    """Whether the backend serves the model with these settings; raises LawBroken where it does so
+    wrongly."""
     try:
         harness = trial.kit.harness(model, attention_backend=backend, **settings)
     except ConfigError as refusal:
@@ -90,8 +93,8 @@ def _check_start(
 
 
 def _refreshed(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor | None:
-    """The same step by a plan for capture, refreshed; without lengths on the host where that must do. None where only the
-    vendor's own graph could do that."""
+    """The same step by a plan for capture, refreshed; without lengths on the host where that must
+    do. None where only the vendor's own graph could do that."""
     view = probe.view
     if "capture" not in backend.facts.features or view is None:
         return None
@@ -107,7 +110,8 @@ def _refreshed(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor |
 
 
 def attention_takes_what_it_says(trial: Trial) -> None:
-    """Each head size, type, page size and layout of a backend's facts at least once, in as few starts as that takes."""
+    """Each head size, type, page size and layout of a backend's facts at least once, in as few
+    starts as that takes."""
     facts, layout = _facts_of(trial, trial.case), trial.kit.harness("dense").pool.layout
     kinds = {layout: None, **{name: kind for name, kind in POOL_KINDS.items() if name != layout}}
     layouts = [name for name in kinds if facts.takes_layout(name)]
@@ -131,8 +135,8 @@ def attention_takes_what_it_says(trial: Trial) -> None:
 
 
 def claims(facts: AttentionFacts, own: Facts, layouts: Sequence[str]) -> Sequence[tuple[int, str, int, str]]:
-    """Head size, dtype, page size and layout of each start. Where any serves, some are taken; of types, those of the device;
-    `layouts`: those that it takes and that the kit can make."""
+    """Head size, dtype, page size and layout of each start. Where any serves, some are taken; of
+    types, those of the device; `layouts`: those that it takes and that the kit can make."""
     heads = facts.head_dims or ANY_HEADS
     dtypes = [name for name in own.dtypes if facts.dtypes is None or name in facts.dtypes]
     pages = [size for size in facts.page_sizes or (own.page_size,) if size <= CONTEXT]
@@ -173,7 +177,8 @@ def backends(target: Target) -> tuple[str, ...]:
 
 
 def _starts(target: Target, backend: str, is_extra: bool) -> Sequence[Mapping[str, str | int]]:
-    """Settings of each start: every page size; of `EXTRAS` the strictest type and, if that is wide, a half type."""
+    """Settings of each start: every page size; of `EXTRAS` the strictest type and, if that is wide,
+    a half type."""
     if not is_extra:
         return [{"page_size": size} for size in _page_sizes(target, backend)]
     strict, taken = target.geometry(backend).dtype, target.usable_attention()[backend].facts.dtypes
@@ -189,7 +194,8 @@ def _page_sizes(target: Target, backend: str) -> tuple[int, ...]:
 
 
 def attention_cases(target: Target) -> tuple[str, ...]:
-    """Each backend of the runtime in each mode, also with a window and each of `EXTRAS`, and rows of trees, where it says that it serves them."""
+    """Each backend of the runtime in each mode, also with a window and each of `EXTRAS`, and rows
+    of trees, where it says that it serves them."""
     if "torch_runtime" not in target.capabilities():
         return ()
     found: list[str] = []

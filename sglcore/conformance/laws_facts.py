@@ -45,7 +45,8 @@ def computes_in(trial: Trial) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Refuses integers of 64 bits on a type of device: as inputs of operations, and as what they give."""
+    """Refuses integers of 64 bits on a type of device: as inputs of operations, and as what they
+    give."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -77,7 +78,8 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def integers_are_narrow(trial: Trial) -> None:
-    """Prompts, decodes, scores, penalties, cut-offs, bias and masks, with every operation of torch watched."""
+    """Prompts, decodes, scores, penalties, cut-offs, bias and masks, with every operation of torch
+    watched."""
     harness = trial.kit.harness("moe")
     prompts = random_prompts(3, (9, 4, 6))
     with Watch(harness.facts.tensor_device):

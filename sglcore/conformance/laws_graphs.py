@@ -1,4 +1,5 @@
-"""C2: the graphs of a device by themselves: what is captured replays on what its buffers hold, and errors spoil nothing."""
+"""C2: the graphs of a device by themselves: what is captured replays on what its buffers hold, and
+errors spoil nothing."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def _fails_in(run: int, total: Tensor) -> Callable[[], Tensor]:
 
 
 def _check_told(error: Exception, is_recorded: bool) -> None:
-    """Where the step itself is run, its own error comes out; a compiler may raise its own, and says what it met."""
+    """Where the step itself is run, its own error comes out; a compiler may raise its own, and says
+    what it met."""
     if SAID not in "".join(traceback.format_exception(error)) or (is_recorded and not isinstance(error, LookupError)):
         raise LawBroken(f"the step raised a LookupError, and its capture {error!r}") from error
 

@@ -1,4 +1,5 @@
-"""C3: every entry of the device's kernel table against the reference, with guards around what it may write."""
+"""C3: every entry of the device's kernel table against the reference, with guards around what it
+may write."""
 
 from __future__ import annotations
 
@@ -27,14 +28,16 @@ from sglcore.runtime.kernels.table import KernelTable, origin_of
 OWN_LOOPS: Mapping[str, Any] = MappingProxyType(
     {"enabled": False, "deterministic": None, "allow_tf32": None, "fp32_precision": None}
 )
-"""Torch's own on the host, all else as it was: oneDNN of torch 2.11 spreads a row that is no number over others of its tile."""
+"""Torch's own on the host, all else as it was: oneDNN of torch 2.11 spreads a row that is no number
+over others of its tile."""
 
 GUARD = 8
 """Elements on both sides of a tensor that must stay as they are."""
 
 RELATIVE = MappingProxyType({"float32": 2e-5, "bfloat16": 2e-2, "float16": 2.5e-3, "float8": 8e-2})
-"""Error of a result, relative to its largest value or to 1. In bfloat16 a rounding is 4e-3, in float16 5e-4; the order of
-sums is free. Rows in eight bits may be a step of them apart, which is 7e-2."""
+"""Error of a result, relative to its largest value or to 1. In bfloat16 a rounding is 4e-3, in
+float16 5e-4; the order of sums is free. Rows in eight bits may be a step of them apart, which is
+7e-2."""
 
 
 CELLS = frozenset({"out_cache_loc", "out_rows", "writes"})
@@ -78,7 +81,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def kernel_is_reference(trial: Trial) -> None:
-    """One entry, over all its cases, in the table that serves or in one that has to be asked for."""
+    """One entry, over all its cases, in the table that serves or in one that has to be asked
+    for."""
     name, _, entry = trial.case.rpartition("/")
     harness = trial.kit.harness("dense", **({"kernels": name} if name else {}))
     table: KernelTable = harness.started.built["kernels"]
@@ -88,9 +92,9 @@ def kernel_is_reference(trial: Trial) -> None:
 
 
 def compare(trial: Trial, table: KernelTable, facts: Facts) -> None:
-    """The entry that the trial's case names, on a device with these facts, in the types that it computes in: of its
-    candidates the one that a model would get. What a candidate says it takes must work; a case that it refuses by a
-    ConfigError counts for nothing."""
+    """The entry that the trial's case names, on a device with these facts, in the types that it
+    computes in: of its candidates the one that a model would get. What a candidate says it takes
+    must work; a case that it refuses by a ConfigError counts for nothing."""
     entry = table.declared()[trial.case.rpartition("/")[2]]
     device, cells = facts.tensor_device, getattr(torch, facts.index_dtype)
     taking = Taking(table, entry)
@@ -107,7 +111,8 @@ def compare(trial: Trial, table: KernelTable, facts: Facts) -> None:
 
 
 def _named(entry: Entry[Any], args: Sequence[Any]) -> Iterator[tuple[str | None, Any]]:
-    """Arguments with their names; those of what makes packed weights are not the entry's own, and have none."""
+    """Arguments with their names; those of what makes packed weights are not the entry's own, and
+    have none."""
     names = (None,) * len(args) if entry.name in PACKS else entry.parameters
     return zip(names, args, strict=True)
 
@@ -174,8 +179,8 @@ def _through_packing(table: KernelTable, entry: str, args: Sequence[Any]) -> tup
 
 
 def _product(table: KernelTable, entry: str, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """What the `linear` of a model with this weight makes of it packed. Where the preferred one refuses the weight, another
-    reads it, which knows plain weights only: then it has to be one."""
+    """What the `linear` of a model with this weight makes of it packed. Where the preferred one
+    refuses the weight, another reads it, which knows plain weights only: then it has to be one."""
     plain = torch.empty(packed.shape, dtype=x.dtype, device="meta")
     linear = choose(table, KernelTable.linear, (x, plain, bias))
     try:
@@ -232,7 +237,8 @@ def _computed_in(args: Sequence[Any], result: Tensor) -> str:
 
 
 def check_rows(trial: Trial, found: Tensor, wanted: Tensor, dtype: str, what: Callable[[int], str]) -> None:
-    """Raise LawBroken for rows that differ by more than this law allows in a dtype; `what` names the first of them."""
+    """Raise LawBroken for rows that differ by more than this law allows in a dtype; `what` names
+    the first of them."""
     error, bound = relative_error(found, wanted), trial.tolerance(dtype)
     trial.note(error, dtype)
     if not error <= bound:
@@ -241,7 +247,8 @@ def check_rows(trial: Trial, found: Tensor, wanted: Tensor, dtype: str, what: Ca
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference over the largest value (at least 1); infinite where one is finite and the other is not."""
+    """The largest difference over the largest value (at least 1); infinite where one is finite and
+    the other is not."""
     if not wanted.numel():
         return 0.0
     one, other = found.double(), wanted.double()
@@ -252,9 +259,9 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def entries(target: Target) -> tuple[str, ...]:
-    """Every entry that the device's preferred table has, and those that its other tables replace, as `table/entry`; all
-    where it can not be made, where a defect may bring one, or where the device has a table of another kind. A table that
-    says why it can not serve here has none."""
+    """Every entry that the device's preferred table has, and those that its other tables replace,
+    as `table/entry`; all where it can not be made, where a defect may bring one, or where the
+    device has a table of another kind. A table that says why it can not serve here has none."""
     declared = tuple(KernelTable.declared())
     if target.mutant is not None or "torch_runtime" not in target.capabilities():
         return declared

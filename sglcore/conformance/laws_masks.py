@@ -21,7 +21,8 @@ DRAWS = (MappingProxyType({}), MappingProxyType({"temperature": 1.0, "seed": 9, 
 
 
 def masks_hold(trial: Trial) -> None:
-    """Masked rows keep to their masks, and the log-probabilities of all rows are the reference's, mask or not."""
+    """Masked rows keep to their masks, and the log-probabilities of all rows are the reference's,
+    mask or not."""
     harness = trial.kit.harness("dense")
     if not harness.limits.takes_masks:
         raise NotApplicable("this worker takes no masks")
@@ -43,7 +44,8 @@ def masks_hold(trial: Trial) -> None:
 
 
 def changes_hold(trial: Trial) -> None:
-    """What a step adds to logits decides the draw of its rows, and the log-probabilities of all rows are the reference's."""
+    """What a step adds to logits decides the draw of its rows, and the log-probabilities of all
+    rows are the reference's."""
     harness = trial.kit.harness("dense")
     if not harness.limits.takes_changes:
         raise NotApplicable("this worker adds nothing to single logits")

@@ -39,7 +39,8 @@ def _abort_some(scheduler: Scheduler, step: int) -> None:
 
 
 def prefix_hits(trial: Trial) -> None:
-    """Prompts that begin as an earlier one did run on its pages, and on what else it left there for those that branch off."""
+    """Prompts that begin as an earlier one did run on its pages, and on what else it left there for
+    those that branch off."""
     harness = open_case(trial)
     length = max(33, 2 * harness.limits.page_size + 1)
     if length + 12 > CONTEXT:
@@ -95,7 +96,8 @@ class Spoiler:
 
 
 def freed_windows_are_free(trial: Trial) -> None:
-    """Requests that outgrow two pages, step by step of a few tokens, beside others that may get what falls out."""
+    """Requests that outgrow two pages, step by step of a few tokens, beside others that may get
+    what falls out."""
     harness = open_case(trial)
     size = harness.limits.page_size
     lengths = (size + 2, 30, 3, 2 * size)

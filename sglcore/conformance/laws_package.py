@@ -1,4 +1,5 @@
-"""C0: the package by itself. Nothing runs on the device, so these laws hold on a machine without it too."""
+"""C0: the package by itself. Nothing runs on the device, so these laws hold on a machine without it
+too."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def four_facts(trial: Trial) -> None:
 
 
 def devices_are_listed(trial: Trial) -> None:
-    """On this machine, and on one where nothing is installed; named and not. A list may be empty."""
+    """On this machine, and on one where nothing is installed; named and not. A list may be
+    empty."""
     seen = _run_probe(trial.target)
     for where, devices in seen["devices"].items():
         if devices and not seen["reports"][where]["hardware"]["holds"]:
@@ -118,7 +120,8 @@ def facts_of_the_number(trial: Trial) -> None:
 
 
 def _run_probe(target: Target) -> Mapping[str, Any]:
-    """What the probe says and loads in a fresh process. Raises LawBroken with its own traceback if it raises."""
+    """What the probe says and loads in a fresh process. Raises LawBroken with its own traceback if
+    it raises."""
     with tempfile.TemporaryDirectory() as empty:
         given = {"path": sys.path, "probe": target.package.probe, "empty": empty}
         command = (sys.executable, "-c", _PROBE, json.dumps(given))
@@ -162,7 +165,8 @@ def order_checks(trial: Trial) -> None:
 
 
 def reversed_order_fails(trial: Trial) -> None:
-    """By name and before any work: what a step is made with is in its signature, not looked for later."""
+    """By name and before any work: what a step is made with is in its signature, not looked for
+    later."""
     order = trial.target.order()
     here = {step.provides for step in order.steps}
     for need, name in pairwise(MADE_WITH):
@@ -221,7 +225,8 @@ def facts_agree(trial: Trial) -> None:
 
 
 def _values(target: Target, facts: Facts) -> Iterator[tuple[str, bool, str]]:
-    """Facts that are wrong whatever the others say: the name of each, whether it is right, and what is wanted."""
+    """Facts that are wrong whatever the others say: the name of each, whether it is right, and what
+    is wanted."""
     graphs, dtypes, most = ("off", *target.package.graphs), facts.dtypes, facts.most_graph_segments
     known = isinstance(dtypes, tuple) and set(dtypes) <= set(DTYPES) and 0 < len(dtypes) == len(set(dtypes))
     halves = (None, *(name for name in dtypes if name != "float32"))
@@ -236,8 +241,8 @@ def _values(target: Target, facts: Facts) -> Iterator[tuple[str, bool, str]]:
 
 
 def _is_device(target: Target, name: str) -> bool:
-    """A device that torch can parse. It knows a name that an extension brings once that is loaded, and here it need not be
-    installed; the package then has that name."""
+    """A device that torch can parse. It knows a name that an extension brings once that is loaded,
+    and here it need not be installed; the package then has that name."""
     if "torch_runtime" not in target.capabilities():
         return bool(name)
     import torch
@@ -268,7 +273,8 @@ def _contradictions(target: Target, facts: Facts) -> Iterator[tuple[bool, str]]:
 
 
 def api_holds(trial: Trial) -> None:
-    """The number is the one that this core understands, and what the package names can be called as that number says."""
+    """The number is the one that this core understands, and what the package names can be called as
+    that number says."""
     package = trial.target.package
     if package.api != API:
         raise LawBroken(f"the package says API {package.api}, this core understands {API}")
@@ -318,7 +324,8 @@ def _implements_attention(name: str, backend: Any) -> None:
 
 
 def _states_sizes(name: str, backend: Any) -> None:
-    """A backend says what it takes, so that the kit can choose sizes: each is there, and could be had."""
+    """A backend says what it takes, so that the kit can choose sizes: each is there, and could be
+    had."""
     try:
         sizes = (backend.facts.head_dims, backend.facts.page_sizes, backend.facts.dtypes)
     except AttributeError as error:

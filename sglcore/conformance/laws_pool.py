@@ -1,4 +1,5 @@
-"""C3: the device's pool of keys and values, however it lies: every cell is one place, and what is stored is read there."""
+"""C3: the device's pool of keys and values, however it lies: every cell is one place, and what is
+stored is read there."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ STORED = 33
 
 @torch.inference_mode()
 def pool_keeps_cells(trial: Trial) -> None:
-    """Written, then read in another order; stored, then read, with every other cell as it was; and layers apart."""
+    """Written, then read in another order; stored, then read, with every other cell as it was; and
+    layers apart."""
     harness = trial.kit.harness("dense")
     pool = harness.pool
     cells, generator = every_cell(harness), torch.Generator(device="cpu").manual_seed(3)

@@ -29,9 +29,11 @@ INTERPRETED = ((3, 9, 1, 14), (6,))
 """Prompts of a replay where each step takes a second: a full bucket, then one row of it."""
 CHECKED = ("dense", "window", "moe")
 KEPT = ("hybrid", "alternating")
-"""Models of whose requests more is kept than pages of all tokens: states, and windows in pages of their own."""
+"""Models of whose requests more is kept than pages of all tokens: states, and windows in pages of
+their own."""
 FLAT = 2.0**30
-"""A bias so large that float32 keeps nothing of the logit under it: tokens that have it are equally likely."""
+"""A bias so large that float32 keeps nothing of the logit under it: tokens that have it are equally
+likely."""
 
 
 def tiny(trial: Trial) -> None:
@@ -71,8 +73,8 @@ def joins_and_leaves(trial: Trial) -> None:
 
 
 def padding_is_inert(trial: Trial) -> None:
-    """Input buffers overwritten before every step; token 0, which padding rows hold, is no number, and neither is page 0
-    where the kit can reach it."""
+    """Input buffers overwritten before every step; token 0, which padding rows hold, is no number,
+    and neither is page 0 where the kit can reach it."""
     never_token_0 = {"logit_bias": {0: -FLAT}, "temperature": 0.8, "seed": 5}
     graph, _, model = trial.case.partition("/")
     model = f"spoiled-{model}" if model else "spoiled"
@@ -95,7 +97,8 @@ def _spoil_page_zero(harness: Harness) -> None:
 
 
 def overlap_is_sequential(trial: Trial) -> None:
-    """Sampled tokens, which go from step to step on the device only, with the next step planned ahead and without."""
+    """Sampled tokens, which go from step to step on the device only, with the next step planned
+    ahead and without."""
     harness = open_case(trial)
     if not harness.limits.can_overlap:
         raise NotApplicable("this worker takes one step at a time")
@@ -109,7 +112,8 @@ def overlap_is_sequential(trial: Trial) -> None:
 
 
 def _check_same_tokens(harness: Harness, first: Sequence[Result], second: Sequence[Result]) -> None:
-    """In float32 no rounding comes near the width of a draw; in 16 bits the batch's shape may decide a close one."""
+    """In float32 no rounding comes near the width of a draw; in 16 bits the batch's shape may
+    decide a close one."""
     if harness.geometry.dtype != "float32":
         return
     for number, (one, other) in enumerate(zip(first, second, strict=True)):
@@ -143,7 +147,8 @@ def check_replayed(harness: Harness, kind: str, buckets: Sequence[int]) -> None:
 
 
 def sampling_repeats(trial: Trial) -> None:
-    """Equal logits give the reference's tokens exactly; a seed gives its tokens again, whoever is in the batch."""
+    """Equal logits give the reference's tokens exactly; a seed gives its tokens again, whoever is
+    in the batch."""
     harness = trial.kit.harness("dense")
     prompts = random_prompts(7, LENGTHS)
     flat = {"temperature": 0.7, "seed": 11, "logit_bias": dict.fromkeys(range(20, 70), FLAT)}
@@ -162,8 +167,8 @@ def sampling_repeats(trial: Trial) -> None:
 
 
 def opens_and_closes(trial: Trial) -> None:
-    """Ten times: what is held at the end is what was held after the first few; bytes where torch counts them, else what
-    the bring-ups built."""
+    """Ten times: what is held at the end is what was held after the first few; bytes where torch
+    counts them, else what the bring-ups built."""
     held: list[int] = []
     count = counter(trial.target)
     for _ in range(10):
@@ -178,7 +183,8 @@ def opens_and_closes(trial: Trial) -> None:
 
 
 def two_runners(trial: Trial) -> None:
-    """Two models in one process, step by step in turn, with different attention backends where there are two."""
+    """Two models in one process, step by step in turn, with different attention backends where
+    there are two."""
     backends = tuple(trial.target.usable_attention())
     with trial.opened("dense") as one, trial.opened("window", **_other_backend(trial, backends)) as other:
         run_in_turn(trial, one, other)
@@ -197,7 +203,8 @@ def run_in_turn(trial: Trial, *harnesses: Harness) -> None:
 
 
 def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:
-    """A second backend of the runtime that takes the sizes of the first and serves windows, if there is one."""
+    """A second backend of the runtime that takes the sizes of the first and serves windows, if
+    there is one."""
     if "torch_runtime" not in trial.target.capabilities():
         return {}
     first = trial.target.geometry()
@@ -209,7 +216,8 @@ def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:
 
 
 def models(*names: str) -> Callable[[Target], tuple[str, ...]]:
-    """These models; and the first of them in the type that the preferred backend takes, where that is another."""
+    """These models; and the first of them in the type that the preferred backend takes, where that
+    is another."""
     return lambda target: (*names, *(f"{names[0]}/{dtype}" for dtype in target.other_dtypes()))
 
 
@@ -252,7 +260,8 @@ def page_cases(target: Target) -> tuple[str, ...]:
 
 
 def padding_cases(target: Target) -> tuple[str, ...]:
-    """Without graphs, and with each kind of them; with states of requests without, and with the first."""
+    """Without graphs, and with each kind of them; with states of requests without, and with the
+    first."""
     graphs = ("off", *target.package.graphs)
     return (*graphs, *(f"{graph}/hybrid" for graph in graphs[:2]))
 
@@ -264,7 +273,8 @@ def replay_cases(target: Target) -> tuple[str, ...]:
 
 
 def c2(name: str, says: str, check: Callable[[Trial], None], *mutants: object, **more: object) -> Law:
-    """A law of C2 that compares log-probabilities, with what else a Law takes; about the order of work unless said."""
+    """A law of C2 that compares log-probabilities, with what else a Law takes; about the order of
+    work unless said."""
     given = {"interpreted": frozenset[str](), **more}
     return Law(name=name, level="C2", says=says, check=check, mutants=mutants, tolerance=LOGPROBS, **given)  # pyright: ignore[reportArgumentType]
 

@@ -38,7 +38,8 @@ def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams =
 
 
 def text_streams(trial: Trial) -> None:
-    """Pieces joined are the text; the text is that of its tokens; its tokens are the reference's."""
+    """Pieces joined are the text; the text is that of its tokens; its tokens are the
+    reference's."""
     harness = trial.kit.harness("text")
     engine = make_engine(trial, harness)
     reference = make_engine(trial, trial.kit.reference("text", harness.geometry.head_dim))
@@ -57,7 +58,8 @@ def text_streams(trial: Trial) -> None:
 
 
 def compare_completions(trial: Trial, harness: Harness, found: Completion, wanted: Completion) -> None:
-    """Equal tokens with equal log-probabilities, up to where two nearly equal tokens may part them."""
+    """Equal tokens with equal log-probabilities, up to where two nearly equal tokens may part
+    them."""
     dtype = harness.geometry.dtype
     bound = trial.tolerance(dtype)
     assert found.logprobs is not None and wanted.logprobs is not None
@@ -90,7 +92,8 @@ def concurrent_is_serial(trial: Trial) -> None:
 
 
 def bad_requests_hurt_nobody(trial: Trial) -> None:
-    """Prompts that can not run are refused, one ends in mid-flight, and the others do not notice."""
+    """Prompts that can not run are refused, one ends in mid-flight, and the others do not
+    notice."""
     harness = trial.kit.harness("text")
     engine = make_engine(trial, harness)
     serial = [generate(engine, [prompt])[0] for prompt in PROMPTS]

@@ -34,7 +34,8 @@ TOKENS = (16,)
 
 
 def rows_by_pages(trial: Trial) -> None:
-    """Texts whole and in chunks that no block divides, beside others that join later, over pages in any order."""
+    """Texts whole and in chunks that no block divides, beside others that join later, over pages in
+    any order."""
     harness = open_case(trial)
     trial.compare(harness, harness.run(random_prompts(21, LENGTHS), 6, score_prompts=True))
     for chunk, scramble in ((7, 1), (33, 2)):
@@ -51,7 +52,8 @@ def slots_and_pages_go_on(trial: Trial) -> None:
 
 
 def replayed_rows(trial: Trial) -> None:
-    """Plans in place before each replay, for fewer rows than were captured and for as many; prompts between."""
+    """Plans in place before each replay, for fewer rows than were captured and for as many; prompts
+    between."""
     kind, _, model = trial.case.partition("/")
     check_computes(trial.target, model)
     with trial.opened(model, graph=kind, graph_buckets=BUCKETS, graph_token_buckets=TOKENS) as harness:
@@ -61,7 +63,8 @@ def replayed_rows(trial: Trial) -> None:
 
 
 def rows_in_host_memory(trial: Trial) -> None:
-    """As few rows on the device as a token reads: texts in chunks, replayed where the device has graphs, one after the other in a slot."""
+    """As few rows on the device as a token reads: texts in chunks, replayed where the device has
+    graphs, one after the other in a slot."""
     kind, _, model = trial.case.partition("/")
     check_computes(trial.target, model)
     lengths, count = (3, 26), 3
@@ -73,7 +76,8 @@ def rows_in_host_memory(trial: Trial) -> None:
 
 
 def runners_in_turn(trial: Trial) -> None:
-    """One model of each kind and one without rows in one process, each with its own pools, plans and backend."""
+    """One model of each kind and one without rows in one process, each with its own pools, plans
+    and backend."""
     check_computes(trial.target, *SPARSE_MODELS)
     with trial.opened("latent") as one, trial.opened("compressed") as two, trial.opened("dense") as three:
         run_in_turn(trial, one, two, three)

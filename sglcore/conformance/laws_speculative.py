@@ -29,7 +29,8 @@ def proposals_change_nothing(trial: Trial) -> None:
 
 
 def proposals_change_no_rows(trial: Trial) -> None:
-    """The same over blocks that end anywhere in what is verified, and rings of tokens that are no block yet."""
+    """The same over blocks that end anywhere in what is verified, and rings of tokens that are no
+    block yet."""
     check_computes(trial.target, "compressed")
     _verify(trial, "compressed", (14, 9))
 

@@ -1,5 +1,5 @@
-"""A stand-in for a grammar: which tokens may follow is drawn by a hash of all that went before, so that no mask serves
-another row, another step or a history that was changed."""
+"""A stand-in for a grammar: which tokens may follow is drawn by a hash of all that went before, so
+that no mask serves another row, another step or a history that was changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ WINS = 1e6
 
 
 class HashedMatcher:
-    """Allows `share` of the vocabulary after each token. Holds to `sglcore.schedule.request.Matcher`."""
+    """Allows `share` of the vocabulary after each token. Holds to
+    `sglcore.schedule.request.Matcher`."""
 
     def __init__(self, seed: int, vocab_size: int, share: float = 0.15) -> None:
         self.error = ""
@@ -44,7 +45,8 @@ class HashedMatcher:
         words[:] = np.packbits(bits, bitorder="little").view("<i4")
 
     def change(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """What beats all other logits, of one allowed token, and what changes nothing, of the others."""
+        """What beats all other logits, of one allowed token, and what changes nothing, of the
+        others."""
         ids = np.flatnonzero(self.allowed()).astype(np.int32)
         return ids, np.where(np.arange(len(ids)) == self._digests[-1] % len(ids), WINS, 0).astype(np.float32)
 

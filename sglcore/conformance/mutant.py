@@ -1,6 +1,7 @@
 """A mutant: one planted defect. A law that lets its mutant pass proves nothing.
 
-A defect is planted in the package's declaration, or in what a step of the bring-up built, so that it works on any device.
+A defect is planted in the package's declaration, or in what a step of the bring-up built, so that
+it works on any device.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def words_of(defect: Callable[..., Any]) -> tuple[str, str]:
 
 
 def wrap_steps(order: BringUp, changes: Mapping[str, Change]) -> BringUp:
-    """The order with the results of some steps changed. Raises PlantingError for a step that it does not have."""
+    """The order with the results of some steps changed. Raises PlantingError for a step that it
+    does not have."""
     missing = changes.keys() - {step.provides for step in order.steps}
     if missing:
         raise PlantingError(f"the order has no step {', '.join(sorted(missing))}")

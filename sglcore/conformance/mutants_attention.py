@@ -1,4 +1,5 @@
-"""Broken attention, whatever the backend: each defect changes what goes into it or what comes out of it."""
+"""Broken attention, whatever the backend: each defect changes what goes into it or what comes out
+of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Broken devices that keep more of a request than pages of all its tokens wrongly: states, and windows in pages of their own."""
+"""Broken devices that keep more of a request than pages of all its tokens wrongly: states, and
+windows in pages of their own."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class KeepsOldWindows(Changed):
 
 
 class ShortWindow(Changed):
-    """The limits say a window that is a page too short, so that a page is free while it is still seen."""
+    """The limits say a window that is a page too short, so that a page is free while it is still
+    seen."""
 
     @property
     def limits(self) -> Limits:

@@ -1,4 +1,5 @@
-"""Broken kernels: one for each entry of the table, and the ways in which kernels are usually wrong."""
+"""Broken kernels: one for each entry of the table, and the ways in which kernels are usually
+wrong."""
 
 from __future__ import annotations
 
@@ -251,7 +252,8 @@ def takes_even_rows(real: Callable[..., Any]) -> Limited:
 
 
 def packs_what_linear_refuses(table: KernelTable) -> KernelTable:
-    """Every weight is packed, upside down, for a product that takes whole blocks of 16 rows only."""
+    """Every weight is packed, upside down, for a product that takes whole blocks of 16 rows
+    only."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, weight.flip(0), bias)

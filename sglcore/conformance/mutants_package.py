@@ -1,4 +1,5 @@
-"""Broken declarations: probes, facts, orders and backends that a package must not have. Imports no tensor library."""
+"""Broken declarations: probes, facts, orders and backends that a package must not have. Imports no
+tensor library."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def _unwritten(order: BringUp) -> BringUp:
 
 
 def _forgets(name: str, need: str) -> Callable[[BringUp], BringUp]:
-    """The order with a step that does not say that it needs something; without that step, the order itself."""
+    """The order with a step that does not say that it needs something; without that step, the order
+    itself."""
 
     def planted(order: BringUp) -> BringUp:
         return BringUp(

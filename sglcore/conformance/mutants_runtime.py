@@ -1,4 +1,5 @@
-"""Broken torch devices: defects in the runtime's parts, planted by the bring-up, whatever attention and graphs a device has."""
+"""Broken torch devices: defects in the runtime's parts, planted by the bring-up, whatever attention
+and graphs a device has."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def stages_once(base: Any) -> type:
 
 
 def rows_mix(table: KernelTable) -> KernelTable:
-    """A norm that adds nothing times the mean of all rows: garbage in one row reaches the others."""
+    """A norm that adds nothing times the mean of all rows: garbage in one row reaches the
+    others."""
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed = table.rms_norm(x, weight, eps)

@@ -1,4 +1,5 @@
-"""Broken devices that keep or choose rows wrongly: defects in the entries of the kernel table by which the core's backends work."""
+"""Broken devices that keep or choose rows wrongly: defects in the entries of the kernel table by
+which the core's backends work."""
 
 from __future__ import annotations
 

@@ -181,8 +181,8 @@ class KeepsOldPages(Changed):
 
 
 class ForgetsOutputs(Changed):
-    """A request that is computed again begins with its prompt (of at most 30 tokens, as the laws have them) and then what
-    it had emitted is lost."""
+    """A request that is computed again begins with its prompt (of at most 30 tokens, as the laws
+    have them) and then what it had emitted is lost."""
 
     def change(self, batch: ScheduleBatch) -> None:
         ids = batch.input_ids.copy()
@@ -282,7 +282,8 @@ def hoarding() -> Callable[[ModelWorker], ModelWorker]:
 
 
 def latest() -> Callable[[ModelWorker], ModelWorker]:
-    """A change after which every worker of the process hands its steps to the one that was made last."""
+    """A change after which every worker of the process hands its steps to the one that was made
+    last."""
     made: list[ModelWorker] = []
 
     class Latest(Changed):

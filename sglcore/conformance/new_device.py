@@ -1,7 +1,9 @@
-"""A device package to begin with: files from `template/`, filled in with a name, that pass C0 as they are.
+"""A device package to begin with: files from `template/`, filled in with a name, that pass C0 as
+they are.
 
-For a device on which torch computes and Triton compiles, `template_torch/` lies over it; over that `template_built_in/`,
-where torch itself was built for the device. What lies above replaces a file of its name.
+For a device on which torch computes and Triton compiles, `template_torch/` lies over it; over that
+`template_built_in/`, where torch itself was built for the device. What lies above replaces a file
+of its name.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ def next_steps(name: str, folder: Path, module: str | None = None) -> str:
 
 
 def write_package(name: str, folder: Path, module: str | None = None) -> tuple[Path, ...]:
-    """Write the files and give their paths. `module`: the device's module of torch, as `--torch` takes it. Raises ConfigError
-    for a name that can not be a module's, another module, or a folder that has files already."""
+    """Write the files and give their paths. `module`: the device's module of torch, as `--torch`
+    takes it. Raises ConfigError for a name that can not be a module's, another module, or a folder
+    that has files already."""
     if not re.fullmatch(r"[a-z][a-z0-9]*", name) or keyword.iskeyword(name):
         raise ConfigError(f"{name!r} can not name a device", wanted="a lower-case word, such as acme")
     values = {"name": name, "api": str(API), **_torch_values(f"torch_{name}" if module is None else module)}
@@ -93,7 +96,8 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 
 
 def _order_text(package: str, folder: Path) -> str:
-    """The order that the written bring-up has, in a process of its own: nothing of the package stays in this one."""
+    """The order that the written bring-up has, in a process of its own: nothing of the package
+    stays in this one."""
     words = (sys.executable, "-B", "-c", PRINT_ORDER.format(package=package))
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout
 

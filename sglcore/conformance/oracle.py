@@ -1,4 +1,5 @@
-"""What the reference says about a text, and how a device's log-probabilities are held against it."""
+"""What the reference says about a text, and how a device's log-probabilities are held against
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Scores = NDArray[np.float32]
 
 
 class Oracle:
-    """The reference's distributions over the next token, one prefill a text; kept, because laws ask again."""
+    """The reference's distributions over the next token, one prefill a text; kept, because laws ask
+    again."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
@@ -39,10 +41,11 @@ def _dense(found: TokenLogprobs) -> Scores:
 
 
 def check_results(results: Sequence[Result], oracle: Oracle, tolerance: float) -> float:
-    """Every log-probability is the reference's for the same text, and a greedy token is one of its best.
+    """Every log-probability is the reference's for the same text, and a greedy token is one of its
+    best.
 
-    Returns the largest difference. Raises LawBroken that tells the first divergent token, and the margin of the
-    reference's two best against twice the tolerance.
+    Returns the largest difference. Raises LawBroken that tells the first divergent token, and the
+    margin of the reference's two best against twice the tolerance.
     """
     worst = 0.0
     for number, result in enumerate(results):
@@ -75,7 +78,8 @@ def _row(found: TokenLogprobs, row: int) -> TokenLogprobs:
 
 
 def _difference(found: TokenLogprobs, row: Scores, result: Result, place: int) -> float:
-    """The largest difference over the chosen token and the likeliest alternatives; infinite for what is not a number."""
+    """The largest difference over the chosen token and the likeliest alternatives; infinite for
+    what is not a number."""
     token = (result.prompt + result.tokens)[place]
     shown = found.top_ids[0][:8]
     pairs = np.abs(np.append(found.top_logprobs[0][: len(shown)] - row[shown], found.chosen[0] - row[token]))

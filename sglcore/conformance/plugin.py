@@ -1,7 +1,8 @@
-"""The pytest plugin: options, one test for each case of each law, gaps as expected failures, and the result at the end.
+"""The pytest plugin: options, one test for each case of each law, gaps as expected failures, and
+the result at the end.
 
-It runs on whatever device `--conform-device` names, or else the one whose package the test file lies in. Everything
-heavy is imported when a law runs.
+It runs on whatever device `--conform-device` names, or else the one whose package the test file
+lies in. Everything heavy is imported when a law runs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Run:
 
     @property
     def not_run(self) -> list[str]:
-        """Cases that were asked for and have no outcome, in order: the run was cut short, or left some out."""
+        """Cases that were asked for and have no outcome, in order: the run was cut short, or left
+        some out."""
         return sorted(self.asked - {outcome.name for outcome in self.outcomes})
 
 
@@ -79,7 +81,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _option(config: pytest.Config, name: str) -> Any:
-    """An option; its default where the plugin came too late to add options, with the test file that imports the suite."""
+    """An option; its default where the plugin came too late to add options, with the test file that
+    imports the suite."""
     return config.getoption(name, default=_DEFAULTS.get(name))
 
 
@@ -103,7 +106,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that were not asked for are no skips: laws where steps are recorded, and the other way round."""
+    """Tests that were not asked for are no skips: laws where steps are recorded, and the other way
+    round."""
     own = [item for item in items if {"law_case", "gap_run", "run_to_record"} & set(_fixtures(item))]
     unasked = [item for item in own if item.get_closest_marker("skip") is not None]
     if unasked:
@@ -212,7 +216,8 @@ def conformance_kits(
 
 
 def _settings(config: pytest.Config) -> dict[str, Any]:
-    """Settings of the command line, each read as its field of EngineConfig is read from a variable."""
+    """Settings of the command line, each read as its field of EngineConfig is read from a
+    variable."""
     from sglcore.device.config import PREFIX, resolve_config
 
     given = dict(text.partition("=")[::2] for text in _option(config, "--conform-set"))

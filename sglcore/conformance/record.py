@@ -1,4 +1,5 @@
-"""Recorded steps: what crossed the worker seam and what came back, as one zip of JSON and plain arrays; no pickle.
+"""Recorded steps: what crossed the worker seam and what came back, as one zip of JSON and plain
+arrays; no pickle.
 
 A run of one engine is written down here and fed to another device later, to see where the two part.
 """
@@ -37,7 +38,8 @@ class Record:
 
 
 def record_engine(engine: Engine) -> RecordingWorker:
-    """Put a recorder on an engine, before its first request; its `steps` are what `write_record` takes."""
+    """Put a recorder on an engine, before its first request; its `steps` are what `write_record`
+    takes."""
     recorder = RecordingWorker(engine.worker)
     recorder.keep = True
     engine.loop.worker = recorder
@@ -45,7 +47,8 @@ def record_engine(engine: Engine) -> RecordingWorker:
 
 
 def write_record(file: Path, record: Record) -> None:
-    """Write a zip with `record.json` and one `.npy` for each array. Raises ConfigError for what can not be written."""
+    """Write a zip with `record.json` and one `.npy` for each array. Raises ConfigError for what can
+    not be written."""
     steps: list[dict[str, Any]] = []
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as out:
         for number, (batch, result) in enumerate(record.steps):
@@ -127,7 +130,8 @@ def _parts(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray
 
 @dataclass(slots=True)
 class Replayed:
-    """What a replay saw: tokens compared, requests left at a close choice, and the largest difference."""
+    """What a replay saw: tokens compared, requests left at a close choice, and the largest
+    difference."""
 
     tokens: int = 0
     parted: int = 0
@@ -135,10 +139,11 @@ class Replayed:
 
 
 def replay(worker: ModelWorker, steps: Sequence[RecordedStep], tolerance: float) -> Replayed:
-    """Feed recorded steps to a worker of the same sizes and compare what comes back; waits for each.
+    """Feed recorded steps to a worker of the same sizes and compare what comes back; waits for
+    each.
 
-    Raises LawBroken at the first step that differs. Where two tokens were within twice the tolerance, either may be
-    drawn: from there on that request is not compared.
+    Raises LawBroken at the first step that differs. Where two tokens were within twice the
+    tolerance, either may be drawn: from there on that request is not compared.
     """
     seen, parted = Replayed(), set[int]()
     for batch, wanted in steps:

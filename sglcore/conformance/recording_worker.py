@@ -1,4 +1,5 @@
-"""A worker as the kit drives it: it notes the path of every step, may keep the steps, and serves one scheduler after another."""
+"""A worker as the kit drives it: it notes the path of every step, may keep the steps, and serves
+one scheduler after another."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
 
 STRIDE = 1 << 20
-"""Compositions of one scheduler; a worker takes equal numbers for equal rows, so each scheduler gets its own range."""
+"""Compositions of one scheduler; a worker takes equal numbers for equal rows, so each scheduler
+gets its own range."""
 
 
 class RecordingWorker:
-    """Hands every call on. `paths`: what ran ("eager", or a graph's kind and bucket). `steps`: batch and result of each
-    step since `keep` was set, in order of their collect."""
+    """Hands every call on. `paths`: what ran ("eager", or a graph's kind and bucket). `steps`:
+    batch and result of each step since `keep` was set, in order of their collect."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker = worker

@@ -1,4 +1,5 @@
-"""The reference: a device package of the kit's own, on the host, in float32, with the reference kernels and attention.
+"""The reference: a device package of the kit's own, on the host, in float32, with the reference
+kernels and attention.
 
 Every law passes on it, and every mutant of the kit is caught on it.
 """
@@ -18,8 +19,8 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def facts(index: int = 0) -> Facts:
-    """Host memory, no streams; narrow integers, so that the reference shows that none other are needed. Its replays run host
-    code again, which reads lengths."""
+    """Host memory, no streams; narrow integers, so that the reference shows that none other are
+    needed. Its replays run host code again, which reads lengths."""
     return Facts(tensor_device="cpu", index_dtype="int32", needs_host_lengths=True, shares_host_memory=True)
 
 

@@ -1,4 +1,5 @@
-"""What the reference runs on: a graph mechanism that captures nothing, and the standard bring-up with a fixed budget."""
+"""What the reference runs on: a graph mechanism that captures nothing, and the standard bring-up
+with a fixed budget."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class ReplayedStep:
 
 
 class ReplayedGraphs:
-    """A graph mechanism that captures nothing: it shows that buckets, padding and refresh are right."""
+    """A graph mechanism that captures nothing: it shows that buckets, padding and refresh are
+    right."""
 
     kind = "replayed"
 
@@ -48,7 +50,8 @@ class ReplayedGraphs:
 
 
 class ReplayableAttention(ReferenceAttention):
-    """The reference's attention for a graph that runs its host code again: that can be captured, and nothing else."""
+    """The reference's attention for a graph that runs its host code again: that can be captured,
+    and nothing else."""
 
     facts = replace(ReferenceAttention.facts, features=ReferenceAttention.facts.features | {"capture"})
 

@@ -1,4 +1,5 @@
-"""The result of a run as data: which device, which versions, which commit, what came of every law, and a digest of it all."""
+"""The result of a run as data: which device, which versions, which commit, what came of every law,
+and a digest of it all."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def make_result(
     problems: Sequence[str],
     not_run: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The record of one run. `hardware`: what it ran on, "simulated" where that was no hardware. `problems`: of the gaps.
-    `not_run`: cases that were asked for and have no outcome."""
+    """The record of one run. `hardware`: what it ran on, "simulated" where that was no hardware.
+    `problems`: of the gaps. `not_run`: cases that were asked for and have no outcome."""
     values: dict[str, Any] = {
         "device": target.name,
         "hardware": hardware,
@@ -58,7 +59,8 @@ def make_result(
 def verdict(
     outcomes: Sequence[Outcome], gaps: Sequence[Gap], problems: Sequence[str], not_run: Sequence[str] = ()
 ) -> str:
-    """ "failed"; else "incomplete" where something did not run; else "passed", or "gaps" where all that failed is known."""
+    """Return "failed"; else "incomplete" if something did not run; else "passed", or "gaps" if all
+    failures are known."""
     failed = [outcome for outcome in outcomes if outcome.verdict == "failed"]
     if problems or any(gap_for(gaps, outcome.name) is None for outcome in failed):
         return "failed"
@@ -88,7 +90,8 @@ def digest(values: Mapping[str, Any]) -> str:
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """A record that `make_result` made; raises ValueError if its digest is not that of its content."""
+    """A record that `make_result` made; raises ValueError if its digest is not that of its
+    content."""
     values = json.loads(file.read_text(encoding="utf-8"))
     if values.get("digest") != digest(values):
         raise ValueError(
@@ -111,7 +114,8 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout that this sglcore runs from, marked where files differ from it; empty elsewhere."""
+    """The commit of the checkout that this sglcore runs from, marked where files differ from it;
+    empty elsewhere."""
     folder = Path(__file__).parent
     try:
         head = subprocess.run(("git", "rev-parse", "HEAD"), cwd=folder, capture_output=True, text=True, check=True)

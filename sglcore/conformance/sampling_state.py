@@ -1,4 +1,5 @@
-"""The sampling state of a host batch, made at once: for tests of a draw, which have no steps and no history table."""
+"""The sampling state of a host batch, made at once: for tests of a draw, which have no steps and no
+history table."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def make_state(
 ) -> SamplingState:
     """A host batch of B rows on the device of positions int32[B].
 
-    `needs` may be wider than the batch's own (a captured graph's). Raises ValueError if a penalty lacks its counts.
+    `needs` may be wider than the batch's own (a captured graph's). Raises ValueError if a penalty
+    lacks its counts.
     """
     needs = needs or batch.needs
     if needs.any_penalty and penalties is None:
@@ -37,8 +39,8 @@ def make_state(
 def make_penalties(
     batch: SamplingBatch, history: Tensor, lengths: Tensor, vocab_size: int, all_rows: bool = False
 ) -> PenaltyState:
-    """Penalties of a host batch. history int32[R, L] and lengths int32[R] are those of batch.penalty_rows(), in order;
-    with all_rows, those of the whole batch."""
+    """Penalties of a host batch. history int32[R, L] and lengths int32[R] are those of
+    batch.penalty_rows(), in order; with all_rows, those of the whole batch."""
     parts = _upload(penalty_arrays(batch, all_rows), history.device)
     rows = None if all_rows else parts["penalty_rows"].long()
     return count_penalties(place_penalties(parts, rows), history, lengths, vocab_size)

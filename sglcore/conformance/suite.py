@@ -1,4 +1,5 @@
-"""The tests of the kit. A vendor's test file is one import: `from sglcore.conformance.suite import *`.
+"""The tests of the kit. A vendor's test file is one import: `from sglcore.conformance.suite import
+*`.
 
 `plugin.py`, which comes with the wheel, makes one test for each case of each law.
 """
@@ -42,8 +43,9 @@ def test_gaps_are_known_laws_and_have_not_expired(gap_run: Run) -> None:
 
 
 def test_law(law_case: LawCase, conformance_kits: Kits) -> None:
-    """A law holds; or there is a gap for it, and it does not; or, with mutants asked for, a broken device is caught, which
-    is an expected failure: of the device, and of whatever else watches it."""
+    """A law holds; or there is a gap for it, and it does not; or, with mutants asked for, a broken
+    device is caught, which is an expected failure: of the device, and of whatever else watches
+    it."""
     _need_device(law_case.run, law_case.law.level)
     kit = conformance_kits(law_case.run)
     if law_case.mutant is not None:
@@ -72,7 +74,8 @@ def test_recorded_steps(run_to_record: Run, conformance_kits: Kits, pytestconfig
 
 
 def _need_device(run: Run, level: str) -> None:
-    """Where a person named a device that can not run, that is the answer; a suite that passes by is skipped."""
+    """Where a person named a device that can not run, that is the answer; a suite that passes by is
+    skipped."""
     reason = run.reason_against(level)
     if reason and run.was_named:
         pytest.fail(reason, pytrace=False)

@@ -1,4 +1,5 @@
-"""The support table of docs/devices.md, generated from result files. What never met its hardware says so."""
+"""The support table of docs/devices.md, generated from result files. What never met its hardware
+says so."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ MISSING = "not run"
 
 
 def support_table(folder: Path) -> str:
-    """Markdown: a row for each result file of a folder, then a line for each tolerance that is wider than the law's. Raises
-    ValueError for a file that was changed by hand."""
+    """Markdown: a row for each result file of a folder, then a line for each tolerance that is
+    wider than the law's. Raises ValueError for a file that was changed by hand."""
     results = sorted((read_result(file) for file in folder.glob("*.json")), key=_order)
     rows = [HEAD, tuple("---" for _ in HEAD), *(_row(values) for values in results)]
     wider = [f"- {values['device']}, {_ran_on(values)}: {told}\n" for values in results for told in _wider(values)]
@@ -26,7 +27,8 @@ def support_table(folder: Path) -> str:
 
 
 def with_table(text: str, table: str) -> str:
-    """A document with the table between its two marks. Raises ValueError where a mark is missing."""
+    """A document with the table between its two marks. Raises ValueError where a mark is
+    missing."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -1,4 +1,5 @@
-"""The device under test: its package, where its files lie, what it can do, and how it starts on one of the kit's models."""
+"""The device under test: its package, where its files lie, what it can do, and how it starts on one
+of the kit's models."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ class StartedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`folder` holds the package's `gaps.toml`, `conformance.toml` and `bring_up.txt`; None: nowhere. `mutant`: a defect
-    that is planted."""
+    """`folder` holds the package's `gaps.toml`, `conformance.toml` and `bring_up.txt`; None:
+    nowhere. `mutant`: a defect that is planted."""
 
     package: DevicePackage
     distribution: str = ""
@@ -104,8 +105,8 @@ class Target:
         return started.built["pools"].token_to_kv if "torch_runtime" in self.capabilities() else None
 
     def capabilities(self) -> frozenset[str]:
-        """What laws may need: "torch_runtime", "cells", "attention", "graphs", "streams", "mixed_batches",
-        "proposals"."""
+        """What laws may need: "torch_runtime", "cells", "attention", "graphs", "streams",
+        "mixed_batches", "proposals"."""
         facts = self.facts()
         steps = {step.provides for step in self.order().steps}
         is_torch = steps >= TORCH_STEPS
@@ -121,7 +122,8 @@ class Target:
         return frozenset(name for name, holds in offered.items() if holds)
 
     def has_triton_kernels(self) -> bool:
-        """Entries of its preferred kernel table are the core's Triton kernels. Raises what making the table raises."""
+        """Entries of its preferred kernel table are the core's Triton kernels. Raises what making
+        the table raises."""
         origin = self.make_kernels(next(iter(self.package.kernels))).origin
         return any(function.startswith(TRITON_KERNELS) for function in origin.values())
 
@@ -130,8 +132,8 @@ class Target:
         return resolve(self.package.kernels[name], self.name)()
 
     def attention_without_triton(self, dtype: str) -> Mapping[str, str]:
-        """The setting that names the first backend after the core's Triton attention, if that is the first to take a
-        dtype; nothing if another one is."""
+        """The setting that names the first backend after the core's Triton attention, if that is
+        the first to take a dtype; nothing if another one is."""
         takes = [
             (name, any(TRITON_ATTENTION in item.__module__ for item in kind.__mro__))
             for name, kind in self.usable_attention().items()
@@ -158,9 +160,9 @@ class Target:
         return MappingProxyType({name: kind for name, kind in found.items() if not _refuses(kind)})
 
     def geometry(self, backend: str | None = None) -> Geometry:
-        """Sizes that a backend takes, in a type that the device computes in. Unless one is named: those of the preferred one
-        that is importable, in float32 where some backend computes in it with these sizes, because there a law can be
-        strict."""
+        """Sizes that a backend takes, in a type that the device computes in. Unless one is named:
+        those of the preferred one that is importable, in float32 where some backend computes in it
+        with these sizes, because there a law can be strict."""
         classes, own = self.usable_attention(), self.facts()
         if not classes:
             return Geometry(HEAD_DIMS[0], own.page_size, _first(DTYPES, [own.dtypes]))
@@ -178,7 +180,8 @@ class Target:
         )
 
     def computed_dtypes(self) -> tuple[str, ...]:
-        """The types of the device's facts that some backend takes too; all of them where there is none."""
+        """The types of the device's facts that some backend takes too; all of them where there is
+        none."""
         taken = [item.facts.dtypes for item in self.usable_attention().values()]
         served = (name for name in self.facts().dtypes if any(names is None or name in names for names in taken))
         return tuple(served) if taken else self.facts().dtypes
@@ -199,8 +202,8 @@ class Target:
         return f"{self.name} is not usable here: {what}: {fact.evidence}; {fact.remedy}"
 
     def start(self, config: EngineConfig, model: Path, kind: PoolKind | None = None) -> StartedDevice:
-        """Run the bring-up over a checkpoint, with pools of a kind that is not the device's own where one is given; waits.
-        Raises what a step raises."""
+        """Run the bring-up over a checkpoint, with pools of a kind that is not the device's own
+        where one is given; waits. Raises what a step raises."""
         ledger = DecisionLedger(strict=config.strict)
         given = {
             "config": config,
@@ -223,7 +226,8 @@ def _with_pools(order: BringUp, kind: PoolKind) -> BringUp:
 
 
 def find_target(name: str) -> Target:
-    """The installed device of this name; raises DeviceError if there is none, or what its loading raised."""
+    """The installed device of this name; raises DeviceError if there is none, or what its loading
+    raised."""
     item = find_installed(discover(), Requested(name, "the argument"))
     return Target(item.loaded(), item.distribution, item.version, package_folder(name))
 

@@ -1,4 +1,5 @@
-"""One run of the kit: models, the reference, started devices that laws share, and the outcome of each case of a law."""
+"""One run of the kit: models, the reference, started devices that laws share, and the outcome of
+each case of a law."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ LARGE = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one case. `text`: why it failed or was skipped. `errors`: the largest difference seen, by dtype."""
+    """What came of one case. `text`: why it failed or was skipped. `errors`: the largest difference
+    seen, by dtype."""
 
     law: str
     level: str
@@ -58,7 +60,8 @@ class Outcome:
 
 
 class Kit:
-    """A device under test with all that its laws share. `folder` is for files of the kit's own; close it at the end."""
+    """A device under test with all that its laws share. `folder` is for files of the kit's own;
+    close it at the end."""
 
     def __init__(self, target: Target, folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.target = target
@@ -72,14 +75,16 @@ class Kit:
         self._oracles: dict[tuple[str, int], Oracle] = {}
 
     def take_case(self, law: Law, case: str) -> None:
-        """Start devices as a case wants them from now on: with the reference's kernels, and the attention after Triton's,
-        where Triton is interpreted and the case is not about kernels. A caller's own choice of kernels stands."""
+        """Start devices as a case wants them from now on: with the reference's kernels, and the
+        attention after Triton's, where Triton is interpreted and the case is not about kernels. A
+        caller's own choice of kernels stands."""
         is_slow = law.interpreted is not None and case not in law.interpreted and self.interprets_kernels()
         chosen = {"kernels": "reference"} if is_slow and "kernels" not in self.settings else {}
         self._for_case = MappingProxyType(chosen)
 
     def interprets_kernels(self) -> bool:
-        """Kernels of the device's table are Triton's and run in its interpreter, as they do where no hardware is."""
+        """Kernels of the device's table are Triton's and run in its interpreter, as they do where
+        no hardware is."""
         if self._is_interpreted is None:
             is_on = os.environ.get("TRITON_INTERPRET") == "1" and "torch_runtime" in self.target.capabilities()
             self._is_interpreted = is_on and self.target.has_triton_kernels()
@@ -109,8 +114,8 @@ class Kit:
     def open(
         self, model: str, head_dim: int | None = None, pool_kind: PoolKind | None = None, **settings: Any
     ) -> Harness:
-        """Start the device on a model, with heads of the geometry's size and pools of its own kind unless others are given;
-        the caller closes it. Settings are those of EngineConfig."""
+        """Start the device on a model, with heads of the geometry's size and pools of its own kind
+        unless others are given; the caller closes it. Settings are those of EngineConfig."""
         geometry = self.target.geometry(settings.get("attention_backend"))
         given = {
             "page_size": geometry.page_size,
@@ -133,7 +138,8 @@ class Kit:
         return self._harnesses[key]
 
     def forget(self) -> None:
-        """Close every shared device, as after a failure that may have left one in disorder. The reference stays."""
+        """Close every shared device, as after a failure that may have left one in disorder. The
+        reference stays."""
         harnesses, self._harnesses = self._harnesses, {}
         for harness in harnesses.values():
             with suppress(Exception):  # A broken device may not close; its law has said what is wrong.
@@ -166,7 +172,8 @@ class Kit:
 
 
 class Trial:
-    """What the check of a law receives: the kit, its case, and where it reports the errors it saw."""
+    """What the check of a law receives: the kit, its case, and where it reports the errors it
+    saw."""
 
     def __init__(self, kit: Kit, law: Law, case: str) -> None:
         self.kit = kit
@@ -178,7 +185,8 @@ class Trial:
 
     @property
     def is_interpreted(self) -> bool:
-        """This case runs the device's own kernels in an interpreter, a second a step: choose less."""
+        """This case runs the device's own kernels in an interpreter, a second a step: choose
+        less."""
         return self.law.interpreted is not None and self.case in self.law.interpreted and self.kit.interprets_kernels()
 
     def remember(self, remark: str) -> None:
@@ -210,7 +218,8 @@ class Trial:
 
 
 def run_case(kit: Kit, law: Law, case: str) -> Outcome:
-    """Check one case. What is raised is the outcome, and the shared devices are started anew after a failure."""
+    """Check one case. What is raised is the outcome, and the shared devices are started anew after
+    a failure."""
     trial = Trial(kit, law, case)
     begin = time.perf_counter()
     verdict, text = _verdict(trial)
@@ -239,7 +248,8 @@ def _verdict(trial: Trial) -> tuple[Verdict, str]:
 
 
 def catches(kit: Kit, law: Law, mutant: Mutant) -> tuple[bool | None, str]:
-    """Whether a law fails on a broken kind of the device, on any of its cases, and how; None where it can not run."""
+    """Whether a law fails on a broken kind of the device, on any of its cases, and how; None where
+    it can not run."""
     missing = ", ".join(sorted(mutant.needs - kit.target.capabilities())) if mutant.needs else ""
     if missing:
         return None, f"{mutant.name} can not be planted: the device has no {missing}"
@@ -275,7 +285,8 @@ def record_run(kit: Kit) -> Record:
 
 
 def replay_run(kit: Kit, record: Record) -> Replayed:
-    """Recorded steps on this device. Raises LawBroken where they differ, ConfigError if the device takes other sizes."""
+    """Recorded steps on this device. Raises LawBroken where they differ, ConfigError if the device
+    takes other sizes."""
     about = record.about
     harness = kit.open(about["model"], page_size=about["page_size"])
     try:

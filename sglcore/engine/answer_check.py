@@ -1,4 +1,5 @@
-"""Answers checked for what of their schema is not enforced: in a process of their own, because a client's pattern may take for ever.
+"""Answers checked for what of their schema is not enforced: in a process of their own, because a
+client's pattern may take for ever.
 
 The library that checks is jsonschema, an optional extra; it is loaded in that process alone.
 """
@@ -32,7 +33,8 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class AnswerChecks(ConfinedChecks):
-    """Takes a Question; the verdict's `said` are the names of those parts that the answer does not keep to."""
+    """Takes a Question; the verdict's `said` are the names of those parts that the answer does not
+    keep to."""
 
     def __init__(self, limits: CheckLimits = LIMITS) -> None:
         self.limits = limits

@@ -45,7 +45,8 @@ class Bounds:
 
 
 class ChatTemplate:
-    """The templates of one checkpoint by name; "default" for conversations, "tool_use" where tools have their own."""
+    """The templates of one checkpoint by name; "default" for conversations, "tool_use" where tools
+    have their own."""
 
     def __init__(
         self, sources: Mapping[str, str], special_tokens: Mapping[str, str], bounds: Bounds | None = None
@@ -86,7 +87,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text; raises TextError if there is no template, or it refuses or does too much."""
+        """The conversation as text; raises TextError if there is no template, or it refuses or does
+        too much."""
         source = self.source(tools=bool(tools))
         if source is None:
             raise TextError(
@@ -154,7 +156,8 @@ def _text(file: Path) -> str:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like, as text; a template sees those that are not set as undefined, which is empty."""
+    """`bos_token` and the like, as text; a template sees those that are not set as undefined, which
+    is empty."""
     names = (name for name in settings if name.endswith("_token"))
     return {name: text for name in names if (text := _token_text(settings[name]))}
 

@@ -1,7 +1,7 @@
 """Checks that may take for ever, in a process that can be ended: this process's end of it.
 
-Each check runs in a fork there (`confined_process.py`) with limits of time and memory. It knows no kind of check: grammars have
-theirs (`grammar_check.py`), answers have theirs (`answer_check.py`).
+Each check runs in a fork there (`confined_process.py`) with limits of time and memory. It knows no
+kind of check: grammars have theirs (`grammar_check.py`), answers have theirs (`answer_check.py`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class ConfinedChecks:
         self._is_closed = False
 
     def open(self) -> None:
-        """Start the process if there is none; waits for the system, not for the process. Raises OSError."""
+        """Start the process if there is none; waits for the system, not for the process. Raises
+        OSError."""
         with self._lock:
             if self._process is None and not self._is_closed:
                 self._process = self._started()
@@ -131,7 +132,8 @@ class CheckProcess:
         self._is_over = False
         self._lock = Lock()
         self._lines: SimpleQueue[bytes | None] = SimpleQueue()
-        # A group of its own: the terminal's Ctrl-C is ours to take, and its forks can be ended with it.
+        # A group of its own: the terminal's Ctrl-C is ours to take, and its forks can be ended with
+        # it.
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,

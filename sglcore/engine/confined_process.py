@@ -1,8 +1,9 @@
-"""Checks that may take for ever, each in a fork of its own, which is ended where it takes too long or too much memory: the end of
-the process that runs them.
+"""Checks that may take for ever, each in a fork of its own, which is ended where it takes too long
+or too much memory: the end of the process that runs them.
 
-Started by `confined.py`. Lines of JSON on its standard input: first what it checks with, then jobs; on its standard output a
-verdict for each job, as it is known. It ends with its standard input, and its forks with it.
+Started by `confined.py`. Lines of JSON on its standard input: first what it checks with, then jobs;
+on its standard output a verdict for each job, as it is known. It ends with its standard input, and
+its forks with it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ LOWEST_PRIORITY = 19
 SOONEST = 0.01
 """Seconds between two looks at what the checks have taken."""
 CPUCLOCK_SCHED = 2
-"""Linux: the clock of a process's time on the processor, in the lowest bits of the clock's number."""
+"""Linux: the clock of a process's time on the processor, in the lowest bits of the clock's
+number."""
 
 Work = Callable[[bytes], Verdict]
-"""Does a job's work and says what came of it, but for the number and the time. Raises MemoryError alone."""
+"""Does a job's work and says what came of it, but for the number and the time. Raises MemoryError
+alone."""
 
 
 @dataclass(slots=True)

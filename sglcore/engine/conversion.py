@@ -1,4 +1,5 @@
-"""What conversions of tokenizers share: libraries that may not be installed, texts to compare with, and refusals."""
+"""What conversions of tokenizers share: libraries that may not be installed, texts to compare with,
+and refusals."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ PROBES = (
     "\u4f60\u597d, \u043c\u0438\u0440! \U0001f600\u200a.",
     "def f(x):\n    return x**2  # {}",
 )
-"""Texts that a converted tokenizer has to cut as its file's own library does. None has what transformers decides by the
-tokenizer's class: a space at the beginning, capital letters, accents."""
+"""Texts that a converted tokenizer has to cut as its file's own library does. None has what
+transformers decides by the tokenizer's class: a space at the beginning, capital letters,
+accents."""
 
 
 def library(name: str, file: Path, remedy: str = EXTRA) -> Any:

@@ -1,7 +1,8 @@
-"""The tokenizer of a checkpoint folder that has no tokenizer.json: converted by transformers from the files that there are.
+"""The tokenizer of a checkpoint folder that has no tokenizer.json: converted by transformers from
+the files that there are.
 
-transformers, and sentencepiece where such a file is read, are imported here alone and only then. What was made of a
-sentencepiece file is held to sentencepiece itself before it is used.
+transformers, and sentencepiece where such a file is read, are imported here alone and only then.
+What was made of a sentencepiece file is held to sentencepiece itself before it is used.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from sglcore.engine.tokenizer_code import CODE
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
 """Names under which models of sentencepiece are saved."""
 LISTS = ("vocab.json", "vocab.txt")
-"""Vocabularies as plain lists: byte-level ones, which have their merges in merges.txt, and WordPiece's."""
+"""Vocabularies as plain lists: byte-level ones, which have their merges in merges.txt, and
+WordPiece's."""
 FILES = (TEKKEN, *RANKS, *PIECES, *LISTS)
 """What a tokenizer is made of where there is no tokenizer.json, as names in the folder."""
 MORE_FILES = (*FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", CODE)
@@ -30,9 +32,10 @@ SPACE = "\u2581"
 
 
 def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer, and what a tokenizer_config.json would say: special tokens by their names, a chat template. Raises
-    ConfigError where the folder has no file of a tokenizer, a library is not installed, the conversion fails or cuts texts in
-    another way than the file's own library, or one of the checkpoint's `end_ids` is no token of it."""
+    """The tokenizer, and what a tokenizer_config.json would say: special tokens by their names, a
+    chat template. Raises ConfigError where the folder has no file of a tokenizer, a library is not
+    installed, the conversion fails or cuts texts in another way than the file's own library, or one
+    of the checkpoint's `end_ids` is no token of it."""
     found = next((name for name in FILES if (folder / name).is_file()), None)
     if found is None:
         raise ConfigError(
@@ -59,7 +62,8 @@ def convert_tokenizer(folder: Path, end_ids: frozenset[int]) -> tuple[Tokenizer,
 
 
 def _by_class(folder: Path, file: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """As transformers reads a folder by its tokenizer's class, and what it calls the special tokens."""
+    """As transformers reads a folder by its tokenizer's class, and what it calls the special
+    tokens."""
     made = _by_transformers(folder, file)
     tokenizer: Tokenizer = made.backend_tokenizer
     if file.name in PIECES:
@@ -101,8 +105,9 @@ def _errors_only() -> Iterator[None]:
 
 
 def _hold_to_pieces(tokenizer: Tokenizer, file: Path, *, is_generic: bool) -> None:
-    """Give a tokenizer of no class of its own the space that its file puts before texts, which transformers leaves out there;
-    raise ConfigError if probes are cut otherwise than by sentencepiece."""
+    """Give a tokenizer of no class of its own the space that its file puts before texts, which
+    transformers leaves out there; raise ConfigError if probes are cut otherwise than by
+    sentencepiece."""
     pieces = library("sentencepiece", file).SentencePieceProcessor(model_file=str(file))
     if is_generic and pieces.encode("a", out_type=str)[0].startswith(SPACE):
         _put_space_before(tokenizer)
@@ -122,6 +127,7 @@ def _put_space_before(tokenizer: Tokenizer) -> None:
 
 
 def _spelled(tokens: list[str], unknown: set[str]) -> list[str]:
-    """With one token for each run of unknown characters, which libraries count in different ways."""
+    """With one token for each run of unknown characters, which libraries count in different
+    ways."""
     named = ["<unk>" if token in unknown else token for token in tokens]
     return [token for place, token in enumerate(named) if token != "<unk>" or named[place - 1 : place] != ["<unk>"]]

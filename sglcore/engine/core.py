@@ -1,4 +1,5 @@
-"""The engine core: requests in, text out, one step at a time: the token side and the text side in one process.
+"""The engine core: requests in, text out, one step at a time: the token side and the text side in
+one process.
 
 Not thread-safe: one owner calls `add`, `abort` and `step`.
 """
@@ -72,8 +73,8 @@ class Engine:
         return self.tokens.has_work
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
-        """Queue a prompt; its output object fills up as steps run. Raises RequestError or TextError, and then nothing
-        was queued."""
+        """Queue a prompt; its output object fills up as steps run. Raises RequestError or
+        TextError, and then nothing was queued."""
         if self.tokens.is_closed:
             raise TextError("this engine is closed", remedy="start another")
         name = request_id if request_id is not None else self._free_name()
@@ -96,7 +97,8 @@ class Engine:
         self._absorb(self.tokens.abort(request_id))
 
     def step(self) -> list[TextDelta]:
-        """Run one step of the loop; returns the text that became final, in order. Waits for the device."""
+        """Run one step of the loop; returns the text that became final, in order. Waits for the
+        device."""
         try:
             outputs = self.tokens.step()
         except BaseException:
@@ -125,8 +127,8 @@ class Engine:
         )
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
-        """The scores float32 [labels] of each pair of texts by the checkpoint's classification head. Waits; all or none, as
-        `embed`."""
+        """The scores float32 [labels] of each pair of texts by the checkpoint's classification
+        head. Waits; all or none, as `embed`."""
         if not self.worker.limits.num_labels:
             raise TextError(
                 "this checkpoint has no classification head",
@@ -137,7 +139,8 @@ class Engine:
         return self._answers(pairs, lambda pair: self.codec.encode_texts(*pair, limit=limit))
 
     def _answers(self, texts: Sequence[Text], read: Callable[[Text], EncodedPair]) -> list[np.ndarray]:
-        """Return the worker's result for each text; `read` gives its token ids and their segments."""
+        """Return the worker's result for each text; `read` gives its token ids and their
+        segments."""
         requests: list[Request] = []
         try:
             for place, text in enumerate(texts):
@@ -188,8 +191,8 @@ class Engine:
 
 
 def read_prompt(codec: TextCodec, prompt: Prompt, *, special: bool = True, most: int | None = None) -> list[int]:
-    """The token ids of a prompt; raises TextError if it is neither text nor ids, and ContextError for a long text, before it is
-    read to its end, that surely has more than `most` tokens."""
+    """The token ids of a prompt; raises TextError if it is neither text nor ids, and ContextError
+    for a long text, before it is read to its end, that surely has more than `most` tokens."""
     if isinstance(prompt, str):
         return codec.encode(prompt, special=special, most=most)
     if isinstance(prompt, PromptEmbeds):

@@ -1,6 +1,8 @@
-"""The tokenizer and the chat templates that a GGUF file carries, as the objects and settings of a checkpoint folder.
+"""The tokenizer and the chat templates that a GGUF file carries, as the objects and settings of a
+checkpoint folder.
 
-Two kinds of vocabulary: "gpt2", bytes merged by a list of merges, and "llama", pieces merged by their scores.
+Two kinds of vocabulary: "gpt2", bytes merged by a list of merges, and "llama", pieces merged by
+their scores.
 """
 
 from __future__ import annotations
@@ -52,15 +54,16 @@ _NAMES: Mapping[str, str] = MappingProxyType({"bos": "bos", "eos": "eos", "unkno
 
 
 def read_gguf_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer, and what a `tokenizer_config.json` would say. Raises `CheckpointError` for a kind that we
-    lack, and for one that is damaged."""
+    """The tokenizer, and what a `tokenizer_config.json` would say. Raises `CheckpointError` for a
+    kind that we lack, and for one that is damaged."""
     header = read_header(path, texts=True)
     try:
         return _read(header)
     except CheckpointError:
         raise
     except Exception as error:
-        # The library that merges raises nothing narrower for merges of tokens that are not in the vocabulary.
+        # The library that merges raises nothing narrower for merges of tokens that are not in the
+        # vocabulary.
         found = f"{path} has a damaged tokenizer: {type(error).__name__} {' '.join(str(error).split()):.200}"
         raise CheckpointError(found, remedy=REMEDY) from None
 
@@ -152,7 +155,8 @@ def _by_scores(header: GgufHeader, tokens: list[str]) -> Tokenizer:
 
 
 def _add_ends(tokenizer: Tokenizer, header: GgufHeader, tokens: list[str]) -> None:
-    """What is put around a prompt. Where the file does not say, a vocabulary by scores, or Llama 3's, gets its BOS."""
+    """What is put around a prompt. Where the file does not say, a vocabulary by scores, or Llama
+    3's, gets its BOS."""
     get = header.metadata.get
     usual = get("tokenizer.ggml.model") == "llama" or _SAME.get(str(get("tokenizer.ggml.pre")), "") == "llama-bpe"
     usual = usual or get("tokenizer.ggml.pre") == "llama-bpe"

@@ -1,4 +1,5 @@
-"""Grammars of requests: compiled in the background, kept, and started as one matcher for each sample.
+"""Grammars of requests: compiled in the background, kept, and started as one matcher for each
+sample.
 
 It knows the libraries that compile by name only (`llguidance`, `xgrammar`). Each has one file in
 this folder.
@@ -90,7 +91,8 @@ class GrammarBackend(Protocol):
 
 
 class Compiling:
-    """A grammar on its way. Waited for `seconds` at most: what its compilers are still not done with is refused for now."""
+    """A grammar on its way. Waited for `seconds` at most: what its compilers are still not done
+    with is refused for now."""
 
     def __init__(self, future: Future[Compiled], seconds: float) -> None:
         self._future = future
@@ -116,12 +118,13 @@ class Compiling:
         return self.start_after(np.zeros(0, np.int32)).matcher
 
     def start_after(self, prompt: Ints) -> Started:
-        """What one sample of a prompt follows. Waits until it is done; raises GrammarError, and GrammarBusy if it is not done in
-        time."""
+        """What one sample of a prompt follows. Waits until it is done; raises GrammarError, and
+        GrammarBusy if it is not done in time."""
         if not self._future.done() and self.wait() and not self._future.done():
             raise GrammarBusy(f"the grammar waited {self._seconds:g} s for those that are compiled before it")
         if (failure := self._future.exception()) is not None:
-            # One exception serves all who ask: its traceback must not keep the frames, and so the requests, of them all.
+            # One exception serves all who ask: its traceback must not keep the frames, and so the
+            # requests, of them all.
             raise failure.with_traceback(None)
         return self._future.result().start(prompt)
 
@@ -139,8 +142,8 @@ class Checks(Protocol):
 
 
 class Grammars:
-    """Compiles on threads of its own what `checks` have found nothing wrong with; the newest `kept` grammars are kept, those
-    that failed as well, but for those that were refused for now."""
+    """Compiles on threads of its own what `checks` have found nothing wrong with; the newest `kept`
+    grammars are kept, those that failed as well, but for those that were refused for now."""
 
     def __init__(
         self,
@@ -150,7 +153,8 @@ class Grammars:
         kept: int = KEPT_GRAMMARS,
         seconds: float = WAIT_SECONDS,
     ) -> None:
-        """Without `checks` everything is compiled here at once, and what takes long holds up the others."""
+        """Without `checks` everything is compiled here at once, and what takes long holds up the
+        others."""
         self.backend = backend
         self._checks, self._kept, self._seconds = checks, kept, seconds
         self._known: OrderedDict[Wanted, Future[Compiled]] = OrderedDict()
@@ -261,7 +265,8 @@ class Lane:
         with self._lock:
             if len(self._threads) >= self._most:
                 return
-            # The interpreter does not wait for a daemon when it ends; a compiler cannot be interrupted.
+            # The interpreter does not wait for a daemon when it ends; a compiler cannot be
+            # interrupted.
             thread = Thread(target=self._run, name="grammar", daemon=True)
             usual = stack_size(STACK_BYTES)
             try:

@@ -1,5 +1,5 @@
-"""Grammars checked before they are compiled here: in a process of their own, in which one that takes too long or too much
-memory can be ended. A compiler in this process could not be.
+"""Grammars checked before they are compiled here: in a process of their own, in which one that
+takes too long or too much memory can be ended. A compiler in this process could not be.
 """
 
 from __future__ import annotations

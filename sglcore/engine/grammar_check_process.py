@@ -1,4 +1,5 @@
-"""A process that checks grammars, as `confined_process.py` has it. Started by `grammar_check.py`."""
+"""A process that checks grammars, as `confined_process.py` has it. Started by
+`grammar_check.py`."""
 
 from __future__ import annotations
 

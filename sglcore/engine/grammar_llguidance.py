@@ -1,4 +1,5 @@
-"""Grammars by llguidance: its own lexer and parser over the tokenizer's bytes, in Rust, without a tensor library."""
+"""Grammars by llguidance: its own lexer and parser over the tokenizer's bytes, in Rust, without a
+tensor library."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ _PLAIN = (
 
 
 MOST_ITEMS = 6000
-"""At one place of a text: an object takes four for each property that may be left out, and the time of their square."""
+"""At one place of a text: an object takes four for each property that may be left out, and the time
+of their square."""
 
 OUTSIDE = "doesn't satisfy the grammar"
 """The library's message for a token that the mask forbids.
@@ -126,7 +128,8 @@ class LlguidanceMatcher:
         """As `Matcher.rollback`."""
         del self._tokens[len(self._tokens) - count :]
         matcher = self._matcher
-        # One that failed refuses everything; one that has stopped takes end tokens without counting them.
+        # One that failed refuses everything; one that has stopped takes end tokens without counting
+        # them.
         if matcher.is_error() or matcher.is_stopped() or not matcher.rollback(count):
             self._matcher = self._beginning.deep_copy()
             self._matcher.consume_tokens(self._tokens)
@@ -145,8 +148,9 @@ class LlguidanceMatcher:
 
 
 class _Spelling:
-    """A tokenizer in the shape that llguidance takes, which writes the text of marks in ordinary tokens: text that a grammar
-    leaves no choice about becomes its tokens, and a mark is not text."""
+    """A tokenizer in the shape that llguidance takes, which writes the text of marks in ordinary
+    tokens: text that a grammar leaves no choice about becomes its tokens, and a mark is not
+    text."""
 
     bos_token_id = None
 
@@ -170,8 +174,8 @@ class _Spelling:
 
 
 def _without(marks: Mapping[int, str], tokenizer: Tokenizer) -> str:
-    """The file of a tokenizer that reads no marks. Those that its model's vocabulary lacks keep their places under names that
-    no text has: the ids of added tokens are counted."""
+    """The file of a tokenizer that reads no marks. Those that its model's vocabulary lacks keep
+    their places under names that no text has: the ids of added tokens are counted."""
     known = tokenizer.get_vocab(with_added_tokens=False)
     file = json.loads(tokenizer.to_str())
     file["added_tokens"] = [
@@ -214,7 +218,8 @@ def _lark_of(text: str) -> str:
 
 
 def _refusal(grammar: Grammar, text: str) -> GrammarError:
-    """What the library says, without its listing of the grammar; about the origin of a rule, where the rule has one."""
+    """What the library says, without its listing of the grammar; about the origin of a rule, where
+    the rule has one."""
     reason = _one_line(_LISTING.split(text, maxsplit=1)[0])
     place = _PLACE.match(reason)
     lines = grammar.text.splitlines()[: int(place[1])] if place else []

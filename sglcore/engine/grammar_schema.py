@@ -1,4 +1,5 @@
-"""A JSON schema's keywords, found where they are keywords: not among the names of properties or in literal values."""
+"""A JSON schema's keywords, found where they are keywords: not among the names of properties or in
+literal values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How large a regular expression is once its counts are written out: known from its text, before anything is compiled."""
+"""How large a regular expression is once its counts are written out: known from its text, before
+anything is compiled."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from sglcore.engine.grammar_schema import schemas
 from sglcore.sampling.grammar import Grammar, GrammarError, read_schema, read_tags
 
 MOST_WRITTEN_OUT = 1 << 14
-"""Characters that the shortest text of one pattern may have: compilers write them out, and look ahead over them at each token."""
+"""Characters that the shortest text of one pattern may have: compilers write them out, and look
+ahead over them at each token."""
 _COUNT = re.compile(r"\{(\d{1,18})(?:,\d*)?\}")
 
 
@@ -28,7 +30,8 @@ def refuse_large(grammar: Grammar) -> None:
 
 
 def written_out(pattern: str) -> int:
-    """The characters of the longest alternative once its counts are written out, each as often as it must come.
+    """The characters of the longest alternative once its counts are written out, each as often as
+    it must come.
 
     It reads what the libraries have in common (groups, sets, escapes, counts), and takes any text.
     """
@@ -69,7 +72,8 @@ def _atom_end(pattern: str, place: int) -> int:
 
 
 def _patterns(grammar: Grammar) -> Iterator[tuple[str, str]]:
-    """The regular expressions of a grammar that are found without reading a notation of rules, each with its place."""
+    """The regular expressions of a grammar that are found without reading a notation of rules, each
+    with its place."""
     if grammar.kind == "regex":
         yield "this regex", grammar.text
     texts = [grammar.text] if grammar.kind == "json_schema" else []

@@ -1,4 +1,5 @@
-"""Grammars by xgrammar, for who asks for it by name: it needs a tensor library, and enforces fewer keywords of schemas."""
+"""Grammars by xgrammar, for who asks for it by name: it needs a tensor library, and enforces fewer
+keywords of schemas."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from sglcore.sampling.grammar import Grammar, GrammarError, read_schema, read_ta
 from sglcore.schedule.request import Matcher
 
 MAX_WHITESPACE = 33
-"""Characters between JSON's tokens. Without a bound a model may write blanks until its tokens are used up."""
+"""Characters between JSON's tokens. Without a bound a model may write blanks until its tokens are
+used up."""
 
 UNENFORCED = frozenset(
     {
@@ -217,7 +219,8 @@ def _refuse_mixtures(place: str, node: dict[str, Any]) -> None:
 
 
 def _spellings(vocabulary: Vocabulary) -> list[str]:
-    """Each token as its tokenizer spells it; empty, which is never allowed, for special tokens and for ids beyond."""
+    """Each token as its tokenizer spells it; empty, which is never allowed, for special tokens and
+    for ids beyond."""
     added = vocabulary.tokenizer.get_added_tokens_decoder()
     spelled = [""] * vocabulary.size
     for text, token_id in vocabulary.tokenizer.get_vocab(with_added_tokens=True).items():

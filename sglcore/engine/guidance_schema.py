@@ -1,4 +1,5 @@
-"""JSON schemas as llguidance takes them: what it would read and not enforce is refused, and its blanks are bounded.
+"""JSON schemas as llguidance takes them: what it would read and not enforce is refused, and its
+blanks are bounded.
 
 It does not need the library, so a frontend can check what an engine will compile.
 """
@@ -18,8 +19,8 @@ from sglcore.sampling.grammar import Grammar, GrammarError, read_tags
 NAME = "llguidance"
 
 WHITESPACE = r"( |\n[ \t]{0,32})?"
-"""Between JSON's tokens: nothing, a space, or a line break with its indentation. Without a bound a model may write blanks
-until its tokens are used up."""
+"""Between JSON's tokens: nothing, a space, or a line break with its indentation. Without a bound a
+model may write blanks until its tokens are used up."""
 
 OPTIONS: Mapping[str, Any] = MappingProxyType(
     {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
@@ -63,7 +64,8 @@ class LeftOut(NamedTuple):
 
 
 def left_out_of(grammar: Grammar | None) -> list[LeftOut]:
-    """What of a grammar's schemas its outputs are not held to, for each schema that has such parts."""
+    """What of a grammar's schemas its outputs are not held to, for each schema that has such
+    parts."""
     schemas: list[tuple[str, str]] = []
     if grammar is not None and grammar.kind == "json_schema":
         schemas = [(grammar.text, "")]
@@ -74,7 +76,8 @@ def left_out_of(grammar: Grammar | None) -> list[LeftOut]:
 
 
 def _refuse_narrow_bounds(schema: Any) -> None:
-    """It takes an excluded whole number nearest to 0 for a number, if the other bound is less than 1 away."""
+    """It takes an excluded whole number nearest to 0 for a number, if the other bound is less than
+    1 away."""
     nodes = [node for _, node in schemas(schema) if node.get("type") != "integer"]
     merges = any("allOf" in node or (MERGED & set(node) and BOUNDS & set(node)) for node in nodes)
     for group in [nodes] if merges else [[node] for node in nodes]:

@@ -44,7 +44,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether a model's name is `owner/name` or, of a GGUF file, `owner/name:quant`; what is a path here is none."""
+    """Whether a model's name is `owner/name` or, of a GGUF file, `owner/name:quant`; what is a path
+    here is none."""
     return NAME.fullmatch(model) is not None and not Path(model).exists()
 
 
@@ -65,7 +66,8 @@ class Hub:
     runs_code: bool = False
 
     def fetch(self, name: str) -> Path:
-        """The checkpoint folder or GGUF file of a name, in the cache; waits for what is not there yet. Raises ConfigError."""
+        """The checkpoint folder or GGUF file of a name, in the cache; waits for what is not there
+        yet. Raises ConfigError."""
         repository, _, quant = name.partition(":")
         with _in_one_line(name, self.revision):
             folder = self._get(repository, self.revision, (*FILES, "*.py") if self.runs_code else FILES)
@@ -120,7 +122,8 @@ def _models(names: Iterable[str]) -> list[str]:
 
 
 def choose_gguf(repository: str, quant: str, names: Sequence[str]) -> str:
-    """The file that ends with a quant; without one, the only file or that of the usual quant. Raises ConfigError."""
+    """The file that ends with a quant; without one, the only file or that of the usual quant.
+    Raises ConfigError."""
     wanted = quant or USUAL_QUANT
     end = re.compile(rf"(.*[-._/])?{re.escape(wanted)}(-\d+-of-\d+)?{re.escape(SUFFIX)}", re.IGNORECASE)
     found = sorted((name for name in names if end.fullmatch(name)), key=len)
@@ -158,7 +161,8 @@ def _bar(progress: Callable[[str, int, int], None]) -> type[Any]:
 
 @contextmanager
 def _in_one_line(name: str, revision: str | None) -> Iterator[None]:
-    """What the library raises, as an error with the remedy. Raises ConfigError where the library is not installed."""
+    """What the library raises, as an error with the remedy. Raises ConfigError where the library is
+    not installed."""
     try:
         from httpx import HTTPError
         from huggingface_hub import constants, errors

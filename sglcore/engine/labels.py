@@ -13,8 +13,9 @@ from sglcore.checkpoint.pooling import read_pooling
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Names in the order of the scores. Of those that are `independent` several may hold; `is_ended`: they stand as
-    they are, because a sigmoid has been taken, or the model was trained to tell numbers."""
+    """Names in the order of the scores. Of those that are `independent` several may hold;
+    `is_ended`: they stand as they are, because a sigmoid has been taken, or the model was trained
+    to tell numbers."""
 
     names: tuple[str, ...]
     independent: bool

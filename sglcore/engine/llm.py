@@ -25,8 +25,9 @@ from sglcore.schedule.results import longest_prompt
 class LLM:
     """A model that generates text. Also a context manager; `close` frees the device.
 
-    `model` is a checkpoint folder, a GGUF file or a name of Hugging Face's hub, which is fetched (None: the embedded model).
-    Settings are the fields of `EngineConfig`, each also read from `SGLCORE_<NAME>`; `show_progress` draws bars on a terminal.
+    `model` is a checkpoint folder, a GGUF file or a name of Hugging Face's hub, which is fetched
+    (None: the embedded model). Settings are the fields of `EngineConfig`, each also read from
+    `SGLCORE_<NAME>`; `show_progress` draws bars on a terminal.
     """
 
     def __init__(self, model: str | None = None, *, show_progress: bool = False, **settings: Any) -> None:
@@ -67,9 +68,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (text, token ids, or `PromptEmbeds`); waits for all. One output per prompt, in order.
+        """Complete each prompt (text, token ids, or `PromptEmbeds`); waits for all. One output per
+        prompt, in order.
 
-        A prompt that cannot run ends with finish_reason "error" and its text in `error`; the others are not touched.
+        A prompt that cannot run ends with finish_reason "error" and its text in `error`; the others
+        are not touched.
         """
         all_prompts = _as_list(prompts)
         all_params = _as_params(self.default_params if params is None else params, len(all_prompts))
@@ -85,7 +88,8 @@ class LLM:
         return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
-        """Complete one prompt, yielding text as it becomes final. Closing the iterator aborts the request.
+        """Complete one prompt, yielding text as it becomes final. Closing the iterator aborts the
+        request.
 
         Several may be open, and `generate` may be called meanwhile: each step serves them all.
         """
@@ -107,13 +111,14 @@ class LLM:
         return self.generate([self.chat_prompt(messages)], params)[0]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, ready for `generate` or `stream`. Raises ContextError for one that surely has more
-        than the context holds."""
+        """The token ids of a conversation, ready for `generate` or `stream`. Raises ContextError
+        for one that surely has more than the context holds."""
         return self.prompt(self.engine.codec.render_chat(messages), special=False)
 
     def prompt(self, text: str, *, special: bool = True) -> list[int]:
-        """The token ids of a text, ready for `generate` or `stream`; `special` adds what the checkpoint puts around a prompt.
-        Raises ContextError for one that surely has more than the context holds."""
+        """The token ids of a text, ready for `generate` or `stream`; `special` adds what the
+        checkpoint puts around a prompt. Raises ContextError for one that surely has more than the
+        context holds."""
         return self.engine.codec.encode(text, special=special, most=longest_prompt(self.engine.worker.limits))
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, prompt_name: str | None = None) -> np.ndarray:
@@ -128,9 +133,9 @@ class LLM:
         return np.stack(found) if found else np.zeros((0, 0), np.float32)
 
     def score(self, queries: str | Sequence[str], documents: str | Sequence[str]) -> np.ndarray:
-        """float32 [pairs] of a checkpoint with a classification head for one label, else [pairs, labels]; waits. Pairs are one
-        query with each document, or each query with its own. Ends as the checkpoint says: of one label, usually a sigmoid.
-        Raises as `embed`."""
+        """float32 [pairs] of a checkpoint with a classification head for one label, else [pairs,
+        labels]; waits. Pairs are one query with each document, or each query with its own. Ends as
+        the checkpoint says: of one label, usually a sigmoid. Raises as `embed`."""
         firsts, seconds = ([texts] if isinstance(texts, str) else list(texts) for texts in (queries, documents))
         firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
         if len(firsts) != len(seconds):

@@ -11,8 +11,8 @@ from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
 
 
 class Meter:
-    """A ModelWorker around another. `paths` counts steps by what ran; `submit_seconds`, `wait_seconds` and `swaps`
-    are sums."""
+    """A ModelWorker around another. `paths` counts steps by what ran; `submit_seconds`,
+    `wait_seconds` and `swaps` are sums."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self._worker = worker

@@ -38,7 +38,8 @@ class ModelCard:
     family: str
     """`model_type` of the configuration, or `general.architecture` of a GGUF file."""
     precision: str
-    """The method of quantisation, or the type in which most bytes of the weights are, as the files call it: BF16, Q4_K."""
+    """The method of quantisation, or the type in which most bytes of the weights are, as the files
+    call it: BF16, Q4_K."""
     num_bytes: int
     """Of the weight files."""
     parameters: int | None

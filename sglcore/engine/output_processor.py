@@ -1,4 +1,5 @@
-"""The text side of an engine: outputs of tokens become the text of one prompt's samples, as it grows."""
+"""The text side of an engine: outputs of tokens become the text of one prompt's samples, as it
+grows."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class EarlyEnd(NamedTuple):
 
 
 class OutputProcessor:
-    """One prompt's samples. `take` fills `output`; it never raises: text that cannot be made ends its sample."""
+    """One prompt's samples. `take` fills `output`; it never raises: text that cannot be made ends
+    its sample."""
 
     def __init__(
         self,
@@ -67,7 +69,8 @@ class OutputProcessor:
             return self.fail(output.index, reason)
 
     def early_end(self, output: EngineOutput) -> EarlyEnd | None:
-        """The end of the sample that `take` has just read, if the token side does not know of it and has to be told."""
+        """The end of the sample that `take` has just read, if the token side does not know of it
+        and has to be told."""
         completion = self.output.outputs[output.index]
         if completion.finish_reason is None or output.finish_reason is not None:
             return None

@@ -42,8 +42,8 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its completions. `prompt_logprobs[0]` is None: nothing predicts the first token. `max_tokens` is what the
-    context holds of each completion, if more was asked for."""
+    """A prompt and its completions. `prompt_logprobs[0]` is None: nothing predicts the first token.
+    `max_tokens` is what the context holds of each completion, if more was asked for."""
 
     request_id: str
     prompt: str | None

@@ -20,7 +20,8 @@ class Progress:
         return self
 
     def _start(self) -> object:
-        """Bars appear with the first phase, so that an error before it is the first thing on the screen."""
+        """Bars appear with the first phase, so that an error before it is the first thing on the
+        screen."""
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bars

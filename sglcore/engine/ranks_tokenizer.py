@@ -1,8 +1,9 @@
-"""Tokenizers whose files are ranks of byte sequences, as tiktoken reads them: tekken.json, tiktoken.model and the like.
+"""Tokenizers whose files are ranks of byte sequences, as tiktoken reads them: tekken.json,
+tiktoken.model and the like.
 
-transformers makes them, and what it makes is held to tiktoken itself before it is used; both are imported here alone and
-only then. A file of ranks does not have the pattern that texts are split by: the checkpoint states it in Python code
-(`tokenizer_code.py`).
+transformers makes them, and what it makes is held to tiktoken itself before it is used; both are
+imported here alone and only then. A file of ranks does not have the pattern that texts are split
+by: the checkpoint states it in Python code (`tokenizer_code.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Ranked(NamedTuple):
 
 
 def has_ranks(file: Path) -> bool:
-    """Whether a file begins as those of tiktoken do; some of them are named tokenizer.model, as sentencepiece's."""
+    """Whether a file begins as those of tiktoken do; some of them are named tokenizer.model, as
+    sentencepiece's."""
     try:
         with open(file, "rb") as lines:
             return _rank(lines.readline(4096)) is not None
@@ -63,9 +65,9 @@ def has_ranks(file: Path) -> bool:
 
 
 def read_tekken(file: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of a tekken.json, which puts BOS before a prompt; its special tokens by name, and the chat template that
-    mistral-common makes of it where it is installed. An old file leaves its special tokens to mistral-common. Raises
-    ConfigError."""
+    """The tokenizer of a tekken.json, which puts BOS before a prompt; its special tokens by name,
+    and the chat template that mistral-common makes of it where it is installed. An old file leaves
+    its special tokens to mistral-common. Raises ConfigError."""
     library("transformers", file)
     try:
         from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
@@ -91,8 +93,8 @@ def read_tekken(file: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def read_ranks(file: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of a file of ranks, with the tokens behind them that the checkpoint's code states and its
-    tokenizer_config.json lists. Raises ConfigError."""
+    """The tokenizer of a file of ranks, with the tokens behind them that the checkpoint's code
+    states and its tokenizer_config.json lists. Raises ConfigError."""
     library("transformers", file)
     code = stated_by(file)
     ranked = Ranked(_ranks(file), code.pattern, 0, code.form)
@@ -124,7 +126,8 @@ def _tekken(content: Mapping[str, Any]) -> Ranked:
 
 
 def _ranks(file: Path) -> dict[bytes, int]:
-    """Read here: tiktoken's own reader keeps a copy by the file's path, and would give an older file's ranks."""
+    """Read here: tiktoken's own reader keeps a copy by the file's path, and would give an older
+    file's ranks."""
     found: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line.strip():
@@ -165,7 +168,8 @@ def _converted(file: Path, ranked: Ranked) -> Tokenizer:
 
 
 def _added(listed: Mapping[int, Mapping[str, Any]], first: int) -> Iterator[AddedToken]:
-    """Those from id `first` to the last that is listed; the ids between have names of their own, as tokens take ids in order."""
+    """Those from id `first` to the last that is listed; the ids between have names of their own, as
+    tokens take ids in order."""
     for token_id in range(first, max(listed, default=-1) + 1):
         token = listed.get(token_id, {"content": f"<|reserved_token_{token_id}|>"})
         yield AddedToken(token["content"], special=bool(token.get("special", True)), normalized=False)

@@ -1,4 +1,5 @@
-"""Reading from descriptors with a limit of time, whatever their number: `select` takes none from 1024 on."""
+"""Reading from descriptors with a limit of time, whatever their number: `select` takes none from
+1024 on."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class Numbered(Protocol):
 
 
 def is_readable(source: int | Numbered, seconds: float = 0.0) -> bool:
-    """Whether there is something to read, or to learn of an end or an error; waits for it so long, a day at most. Raises OSError
-    where it is closed."""
+    """Whether there is something to read, or to learn of an end or an error; waits for it so long,
+    a day at most. Raises OSError where it is closed."""
     number = source if isinstance(source, int) else source.fileno()
     if number < 0:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))

@@ -28,7 +28,8 @@ MOST = 1e30
 
 
 class Matches(NamedTuple):
-    """Places int64[M], ascending, before which stand the same tokens as at the end: so many, int32[M]."""
+    """Places int64[M], ascending, before which stand the same tokens as at the end: so many,
+    int32[M]."""
 
     places: np.ndarray
     lengths: Ints
@@ -39,7 +40,8 @@ NONE = Matches(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 class RepetitionRules:
-    """The parameters, shared by all matchers; `inner` is what else binds the output (None: nothing)."""
+    """The parameters, shared by all matchers; `inner` is what else binds the output (None:
+    nothing)."""
 
     def __init__(self, asked: Repetition, vocabulary: Vocabulary, inner: CompiledGrammar | None) -> None:
         self.asked, self._inner = asked, inner

@@ -10,8 +10,8 @@ SAMPLED_BLOCKS, BLOCK_BYTES = 16, 16 << 10
 
 
 def sample_of(file: Path) -> str:
-    """A hash of a file's size and of blocks spread over it: other weights of the same shapes differ everywhere, and all
-    of a large file takes long to read."""
+    """A hash of a file's size and of blocks spread over it: other weights of the same shapes differ
+    everywhere, and all of a large file takes long to read."""
     size = file.stat().st_size
     found = hashlib.sha256(str(size).encode())
     with file.open("rb") as stream:
@@ -22,7 +22,8 @@ def sample_of(file: Path) -> str:
 
 
 def identity_of(folder: Path) -> str:
-    """12 hexadecimal digits of a checkpoint's configuration and weights, wherever they lie and whatever else is there."""
+    """12 hexadecimal digits of a checkpoint's configuration and weights, wherever they lie and
+    whatever else is there."""
     return digest_of(folder)[:12]
 
 

@@ -1,5 +1,6 @@
-"""JSON schemas without what llguidance does not enforce, so that every value of the given schema is one of the new one, and the
-names of what was taken out. Pydantic's and zod's ordinary schemas are among them.
+"""JSON schemas without what llguidance does not enforce, so that every value of the given schema is
+one of the new one, and the names of what was taken out. Pydantic's and zod's ordinary schemas are
+among them.
 
 It does not need the library, so a frontend can tell what an engine will leave out.
 """
@@ -122,7 +123,8 @@ def _is_note(name: str) -> bool:
 
 
 def _with_names(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A schema's keywords; `propertyNames` that say which names there are, or their pattern, as keywords that do the same."""
+    """A schema's keywords; `propertyNames` that say which names there are, or their pattern, as
+    keywords that do the same."""
     names, taken = schema.get("propertyNames"), {"properties", "patternProperties", "required"}
     if not isinstance(names, dict) or taken & set(schema) or set(names) - {*_SAYS_NOTHING, "enum", "const", "pattern"}:
         yield from schema.items()
@@ -181,7 +183,8 @@ def _loosen_counts(node: dict[str, Any], place: str, left_out: list[str]) -> Non
 
 
 def _are_apart(node: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
-    """Whether no value can be of two of the schemas of `oneOf`, as far as their types or a discriminator say it."""
+    """Whether no value can be of two of the schemas of `oneOf`, as far as their types or a
+    discriminator say it."""
     parts = node["oneOf"]
     if "discriminator" in schema or not isinstance(parts, list):
         return True

@@ -1,7 +1,8 @@
-"""Which of the left-out parts of a schema (`schema_loosening.py`) a value does not keep to, by the library jsonschema.
+"""Which of the left-out parts of a schema (`schema_loosening.py`) a value does not keep to, by the
+library jsonschema.
 
-It waits, and for patterns of clients it may wait for ever: it runs in `answer_check_process.py`. Nothing is fetched: a reference
-to another document is an error.
+It waits, and for patterns of clients it may wait for ever: it runs in `answer_check_process.py`.
+Nothing is fetched: a reference to another document is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from sglcore.engine.grammar_schema import schemas
 from sglcore.engine.schema_loosening import DROPPED, FORMATS, place_of
 
 Keyword = Callable[[Any, Any, Any, Any], Iterator[ValidationError] | None]
-"""What the library has for a keyword: validator, its value, the instance, the schema around it; the errors."""
+"""What the library has for a keyword: validator, its value, the instance, the schema around it; the
+errors."""
 WATCHED = DROPPED | {"additionalProperties", "format", "maxProperties", "minProperties", "oneOf", "pattern", "patternProperties"}  # fmt: skip
 """Keywords that may be left out."""
 GONE_WITH = MappingProxyType({"additionalProperties": "patternProperties"})
@@ -30,7 +32,8 @@ class Watch:
     """Names of left-out parts, and the errors that came through each."""
 
     def __init__(self, schema: Any, left_out: Sequence[str]) -> None:
-        """`schema` itself, not a copy: its objects are told apart by their identity, however a reference leads to them."""
+        """`schema` itself, not a copy: its objects are told apart by their identity, however a
+        reference leads to them."""
         self._places = {id(node): place for place, node in schemas(schema)}
         self._names = {place_of(name): name for name in left_out}
         self._found: list[tuple[ValidationError, str]] = []
@@ -48,8 +51,8 @@ class Watch:
         return check
 
     def broken(self, errors: Sequence[ValidationError]) -> set[str]:
-        """The names of the parts through which these errors came, or those that explain them: what failed inside of a choice that
-        has another way is not among them."""
+        """The names of the parts through which these errors came, or those that explain them: what
+        failed inside of a choice that has another way is not among them."""
         final = {id(error) for error in _all(errors)}
         return {name for error, name in self._found if id(error) in final}
 

@@ -22,8 +22,9 @@ SKIPPED = "no tokenizer is read (--skip-tokenizer)"
 
 
 def open_codec(folder: Path, *, skips: bool, chat_template: str | None = None) -> TextCodec:
-    """The text side of a checkpoint folder or GGUF file, or the one that has none. Raises ConfigError, and CheckpointError, as
-    `TextCodec`; and ConfigError for a template without a tokenizer."""
+    """The text side of a checkpoint folder or GGUF file, or the one that has none. Raises
+    ConfigError, and CheckpointError, as `TextCodec`; and ConfigError for a template without a
+    tokenizer."""
     if not skips:
         return TextCodec(folder, chat_template=chat_template)
     if chat_template is not None:

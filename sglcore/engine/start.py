@@ -1,4 +1,5 @@
-"""How an engine starts: configuration, device, bring-up. It knows no device and no tensor library."""
+"""How an engine starts: configuration, device, bring-up. It knows no device and no tensor
+library."""
 
 from __future__ import annotations
 
@@ -73,8 +74,8 @@ def is_model(path: Path) -> bool:
 
 
 def model_folder(config: EngineConfig, progress: Progress = no_progress) -> Path:
-    """The checkpoint folder, or GGUF file, that the configuration names. A name of the hub is fetched unless it is in the cache,
-    which waits. Raises ConfigError if there is none."""
+    """The checkpoint folder, or GGUF file, that the configuration names. A name of the hub is
+    fetched unless it is in the cache, which waits. Raises ConfigError if there is none."""
     if config.model is None:
         return embedded_model()
     if is_hub_name(config.model):
@@ -90,8 +91,8 @@ def model_folder(config: EngineConfig, progress: Progress = no_progress) -> Path
 
 
 def fetched(config: EngineConfig, progress: Progress) -> tuple[EngineConfig, Path]:
-    """The configuration and its folder, which is there; a model of the hub is pinned to the commit, so that all who start with the
-    configuration have the same files. Waits. Raises ConfigError."""
+    """The configuration and its folder, which is there; a model of the hub is pinned to the commit,
+    so that all who start with the configuration have the same files. Waits. Raises ConfigError."""
     folder = model_folder(config, progress)
     is_named = config.model is not None and is_hub_name(config.model)
     return (replace(config, revision=commit_of(folder)) if is_named else config), folder
@@ -179,8 +180,8 @@ def bring_up(
     place: Place | None = None,
     last: str | None = None,
 ) -> tuple[Mapping[str, Any], dict[str, float]]:
-    """What the package's order builds, and the seconds of each step; waits. `place` is that of one of several ranks. With `last`
-    no step after the one of that name is run."""
+    """What the package's order builds, and the seconds of each step; waits. `place` is that of one
+    of several ranks. With `last` no step after the one of that name is run."""
     package = choice.package
     order: BringUp = resolve(package.bring_up, package.name)
     if last is not None:
@@ -202,7 +203,8 @@ def bring_up(
 
 
 def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:
-    """Whether the next step is planned while one is in flight: where that saves time, unless it was wanted otherwise."""
+    """Whether the next step is planned while one is in flight: where that saves time, unless it was
+    wanted otherwise."""
     requested = "auto" if config.overlap is None else _switch(config.overlap)
     if config.overlap is not False and not limits.can_overlap:
         return False, Row("overlap", requested, "off", IN_TURN, downgrade=config.overlap is True)
@@ -215,7 +217,8 @@ def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:
 
 
 def choose_prefix_cache(config: EngineConfig, limits: Limits) -> Row:
-    """Whether prompts share what they have in common: where requests keep a state, only with places for copies of it."""
+    """Whether prompts share what they have in common: where requests keep a state, only with places
+    for copies of it."""
     requested = _switch(config.prefix_cache) if "prefix_cache" in config.sources else "auto"
     if not config.prefix_cache:
         return Row("prefix cache", requested, "off", "every prompt is computed", "SGLCORE_PREFIX_CACHE=1")
@@ -236,8 +239,8 @@ def choose_prefix_cache(config: EngineConfig, limits: Limits) -> Row:
 
 
 def choose_sampling(config: EngineConfig, folder: Path) -> tuple[Mapping[str, float], Row]:
-    """The parameters of sampling for requests that name none, by name: the checkpoint's, unless that is off. Raises
-    ConfigError."""
+    """The parameters of sampling for requests that name none, by name: the checkpoint's, unless
+    that is off. Raises ConfigError."""
     requested = config.generation_config
     if requested == "none":
         return {}, Row("sampling", requested, "as requests say", "asked for")

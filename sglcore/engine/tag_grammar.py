@@ -13,8 +13,8 @@ ANY = "(?s:.*)"
 
 
 def lark_of_tags(found: StructuralTag) -> str:
-    """In the Lark dialect of llguidance. The text before a trigger ends with it at once; the last text has none. Raises
-    GrammarError for a schema that cannot be enforced."""
+    """In the Lark dialect of llguidance. The text before a trigger ends with it at once; the last
+    text has none. Raises GrammarError for a schema that cannot be enforced."""
     heads = [f"tagged_{number}" for number in range(len(found.triggers))]
     triggers = "|".join(map(_escaped, found.triggers))
     rules = [

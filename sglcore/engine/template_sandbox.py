@@ -1,7 +1,9 @@
-"""The sandbox that a checkpoint's chat template runs in: no code, no attributes of Python, and a bound on all it does.
+"""The sandbox that a checkpoint's chat template runs in: no code, no attributes of Python, and a
+bound on all it does.
 
-A template counts its steps (turns of loops, calls, filters) and the characters it makes; past a bound it ends with a
-TemplateLimit that says the number. The counts belong to the thread that renders.
+A template counts its steps (turns of loops, calls, filters) and the characters it makes; past a
+bound it ends with a TemplateLimit that says the number. The counts belong to the thread that
+renders.
 """
 
 from __future__ import annotations
@@ -155,7 +157,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; here it is only its content."""
+    """`{% generation %}` marks what the assistant wrote, for training; here it is only its
+    content."""
 
     tags: ClassVar[frozenset[str]] = frozenset({"generation"})  # type: ignore[misc]
 

@@ -1,4 +1,5 @@
-"""Text and tokens: the checkpoint's tokenizer, its chat template, and text that grows token by token."""
+"""Text and tokens: the checkpoint's tokenizer, its chat template, and text that grows token by
+token."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ from sglcore.sampling.stop_pattern import PatternScan, stop_pattern
 __all__ = ["IncrementalDetokenizer", "TextCodec", "TextError", "eos_token_ids"]
 
 LONG_TEXT = 4096
-"""Characters from which a text is read by the call that lets other threads run meanwhile; it costs short texts more."""
+"""Characters from which a text is read by the call that lets other threads run meanwhile; it costs
+short texts more."""
 
 MARGIN = 256
-"""Tokens read beyond those that are kept of a text: they would be the same if all of it were read."""
+"""Tokens read beyond those that are kept of a text: they would be the same if all of it were
+read."""
 
 CONTEXT = 8
 """Tokens of the prompt that are decoded with the first new ones."""
@@ -35,7 +38,8 @@ UNKNOWN = "\ufffd"
 """What an incomplete character decodes to."""
 
 INCOMPLETE = 4
-"""Tokens at the end that may be an incomplete character: it has at most 3 bytes, and a token at least one."""
+"""Tokens at the end that may be an incomplete character: it has at most 3 bytes, and a token at
+least one."""
 
 
 EncodedPair = tuple[list[int], list[int] | None]
@@ -56,7 +60,8 @@ class TextCodec:
         unsupported tokenizer.
         """
         self.tokenizer, self.settings = _read(folder)
-        # A saved tokenizer may cut and fill texts to one length; the scheduler wants them as they are.
+        # A saved tokenizer may cut and fill texts to one length; the scheduler wants them as they
+        # are.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.prompts = read_prompts(folder)
@@ -66,8 +71,9 @@ class TextCodec:
         self.template = own if chat_template is None else own.replaced(chat_template)
 
     def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
-        """Token ids of a text; `special` adds what the checkpoint puts around a prompt (such as BOS). A long text that surely has
-        more than `most` tokens is not read to its end: raises ContextError."""
+        """Token ids of a text; `special` adds what the checkpoint puts around a prompt (such as
+        BOS). A long text that surely has more than `most` tokens is not read to its end: raises
+        ContextError."""
         try:
             if most is not None:
                 refuse_longer(self.tokenizer, text, most)
@@ -78,10 +84,12 @@ class TextCodec:
     def encode_texts(
         self, first: str, second: str | None = None, *, most: int | None = None, limit: int | None = None
     ) -> EncodedPair:
-        """Token ids of one text or two as the checkpoint joins them, and the segment of each token; None if all are of the first.
+        """Token ids of one text or two as the checkpoint joins them, and the segment of each token;
+        None if all are of the first.
 
-        `most` tokens are kept: the longer text loses its end first, and then both lose theirs, as transformers cuts them.
-        Without `most`, a long text that surely has more than `limit` tokens raises ContextError, as `encode` does.
+        `most` tokens are kept: the longer text loses its end first, and then both lose theirs, as
+        transformers cuts them. Without `most`, a long text that surely has more than `limit` tokens
+        raises ContextError, as `encode` does.
         """
         texts = [first] if second is None else [first, second]
         try:
@@ -104,7 +112,8 @@ class TextCodec:
         return text if len(offsets) <= count else text[: offsets[count - 1][1]]
 
     def _encoded(self, first: str, second: str | None = None, *, special: bool = True) -> Encoding:
-        """Without offsets where the text is long: the call that makes them keeps every other thread waiting."""
+        """Without offsets where the text is long: the call that makes them keeps every other thread
+        waiting."""
         if len(first) + len(second or "") <= LONG_TEXT:
             return self.tokenizer.encode(first, second, add_special_tokens=special)
         given = first if second is None else (first, second)
@@ -123,7 +132,8 @@ class TextCodec:
         return self.tokenizer.post_process(parts[0], parts[1] if len(parts) > 1 else None)
 
     def need_text(self, what: str, field: str | None = None) -> None:
-        """Raise TextError, which blames `field` of a request, if there is no text: `what` needs it."""
+        """Raise TextError, which blames `field` of a request, if there is no text: `what` needs
+        it."""
 
     def check(self, params: SamplingParams) -> None:
         """Raise TextError for parameters that are about text, if there is none."""
@@ -157,7 +167,8 @@ class TextCodec:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
-        """The prompt of a conversation by the checkpoint's template; raises TextError if it has none or refuses."""
+        """The prompt of a conversation by the checkpoint's template; raises TextError if it has
+        none or refuses."""
         return self.template.render(messages, variables=variables)
 
 
@@ -170,12 +181,14 @@ class Ending(NamedTuple):
 
 
 class IncrementalDetokenizer:
-    """The text of tokens that arrive one after another, cut at stop strings and at what `patterns` match.
+    """The text of tokens that arrive one after another, cut at stop strings and at what `patterns`
+    match.
 
-    `push` returns what may be shown: never half a character, never the beginning of something that may become a stop
-    string or a match. `stopped_by` is the stop string or the pattern that ended the text; `taken` counts the tokens of the last
-    `push` up to that which completed it. `prompt` ends with the tokens before the first one, which decide whether that begins
-    with a space. What is complete with the first `min_tokens` tokens is no stop string, and no match.
+    `push` returns what may be shown: never half a character, never the beginning of something that
+    may become a stop string or a match. `stopped_by` is the stop string or the pattern that ended
+    the text; `taken` counts the tokens of the last `push` up to that which completed it. `prompt`
+    ends with the tokens before the first one, which decide whether that begins with a space. What
+    is complete with the first `min_tokens` tokens is no stop string, and no match.
     """
 
     def __init__(
@@ -225,7 +238,8 @@ class IncrementalDetokenizer:
         return self._show(len(self.text) - self._held_back())
 
     def finish(self) -> str:
-        """No more tokens come; returns the rest, with what an incomplete last character decodes to."""
+        """No more tokens come; returns the rest, with what an incomplete last character decodes
+        to."""
         if self.stopped_by is None:
             self._append(self._pending())
         return self._show(len(self.text))
@@ -237,8 +251,9 @@ class IncrementalDetokenizer:
         return self._decoded(len(self._ids))[len(self._decoded(self._read)) :]
 
     def _take_garbage(self) -> None:
-        """Bytes that become no character are text too, all but what may still become one, or they would be decoded again
-        with every token. Nothing, if they were to be cut within a character."""
+        """Bytes that become no character are text too, all but what may still become one, or they
+        would be decoded again with every token. Nothing, if they were to be cut within a
+        character."""
         end = len(self._ids) - INCOMPLETE
         before, done, whole = (self._decoded(place) for place in (self._read, end, len(self._ids)))
         if len(done) > len(before) and whole.startswith(done):

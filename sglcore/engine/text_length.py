@@ -1,4 +1,5 @@
-"""How long a text is in tokens, known from its beginning: what no context holds is not read to its end."""
+"""How long a text is in tokens, known from its beginning: what no context holds is not read to its
+end."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ USUAL = 4
 LEAST_PIECE = 4096
 """Characters of a piece in any case."""
 MOST_SPLIT = 256
-"""Tokens by which a piece may have more than its part of the whole text. A cut may go through a word that is one token as a
-whole, such as one of 100 letters that a WordPiece model does not know, at either end of the piece."""
+"""Tokens by which a piece may have more than its part of the whole text. A cut may go through a
+word that is one token as a whole, such as one of 100 letters that a WordPiece model does not know,
+at either end of the piece."""
 
 
 def beginning_over(tokenizer: Tokenizer, text: str, most: int) -> int:
-    """How many characters from the beginning of a text surely have more than `most` tokens, however it goes on; all where that is
-    not sure. Reads so much of a long text, and nothing of one that may have `most` tokens of the usual length twice."""
+    """How many characters from the beginning of a text surely have more than `most` tokens, however
+    it goes on; all where that is not sure. Reads so much of a long text, and nothing of one that
+    may have `most` tokens of the usual length twice."""
     size = USUAL * most + LEAST_PIECE
     if len(text) <= 2 * size:
         return len(text)
@@ -31,8 +34,8 @@ def beginning_over(tokenizer: Tokenizer, text: str, most: int) -> int:
 
 
 def refuse_longer(tokenizer: Tokenizer, text: str, most: int) -> None:
-    """Raise ContextError for a long text that surely has more than `most` tokens; one that passes may have more. Waits as long as
-    the beginning takes that tells."""
+    """Raise ContextError for a long text that surely has more than `most` tokens; one that passes
+    may have more. Waits as long as the beginning takes that tells."""
     read = beginning_over(tokenizer, text, most)
     if read < len(text):
         raise ContextError(

@@ -1,4 +1,5 @@
-"""Reasoning before what a grammar binds: free text up to a mark, which is forced when the budget is used up.
+"""Reasoning before what a grammar binds: free text up to a mark, which is forced when the budget is
+used up.
 
 It knows no library that compiles grammars; what follows the mark is any matcher, or none.
 """
@@ -26,7 +27,8 @@ class Phase(IntEnum):
 
 
 class Step(NamedTuple):
-    """Where an output is after a token; `count` tokens of that phase came before. `is_inner`: the grammar has the token."""
+    """Where an output is after a token; `count` tokens of that phase came before. `is_inner`: the
+    grammar has the token."""
 
     phase: Phase
     count: int = 0
@@ -36,8 +38,8 @@ class Step(NamedTuple):
 class ThinkingGrammar:
     """Reasoning, and the grammar of what follows it (None: any text); shared by all matchers.
 
-    A mark may be spelled by several tokens. Of those that would end it and go on, only white space is let through: the grammar
-    has to see the answer from its beginning.
+    A mark may be spelled by several tokens. Of those that would end it and go on, only white space
+    is let through: the grammar has to see the answer from its beginning.
     """
 
     def __init__(self, thinking: Thinking, vocabulary: Vocabulary, inner: CompiledGrammar | None) -> None:

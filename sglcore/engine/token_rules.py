@@ -1,5 +1,5 @@
-"""Tokens that alone may come, and words that may not, over whatever else binds an output. Where a grammar does, the tokens that
-end it stay: it says where they may come.
+"""Tokens that alone may come, and words that may not, over whatever else binds an output. Where a
+grammar does, the tokens that end it stay: it says where they may come.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ NOTHING_LEFT = "allowed_token_ids and bad_words leave no token that may come"
 
 
 class RuledTokens:
-    """The rules as masks and sequences, shared by all matchers; `inner` is what else binds the output (None: nothing), and with
-    `has_end` it says where that ends. Raises GrammarError if no token is left to begin with."""
+    """The rules as masks and sequences, shared by all matchers; `inner` is what else binds the
+    output (None: nothing), and with `has_end` it says where that ends. Raises GrammarError if no
+    token is left to begin with."""
 
     def __init__(
         self, rules: TokenRules, vocabulary: Vocabulary, inner: CompiledGrammar | None, *, has_end: bool = False

@@ -1,7 +1,8 @@
 """What a checkpoint's own Python code states of its tokenizer: read, and not run.
 
-A file of ranks has neither the pattern that texts are split by nor, where tokenizer_config.json does not list them, the special
-tokens; the code assigns both to names (`PAT_STR`, `SPECIAL_TOKENS`). Only values that are made of constants are taken.
+A file of ranks has neither the pattern that texts are split by nor, where tokenizer_config.json
+does not list them, the special tokens; the code assigns both to names (`PAT_STR`,
+`SPECIAL_TOKENS`). Only values that are made of constants are taken.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ REMEDY = (
     " in and out)"
 )
 MOST = 10_000
-"""Characters of a text and elements of a tuple; what is longer is no constant that a person wrote."""
+"""Characters of a text and elements of a tuple; what is longer is no constant that a person
+wrote."""
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 """Of Unicode, as `unicodedata.normalize` names them."""
@@ -37,8 +39,8 @@ class Stated(NamedTuple):
     """Special tokens: texts, whose ids follow the ranks, or pairs of an id and a text."""
 
     def special_ids(self, file: Path, first: int) -> dict[int, dict[str, Any]]:
-        """The special tokens by their ids, as tokenizer_config.json lists them; `first`: the id behind the ranks of `file`. Raises
-        ConfigError where an id is that of a rank."""
+        """The special tokens by their ids, as tokenizer_config.json lists them; `first`: the id
+        behind the ranks of `file`. Raises ConfigError where an id is that of a rank."""
         pairs = [each if isinstance(each, tuple) else (first + place, each) for place, each in enumerate(self.specials)]
         taken = [(token_id, text) for token_id, text in pairs if token_id < first]
         if taken:
@@ -51,7 +53,8 @@ class Stated(NamedTuple):
 
 
 def stated_by(file: Path) -> Stated:
-    """What the code beside a file of ranks states. Raises ConfigError where that is not one pattern, and one form at most."""
+    """What the code beside a file of ranks states. Raises ConfigError where that is not one
+    pattern, and one form at most."""
     codes = sorted(file.parent.glob(CODE))
     named = ", ".join(code.name for code in codes) or "none"
     trees = [tree for tree in map(_tree, codes) if tree is not None]

@@ -1,4 +1,5 @@
-"""The token side of an engine: scheduler and worker, token ids in and out, no text. It owns the device's steps.
+"""The token side of an engine: scheduler and worker, token ids in and out, no text. It owns the
+device's steps.
 
 Not thread-safe: one owner calls `add`, `abort`, `stop` and `step`.
 """
@@ -24,13 +25,14 @@ from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.shard_loop import make_loop
 
 COMPILE_WAIT = 0.002
-"""Seconds that a step waits for a compiler, or for another engine, when there is nothing else to do."""
+"""Seconds that a step waits for a compiler, or for another engine, when there is nothing else to
+do."""
 
 
 @dataclass(slots=True)
 class SampleGroup:
-    """A request on its way: its samples, how far its prompt was when that was last reported, and the grammar that it still
-    waits for."""
+    """A request on its way: its samples, how far its prompt was when that was last reported, and
+    the grammar that it still waits for."""
 
     params: SamplingParams
     requests: list[Request]
@@ -52,9 +54,10 @@ class TokenEngine:
         open_grammars: Callable[[], Grammars | None] = lambda: None,
         open_pages: Callable[[TokenEngine], PageSide] | None = None,
     ) -> None:
-        """`shards`: requests are in so many, each with the worker's limits to itself. `open_grammars` gives what compiles the
-        grammars of requests, and is called when the first asks for one; None: such requests are refused. `open_pages`: what
-        makes its side, where prompts are computed on one engine and decoded on another."""
+        """`shards`: requests are in so many, each with the worker's limits to itself.
+        `open_grammars` gives what compiles the grammars of requests, and is called when the first
+        asks for one; None: such requests are refused. `open_pages`: what makes its side, where
+        prompts are computed on one engine and decoded on another."""
         self.worker = worker
         self.limits = worker.limits
         self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.limits.vocab_size)
@@ -81,7 +84,8 @@ class TokenEngine:
 
     @property
     def only_waits(self) -> bool:
-        """A call of `step` submits and collects nothing: a compiler or another engine has the next word."""
+        """A call of `step` submits and collects nothing: a compiler or another engine has the next
+        word."""
         return not self.loop.has_work or self._awaits_prompts
 
     @property
@@ -115,7 +119,8 @@ class TokenEngine:
         embeds: PromptEmbeds | None = None,
         first_index: int = 0,
     ) -> list[Request]:
-        """Queue a prompt, by token ids or by embeddings in their place, with its `params.n` samples, under a grammar once that is compiled; returns them, numbered from `first_index`
+        """Queue a prompt, by token ids or by embeddings in their place, with its `params.n`
+        samples, under a grammar once that is compiled; returns them, numbered from `first_index`
         on. Raises RequestError, and then nothing was queued; does not wait."""
         prompt = np.asarray(prompt_ids)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
@@ -158,8 +163,8 @@ class TokenEngine:
         return [] if output is None else self._received([output])
 
     def step(self) -> list[EngineOutput]:
-        """Run one step of the loop; returns the outputs in order. Waits for the device. If it raises, the outputs of the
-        requests that the failure ended are in `drain`."""
+        """Run one step of the loop; returns the outputs in order. Waits for the device. If it
+        raises, the outputs of the requests that the failure ended are in `drain`."""
         if self._compiling:
             self._take_compiled()
         if self.pages is not None:
@@ -174,8 +179,9 @@ class TokenEngine:
         return self._after(self._take_unsent() + found)
 
     def embed(self, name: str, prompt_ids: Sequence[int], token_types: Sequence[int] | None = None) -> Request:
-        """Queue a prompt to embed, or to score; raises RequestError, and then it was not queued. Its `embedding` is there
-        when it is FINISHED, or `error` says why not. `token_types` are the segments of its tokens (None: all the first)."""
+        """Queue a prompt to embed, or to score; raises RequestError, and then it was not queued.
+        Its `embedding` is there when it is FINISHED, or `error` says why not. `token_types` are the
+        segments of its tokens (None: all the first)."""
         types = None if token_types is None else np.asarray(token_types, np.int32)
         request = Request(name, np.asarray(prompt_ids), SamplingParams(), task="embed", token_types=types)
         self.scheduler.add(request)

@@ -1,4 +1,5 @@
-"""Which of two workers over the same weights writes the same text in less time: measured at a start, for one request."""
+"""Which of two workers over the same weights writes the same text in less time: measured at a
+start, for one request."""
 
 from __future__ import annotations
 

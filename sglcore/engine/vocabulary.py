@@ -18,8 +18,8 @@ MOST_TRIED = 8
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a mask is about: the tokenizer's tokens, `size` logits (ids beyond the tokenizer's are never allowed), and the
-    ids that end an output."""
+    """What a mask is about: the tokenizer's tokens, `size` logits (ids beyond the tokenizer's are
+    never allowed), and the ids that end an output."""
 
     tokenizer: Tokenizer
     size: int
@@ -35,8 +35,9 @@ class CompiledGrammar(Protocol):
 
 
 def first_steps(compiled: CompiledGrammar, vocabulary: Vocabulary) -> float:
-    """Follow a grammar by some of its first tokens, as requests will; the most that a mask after one of them takes of the
-    processor, in seconds. Raises GrammarError with the compiler's reason if it gives up there."""
+    """Follow a grammar by some of its first tokens, as requests will; the most that a mask after
+    one of them takes of the processor, in seconds. Raises GrammarError with the compiler's reason
+    if it gives up there."""
     words = np.zeros(-(-vocabulary.size // 32), dtype=np.int32)
     matcher = compiled.start()
     matcher.fill(words)

@@ -1,4 +1,5 @@
-"""The attention layer of models: norms of heads and rotary embedding before it, fused with the store where kernels are."""
+"""The attention layer of models: norms of heads and rotary embedding before it, fused with the
+store where kernels are."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ from sglcore.runtime.forward_context import get_attn_backend
 from sglcore.runtime.kernels.table import KernelTable
 
 Rows = tuple[Tensor, Tensor | None, Tensor | None]
-"""Queries, keys and values, each [T, heads * head_dim]; keys and values are None if they are stored."""
+"""Queries, keys and values, each [T, heads * head_dim]; keys and values are None if they are
+stored."""
 
 
 class AttentionLayer:
-    """From queries, keys and values side by side to what attention gives. `layer` is what backends see of it."""
+    """From queries, keys and values side by side to what attention gives. `layer` is what backends
+    see of it."""
 
     __slots__ = (
         "_axes",
@@ -101,8 +104,9 @@ class AttentionLayer:
         return self.layer(*self._rows(qkv, positions, cos_sin))
 
     def store(self, kv: Tensor, batch: ForwardBatch) -> None:
-        """Keys, neither normed nor turned, and values side by side, [T, 2 * kv_heads * head_dim], into the cells of a batch's tokens.
-        Of a layer with rotary embedding alone; waits for nothing."""
+        """Keys, neither normed nor turned, and values side by side, [T, 2 * kv_heads * head_dim],
+        into the cells of a batch's tokens. Of a layer with rotary embedding alone; waits for
+        nothing."""
         layer, cos_sin = self.layer, self._cos_sin
         assert cos_sin is not None
         k, v = (each.contiguous() for each in kv.chunk(2, -1))

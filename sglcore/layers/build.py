@@ -1,4 +1,5 @@
-"""Torch's layers, as `models/build.py` has their kinds: every model of a torch device is built of these."""
+"""Torch's layers, as `models/build.py` has their kinds: every model of a torch device is built of
+these."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ from sglcore.runtime.kernels.table import KernelTable
 
 @dataclass(frozen=True, slots=True)
 class Build(Scope):
-    """The scope in which a layer is built, and the layers themselves. `given` are layers of another model in the place of
-    embeddings and output layers of these names."""
+    """The scope in which a layer is built, and the layers themselves. `given` are layers of another
+    model in the place of embeddings and output layers of these names."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
 
@@ -98,7 +99,8 @@ class Build(Scope):
         return lambda *parts: torch.cat(parts, -1)
 
     def rotary(self, rope: RopeConfig | None = None, head_dim: int | None = None) -> Tensor:
-        """The cosines and sines of every position, for heads of a size (None: the configuration's)."""
+        """The cosines and sines of every position, for heads of a size (None: the
+        configuration's)."""
         config = self.config if rope is None else replace(self.config, rope=rope)
         config = config if head_dim is None else replace(config, head_dim=head_dim)
         return cos_sin_cache(config, self.max_positions, self.weights.device)
@@ -192,7 +194,8 @@ class Build(Scope):
         return SparseMoe(self.at(name), moe, "gate", EXPERT_PARTS, GroupLimitedRouting)
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> ClampedMoe | Mxfp4Moe:
-        """The sparse feed-forward block with biases and a clamped gate, of codes where the kernels read them."""
+        """The sparse feed-forward block with biases and a clamped gate, of codes where the kernels
+        read them."""
         reads = self.kernels.mxfp4_moe is not None and has_mxfp4_experts(self.config.raw)
         return (Mxfp4Moe if reads else ClampedMoe)(self.at(name), moe, alpha, limit)
 

@@ -1,4 +1,5 @@
-"""Hyper-connections: a token's row is several streams, which each block takes as one and gives back to all of them."""
+"""Hyper-connections: a token's row is several streams, which each block takes as one and gives back
+to all of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Latent attention in its absorbed form: the product that makes keys of what a token keeps goes to the queries, the one that makes
-values to the result (DeepSeek-V2, section 2.1.2)."""
+"""Latent attention in its absorbed form: the product that makes keys of what a token keeps goes to
+the queries, the one that makes values to the result (DeepSeek-V2, section 2.1.2)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ Projections = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]
 
 
 class LatentAttention(SparseLayer):
-    """Attention over one row a token, which all heads share; with an indexer, over those rows that it chooses."""
+    """Attention over one row a token, which all heads share; with an indexer, over those rows that
+    it chooses."""
 
     def __init__(
         self, build: Scope, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
@@ -143,7 +144,8 @@ class Indexer:
         layer: LatentAttention,
         backend: DeepseekSparseAttnBackend,
     ) -> None:
-        """Store the keys of hidden [T, H], and choose by queries of inner [T, q_rank] what the batch's tokens see."""
+        """Store the keys of hidden [T, H], and choose by queries of inner [T, q_rank] what the
+        batch's tokens see."""
         (heads, size), tokens = self._shape, hidden.shape[0]
         pool, places = backend.token_to_kv_pool, batch.out_cache_loc
         assert places is not None

@@ -17,7 +17,8 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 class LimitedMlp:
-    """down(silu(min(gate(x), limit)) * clamp(up(x))), the second factor within the limit to both sides."""
+    """down(silu(min(gate(x), limit)) * clamp(up(x))), the second factor within the limit to both
+    sides."""
 
     __slots__ = ("_activate", "_limit", "down_proj", "gate_up_proj")
 
@@ -47,7 +48,8 @@ class LimitedMoe:
         self._moe = build.kernel(KernelTable.limited_moe, *given)
 
     def __call__(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
-        """[T, H] and the tokens int [T] to the weighted sum [T, H] of the chosen experts' outputs."""
+        """[T, H] and the tokens int [T] to the weighted sum [T, H] of the chosen experts'
+        outputs."""
         weights, experts = self._route(hidden, input_ids)
         return self._moe(hidden, weights.to(hidden.dtype), experts, self.w13, self.w2, self._limit)
 

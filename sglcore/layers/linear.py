@@ -13,8 +13,9 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 class Linear:
-    """y = x W^T + b, the weight [out, in]; several layers of the checkpoint with one input are one product. `parts` are
-    (name, out features). `may_round` allows fewer bits than the checkpoint has, where they are asked for."""
+    """y = x W^T + b, the weight [out, in]; several layers of the checkpoint with one input are one
+    product. `parts` are (name, out features). `may_round` allows fewer bits than the checkpoint
+    has, where they are asked for."""
 
     __slots__ = ("_linear", "bias", "may_round", "names", "weight")
 
@@ -40,7 +41,8 @@ class Linear:
 
 
 class GroupedLinear:
-    """A linear layer without bias for each group of inputs, `weight` [groups, outputs, inputs] of one."""
+    """A linear layer without bias for each group of inputs, `weight` [groups, outputs, inputs] of
+    one."""
 
     __slots__ = ("_linear", "weight")
 
@@ -89,7 +91,8 @@ class Embedding:
         return rows if self._scale is None else rows.mul_(self._scale)
 
     def embed(self, batch: ForwardBatch) -> Tensor:
-        """The rows [T, size] of the batch's ids, unless a copy of its `input_embeds` takes their place."""
+        """The rows [T, size] of the batch's ids, unless a copy of its `input_embeds` takes their
+        place."""
         if batch.input_embeds is not None:
             return batch.input_embeds.clone()  # kernels may write their sums into it, and the batch is not theirs
         return self(batch.input_ids)
@@ -121,7 +124,8 @@ class Head:
 
 
 class MappedHead:
-    """The output layer of a part of the vocabulary: float32 logits of all of it, -inf where it has no row."""
+    """The output layer of a part of the vocabulary: float32 logits of all of it, -inf where it has
+    no row."""
 
     __slots__ = ("_head", "_ids", "_rows")
 

@@ -163,7 +163,8 @@ class SoftmaxRouting:
 
 
 class GroupLimitedRouting:
-    """The largest of a softmax, in the groups of experts that have the largest, of logits in float32."""
+    """The largest of a softmax, in the groups of experts that have the largest, of logits in
+    float32."""
 
     __slots__ = ("_linear", "_route", "_rules", "weight")
 

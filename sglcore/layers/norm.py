@@ -34,7 +34,8 @@ class RMSNorm:
         return self._norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of residual + x, and that sum, which begins with x if there is no residual; uses up both arguments."""
+        """The norm of residual + x, and that sum, which begins with x if there is no residual; uses
+        up both arguments."""
         if residual is None:
             return self(x), x
         assert self._add_norm is not None

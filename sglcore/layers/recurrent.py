@@ -1,4 +1,5 @@
-"""Layers that keep a state of each request: projections, a convolution and a recurrence, each one kernel for all rows."""
+"""Layers that keep a state of each request: projections, a convolution and a recurrence, each one
+kernel for all rows."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Rows = Callable[[Tensor], Tensor]
 
 
 class CausalConv:
-    """The depthwise convolution over a token and those before it, by `NAME.weight` [channels, 1, taps] of the checkpoint."""
+    """The depthwise convolution over a token and those before it, by `NAME.weight` [channels, 1,
+    taps] of the checkpoint."""
 
     __slots__ = ("_conv", "_silu", "bias", "tail", "weight")
 
@@ -37,10 +39,12 @@ class CausalConv:
 
 
 class GatedDeltaNet(ReplayedLayer):
-    """Queries, keys and values through a convolution, then the gated delta rule, and a norm with a gate (Yang et al. 2024)."""
+    """Queries, keys and values through a convolution, then the gated delta rule, and a norm with a
+    gate (Yang et al. 2024)."""
 
     def __init__(self, build: Scope, layer_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> None:
-        """`projection` gives queries, keys and values, the gate of the norm, b and a, side by side."""
+        """`projection` gives queries, keys and values, the gate of the norm, b and a, side by
+        side."""
         heads, float32 = net.value_heads, torch.float32
         width = 2 * net.keys + net.values
         self.projection, self.output = projection, output
@@ -78,7 +82,8 @@ class Mamba2(ReplayedLayer):
     """A convolution and the selective scan, then a norm with a gate before it (Dao and Gu 2024)."""
 
     def __init__(self, build: Scope, layer_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> None:
-        """`projection` gives the gate, what the convolution takes, and the time steps, side by side."""
+        """`projection` gives the gate, what the convolution takes, and the time steps, side by
+        side."""
         heads, float32 = space.heads, torch.float32
         self.projection, self.output = projection, output
         self.conv = CausalConv(build, "conv1d", space.channels, space.taps, bias=space.conv_bias)

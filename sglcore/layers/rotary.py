@@ -1,4 +1,5 @@
-"""Rotary position embedding: the cosines and sines of every position, made once when the model is built."""
+"""Rotary position embedding: the cosines and sines of every position, made once when the model is
+built."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from sglcore.checkpoint.rotary import mrope_axes, rotary_frequencies
 
 
 def cos_sin_cache(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
-    """float32 [max_positions, R]: R / 2 cosines, then R / 2 sines, of each position; R is the rotated part of a head.
+    """float32 [max_positions, R]: R / 2 cosines, then R / 2 sines, of each position; R is the
+    rotated part of a head.
 
     Raises what `rotary_frequencies` raises.
     """
@@ -26,8 +28,8 @@ def axes_of(config: ModelConfig, device: torch.device) -> Tensor | None:
 
 
 def turned_by_axes(cos_sin: Tensor, positions: Tensor, axes: Tensor) -> Tensor:
-    """float32 [T, R], a table with a row for each token, of the table of all positions [max_positions, R], positions
-    int32 [3, T] and axes int32 [R / 2]."""
+    """float32 [T, R], a table with a row for each token, of the table of all positions
+    [max_positions, R], positions int32 [3, T] and axes int32 [R / 2]."""
     rows = positions.index_select(0, axes).T.long()
     cosines, sines = cos_sin.chunk(2, dim=-1)
     return torch.cat((cosines.gather(0, rows), sines.gather(0, rows)), dim=-1)

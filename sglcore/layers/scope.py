@@ -1,7 +1,8 @@
-"""What a layer receives when it is built: the configuration, the kernels, and where its weights are declared.
+"""What a layer receives when it is built: the configuration, the kernels, and where its weights are
+declared.
 
-A layer declares each weight once, by the checkpoint's own name; the loader, the memory count and the error messages
-follow from that declaration.
+A layer declares each weight once, by the checkpoint's own name; the loader, the memory count and
+the error messages follow from that declaration.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class Weights:
         self.targets: dict[str, Tensor] = {}
 
     def make(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """A new parameter with undefined content, in the final dtype (None: the model's), on the device."""
+        """A new parameter with undefined content, in the final dtype (None: the model's), on the
+        device."""
         made = torch.empty(tuple(shape), dtype=dtype or self.dtype, device=self.device)
         parameter = nn.Parameter(made, requires_grad=False)
         self.parameters.append(parameter)
@@ -102,7 +104,8 @@ class Weights:
                 self.targets[name] = whole
 
     def place(self, layer: Packable, weight: Tensor) -> None:
-        """Give a layer another form of its weight; the one before is freed, with the targets that were its parts."""
+        """Give a layer another form of its weight; the one before is freed, with the targets that
+        were its parts."""
         for name in layer.names:
             self.targets.pop(name, None)
         place = next(place for place, parameter in enumerate(self.parameters) if parameter is layer.weight)
@@ -144,11 +147,13 @@ class Scope:
         return self.weights.dtype
 
     def kernel(self, entry: Entry[K], *call: object) -> K:
-        """The function of the kernel table for calls like this one, by dtypes and sizes; see `choose`."""
+        """The function of the kernel table for calls like this one, by dtypes and sizes; see
+        `choose`."""
         return choose(self.kernels, entry, call, refusals=self.refusals)
 
     def rows(self, *sizes: int) -> Tensor:
-        """What a layer's row looks like in a call: [1, *sizes] in the model's dtype, without content."""
+        """What a layer's row looks like in a call: [1, *sizes] in the model's dtype, without
+        content."""
         return torch.empty(1, *sizes, dtype=self.dtype, device="meta")
 
     def indices(self, *sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -172,7 +177,8 @@ class Scope:
         return parameter
 
     def turned(self, name: str, experts: int, outputs: int, inputs: int) -> Tensor:
-        """Declare one weight [experts, outputs, inputs], which the checkpoint has as [experts, inputs, outputs]."""
+        """Declare one weight [experts, outputs, inputs], which the checkpoint has as [experts,
+        inputs, outputs]."""
         parameter = self.weights.make((experts, outputs, inputs))
         self.weights.targets[self.prefix + name] = parameter.transpose(1, 2)
         return parameter
@@ -180,8 +186,8 @@ class Scope:
     def expert_stacked(
         self, whole: str, experts: int | Sequence[int], parts: Sequence[tuple[str, int]], *shape: int
     ) -> Tensor:
-        """Declare one weight [experts, rows, *shape]: of each expert, `prefix.N.name` for each part, in order; or all of them, as
-        `prefix.whole`. `experts`: how many, or which."""
+        """Declare one weight [experts, rows, *shape]: of each expert, `prefix.N.name` for each
+        part, in order; or all of them, as `prefix.whole`. `experts`: how many, or which."""
         held = range(experts) if isinstance(experts, int) else experts
         each = [(f"{expert}.{name}", rows) for expert in held for name, rows in parts]
         weight = self.stacked(each, *shape).unflatten(0, (len(held), -1))

@@ -78,7 +78,8 @@ class OfAttention(Protocol):
 
 
 class CompressedAttention(SparseLayer):
-    """Each token's row is the key and the value of all heads, and holds its place; what attention gives is turned back."""
+    """Each token's row is the key and the value of all heads, and holds its place; what attention
+    gives is turned back."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""BERT as an encoder: hidden states of whole sequences, every token attending to all, and the head that scores them."""
+"""BERT as an encoder: hidden states of whole sequences, every token attending to all, and the head
+that scores them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from sglcore.models.build import Architecture, Array, Batch, Build, Layer
 
 
 class BertEmbeddings:
-    """Word, segment and position embeddings, added and normalised. Tokens are of the first segment unless the batch says."""
+    """Word, segment and position embeddings, added and normalised. Tokens are of the first segment
+    unless the batch says."""
 
     def __init__(self, build: Build, eps: float) -> None:
         config, segments = build.config, whole_number(build.config.raw, "type_vocab_size", 2)
@@ -63,7 +65,8 @@ class ScoreHead:
 
 
 class BertModel(Architecture):
-    """The encoder, with its head for sequences where it scores; other heads of a checkpoint are left unread."""
+    """The encoder, with its head for sequences where it scores; other heads of a checkpoint are
+    left unread."""
 
     ignored = (r"pooler\..*", r"cls\..*")
     stripped: ClassVar[str] = "bert."

@@ -1,7 +1,8 @@
-"""What an architecture is built of, whatever the tensor library: the layers that a worker's own library supplies.
+"""What an architecture is built of, whatever the tensor library: the layers that a worker's own
+library supplies.
 
-Nothing here, in `decoder.py` or in an architecture's file knows a library. Arrays are what the library computes with; rows
-come first, [T, ...], and every layer takes T = 0.
+Nothing here, in `decoder.py` or in an architecture's file knows a library. Arrays are what the
+library computes with; rows come first, [T, ...], and every layer takes T = 0.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ class Batch(Protocol):
 
     @property
     def token_type_ids(self) -> Array | None:
-        """Integers [T]: the segment of each token of its request, or None where all are of the first."""
+        """Integers [T]: the segment of each token of its request, or None where all are of the
+        first."""
         ...
 
     @property
     def features(self) -> Array | None:
-        """[T, H]: what another model made of the token before each of these, or this one of its own proposals."""
+        """[T, H]: what another model made of the token before each of these, or this one of its own
+        proposals."""
         ...
 
 
@@ -59,7 +62,8 @@ class Norm(Layer, Protocol):
     """A norm that can add what came before it to the sum of a model's layers."""
 
     def add(self, x: Array, residual: Array | None, /) -> tuple[Array, Array]:
-        """The norm of residual + x, and that sum, which begins with x if there is no residual; uses up both."""
+        """The norm of residual + x, and that sum, which begins with x if there is no residual; uses
+        up both."""
         ...
 
 
@@ -71,7 +75,8 @@ class Embedding(Protocol):
         ...
 
     def embed(self, batch: Batch, /) -> Array:
-        """The rows [T, size] of a batch's tokens, or a copy of what the batch brings in their place."""
+        """The rows [T, size] of a batch's tokens, or a copy of what the batch brings in their
+        place."""
         ...
 
     def row(self, index: int, /) -> Array:
@@ -88,7 +93,8 @@ class Attention(Protocol):
         ...
 
     def __call__(self, qkv: Array, batch: Batch, /) -> Array:
-        """Queries, keys and values side by side, [T, (heads + 2 kv_heads) * head_dim], to [T, heads * head_dim]; or as its kind says."""
+        """Queries, keys and values side by side, [T, (heads + 2 kv_heads) * head_dim], to [T, heads
+        * head_dim]; or as its kind says."""
         ...
 
 
@@ -103,8 +109,9 @@ class Stateful(Protocol):
 
 
 class IndexProjections(NamedTuple):
-    """What an indexer is made of: `queries` of the narrow row, [T, index_heads * index_dim], their `weights` [T, index_heads] of
-    the hidden state, and what a token gives to its `blocks`, values and gates side by side."""
+    """What an indexer is made of: `queries` of the narrow row, [T, index_heads * index_dim], their
+    `weights` [T, index_heads] of the hidden state, and what a token gives to its `blocks`, values
+    and gates side by side."""
 
     queries: Layer
     weights: Layer
@@ -112,9 +119,10 @@ class IndexProjections(NamedTuple):
 
 
 class CompressedProjections(NamedTuple):
-    """What stands around attention over compressed blocks: hidden states [T, H] to a `latent` row [T, q_lora_rank], which `queries`
-    makes [T, heads * head_dim], to `keys` [T, head_dim], and to values and gates of `blocks`, side by side, where there
-    are any; and [T, heads * head_dim] to the `output` [T, H]. Neither queries nor keys are normed or rotated."""
+    """What stands around attention over compressed blocks: hidden states [T, H] to a `latent` row
+    [T, q_lora_rank], which `queries` makes [T, heads * head_dim], to `keys` [T, head_dim], and to
+    values and gates of `blocks`, side by side, where there are any; and [T, heads * head_dim] to
+    the `output` [T, H]. Neither queries nor keys are normed or rotated."""
 
     latent: Layer
     queries: Layer
@@ -169,8 +177,8 @@ class Projections(Protocol):
 
 
 class Build(Protocol):
-    """The scope in which a layer is built, and the kinds of layers that there are. `name` is a module of this scope, by the
-    checkpoint's own name.
+    """The scope in which a layer is built, and the kinds of layers that there are. `name` is a
+    module of this scope, by the checkpoint's own name.
 
     A kind that a library lacks raises `ConfigError` with its name when a model asks for it.
     """
@@ -192,7 +200,8 @@ class Build(Protocol):
 
     @property
     def kernels(self) -> Any:
-        """What computes the layers here: the device's kernel table, or what the library is told of the device."""
+        """What computes the layers here: the device's kernel table, or what the library is told of
+        the device."""
         ...
 
     def at(self, *names: str | int) -> Build:
@@ -216,7 +225,8 @@ class Build(Protocol):
         ...
 
     def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> Layer:
-        """A linear layer for each group of `inputs`, [T, groups * inputs] to [T, groups * outputs]; the weight has group after group."""
+        """A linear layer for each group of `inputs`, [T, groups * inputs] to [T, groups * outputs];
+        the weight has group after group."""
         ...
 
     def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> Norm:
@@ -243,7 +253,8 @@ class Build(Protocol):
         ...
 
     def rotary(self, rope: RopeConfig | None = None) -> Any:
-        """The rotary embedding that the configuration describes, or another, for any number of attention layers."""
+        """The rotary embedding that the configuration describes, or another, for any number of
+        attention layers."""
         ...
 
     def attention(
@@ -275,32 +286,37 @@ class Build(Protocol):
         rotary: Any,
         projections: CompressedProjections,
     ) -> Attention:
-        """Attention over a window and over blocks, called with hidden states [T, H] and their batch, to [T, H]. Of this scope it has
-        `sinks`, `kv_norm`, and of `compressor` and its `indexer` the `position_bias` and `kv_norm`."""
+        """Attention over a window and over blocks, called with hidden states [T, H] and their
+        batch, to [T, H]. Of this scope it has `sinks`, `kv_norm`, and of `compressor` and its
+        `indexer` the `position_bias` and `kv_norm`."""
         ...
 
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Layer, output: Layer) -> Stateful:
-        """The gated delta rule between two projections, with the convolution, norm and gate of this scope. `projection` gives
-        queries, keys and values, the gate, and each head's b and a; `state_id` numbers the layers with states."""
+        """The gated delta rule between two projections, with the convolution, norm and gate of this
+        scope. `projection` gives queries, keys and values, the gate, and each head's b and a;
+        `state_id` numbers the layers with states."""
         ...
 
     def mamba2(self, state_id: int, space: Mamba2Config, projection: Layer, output: Layer) -> Stateful:
-        """Mamba 2 between two projections, with the convolution and norm of this scope. `projection` gives the gate, what the
-        convolution takes, and each head's time step."""
+        """Mamba 2 between two projections, with the convolution and norm of this scope.
+        `projection` gives the gate, what the convolution takes, and each head's time step."""
         ...
 
     def short_conv(self, state_id: int, taps: int, projection: Layer, output: Layer, bias: bool = False) -> Stateful:
-        """The convolution `conv` of this scope over `taps` tokens: output(c * conv(b * x)), of what `projection` gives: b, c and x."""
+        """The convolution `conv` of this scope over `taps` tokens: output(c * conv(b * x)), of what
+        `projection` gives: b, c and x."""
         ...
 
     def latent_attention(
         self, layer_id: int, rotary: Any, latent: LatentConfig, projections: Projections, output: Layer
     ) -> Attention:
-        """Latent attention with the norm, `kv_b_proj` and `indexer` of this scope: [T, H] to [T, H]. Rotated pairs are neighbours."""
+        """Latent attention with the norm, `kv_b_proj` and `indexer` of this scope: [T, H] to [T,
+        H]. Rotated pairs are neighbours."""
         ...
 
     def mapped_head(self, name: str, ids: str, rows: int, size: int, outputs: int) -> Layer:
-        """The output layer [T, size] to float32 [T, outputs] with `rows` weights: i + `ids`[i] by its row i, -inf for the others."""
+        """The output layer [T, size] to float32 [T, outputs] with `rows` weights: i + `ids`[i] by
+        its row i, -inf for the others."""
         ...
 
     def concat(self) -> Callable[..., Array]:
@@ -312,8 +328,8 @@ class Build(Protocol):
         ...
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Layer:
-        """down(activation(gate(x)) * up(x)) with the configuration's activation, `size` wide inside. `fused` names a weight that has
-        the rows of gate, then of up."""
+        """down(activation(gate(x)) * up(x)) with the configuration's activation, `size` wide
+        inside. `fused` names a weight that has the rows of gate, then of up."""
         ...
 
     def experts(
@@ -325,13 +341,14 @@ class Build(Protocol):
         parts: Sequence[str] = EXPERT_PARTS,
         is_sigmoid: bool = False,
     ) -> Layer:
-        """The weighted sum of the experts that `gate` chooses for each token, by softmax, or by the sigmoid and a bias,
-        `e_score_correction_bias`. `parts` are the projections of each of `experts`, or two, each for all experts in one weight:
-        gate over up, and down."""
+        """The weighted sum of the experts that `gate` chooses for each token, by softmax, or by the
+        sigmoid and a bias, `e_score_correction_bias`. `parts` are the projections of each of
+        `experts`, or two, each for all experts in one weight: gate over up, and down."""
         ...
 
     def group_limited_experts(self, name: str, moe: MoeConfig) -> Layer:
-        """As `experts`, chosen by softmax of logits in float32, in the groups that have the largest."""
+        """As `experts`, chosen by softmax of logits in float32, in the groups that have the
+        largest."""
         ...
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> Layer:
@@ -367,7 +384,8 @@ class Build(Protocol):
         ...
 
     def hyper_connection(self, name: str, streams: int, iters: int, eps: float) -> HyperConnection:
-        """Manifold-constrained hyper-connections, by `fn`, `base` and `scale`; see `hc_pre` of the kernel table."""
+        """Manifold-constrained hyper-connections, by `fn`, `base` and `scale`; see `hc_pre` of the
+        kernel table."""
         ...
 
     def hyper_head(self, name: str, streams: int, eps: float) -> HyperHead:
@@ -380,12 +398,14 @@ class Build(Protocol):
 
 
 class Architecture(ABC):
-    """A model. `ignored` are patterns of checkpoint names that it leaves unread; `stripped` is a prefix that a checkpoint's names
-    may have before ours. `attention_layers` has each layer's geometry, by its id, and `state_layers` those that keep a state of
-    each request, by an id of their own; `feature_size` are the numbers of a token between layers. `reads_history`: what it makes
-    of a token depends on the ids before it, which are in the forward's context. `calls_library`: some of its operations are the
-    library's own, between those of the device's kernels. `parts` says what of it the device's kernels compute, if not all.
-    `sliced_layers`: its forward may be run by slices of so many layers."""
+    """A model. `ignored` are patterns of checkpoint names that it leaves unread; `stripped` is a
+    prefix that a checkpoint's names may have before ours. `attention_layers` has each layer's
+    geometry, by its id, and `state_layers` those that keep a state of each request, by an id of
+    their own; `feature_size` are the numbers of a token between layers. `reads_history`: what it
+    makes of a token depends on the ids before it, which are in the forward's context.
+    `calls_library`: some of its operations are the library's own, between those of the device's
+    kernels. `parts` says what of it the device's kernels compute, if not all. `sliced_layers`: its
+    forward may be run by slices of so many layers."""
 
     calls_library: ClassVar[bool] = False
     reads_history: ClassVar[bool] = False
@@ -402,7 +422,8 @@ class Architecture(ABC):
         self.weights, self.dtype, self.kernels = build.weights, build.dtype, build.kernels
 
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
-        """What each tensor in the checkpoint's files, of these shapes, is called in the model's record of its weights."""
+        """What each tensor in the checkpoint's files, of these shapes, is called in the model's
+        record of its weights."""
         return {name: self.own_name(name) for name in shapes}
 
     @classmethod
@@ -419,9 +440,11 @@ class Architecture(ABC):
         raise ConfigError(f"{self.config.architecture} is an encoder and has no logits", remedy="use its embeddings")
 
     def embed_ids(self, ids: Array) -> Array:
-        """Token ids [T] to the rows [T, H] that the first layer takes; raises `ConfigError` where prompts may bring no others."""
+        """Token ids [T] to the rows [T, H] that the first layer takes; raises `ConfigError` where
+        prompts may bring no others."""
         raise ConfigError(f"{self.config.architecture} takes no embeddings", remedy="give it text or token ids")
 
     def classify(self, pooled: Array) -> Array:
-        """[B, labels] from pooled hidden states [B, H], by the classification head; raises `ConfigError` without one."""
+        """[B, labels] from pooled hidden states [B, H], by the classification head; raises
+        `ConfigError` without one."""
         raise ConfigError(f"{self.config.architecture} has no classification head", remedy="use its embeddings")

@@ -1,4 +1,5 @@
-"""From a checkpoint folder to a model on the device: choose how it runs and in which dtype, load."""
+"""From a checkpoint folder to a model on the device: choose how it runs and in which dtype,
+load."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ def load_checkpoint(
     progress: Callable[[str, int, int], None],
     groups: Groups | None = None,
 ) -> Architecture:
-    """The model of a checkpoint folder, as the configuration asks, on the device of `facts`, or this rank's part of it. How it
-    runs, the dtype and the form of quantised weights go to the ledger. Raises ConfigError and what `load_model` raises; waits.
+    """The model of a checkpoint folder, as the configuration asks, on the device of `facts`, or
+    this rank's part of it. How it runs, the dtype and the form of quantised weights go to the
+    ledger. Raises ConfigError and what `load_model` raises; waits.
     """
     model_config, architectures = choose_implementation(
         config.model_impl, folder, ledger, task=config.task, trusts_code=config.trust_remote_code

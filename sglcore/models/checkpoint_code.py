@@ -19,7 +19,8 @@ def brings_code(raw: Mapping[str, Any]) -> bool:
 
 
 def code_modules(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """The files in which the classes of a language model are. Raises `ConfigError` where there is none, or elsewhere."""
+    """The files in which the classes of a language model are. Raises `ConfigError` where there is
+    none, or elsewhere."""
     found = {name: str(raw["auto_map"][name]) for name in _READ if name in raw["auto_map"]}
     if CAUSAL not in found:
         raise ConfigError(
@@ -38,7 +39,8 @@ def code_modules(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def code_files(folder: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those, and what they import of the folder. Raises `ConfigError` for one that is not there. Needs transformers."""
+    """Those, and what they import of the folder. Raises `ConfigError` for one that is not there.
+    Needs transformers."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
     try:

@@ -1,5 +1,5 @@
-"""The part of a quantised weight that a rank holds: a scale belongs to rows and columns by their places in the whole weight, and
-is cut with them."""
+"""The part of a quantised weight that a rank holds: a scale belongs to rows and columns by their
+places in the whole weight, and is cut with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class CutWeight:
 
     @property
     def form(self) -> str:
-        """That of the whole; and why its codes are not kept where a rank's part begins or ends within a group."""
+        """That of the whole; and why its codes are not kept where a rank's part begins or ends
+        within a group."""
         codes = self.whole.as_codes() if self.cut.dim else None
         crosses = codes is not None and not self._is_aligned(codes)
         return f"{self.whole.form}, some of which lie on two ranks" if crosses else self.whole.form
@@ -47,7 +48,8 @@ class CutWeight:
         return found
 
     def as_codes(self) -> QuantizedWeight | None:
-        """The same as integer codes; None if that would need rounding, or if groups of columns lie on two ranks."""
+        """The same as integer codes; None if that would need rounding, or if groups of columns lie
+        on two ranks."""
         codes = self.whole.as_codes()
         if codes is None or (self.cut.dim and not self._is_aligned(codes)):
             return None

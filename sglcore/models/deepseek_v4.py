@@ -1,4 +1,5 @@
-"""DeepSeek-V4: streams around every block, attention over a window and over compressed blocks, and experts within a limit."""
+"""DeepSeek-V4: streams around every block, attention over a window and over compressed blocks, and
+experts within a limit."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Chain:
 
 
 class CompressedAttention:
-    """Queries by way of a narrow row, keys that are values, and a result by way of groups of heads."""
+    """Queries by way of a narrow row, keys that are values, and a result by way of groups of
+    heads."""
 
     __slots__ = ("attention",)
     state = None
@@ -95,7 +97,8 @@ def _projections(build: Build, net: CompressedConfig, compression: Compression |
 
 
 def _blocks(build: Build, compression: Compression, size: int) -> Layer:
-    """What a token gives to the rows of `size` that it is part of: values and gates, side by side."""
+    """What a token gives to the rows of `size` that it is part of: values and gates, side by
+    side."""
     channels = compression.series * size
     return build.fused((("kv_proj", channels), ("gate_proj", channels)), build.config.hidden_size)
 
@@ -123,7 +126,8 @@ class LimitedExperts:
 
 
 class DeepseekV4Layer:
-    """Attention and experts, each between the streams that become one and the one that becomes streams."""
+    """Attention and experts, each between the streams that become one and the one that becomes
+    streams."""
 
     __slots__ = ("attn_hc", "ffn_hc", "input_layernorm", "mlp", "post_attention_layernorm", "self_attn")
 
@@ -147,7 +151,8 @@ class DeepseekV4Layer:
 
 
 class DeepseekV4ForCausalLM(CausalLM):
-    """What one layer hands to the next is all streams [T, n, H]. The layers that predict further tokens are left unread."""
+    """What one layer hands to the next is all streams [T, n, H]. The layers that predict further
+    tokens are left unread."""
 
     ignored = (r"mtp\..*",)
     activations: ClassVar[tuple[str, ...]] = ("silu",)

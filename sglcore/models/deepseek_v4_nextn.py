@@ -19,8 +19,9 @@ ARCHITECTURE, PART = "DeepseekV4NextN", "mtp.0.e_proj.weight"
 
 
 class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
-    """The layer that predicts one token more, of what the model made of a token and of the token that followed it. It sees
-    the window alone; embedding and output layer are the model's. Features are all streams."""
+    """The layer that predicts one token more, of what the model made of a token and of the token
+    that followed it. It sees the window alone; embedding and output layer are the model's. Features
+    are all streams."""
 
     def __init__(self, build: Build) -> None:
         """`build.config` is that of `next_token_config`."""
@@ -36,7 +37,8 @@ class DeepseekV4NextN(Drafts, DeepseekV4ForCausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """Those of the first such layer as a model's own; the rest of the checkpoint's below `target`."""
+        """Those of the first such layer as a model's own; the rest of the checkpoint's below
+        `target`."""
         part = re.sub(r"^mtp\.0\.(?!emb\.|head\.)", "", name)
         if part == name:
             return f"target.{name}"

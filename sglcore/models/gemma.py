@@ -1,4 +1,5 @@
-"""Gemma 1: Llama's layers with scaled embeddings, norms that add 1 to their weights, and GELU in the gated block."""
+"""Gemma 1: Llama's layers with scaled embeddings, norms that add 1 to their weights, and GELU in
+the gated block."""
 
 from __future__ import annotations
 

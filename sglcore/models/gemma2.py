@@ -1,4 +1,5 @@
-"""Gemma 2: four norms a layer, every second layer with a window, scores and logits with a soft cap."""
+"""Gemma 2: four norms a layer, every second layer with a window, scores and logits with a soft
+cap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Gemma 3, text: Gemma 2's layers with norms of query and key heads, and a rotary base of their own for layers with a window."""
+"""Gemma 3, text: Gemma 2's layers with norms of query and key heads, and a rotary base of their own
+for layers with a window."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What the blocks of GGUF's quantised types hold: integer codes with scales, and for some types a minimum.
+"""What the blocks of GGUF's quantised types hold: integer codes with scales, and for some types a
+minimum.
 
-The layouts are those of ggml's reference (`ggml-common.h`); values are computed in the same order as there, to the bit.
+The layouts are those of ggml's reference (`ggml-common.h`); values are computed in the same order
+as there, to the bit.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from torch import Tensor
 from sglcore.models.quantized import QuantizedWeight
 
 LARGEST_ZERO = 60000.0
-"""A minimum that is more than so many scales away leaves its group constant in float16, which zeros are kept in."""
+"""A minimum that is more than so many scales away leaves its group constant in float16, which zeros
+are kept in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """w = scales * (codes - zero) where there are no `minima`, else scales * codes + minima; scales float32 [N, groups]."""
+    """w = scales * (codes - zero) where there are no `minima`, else scales * codes + minima; scales
+    float32 [N, groups]."""
 
     codes: Tensor
     scales: Tensor
@@ -37,7 +41,8 @@ Blocks: TypeAlias = Tensor
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight [N, K]: `data` uint8 [N, bytes of a row], `form` the type's name. See `models.quantized.Stored`."""
+    """A weight [N, K]: `data` uint8 [N, bytes of a row], `form` the type's name. See
+    `models.quantized.Stored`."""
 
     data: Tensor
     form: str

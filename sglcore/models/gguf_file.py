@@ -1,4 +1,5 @@
-"""The weights of a GGUF file as sources: under a checkpoint's names, in a checkpoint's order of rows, experts one by one."""
+"""The weights of a GGUF file as sources: under a checkpoint's names, in a checkpoint's order of
+rows, experts one by one."""
 
 from __future__ import annotations
 
@@ -87,8 +88,8 @@ def _halves(rows: Tensor, heads: int) -> Tensor:
 def gguf_sources(
     file: FileIO, path: Path, config: ModelConfig, targets: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Source]:
-    """The source of each target, of these shapes, in an open file, in its order; raises `CheckpointError` for missing, unknown and
-    misshapen tensors."""
+    """The source of each target, of these shapes, in an open file, in its order; raises
+    `CheckpointError` for missing, unknown and misshapen tensors."""
     found: dict[str, Source] = {}
     unknown: list[str] = []
     header = read_header(path)

@@ -1,4 +1,5 @@
-"""Granite 3: Llama's layers with four multipliers: of embeddings, scores, what is added to the sum, and logits."""
+"""Granite 3: Llama's layers with four multipliers: of embeddings, scores, what is added to the sum,
+and logits."""
 
 from __future__ import annotations
 

@@ -12,11 +12,13 @@ from sglcore.models.granite import GraniteForCausalLM, GraniteLayer
 
 
 class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
-    """Attention has a rotary embedding where the configuration says so, and otherwise no positions."""
+    """Attention has a rotary embedding where the configuration says so, and otherwise no
+    positions."""
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """The shared block's output is called as in other blocks. Where it is alone, some checkpoints call it so too."""
+        """The shared block's output is called as in other blocks. Where it is alone, some
+        checkpoints call it so too."""
         name = super().own_name(name).replace(".mlp.", ".shared_mlp.")
         return name.replace(".shared_mlp.output_linear.", ".shared_mlp.down_proj.")
 

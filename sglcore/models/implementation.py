@@ -1,4 +1,5 @@
-"""How an architecture runs: by a file of ours, or by transformers' own class where there is none."""
+"""How an architecture runs: by a file of ours, or by transformers' own class where there is
+none."""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ def choose_implementation(
     task: str = "auto",
     trusts_code: bool = False,
 ) -> tuple[ModelConfig, Mapping[str, str]]:
-    """The configuration of a checkpoint for a task (EngineConfig's), and what to add to the registry for it: nothing for an
-    architecture with a file of ours, or for a device without torch. The choice goes to the ledger, and so does the pooling
-    of a model that has one. `trusts_code`: code in the checkpoint's folder may run where nothing else serves it.
+    """The configuration of a checkpoint for a task (EngineConfig's), and what to add to the
+    registry for it: nothing for an architecture with a file of ours, or for a device without torch.
+    The choice goes to the ledger, and so does the pooling of a model that has one. `trusts_code`:
+    code in the checkpoint's folder may run where nothing else serves it.
 
-    Raises `ConfigError` for an implementation that is not known, or not there for this device or file, an architecture that
-    neither has, one of transformers that does not give the same as it does by itself, and what reading the
-    configuration raises.
+    Raises `ConfigError` for an implementation that is not known, or not there for this device or
+    file, an architecture that neither has, one of transformers that does not give the same as it
+    does by itself, and what reading the configuration raises.
     """
     _check_asked(asked, path, has_torch)
     if asked == "native" or not has_torch or (asked == "auto" and _architecture(path) in {*ARCHITECTURES, ""}):
@@ -75,7 +77,8 @@ def _by_transformers(asked: str, path: Path, ledger: DecisionLedger, task: str, 
 
 
 def _needs_code(raw: Mapping[str, Any], name: str, kind: str) -> bool:
-    """Whether an architecture is in the checkpoint's code alone, as far as is known of types that were compared."""
+    """Whether an architecture is in the checkpoint's code alone, as far as is known of types that
+    were compared."""
     if kind not in PROVEN or not brings_code(raw):
         return brings_code(raw)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -84,8 +87,8 @@ def _needs_code(raw: Mapping[str, Any], name: str, kind: str) -> bool:
 
 
 def _proof(config: ModelConfig, kind: str, is_proven: bool) -> tuple[str, bool]:
-    """Why a model gives what its class's own forward gives, and whether that says less than the comparison of all types
-    does. Raises `ConfigError` where it does not."""
+    """Why a model gives what its class's own forward gives, and whether that says less than the
+    comparison of all types does. Raises `ConfigError` where it does not."""
     from transformers import __version__ as found
 
     if not is_proven:
@@ -99,7 +102,8 @@ def _proof(config: ModelConfig, kind: str, is_proven: bool) -> tuple[str, bool]:
 
 
 def _check_asked(asked: str, path: Path, has_torch: bool) -> None:
-    """Raise `ConfigError` for an implementation that is not known, or not there for this device or file."""
+    """Raise `ConfigError` for an implementation that is not known, or not there for this device or
+    file."""
     if asked == "native" and (name := _architecture(path)) not in {*ARCHITECTURES, ""}:
         raise ConfigError(
             f"sglcore has no file of the architecture {name!r}",
@@ -119,13 +123,15 @@ def _check_asked(asked: str, path: Path, has_torch: bool) -> None:
 
 
 def _architecture(path: Path) -> str:
-    """By its configuration; empty where that names none, or is not there: for a GGUF file, and where `read_config` says so."""
+    """By its configuration; empty where that names none, or is not there: for a GGUF file, and
+    where `read_config` says so."""
     file = path / "config.json"
     return architecture_of(file, read_json(file)) if file.is_file() else ""
 
 
 def _check_transformers(raw: Mapping[str, Any], name: str, kind: str, asked: str) -> None:
-    """Raise `ConfigError` for a type that is not served unless it is asked for, and where transformers is not there."""
+    """Raise `ConfigError` for a type that is not served unless it is asked for, and where
+    transformers is not there."""
     if kind not in PROVEN and not brings_code(raw) and asked != "transformers":
         raise ConfigError(
             f"the architecture {name!r} is not supported: sglcore has no file of it, and transformers' type {kind!r} is not "

@@ -1,4 +1,5 @@
-"""From a checkpoint's files to a model: what the model wants is found in the files, and read one layer at a time."""
+"""From a checkpoint's files to a model: what the model wants is found in the files, and read one
+layer at a time."""
 
 from __future__ import annotations
 
@@ -63,15 +64,17 @@ def load_model(
     given: Mapping[str, Any] = EMPTY,
     groups: Groups | None = None,
 ) -> Architecture:
-    """Build the model on `device` in `dtype` and fill it from the checkpoint folder, or the GGUF file. `given` are layers of
-    another model that this one uses in the place of its own, by their names. With `groups` this rank's part of it is built.
+    """Build the model on `device` in `dtype` and fill it from the checkpoint folder, or the GGUF
+    file. `given` are layers of another model that this one uses in the place of its own, by their
+    names. With `groups` this rank's part of it is built.
 
-    `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry;
-    `quantize`, `page_size`, `kv_cache_dtype` and `hisparse` are EngineConfig's, `index_dtype` that of cells, `drafts` the tokens
-    of a request that a decode step brings at most. Kernels that do not take this model are rows of the ledger, as is the form
-    in which quantised weights are kept.
-    Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a model that is
-    not supported. Host memory beyond the weights stays under one layer's, as stored and as packed.
+    `max_positions` sizes position tables (default: the model's context length); `architectures`
+    adds to the registry; `quantize`, `page_size`, `kv_cache_dtype` and `hisparse` are
+    EngineConfig's, `index_dtype` that of cells, `drafts` the tokens of a request that a decode step
+    brings at most. Kernels that do not take this model are rows of the ledger, as is the form in
+    which quantised weights are kept. Raises `CheckpointError` for files that are missing, damaged,
+    or not this model's, `ConfigError` for a model that is not supported. Host memory beyond the
+    weights stays under one layer's, as stored and as packed.
     """
     model_type = model_class(config.architecture, architectures)
     weights = Weights(dtype, torch.device(device))

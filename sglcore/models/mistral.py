@@ -1,4 +1,5 @@
-"""Mistral: Llama's layers without biases, with a sliding window in every layer (the configuration has the windows)."""
+"""Mistral: Llama's layers without biases, with a sliding window in every layer (the configuration
+has the windows)."""
 
 from __future__ import annotations
 

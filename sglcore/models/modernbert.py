@@ -1,4 +1,5 @@
-"""ModernBERT (Warner et al. 2024): an encoder with rotary positions, norms before each block, and windows to both sides."""
+"""ModernBERT (Warner et al. 2024): an encoder with rotary positions, norms before each block, and
+windows to both sides."""
 
 from __future__ import annotations
 

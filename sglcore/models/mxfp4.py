@@ -34,9 +34,9 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Source:
-    """The weight [experts, inputs, outputs] of all experts of a layer. `blocks` are uint8 [experts, outputs, inputs / 32, 16] of
-    two codes each, the lower four bits first; `scales` uint8 [experts, outputs, inputs / 32]. A `cut`, of inputs or of outputs, is the
-    part that a rank holds."""
+    """The weight [experts, inputs, outputs] of all experts of a layer. `blocks` are uint8 [experts,
+    outputs, inputs / 32, 16] of two codes each, the lower four bits first; `scales` uint8 [experts,
+    outputs, inputs / 32]. A `cut`, of inputs or of outputs, is the part that a rank holds."""
 
     blocks: Place
     scales: Place
@@ -49,7 +49,8 @@ class Mxfp4Source:
         return self.blocks.entry.num_bytes + self.scales.entry.num_bytes
 
     def copy(self, target: Tensor, report: Callable[[int], None]) -> None:
-        """Dequantise, one expert at a time. Exact in bfloat16 and float32, and in float16 wherever it has the exponents."""
+        """Dequantise, one expert at a time. Exact in bfloat16 and float32, and in float16 wherever
+        it has the exponents."""
         blocks, scales = (place.file.read(place.entry) for place in (self.blocks, self.scales))
         cut = None if self.cut is None else replace(self.cut, dim=self.cut.dim - 1)
         for expert, part in enumerate(target):
@@ -68,8 +69,8 @@ class Mxfp4Source:
 def mxfp4_source(
     name: str, shape: tuple[int, ...], places: Mapping[str, Place], cut: Cut | None = None
 ) -> Mxfp4Source | None:
-    """The source of a weight of this whole shape that is stored in this form; None if it is not. Raises `CheckpointError` for other shapes, and
-    where one of its two tensors is missing."""
+    """The source of a weight of this whole shape that is stored in this form; None if it is not.
+    Raises `CheckpointError` for other shapes, and where one of its two tensors is missing."""
     parts = [f"{name}_{part}" for part in PARTS]
     absent = [part for part in parts if part not in places]
     if len(shape) != 3 or len(absent) == len(parts):

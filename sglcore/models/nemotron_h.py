@@ -1,5 +1,5 @@
-"""Nemotron-H: each layer is one norm and one mixer: Mamba 2, attention without positions, or a feed-forward block, dense or
-sparse."""
+"""Nemotron-H: each layer is one norm and one mixer: Mamba 2, attention without positions, or a
+feed-forward block, dense or sparse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model's weights from their sources, one layer at a time, each in the form that the device's kernels read best.
+"""A model's weights from their sources, one layer at a time, each in the form that the device's
+kernels read best.
 
 At no time is more in memory than the forms that are kept and the layer at hand.
 """
@@ -26,7 +27,8 @@ BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4})
 
 
 HEAD = "int8"
-"""What the output layer is rounded to, whatever is asked for: it is read once a token, and decides which."""
+"""What the output layer is rounded to, whatever is asked for: it is read once a token, and decides
+which."""
 
 PLAIN = "plain"
 NOT_READ = "because these kernels read plain weights only"
@@ -37,7 +39,8 @@ _EXPERT = re.compile(r".*\.experts\.\d+\..*")
 
 
 def check_quantize(asked: str, kernels: KernelTable) -> None:
-    """Raise `ConfigError` for a kind that these kernels can not make; `asked` is one of `quantize`'s choices."""
+    """Raise `ConfigError` for a kind that these kernels can not make; `asked` is one of
+    `quantize`'s choices."""
     if asked in BITS and kernels.quantize_linear is None:
         raise ConfigError(
             f"this device's kernels do not quantise ({kernels.origin['linear'].partition(':')[0]} has no quantize_linear)",
@@ -57,8 +60,9 @@ def check_bounds(name: str, parameter: Tensor, bound: int) -> None:
 
 
 class Packer:
-    """Fills a model's weights. `forms` counts the linear layers in each form, `head` says the output layer's, and
-    `notes` counts what a person may want to know about quantised weights that are not kept as they are."""
+    """Fills a model's weights. `forms` counts the linear layers in each form, `head` says the
+    output layer's, and `notes` counts what a person may want to know about quantised weights that
+    are not kept as they are."""
 
     def __init__(self, weights: Weights, kernels: KernelTable, quantize: str = "auto") -> None:
         """Raises `ConfigError` for what the kernels can not do."""
@@ -66,7 +70,8 @@ class Packer:
         self.forms: Counter[str] = Counter()
         self.head: str | None = None
         self.notes: Counter[str] = Counter()
-        # By the bits of their codes; the output layer counts as 0, because it may be wider than was asked for.
+        # By the bits of their codes; the output layer counts as 0, because it may be wider than was
+        # asked for.
         self._kept: Counter[int] = Counter()
         self._experts = 0
         self._grown = 0
@@ -99,7 +104,8 @@ class Packer:
         weights.targets.clear()
 
     def row(self) -> Row | None:
-        """What serves how many layers, for the ledger; None where every weight is as the checkpoint has it, and plain.
+        """What serves how many layers, for the ledger; None where every weight is as the checkpoint
+        has it, and plain.
 
         Weights that stay wider than they were asked to be are a downgrade.
         """
@@ -128,7 +134,8 @@ class Packer:
         return Row("weights", self._quantize, effective, "; ".join(told), remedy, downgrade=bool(wider))
 
     def _wider(self) -> list[str]:
-        """What is kept in more bits than was asked for. The output layer may be: it is `HEAD` whatever is asked for."""
+        """What is kept in more bits than was asked for. The output layer may be: it is `HEAD`
+        whatever is asked for."""
         if self._quantize not in BITS:
             return []
         kept = {bits: count for bits, count in self._kept.items() if bits > BITS[self._quantize]}
@@ -156,7 +163,8 @@ class Packer:
         return self._pack(layer) or plain
 
     def _pack_in_place(self, layer: Packable, sources: Sequence[Source], report: CountBytes) -> bool:
-        """Pack a plain layer from where it lies in its files, where the kernels can; nothing is copied on the way."""
+        """Pack a plain layer from where it lies in its files, where the kernels can; nothing is
+        copied on the way."""
         pack = self._kernels.pack_parts
         plain = [source for source in sources if isinstance(source, PlainSource)]
         if pack is None or self._rounds(layer) or not self._may_change(layer) or len(plain) != len(sources):
@@ -171,7 +179,8 @@ class Packer:
         return weight is not None
 
     def _codes(self, layer: Packable, stored: Sequence[Stored | None]) -> QuantizedWeight | None:
-        """The integer codes of all parts as one weight, where the kernels read them; else a note says why not."""
+        """The integer codes of all parts as one weight, where the kernels read them; else a note
+        says why not."""
         if not any(stored):
             return None
         if self._quantize == NONE:
@@ -212,7 +221,8 @@ class Packer:
         return self._quantize in BITS and layer.may_round and self._may_change(layer)
 
     def _place(self, layer: Packable, make: Callable[[], Tensor]) -> None:
-        """Give a layer what is made of the files' values; raises `CheckpointError` for values that can not be packed."""
+        """Give a layer what is made of the files' values; raises `CheckpointError` for values that
+        can not be packed."""
         try:
             weight = make()
         except ValueError as error:
@@ -223,7 +233,8 @@ class Packer:
         self._weights.place(layer, weight)
 
     def _pack(self, layer: Packable) -> str | None:
-        """Put a filled weight into the device's form; returns what it was rounded to, None for nothing."""
+        """Put a filled weight into the device's form; returns what it was rounded to, None for
+        nothing."""
         kernels, is_head = self._kernels, layer is self._weights.head
         if not self._may_change(layer):
             return None
@@ -236,6 +247,7 @@ class Packer:
         return None
 
     def _may_change(self, layer: Packable) -> bool:
-        """Whether only products read a layer's weight, or the kernels provide for the embedding that does as well."""
+        """Whether only products read a layer's weight, or the kernels provide for the embedding
+        that does as well."""
         is_shared = layer is self._weights.head and self._weights.is_head_tied
         return not is_shared or self._kernels.pack_head is not None

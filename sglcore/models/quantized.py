@@ -1,4 +1,5 @@
-"""Weights that a checkpoint stores quantised, whatever its format: as integer codes, or as something else that has values.
+"""Weights that a checkpoint stores quantised, whatever its format: as integer codes, or as
+something else that has values.
 
 Everything here is on the host, works on rows in pieces, and rounds nothing but in `rounded`.
 """
@@ -45,8 +46,8 @@ class Stored(Protocol):
 class QuantizedWeight:
     """Integer codes: w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) with g = k // group.
 
-    `codes` uint8 [N, K]; `scales` float32 [N, ceil(K / group)]; `zeros` the same, None where all are 2 ** (bits - 1);
-    `dtype` is what the model is computed in.
+    `codes` uint8 [N, K]; `scales` float32 [N, ceil(K / group)]; `zeros` the same, None where all
+    are 2 ** (bits - 1); `dtype` is what the model is computed in.
     """
 
     codes: Tensor
@@ -105,7 +106,8 @@ class ScatteredWeight:
 
 @dataclass(frozen=True, slots=True)
 class ScaledFloats:
-    """Narrow floats [N, K] times scales float32 [rows of blocks, columns of blocks] of `block` = (rows, columns)."""
+    """Narrow floats [N, K] times scales float32 [rows of blocks, columns of blocks] of `block` =
+    (rows, columns)."""
 
     floats: Tensor
     scales: Tensor
@@ -141,7 +143,8 @@ def pieces(shape: tuple[int, int]) -> Iterator[slice]:
 
 
 def packable(weight: QuantizedWeight) -> QuantizedWeight | None:
-    """The same values in 4 or 8 bits and groups of one of `GROUPS`; None if that would need rounding."""
+    """The same values in 4 or 8 bits and groups of one of `GROUPS`; None if that would need
+    rounding."""
     group = next((size for size in GROUPS if weight.group % size == 0), None)
     if weight.group >= weight.shape[1]:
         group = next((size for size in GROUPS if weight.shape[1] % size == 0), GROUPS[-1])
@@ -149,7 +152,8 @@ def packable(weight: QuantizedWeight) -> QuantizedWeight | None:
 
 
 def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """The rows of packable weights as one, in the bits of the widest and the groups of the smallest; rounds nothing."""
+    """The rows of packable weights as one, in the bits of the widest and the groups of the
+    smallest; rounds nothing."""
     bits, group = max(part.bits for part in parts), min(part.group for part in parts)
     alike = [_as(part, bits, group) for part in parts]
     codes, scales = torch.cat([part.codes for part in alike]), torch.cat([part.scales for part in alike])

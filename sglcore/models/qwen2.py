@@ -1,4 +1,5 @@
-"""Qwen 2 and 2.5, and MiMo: Llama's layers with biases on the query, key and value projections only."""
+"""Qwen 2 and 2.5, and MiMo: Llama's layers with biases on the query, key and value projections
+only."""
 
 from __future__ import annotations
 

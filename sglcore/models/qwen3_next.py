@@ -36,7 +36,8 @@ class GatedAttention:
 
 
 def _halves_apart(heads: int, size: int, keys: int) -> Iterator[int]:
-    """The outputs of the projections, where each head's query stands before its gate: queries, keys, values, gates."""
+    """The outputs of the projections, where each head's query stands before its gate: queries,
+    keys, values, gates."""
     for offset in (0, size):
         for head in range(heads):
             yield from range(2 * head * size + offset, 2 * head * size + offset + size)

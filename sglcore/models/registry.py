@@ -1,4 +1,5 @@
-"""Which class runs which architecture. Imports nothing; a reference is imported when a model of it is loaded."""
+"""Which class runs which architecture. Imports nothing; a reference is imported when a model of it
+is loaded."""
 
 from __future__ import annotations
 
@@ -77,8 +78,8 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 
 
 def model_class(architecture: str, extra: Mapping[str, str] = MappingProxyType({})) -> type[Architecture]:
-    """Import the class of an architecture; `extra` adds to the built-in ones and wins. Raises `ConfigError` for an unknown
-    name, and what the import raises."""
+    """Import the class of an architecture; `extra` adds to the built-in ones and wins. Raises
+    `ConfigError` for an unknown name, and what the import raises."""
     known = {**ARCHITECTURES, **extra}
     check_architecture(architecture, known)
     module, _, name = known[architecture].partition(":")

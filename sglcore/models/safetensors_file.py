@@ -35,11 +35,13 @@ READABLE: Mapping[str, torch.dtype] = MappingProxyType(
 """The element types that `read` gives: those, and what quantised weights are made of."""
 
 PIECE_BYTES = 8 << 20
-"""How much is read at a time, and so how much memory a cast or a copy to a device takes besides the weights."""
+"""How much is read at a time, and so how much memory a cast or a copy to a device takes besides the
+weights."""
 
 
 class SafetensorsFile:
-    """An open file and its `entries`, in the order of their bytes. Raises `CheckpointError` if it is damaged."""
+    """An open file and its `entries`, in the order of their bytes. Raises `CheckpointError` if it
+    is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,10 +54,11 @@ class SafetensorsFile:
             raise
 
     def copy(self, entry: Entry, target: Tensor, report: Callable[[int], None]) -> None:
-        """Fill a tensor of the same shape, cast to its dtype; calls `report` with the bytes of each piece.
+        """Fill a tensor of the same shape, cast to its dtype; calls `report` with the bytes of each
+        piece.
 
-        Reads into the target's own memory where that is contiguous host memory of the same dtype. One that is not contiguous
-        is filled by its first dimension.
+        Reads into the target's own memory where that is contiguous host memory of the same dtype.
+        One that is not contiguous is filled by its first dimension.
         """
         self._file.seek(entry.start)
         if target.is_contiguous():
@@ -80,8 +83,8 @@ class SafetensorsFile:
             report(piece.nbytes)
 
     def read(self, entry: Entry) -> Tensor:
-        """A tensor on the host, in the dtype and shape that the file gives it. Raises KeyError for a type that is not
-        `READABLE`."""
+        """A tensor on the host, in the dtype and shape that the file gives it. Raises KeyError for
+        a type that is not `READABLE`."""
         dtype = READABLE[entry.dtype]
         whole = torch.empty(math.prod(entry.shape), dtype=dtype)
         self._file.seek(entry.start)
@@ -89,7 +92,8 @@ class SafetensorsFile:
         return whole.view(entry.shape)
 
     def mapped(self, entry: Entry) -> Tensor:
-        """The tensor where it lies in the file, of the file's dtype; pages are read as they are touched. Until `release`."""
+        """The tensor where it lies in the file, of the file's dtype; pages are read as they are
+        touched. Until `release`."""
         if self._map is None:
             # Private: torch takes no buffer that it may not write.
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)

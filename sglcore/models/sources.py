@@ -1,4 +1,5 @@
-"""Where each wanted tensor of a model comes from: an entry of a file, or the several tensors of a quantised layer.
+"""Where each wanted tensor of a model comes from: an entry of a file, or the several tensors of a
+quantised layer.
 
 The model says which tensors it wants, the files say what there is; every difference is an error.
 """
@@ -37,7 +38,8 @@ _LEFT_BY_QUANTISERS = (r".*\.(k_scale|v_scale|q_scale|kv_scale|output_scale)",)
 
 
 class Source(Protocol):
-    """One wanted tensor in the files. `num_bytes` is what reading it reads; `form` says how it is quantised, None: not."""
+    """One wanted tensor in the files. `num_bytes` is what reading it reads; `form` says how it is
+    quantised, None: not."""
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +92,8 @@ class PlainSource:
         self.file.copy(self.entry, target, report)
 
     def mapped(self, dtype: torch.dtype) -> list[MappedRows] | None:
-        """A matrix where it lies in its file, in pieces of some MiB; None if it is of another dtype there, or no matrix."""
+        """A matrix where it lies in its file, in pieces of some MiB; None if it is of another dtype
+        there, or no matrix."""
         entry = self.entry
         if DTYPES[entry.dtype] is not dtype or len(entry.shape) != 2 or not self.num_bytes:
             return None
@@ -200,8 +203,8 @@ def find_sources(
     quantization: Quantization | None,
     cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> dict[str, Source]:
-    """The source of each target, in the order of the files; `named` has what each name in the files is called in `targets`, and
-    `cuts` the parts that are all that some targets hold.
+    """The source of each target, in the order of the files; `named` has what each name in the files
+    is called in `targets`, and `cuts` the parts that are all that some targets hold.
 
     Raises `CheckpointError` for missing, unknown, doubled and misshapen tensors.
     """

@@ -1,4 +1,5 @@
-"""Drives a model through the runtime's own runner, page table and reference attention, one step at a time."""
+"""Drives a model through the runtime's own runner, page table and reference attention, one step at
+a time."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ FACTS = Facts(tensor_device="cpu", shares_host_memory=True)
 
 
 class Steps:
-    """A model on a device, with its runner; steps run on the current stream. Slots 1 to 3 hold one sequence each; pages are handed out
-    from the top, interleaved."""
+    """A model on a device, with its runner; steps run on the current stream. Slots 1 to 3 hold one
+    sequence each; pages are handed out from the top, interleaved."""
 
     def __init__(self, model: Architecture, snapshots: int = 0, device: str = "cpu") -> None:
         facts = FACTS if device == "cpu" else Facts(tensor_device=device)
@@ -51,7 +52,8 @@ class Steps:
         self._lens = dict.fromkeys(range(1, SLOTS + 1), 0)
 
     def hidden(self, tokens: Mapping[int, Sequence[int]], mode: ForwardMode = ForwardMode.EXTEND) -> Tensor:
-        """One step in which slot s gets tokens[s]: the hidden states of all tokens, slot after slot."""
+        """One step in which slot s gets tokens[s]: the hidden states of all tokens, slot after
+        slot."""
         with torch.inference_mode():
             return self.runner.run_eager(self.staged(tokens, mode))
 
@@ -94,7 +96,8 @@ class Steps:
 
 
 def _attention(model: Architecture, table: ReqToTokenPool, device: str) -> AttentionBackend:
-    """The reference over cells; over rows of other forms the first backend that serves such layers."""
+    """The reference over cells; over rows of other forms the first backend that serves such
+    layers."""
     layers, pages = model.attention_layers, SLOTS * CONTEXT // PAGE
     shape = shape_of(layers, model.config.is_encoder)
     if any(layer.rows for layer in layers):

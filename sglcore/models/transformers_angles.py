@@ -1,5 +1,5 @@
-"""Cosines and sines that a module of transformers' classes makes of positions: how they are doubled, and that they are a
-position's own."""
+"""Cosines and sines that a module of transformers' classes makes of positions: how they are
+doubled, and that they are a position's own."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _PROBED = (0, 1, 2, 5, 63, 64, 255, 256, 1023, 4096, 32768)
 
 
 def check_angles(own: nn.Module, call: tuple[Any, Any], count: int) -> None:
-    """Raise `ConfigError` for a module that gives a position other angles when there are other positions beside it, because a
-    step has those of several requests.
+    """Raise `ConfigError` for a module that gives a position other angles when there are other
+    positions beside it, because a step has those of several requests.
 
-    The evidence is what it gives for positions up to `count`: all of them in order and in the other order, those that are
-    near alone, and the last one alone.
+    The evidence is what it gives for positions up to `count`: all of them in order and in the other
+    order, those that are near alone, and the last one alone.
     """
     places = torch.tensor(sorted({*(each for each in _PROBED if each < count), count // 2, count - 1}))
     asked_of, near = copied(own).cpu(), len(places) // 2
@@ -58,7 +58,8 @@ def halves_of(angles: Tensor, doubling: Doubling) -> tuple[Tensor, Tensor]:
 
 
 def copied(own: nn.Module, replaced: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
-    """With others in place of some of what it has, by their ids; its configuration stays the same one."""
+    """With others in place of some of what it has, by their ids; its configuration stays the same
+    one."""
     kept = {id(each): each for each in vars(own).values() if isinstance(each, PreTrainedConfig)}
     return deepcopy(own, {**kept, **replaced})
 
@@ -66,8 +67,9 @@ def copied(own: nn.Module, replaced: Mapping[int, Any] = MappingProxyType({})) -
 def doubling_of(own: nn.Module, call: tuple[Any, Any]) -> Doubling:
     """How a module that is on shapes alone doubles its angles, shown by random frequencies.
 
-    The evidence is five positions. More than one way fits where all of these angles are one, and "none" fits all: the other
-    two hold if they do so for every position of the table, which is made later of the true frequencies.
+    The evidence is five positions. More than one way fits where all of these angles are one, and
+    "none" fits all: the other two hold if they do so for every position of the table, which is made
+    later of the true frequencies.
     """
     generator = torch.Generator().manual_seed(0)
     with_values: dict[int, Any] = {id(each): torch.rand(each.shape, generator=generator) for each in own.buffers()}

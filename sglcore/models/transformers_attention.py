@@ -1,4 +1,5 @@
-"""From attention as transformers' classes call it to the engine's: rows instead of heads, and rotary embedding with the store."""
+"""From attention as transformers' classes call it to the engine's: rows instead of heads, and
+rotary embedding with the store."""
 
 from __future__ import annotations
 
@@ -18,14 +19,17 @@ from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.kernels.table import KernelTable
 
 PAGED = "sglcore_paged"
-"""The name under which transformers finds the engine's attention. It has no mask function, so no masks are made."""
+"""The name under which transformers finds the engine's attention. It has no mask function, so no
+masks are made."""
 MASKED = "sglcore_masked"
-"""The same with masks that hide nothing and take no memory, for classes with a bias, some of which do not run without."""
+"""The same with masks that hide nothing and take no memory, for classes with a bias, some of which
+do not run without."""
 
 
 class PagedAttention:
-    """The attention of one module. `turn` is what turned its queries and keys, or still has to. Without `stores`, another
-    call of the forward has left the same keys and values in the layer's cells. `places` and `slopes`: its scores have a bias."""
+    """The attention of one module. `turn` is what turned its queries and keys, or still has to.
+    Without `stores`, another call of the forward has left the same keys and values in the layer's
+    cells. `places` and `slopes`: its scores have a bias."""
 
     __slots__ = (
         "_columns",
@@ -71,7 +75,8 @@ class PagedAttention:
                 each.waits = self._norm_rotary_and_store is not None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [1, heads, T, dim], key and value [1, kv_heads, T, dim or less] to [1, T, heads, value's dim]."""
+        """query [1, heads, T, dim], key and value [1, kv_heads, T, dim or less] to [1, T, heads,
+        value's dim]."""
         wide, size = self._wide, value.shape[3]
         if self._columns is not None:
             query, key = widened(query, self._columns), widened(key, self._places.columns)
@@ -97,7 +102,8 @@ class PagedAttention:
 
 
 class Several:
-    """The attention of a module that attends more than once in a forward: `begin`, then each call in its turn."""
+    """The attention of a module that attends more than once in a forward: `begin`, then each call
+    in its turn."""
 
     __slots__ = ("_calls", "_next")
 
@@ -118,8 +124,8 @@ class Several:
 def attention_layers(
     model: nn.Module, calls: tuple[AttentionCall, ...], turns: Mapping[nn.Module, Turn], build: Build, places: Places
 ) -> tuple[tuple[Attention, ...], list[Several]]:
-    """One layer for each call that stores, which its module finds again, as do those that read the same cells, numbered by
-    call; and what is to begin with a forward."""
+    """One layer for each call that stores, which its module finds again, as do those that read the
+    same cells, numbered by call; and what is to begin with a forward."""
     parameters = dict(model.named_parameters())
     layers: dict[int, Attention] = {}
     own: dict[nn.Module, list[PagedAttention]] = {}

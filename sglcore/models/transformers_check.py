@@ -1,6 +1,8 @@
-"""Whether the engine gives what a model of transformers gives by itself: a tiny random one, of the same class and options.
+"""Whether the engine gives what a model of transformers gives by itself: a tiny random one, of the
+same class and options.
 
-Both compute on the processor in float32: the class by its own forward, the engine by its reference's kernels and attention.
+Both compute on the processor in float32: the class by its own forward, the engine by its
+reference's kernels and attention.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ LENGTH, OTHER = 40, 23
 
 
 def check(config: ModelConfig, implementation: str) -> float:
-    """The greatest difference of log-probabilities between the engine and a class of transformers, whose configuration
-    `transformers_config` read. `implementation` refers to what the engine runs it by. Raises `ConfigError` where the two are
-    not equal, or can not be compared."""
+    """The greatest difference of log-probabilities between the engine and a class of transformers,
+    whose configuration `transformers_config` read. `implementation` refers to what the engine runs
+    it by. Raises `ConfigError` where the two are not equal, or can not be compared."""
     kind = config.library.config.model_type
     try:
         with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
@@ -86,7 +88,8 @@ def _refusal(kind: str, what: str) -> ConfigError:
 
 
 def random_model(library: Library) -> PreTrainedModel:
-    """A model with random weights, of which none is near nothing, computed by its own eager attention."""
+    """A model with random weights, of which none is near nothing, computed by its own eager
+    attention."""
     model = library.model(attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -96,10 +99,11 @@ def random_model(library: Library) -> PreTrainedModel:
 
 
 def difference(own: PreTrainedModel, loaded: Architecture, seed: int = 0) -> float:
-    """The greatest difference of log-probabilities [T, vocab] between a model's own forward and the engine's steps: two
-    prompts in random chunks side by side, then their other tokens one by one, and both in one batch. A model with states has
-    two forwards of its own, of all tokens at once, and of one after the other from its cache, of which the nearer one counts:
-    they are not always one."""
+    """The greatest difference of log-probabilities [T, vocab] between a model's own forward and the
+    engine's steps: two prompts in random chunks side by side, then their other tokens one by one,
+    and both in one batch. A model with states has two forwards of its own, of all tokens at once,
+    and of one after the other from its cache, of which the nearer one counts: they are not always
+    one."""
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(3, loaded.config.vocab_size, (length,), generator=generator) for length in (LENGTH, OTHER)]
     found = _by_steps(Steps(loaded), [each.tolist() for each in tokens], generator)
@@ -126,8 +130,8 @@ def _cached(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def _by_steps(steps: Steps, tokens: list[list[int]], generator: torch.Generator) -> list[Tensor]:
-    """Chunks to the half of each prompt, then single tokens of both: the one that is there first waits, or there would be few
-    steps of two single tokens, or none."""
+    """Chunks to the half of each prompt, then single tokens of both: the one that is there first
+    waits, or there would be few steps of two single tokens, or none."""
     found: list[list[Tensor]] = [[], []]
     done = [0, 0]
     while any(left := [len(own) // 2 - at for at, own in zip(done, tokens, strict=True)]):

@@ -30,7 +30,8 @@ _READ = ("num_nextn_predict_layers", "num_labels", "id2label", "sentence_transfo
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What transformers makes a checkpoint's model of. `code` is the folder whose class it is; None: transformers has it."""
+    """What transformers makes a checkpoint's model of. `code` is the folder whose class it is;
+    None: transformers has it."""
 
     config: PreTrainedConfig
     code: Path | None = None
@@ -46,8 +47,9 @@ class Library:
 
 
 def transformers_config(folder: Path, task: str = "auto", runs_code: bool = False) -> ModelConfig:
-    """What the engine asks of a model's configuration. Heads, windows and positions are not in it: the model itself tells
-    them. `runs_code`: its classes are those of the folder. Raises `ConfigError` for what transformers refuses."""
+    """What the engine asks of a model's configuration. Heads, windows and positions are not in it:
+    the model itself tells them. `runs_code`: its classes are those of the folder. Raises
+    `ConfigError` for what transformers refuses."""
     raw = read_json(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=runs_code)
@@ -105,8 +107,8 @@ def _length(file: Path, text: PreTrainedConfig) -> int:
 
 
 def _whole(file: Path, text: PreTrainedConfig, name: str) -> int:
-    """A number that no model is without. Raises `ConfigError` with the type's own name of it, and AttributeError where the type
-    has none."""
+    """A number that no model is without. Raises `ConfigError` with the type's own name of it, and
+    AttributeError where the type has none."""
     value, own = getattr(text, name), text.attribute_map.get(name, name)
     wanted, is_right = KINDS[name]
     if not is_right(value):
@@ -115,7 +117,8 @@ def _whole(file: Path, text: PreTrainedConfig, name: str) -> int:
 
 
 def _check(folder: Path, raw: Mapping[str, Any], config: PreTrainedConfig, runs_code: bool) -> None:
-    """Raise `ConfigError` for what transformers' classes would do otherwise in a batch than alone."""
+    """Raise `ConfigError` for what transformers' classes would do otherwise in a batch than
+    alone."""
     file = folder / "config.json"
     check_values(file, {name: raw.get(name) for name in _READ})
     name = architecture_of(file, raw)

@@ -1,4 +1,5 @@
-"""Experts of transformers' classes: by the engine's kernel where they are of its form, else one after the other."""
+"""Experts of transformers' classes: by the engine's kernel where they are of its form, else one
+after the other."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def serve_experts(model: PreTrainedModel) -> None:
 
 
 def choose_experts(model: PreTrainedModel, build: Build) -> None:
-    """Give every module with stacked experts the kernel that computes them, once its weights have their places."""
+    """Give every module with stacked experts the kernel that computes them, once its weights have
+    their places."""
     for module in model.modules():
         if has_experts(module):
             module.sglcore_moe = _kernel(module, build)  # pyright: ignore[reportArgumentType]
@@ -53,7 +55,8 @@ def turned_weights(model: nn.Module) -> set[int]:
 
 
 def _kernel(module: Any, build: Build) -> Moe | None:
-    """By an entry of the table, for experts of a gate and an up side by side that are one of those; None for any other form."""
+    """By an entry of the table, for experts of a gate and an up side by side that are one of those;
+    None for any other form."""
     if not module.has_gate or module.has_post_expert_norm:
         return None
     weights = module.gate_up_proj, module.down_proj

@@ -1,5 +1,5 @@
-"""What a causal class of transformers does behind its decoder: its output layer by the engine's kernels, the rest by the class,
-or nothing where there is no rest."""
+"""What a causal class of transformers does behind its decoder: its output layer by the engine's
+kernels, the rest by the class, or nothing where there is no rest."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ class Ends:
 
 
 def replace_ends(model: PreTrainedModel, stored: Mapping[str, Tensor], keeps: Callable[[str], bool]) -> Ends:
-    """Replace the embedding and the output layer of a model on the meta device where they are no more than that. None whose
-    weight something else may have of what the model had `stored`, or that has a name which `keeps`."""
+    """Replace the embedding and the output layer of a model on the meta device where they are no
+    more than that. None whose weight something else may have of what the model had `stored`, or
+    that has a name which `keeps`."""
     given, own = model.get_input_embeddings(), model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -118,7 +119,8 @@ class _HandedOn:
 
 
 class _Decoded(nn.Module):
-    """Stands where the decoder was: it hands on what it is given as the decoder's output, and has the decoder's attributes."""
+    """Stands where the decoder was: it hands on what it is given as the decoder's output, and has
+    the decoder's attributes."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
@@ -145,8 +147,9 @@ def head_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def output_of(model: PreTrainedModel, layer: PackedHead, build: Build) -> Callable[[Tensor], Tensor] | None:
-    """The logits float32 [N, vocab] of hidden states [N, H], where nothing comes between the decoder and the output layer, and
-    behind that no more than a scale or a soft cap. The layer has its place."""
+    """The logits float32 [N, vocab] of hidden states [N, H], where nothing comes between the
+    decoder and the output layer, and behind that no more than a scale or a soft cap. The layer has
+    its place."""
     found = _Given()
     head = head_of(model)
     head._modules = {name: found if each is layer else each for name, each in head._modules.items()}

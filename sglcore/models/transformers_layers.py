@@ -1,4 +1,5 @@
-"""Layers of transformers' classes by the engine's kernels. Each gives shapes alone until it has weights and kernels by `place`."""
+"""Layers of transformers' classes by the engine's kernels. Each gives shapes alone until it has
+weights and kernels by `place`."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ class Product:
         return handed(self.rows(as_rows(x)), shape, is_addend)
 
     def part(self, place: int, x: Tensor) -> Tensor:
-        """[..., in] to what the layer of this place gives. The whole is computed at the first call with an x, and forgotten
-        at the last place's; a call out of turn costs time, no more."""
+        """[..., in] to what the layer of this place gives. The whole is computed at the first call
+        with an x, and forgotten at the last place's; a call out of turn costs time, no more."""
         if x is not self._x:
             self._x, self._split = x, self.whole(x).split([size for _, size in self.parts], dim=-1)
         part = self._split[place]
@@ -131,19 +132,22 @@ class GatedBlock(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class NormForm:
-    """Which root mean square norm. `offset` is that of `Build.norm`: None for a row that is cast before the product."""
+    """Which root mean square norm. `offset` is that of `Build.norm`: None for a row that is cast
+    before the product."""
 
     eps: float
     offset: float | None
 
 
 class Norm(nn.Module):
-    """Root mean square norm over the last dimension, together with the addition before it where a `Sum` comes. `heads`: so
-    many of them come as [1, T, heads, size]; None for rows [1, T, size]."""
+    """Root mean square norm over the last dimension, together with the addition before it where a
+    `Sum` comes. `heads`: so many of them come as [1, T, heads, size]; None for rows [1, T,
+    size]."""
 
     heads: int | None = None
     waits = False
-    """Whether its heads are normed together with their rotary embedding, unless a compiler watches."""
+    """Whether its heads are normed together with their rotary embedding, unless a compiler
+    watches."""
     is_addend = False
 
     def __init__(self, name: str, own: Tensor, form: NormForm) -> None:
@@ -155,7 +159,8 @@ class Norm(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """As the class has it, on shapes alone, for who asks its dtype: nobody may compute with it."""
+        """As the class has it, on shapes alone, for who asks its dtype: nobody may compute with
+        it."""
         return self._own[0]
 
     def place(self, build: Build) -> None:
@@ -224,15 +229,15 @@ class Rows(nn.Module):
 
 
 def empty_as(x: Tensor, *shape: int) -> Tensor:
-    """Without contents, of a tensor's dtype and where it is, whatever a mode makes of other tensors. On shapes alone `new_empty`
-    takes four times as long."""
+    """Without contents, of a tensor's dtype and where it is, whatever a mode makes of other
+    tensors. On shapes alone `new_empty` takes four times as long."""
     with torch._C.DisableTorchFunction():
         return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[..., size] as [T, size], each row in one piece, as kernels take them: classes give columns too, such as behind a
-    convolution."""
+    """[..., size] as [T, size], each row in one piece, as kernels take them: classes give columns
+    too, such as behind a convolution."""
     if x.is_contiguous():
         return x.view(-1, x.shape[-1])
     rows = x.reshape(-1, x.shape[-1])
@@ -251,6 +256,7 @@ class NoDropout(nn.Dropout):
 
 
 def handed(rows: Tensor, shape: Sequence[int], is_addend: bool) -> Tensor:
-    """[T, H] in another shape, as what is to be added where that is known; a compiler takes plain tensors."""
+    """[T, H] in another shape, as what is to be added where that is known; a compiler takes plain
+    tensors."""
     x = rows.view(shape)
     return Addend.of(x, rows) if is_addend and not torch.compiler.is_compiling() else x

@@ -1,7 +1,9 @@
-"""Any decoder that transformers has, on the engine's attention: for an architecture without a file of its own.
+"""Any decoder that transformers has, on the engine's attention: for an architecture without a file
+of its own.
 
-Transformers' class is built without weights, asked what it wants of attention (`transformers_walk.py`), and given weights by
-the engine's loader. Every attention call goes to the engine's attention layer of its number, over the paged pool.
+Transformers' class is built without weights, asked what it wants of attention
+(`transformers_walk.py`), and given weights by the engine's loader. Every attention call goes to the
+engine's attention layer of its number, over the paged pool.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from sglcore.runtime.forward_batch import ForwardBatch
 
 
 class TransformersModel(Architecture):
-    """A causal language model of transformers. Its parameters are the loader's, by the names that the class gives them."""
+    """A causal language model of transformers. Its parameters are the loader's, by the names that
+    the class gives them."""
 
     calls_library = True
 
@@ -70,7 +73,8 @@ class TransformersModel(Architecture):
         self.parts = f"{replaced}{why}"
 
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
-        """By transformers' own renamings; what the files have one by one are parts of what the class has in one."""
+        """By transformers' own renamings; what the files have one by one are parts of what the
+        class has in one."""
         found = self._naming(shapes)
         lost = [name for name in self.weights.orders if name.endswith(".weight") and name not in self.weights.targets]
         if lost:
@@ -107,8 +111,8 @@ class TransformersModel(Architecture):
 
 
 def _replaced_model(build: Build) -> tuple[PreTrainedModel, tuple[Mixer, ...], Replaced, str]:
-    """The model on the meta device, with the engine's layers; only linear ones where a class does not run with others, and
-    why."""
+    """The model on the meta device, with the engine's layers; only linear ones where a class does
+    not run with others, and why."""
     try:
         return *_replaced(build, is_whole=True), ""
     except DoesNotRun as error:
@@ -122,7 +126,8 @@ def _replaced(build: Build, is_whole: bool) -> tuple[PreTrainedModel, tuple[Mixe
 
 
 def _empty_model(build: Build) -> PreTrainedModel:
-    """The causal class of the checkpoint's configuration, on the meta device. Raises `ConfigError` for what the class refuses."""
+    """The causal class of the checkpoint's configuration, on the meta device. Raises `ConfigError`
+    for what the class refuses."""
     try:
         with torch.device("meta"), no_init_weights():
             model = build.config.library.model(dtype=build.dtype)
@@ -142,8 +147,8 @@ def _empty_model(build: Build) -> PreTrainedModel:
 
 
 def _place(model: PreTrainedModel, build: Build) -> None:
-    """Parameters of the loader in place of the empty ones, and buffers with what the class puts there. A buffer that
-    checkpoints have is a parameter to the loader."""
+    """Parameters of the loader in place of the empty ones, and buffers with what the class puts
+    there. A buffer that checkpoints have is a parameter to the loader."""
     weights, stored = build.weights, model.state_dict(keep_vars=True)
     made: dict[int, Any] = {}
     is_wide, turned = _kept(model, build.dtype), turned_weights(model)
@@ -170,7 +175,8 @@ def _place(model: PreTrainedModel, build: Build) -> None:
 
 
 def _kept(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Of a weight's name: whether the class keeps it in float32 whatever it computes in, as when transformers loads it."""
+    """Of a weight's name: whether the class keeps it in float32 whatever it computes in, as when
+    transformers loads it."""
     if dtype is torch.float32:
         return lambda name: False
     named = [*(model._keep_in_fp32_modules_strict or ())]

@@ -1,7 +1,8 @@
-"""What the tensors of a checkpoint's files are called in transformers' class: its own renamings, applied to the files' names.
+"""What the tensors of a checkpoint's files are called in transformers' class: its own renamings,
+applied to the files' names.
 
-Experts that the files have one by one are parts of the stacked weight that the class has, and so are convolutions side by
-side: each goes straight to its place.
+Experts that the files have one by one are parts of the stacked weight that the class has, and so
+are convolutions side by side: each goes straight to its place.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class Naming:
         self._targets = targets
 
     def __call__(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-        """What each tensor in the files is called in `targets`, where stacked weights give way to their parts if the files
-        have those. Raises `ConfigError` for weights that transformers would work out of others in another way."""
+        """What each tensor in the files is called in `targets`, where stacked weights give way to
+        their parts if the files have those. Raises `ConfigError` for weights that transformers
+        would work out of others in another way."""
         renamed = {name: self._rename(name) for name in shapes}
         found = {renamed[name]: shape for name, shape in shapes.items()}
         for name in dict.fromkeys(self._of_weight(name) for name in found):
@@ -52,7 +54,8 @@ class Naming:
         return renamed
 
     def _rename(self, name: str) -> str:
-        """The class knows weights alone: what else a quantised layer has is called as its weight is."""
+        """The class knows weights alone: what else a quantised layer has is called as its weight
+        is."""
         weight = self._of_weight(name)
         found = rename_source_key(weight, self._renamings, [], self._prefix, self._known)[0]
         return found if weight == name else found.removesuffix(_WEIGHT) + name.rpartition(".")[2]

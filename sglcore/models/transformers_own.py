@@ -1,7 +1,9 @@
-"""Attention that a class of transformers computes itself: a product of queries and keys, a softmax, a product with values.
+"""Attention that a class of transformers computes itself: a product of queries and keys, a softmax,
+a product with values.
 
-Such a module keeps its forward. While it runs, its scores have no contents, and the engine's attention answers in their place.
-What the class does to its scores is told by the walk on shapes, and tried with numbers before a model is served.
+Such a module keeps its forward. While it runs, its scores have no contents, and the engine's
+attention answers in their place. What the class does to its scores is told by the walk on shapes,
+and tried with numbers before a model is served.
 """
 
 from __future__ import annotations
@@ -38,12 +40,14 @@ from sglcore.models.transformers_walk import (
 )
 
 LARGE, LARGE_EACH = 30.0, 5
-"""How much larger than others the queries, keys and values of every so-manieth token are in a trial: scores up to about a
-thousand, in which limits show that no small score meets."""
+"""How much larger than others the queries, keys and values of every so-manieth token are in a
+trial: scores up to about a thousand, in which limits show that no small score meets."""
 EQUAL = 1e-3
-"""The greatest difference of what a trial gives, beside as much of each number: scores of a thousand are rounded by 1e-4."""
+"""The greatest difference of what a trial gives, beside as much of each number: scores of a
+thousand are rounded by 1e-4."""
 FAR_TOKENS = 4096
-"""With so many tokens, or as many as the model has positions, a bias has the slopes that it has with few."""
+"""With so many tokens, or as many as the model has positions, a bias has the slopes that it has
+with few."""
 
 
 class OwnAttention(nn.Module):
@@ -86,8 +90,9 @@ class Own:
         return self._between
 
     def without_places(self, args: Any, named: dict[str, Any]) -> dict[str, Any]:
-        """With zeros, which are one, for the masks [1, 1, T, T] that are not made any more, because some classes add them unasked;
-        and for a bias, which may be of fewer keys than a step has."""
+        """With zeros, which are one, for the masks [1, 1, T, T] that are not made any more, because
+        some classes add them unasked; and for a bias, which may be of fewer keys than a step
+        has."""
         absent = [name for name in self._masks if named.get(name) is None]
         if not absent and self._bias is None:
             return named
@@ -138,11 +143,11 @@ class Own:
         return write_down(self.module, product.query, product.key, value, mask, scaling=product.scaling)[0]
 
     def tried(self, call: AttentionCall) -> AttentionCall:
-        """The call with the window that the module's own mask has, once buffers have their values. Raises `ConfigError` if
-        the class does something else than the engine's attention.
+        """The call with the window that the module's own mask has, once buffers have their values.
+        Raises `ConfigError` if the class does something else than the engine's attention.
 
-        The evidence is a twin's attention to random queries, keys and values, some of them `LARGE`, for as many tokens as
-        the last walk had, and its bias with these and with `FAR_TOKENS`."""
+        The evidence is a twin's attention to random queries, keys and values, some of them `LARGE`,
+        for as many tokens as the last walk had, and its bias with these and with `FAR_TOKENS`."""
         for name in self._buffers:
             window = _window(self.module.get_buffer(name))
             if window is not None and not window < min(LENGTHS[-1], call.window or LENGTHS[-1]):
@@ -168,7 +173,8 @@ class Own:
         return call
 
     def _times(self, given: Any) -> float | None:
-        """How many times its size it has in the scores; None: it was not added to them, or is a mask."""
+        """How many times its size it has in the scores; None: it was not added to them, or is a
+        mask."""
         if not isinstance(given, Tensor) or isinstance(given, Seen) or _is_padding(given):
             return None
         return self._added.get(memory(given))
@@ -204,7 +210,8 @@ class Own:
         return own.result, found
 
     def _twin(self) -> nn.Module:
-        """The module on the host in float32, whose layers give the same random numbers whatever they are given."""
+        """The module on the host in float32, whose layers give the same random numbers whatever
+        they are given."""
         twin = copy(self.module)
         vars(twin).pop("forward", None)
         twin.__class__ = self._kind
@@ -304,7 +311,8 @@ class _ReachedError(Exception):
 
 
 def _far_biases(model: PreTrainedModel, owns: Sequence[Own]) -> list[Tensor]:
-    """What each is given as its bias with `FAR_TOKENS`. The forward ends with the last one that is not another's."""
+    """What each is given as its bias with `FAR_TOKENS`. The forward ends with the last one that is
+    not another's."""
     keys = [(memory(own.bias), own.bias.storage_offset()) for own in owns]
     firsts = [keys.index(key) for key in keys]
     found: dict[int, Tensor] = {}

@@ -1,9 +1,10 @@
-"""Scores to which a class of transformers adds a slope of each head times a place, such as ALiBi's (Press, Smith and Lewis 2022,
-"Train Short, Test Long", section 3).
+"""Scores to which a class of transformers adds a slope of each head times a place, such as ALiBi's
+(Press, Smith and Lewis 2022, "Train Short, Test Long", section 3).
 
-What is one for all keys of a query falls out of the softmax, so that a key's place in its request is enough, and the product
-of a few columns more, in queries and in keys, adds it: backends, pages and graphs know nothing of it. The columns are exact
-in every type: a place is two digits of at most 256 either way, and a slope two numbers of bfloat16.
+What is one for all keys of a query falls out of the softmax, so that a key's place in its request
+is enough, and the product of a few columns more, in queries and in keys, adds it: backends, pages
+and graphs know nothing of it. The columns are exact in every type: a place is two digits of at most
+256 either way, and a slope two numbers of bfloat16.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def query_columns(slopes: Sequence[float], scaling: float) -> Tensor:
 
 
 def widened(part: Tensor, columns: Tensor) -> Tensor:
-    """Heads [1, heads, T, dim] and columns [heads or 1, T or 1, COLUMNS] to [1, heads, T, dim + COLUMNS]."""
+    """Heads [1, heads, T, dim] and columns [heads or 1, T or 1, COLUMNS] to [1, heads, T, dim +
+    COLUMNS]."""
     return torch.cat((part, columns.expand(*part.shape[1:3], COLUMNS)[None]), -1)
 
 
@@ -48,7 +50,8 @@ def wide_head(head_dim: int) -> int:
 
 
 def slopes_of(bias: Tensor, heads: int, times: float) -> tuple[float, ...] | None:
-    """Those of a bias [..., heads, 1, P] of P keys, in `times` its size; None where it is another one."""
+    """Those of a bias [..., heads, 1, P] of P keys, in `times` its size; None where it is another
+    one."""
     if bias.shape[-2] != 1 or bias.numel() != heads * bias.shape[-1]:
         return None
     rows = bias.double().view(heads, -1)
@@ -75,8 +78,8 @@ class Places:
 
 
 class OnHost(TorchFunctionMode):
-    """Inside, what is made on the meta device is made on the host: numbers that depend on no weight have contents, which are
-    not rounded to the type of the model."""
+    """Inside, what is made on the meta device is made on the host: numbers that depend on no weight
+    have contents, which are not rounded to the type of the model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The same, elsewhere."""

@@ -1,7 +1,9 @@
-"""Parts of a model of transformers by the engine's kernels, wherever they are found to compute the same.
+"""Parts of a model of transformers by the engine's kernels, wherever they are found to compute the
+same.
 
-Everything happens on shapes alone: modules are replaced by what their twins show; then one walk tells which layers have an input in
-common, which sums go to a norm, and who reads the cosines; and another one, of more tokens, that the model calls attention as before.
+Everything happens on shapes alone: modules are replaced by what their twins show; then one walk
+tells which layers have an input in common, which sums go to a norm, and who reads the cosines; and
+another one, of more tokens, that the model calls attention as before.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ from sglcore.models.transformers_twins import (
 from sglcore.models.transformers_walk import LENGTHS, AttentionCall, DoesNotRun, Windows, lengths_of, walk
 
 _CHOOSING = frozenset({"gate", "router", "wg"})
-"""Layers that choose experts, and those inside what does, stay as they are: a rounding would choose others, and their classes
-read their weights."""
+"""Layers that choose experts, and those inside what does, stay as they are: a rounding would choose
+others, and their classes read their weights."""
 
 Place = tuple[nn.Module, str, str, nn.Module]
 """A module's owner, its name there, its name in the model, and itself."""
@@ -88,8 +90,8 @@ class Replaced:
     """Modules that compute attention by themselves."""
 
     def place(self, build: Build) -> None:
-        """Declare weights, choose kernels and make tables, once the other weights have their places. Raises `ConfigError` for
-        angles that depend on a step."""
+        """Declare weights, choose kernels and make tables, once the other weights have their
+        places. Raises `ConfigError` for angles that depend on a step."""
         for module, calls in self.angles.items():
             for call in calls.values():
                 check_angles(module, call, build.max_positions)
@@ -116,8 +118,9 @@ class Replaced:
 def replace(
     model: PreTrainedModel, keeps: Callable[[str], bool], mixers: Sequence[Mixer] = (), *, is_whole: bool = True
 ) -> Replaced:
-    """Replace what can be of a model on the meta device; without `is_whole`, and in layers with states, linear layers alone.
-    Parameters whose name `keeps` are the class's own. Raises what `walk` raises."""
+    """Replace what can be of a model on the meta device; without `is_whole`, and in layers with
+    states, linear layers alone. Parameters whose name `keeps` are the class's own. Raises what
+    `walk` raises."""
     found, has_states = Replaced(), bool(mixers)
     routers, linears = _put(model, keeps, mixers, found, is_whole)
     modules = list(model.modules())
@@ -178,7 +181,8 @@ def _check_norms(model: PreTrainedModel, norms: Iterable[Replacement], trace: Tr
 def _check(
     model: PreTrainedModel, found: Replaced, linears: Sequence[PackedLinear], windows: Windows, has_states: bool
 ) -> None:
-    """Raise `ConfigError` for a model that, with more tokens, does something else than what `found` tells."""
+    """Raise `ConfigError` for a model that, with more tokens, does something else than what `found`
+    tells."""
     few, many = lengths_of(model)
     again = walk(model, lengths=(many,), windows=windows, has_states=has_states)
     if again != found.calls or found.ends.is_read or any(each.is_read for each in linears):
@@ -190,7 +194,8 @@ def _check(
 
 
 def _places(model: nn.Module, stored: Mapping[str, Tensor], keeps: Callable[[str], bool]) -> Iterator[Place]:
-    """Modules that one module owns, none of whose parameters, which are among `stored`, is another's or `keeps`."""
+    """Modules that one module owns, none of whose parameters, which are among `stored`, is
+    another's or `keeps`."""
     modules = list(model.named_modules())
     owners = Counter(id(child) for _, module in modules for child in module._modules.values())
     uses = Counter(id(parameter) for parameter in stored.values())
@@ -254,7 +259,8 @@ def _routers(places: Iterable[Place], dtype: torch.dtype) -> Iterator[Put[Router
 
 
 def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[Put[PackedLinear]]:
-    """All but those that choose experts, and the output layer, whose weight may be the embedding's."""
+    """All but those that choose experts, and the output layer, whose weight may be the
+    embedding's."""
     for owner, name, path, module in places:
         is_choosing = not _CHOOSING.isdisjoint(path.split("."))
         if isinstance(module, nn.Linear) and module is not head and not is_choosing and is_linear(module):

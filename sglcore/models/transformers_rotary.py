@@ -1,8 +1,9 @@
-"""Rotary embedding of transformers' classes: its cosines and sines as tables made once, its turning as the kernel's.
+"""Rotary embedding of transformers' classes: its cosines and sines as tables made once, its turning
+as the kernel's.
 
-A module that makes cosines and sines of positions hands on `Angles` in their place. The function by which an attention module
-turns queries and keys is known by what it does, and replaced in a copy of the globals of that module's forward: nothing of
-transformers is changed.
+A module that makes cosines and sines of positions hands on `Angles` in their place. The function by
+which an attention module turns queries and keys is known by what it does, and replaced in a copy of
+the globals of that module's forward: nothing of transformers is changed.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ Attended = Mapping[nn.Module, Sequence[tuple[Tensor, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """In place of cosines and sines: float32 [P, R] as kernels want them, and the positions int [T] of the step's tokens."""
+    """In place of cosines and sines: float32 [P, R] as kernels want them, and the positions int [T]
+    of the step's tokens."""
 
     table: Tensor
     positions: Tensor
 
 
 class Rotary(nn.Module):
-    """In place of a module that makes cosines and sines, which turn `size` elements of a head. `calls` are what it is called
-    with."""
+    """In place of a module that makes cosines and sines, which turn `size` elements of a head.
+    `calls` are what it is called with."""
 
     def __init__(
         self, own: nn.Module, calls: Mapping[Any, tuple[Any, Any]], size: int, doubling: Doubling = "halves"
@@ -54,7 +56,8 @@ class Rotary(nn.Module):
         self._tables = {key: torch.empty(1, size, device="meta") for key in calls}
 
     def place(self, build: Build) -> None:
-        """Make the tables, in float32; not where cosines are not doubled as was said, which stay as they were."""
+        """Make the tables, in float32; not where cosines are not doubled as was said, which stay as
+        they were."""
         tables = {key: self._table(call, build.max_positions) for key, call in self._calls.items()}
         if self.has_order and None in tables.values():
             raise ConfigError(
@@ -107,7 +110,8 @@ class _Call:
 class Turn:
     """In place of the function by which an attention module turns its queries and keys.
 
-    `is_direct`: what it gives goes to attention, so that turning may wait for it and be one kernel with storing keys.
+    `is_direct`: what it gives goes to attention, so that turning may wait for it and be one kernel
+    with storing keys.
     """
 
     def __init__(self, function: TurnFunction, known: dict[object, bool]) -> None:
@@ -116,7 +120,8 @@ class Turn:
         self._known = known
         self.is_direct = False
         self.projections: Sequence[PackedLinear] = ()
-        """Those of queries and of keys, if pairs of neighbours are turned: their rows are put in an order that has halves."""
+        """Those of queries and of keys, if pairs of neighbours are turned: their rows are put in an
+        order that has halves."""
         self.rotaries: Sequence[Rotary] = ()
         """Whose angles it is given."""
         self.norms: Sequence[Norm] = ()
@@ -176,8 +181,9 @@ class Turn:
         return (each for call in self._calls or () for each in (call.cos, call.sin))
 
     def is_kernels(self, doubling: Doubling, trace: Trace, attended: Sequence[tuple[Tensor, ...]]) -> bool:
-        """Whether every call that was watched is the kernel's, of angles that are doubled so; where neighbours are turned, with
-        rows of both projections in another order. `attended` as in `settle`."""
+        """Whether every call that was watched is the kernel's, of angles that are doubled so; where
+        neighbours are turned, with rows of both projections in another order. `attended` as in
+        `settle`."""
         calls = self._calls or []
         if all(self._is_kernels(call, doubling, "halves") for call in calls):
             return True
@@ -204,8 +210,8 @@ class Turn:
         return is_same and len(calls) == len(attended)
 
     def settle(self, doubling: Doubling, attended: Sequence[tuple[Tensor, ...]], trace: Trace) -> None:
-        """Watch no more. Its angles are doubled so; `attended` are the queries, keys and values that the module called attention
-        with."""
+        """Watch no more. Its angles are doubled so; `attended` are the queries, keys and values
+        that the module called attention with."""
         self.is_direct = self._goes_to(attended)
         first, *others = self._calls or []
         found = [trace.giver_of(heads) for heads in (first.q, first.k)]
@@ -216,7 +222,8 @@ class Turn:
         self._calls = None
 
     def take(self, q: Tensor, k: Tensor) -> Angles | None:
-        """The angles by which these are still to be turned; None if they are as attention wants them."""
+        """The angles by which these are still to be turned; None if they are as attention wants
+        them."""
         if self._held is None:
             return None
         (held_q, held_k, angles), self._held = self._held, None
@@ -235,7 +242,8 @@ def _like(x: Tensor) -> Tensor:
 
 
 def put_turns(modules: Iterable[nn.Module]) -> dict[nn.Module, Turn]:
-    """A `Turn` in place of every such function that the forward of one of the modules calls by one name."""
+    """A `Turn` in place of every such function that the forward of one of the modules calls by one
+    name."""
     names: dict[Any, str | None] = {}
     known: dict[object, bool] = {}
     found: dict[nn.Module, Turn] = {}
@@ -256,7 +264,8 @@ def put_turns(modules: Iterable[nn.Module]) -> dict[nn.Module, Turn]:
 
 
 def _turning_name(forward: FunctionType) -> str | None:
-    """The only function that turns heads of eight elements; each of its calls is tried with its own sizes later."""
+    """The only function that turns heads of eight elements; each of its calls is tried with its own
+    sizes later."""
     own = forward.__globals__
     named = [name for name in forward.__code__.co_names if inspect.isfunction(own.get(name))]
     turning = [
@@ -308,7 +317,8 @@ class RotaryTrace:
 def settle(
     model: nn.Module, turns: Mapping[nn.Module, Turn], seen: RotaryTrace, trace: Trace, attended: Attended
 ) -> tuple[list[Rotary], dict[nn.Module, Turn]]:
-    """Replace the modules whose angles only such turns read, and take back the turns that read others."""
+    """Replace the modules whose angles only such turns read, and take back the turns that read
+    others."""
     own = {id(each): module for module, made in seen.made.items() for each in made}
     makers = {module: {own.get(id(each)) for each in turn.read} for module, turn in turns.items()}
     refused = {module for module, made in seen.made.items() if any(trace.is_read(each) for each in made)}

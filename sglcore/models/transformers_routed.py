@@ -1,7 +1,8 @@
-"""Experts of classes that ask on the host which of them were chosen: computed here, by shapes that do not depend on it.
+"""Experts of classes that ask on the host which of them were chosen: computed here, by shapes that
+do not depend on it.
 
-Known by the names of their weights: stacked experts of which some may be missing, whose rows pass as they are; experts in flat
-weights; and products of rows in the order of their experts.
+Known by the names of their weights: stacked experts of which some may be missing, whose rows pass
+as they are; experts in flat weights; and products of rows in the order of their experts.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ _FORMS: Mapping[frozenset[str], tuple[One, Callable[[Any], int]]] = MappingProxy
 def _routed(
     module: nn.Module, one: One, count: Callable[[Any], int], hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The weighted sum [.., H] of the experts `top_k_index` [T, K] of hidden [.., H]. Of experts that are not there, rows pass."""
+    """The weighted sum [.., H] of the experts `top_k_index` [T, K] of hidden [.., H]. Of experts
+    that are not there, rows pass."""
     if hidden.device.type == "meta":
         return torch.empty_like(hidden)
     x, experts = hidden.reshape(-1, hidden.shape[-1]), count(module)
@@ -88,7 +90,8 @@ def _routed(
 
 
 def _by_order(module: Any, inputs: Tensor, expert_size: Tensor) -> Tensor:
-    """Rows [N, in], the first `expert_size[0]` of which are the first expert's and so on, to [N, out]."""
+    """Rows [N, in], the first `expert_size[0]` of which are the first expert's and so on, to [N,
+    out]."""
     expert = (torch.arange(len(inputs), device=inputs.device)[:, None] >= expert_size.cumsum(0)).sum(
         dim=1, keepdim=True
     )

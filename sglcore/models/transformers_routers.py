@@ -1,6 +1,8 @@
-"""What chooses experts in transformers' classes, by the engine's layers where these choose alike; and the sum behind experts.
+"""What chooses experts in transformers' classes, by the engine's layers where these choose alike;
+and the sum behind experts.
 
-Known by what it gives: its twin with random weights, against the reference of the two entries for routing.
+Known by what it gives: its twin with random weights, against the reference of the two entries for
+routing.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class RoutingForm:
-    """How experts are chosen: `is_sigmoid` as `sigmoid_routing`, else as `top_k_routing`, of logits that may have a bias."""
+    """How experts are chosen: `is_sigmoid` as `sigmoid_routing`, else as `top_k_routing`, of logits
+    that may have a bias."""
 
     rules: MoeConfig
     is_sigmoid: bool
@@ -37,7 +40,8 @@ class RoutingForm:
 
 
 class Router(nn.Module):
-    """Which experts a row goes to, and their weights, as transformers' classes have it: logits, weights, experts."""
+    """Which experts a row goes to, and their weights, as transformers' classes have it: logits,
+    weights, experts."""
 
     def __init__(self, own: nn.Module, name: str, form: RoutingForm) -> None:
         super().__init__()
@@ -79,7 +83,8 @@ class Router(nn.Module):
 
 
 class SparseBlock(nn.Module):
-    """A block with experts: mixed into its class. `is_addend` is that of the layers, of what it gives first."""
+    """A block with experts: mixed into its class. `is_addend` is that of the layers, of what it
+    gives first."""
 
     is_addend: bool
 
@@ -101,18 +106,19 @@ def as_sparse_block(block: nn.Module) -> SparseBlock:
 
 
 def may_route(module: nn.Module) -> bool:
-    """Whether all that a module has is one matrix, perhaps with a bias, and it is none of torch's layers."""
+    """Whether all that a module has is one matrix, perhaps with a bias, and it is none of torch's
+    layers."""
     weight = module._parameters.get("weight")
     is_own = not isinstance(module, nn.Linear | nn.Embedding) and weight is not None and weight.dim() == 2
     return is_own and _names(module) in ({"weight"}, {"weight", "bias"}, {"weight", CHOOSING})
 
 
 def routing_of(module: nn.Module, dtype: torch.dtype) -> RoutingForm | None:
-    """As which entry of the kernel table a module that `may_route` chooses experts; None if as none, or if two forms that
-    choose otherwise give the same here.
+    """As which entry of the kernel table a module that `may_route` chooses experts; None if as
+    none, or if two forms that choose otherwise give the same here.
 
-    Evidence: groups are numbers that the module or its configuration has, and what it gives for `telling_logits`, where
-    every other number of groups, or of those taken, chooses other experts.
+    Evidence: groups are numbers that the module or its configuration has, and what it gives for
+    `telling_logits`, where every other number of groups, or of those taken, chooses other experts.
     """
     names, numbers = _names(module), _numbers(module)
     groups = sorted(numbers & set(_divisors(_Trial.experts_of(module))))
@@ -128,9 +134,10 @@ def routing_of(module: nn.Module, dtype: torch.dtype) -> RoutingForm | None:
 
 
 def telling_logits(experts: int, groups: Iterable[int]) -> Tensor:
-    """float32 [R, experts]: rows for which experts are chosen otherwise by other groups. With `groups` of equal size there is a
-    row for each number of them that have one large expert and else the least: by the sum of a group's two largest
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) these are the last to be taken, though all others are less than that expert."""
+    """float32 [R, experts]: rows for which experts are chosen otherwise by other groups. With
+    `groups` of equal size there is a row for each number of them that have one large expert and
+    else the least: by the sum of a group's two largest (DeepSeek-V3, arXiv 2412.19437, section
+    2.1.2) these are the last to be taken, though all others are less than that expert."""
     generator = torch.Generator().manual_seed(0)
     usual = torch.linspace(0.1, 2, experts)
     rows = [usual[torch.randperm(experts, generator=generator)]]
@@ -146,7 +153,8 @@ def telling_logits(experts: int, groups: Iterable[int]) -> Tensor:
 
 
 def _telling(module: nn.Module, groups: Sequence[int]) -> Sequence[Tensor]:
-    """Such logits, as many at a time as a row of the module has elements: each row is one column of its weight."""
+    """Such logits, as many at a time as a row of the module has elements: each row is one column of
+    its weight."""
     experts, size = _Trial.experts_of(module), int(module._parameters["weight"].shape[1])  # pyright: ignore[reportOptionalMemberAccess]
     powers = (each for each in _divisors(experts) if each & (each - 1) == 0)
     return telling_logits(experts, sorted({*groups, *powers})).split(size)
@@ -168,8 +176,8 @@ def _numbers(module: nn.Module) -> set[int]:
 
 
 class _Trial:
-    """Rows through a router's twin, random ones or such that give these `logits`. `found` has the weights and experts that it
-    gave; None: it does not give such."""
+    """Rows through a router's twin, random ones or such that give these `logits`. `found` has the
+    weights and experts that it gave; None: it does not give such."""
 
     def __init__(self, module: nn.Module, names: set[str], dtype: torch.dtype, logits: Tensor | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -209,8 +217,9 @@ class _Trial:
         return (RoutingForm(self._rules(normalize), False, has_bias) for normalize in (False, True))
 
     def sigmoid_forms(self, groups: Iterable[int], numbers: set[int]) -> Iterator[RoutingForm]:
-        """All that scale weights as was found: their sum, or the ratio to the sigmoids, shows by how much. `numbers` are those
-        that may say how many of the `groups` are taken: fewer than there are."""
+        """All that scale weights as was found: their sum, or the ratio to the sigmoids, shows by
+        how much. `numbers` are those that may say how many of the `groups` are taken: fewer than
+        there are."""
         assert self.found is not None
         weights, experts = self.found
         scores = self._logits(True).sigmoid().gather(1, experts)
@@ -220,8 +229,8 @@ class _Trial:
                 yield RoutingForm(self._rules(normalize, round(float(scale[0]), 5), *pair), True, False)
 
     def is_of(self, form: RoutingForm) -> bool:
-        """Whether a form gives what was found: to a rounding, by which in half types other experts may be chosen whose weight is
-        the same."""
+        """Whether a form gives what was found: to a rounding, by which in half types other experts
+        may be chosen whose weight is the same."""
         assert self.found is not None
         rules, logits = form.rules, self._logits(form.is_sigmoid)
         if form.is_sigmoid:

@@ -1,7 +1,7 @@
 """The scores of attention that a class of transformers computes itself, without contents.
 
-A product of queries and keys gives `Scores`, which are shapes alone and go through whatever the class does to them. Where they meet
-the values, `attend` answers.
+A product of queries and keys gives `Scores`, which are shapes alone and go through whatever the
+class does to them. Where they meet the values, `attend` answers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ Attend = Callable[["Product", Tensor], Tensor]
 
 @dataclass(slots=True)
 class Product:
-    """Of queries [1, heads, T, dim] and keys [1, kv_heads, T, dim], and what befell it: scales, masks of transformers' making,
-    and other tensors, by their memory, with the scale that there was."""
+    """Of queries [1, heads, T, dim] and keys [1, kv_heads, T, dim], and what befell it: scales,
+    masks of transformers' making, and other tensors, by their memory, with the scale that there
+    was."""
 
     query: Tensor
     key: Tensor
@@ -74,8 +75,8 @@ def _scores(shape: Tensor, product: Product) -> Scores:
 
 
 class Between(TorchFunctionMode):
-    """Inside, the product of this number is that of queries and keys, and the next one of what became of it is the attention.
-    `number` None: any that has the look of it."""
+    """Inside, the product of this number is that of queries and keys, and the next one of what
+    became of it is the attention. `number` None: any that has the look of it."""
 
     def __init__(self, attend: Attend, number: int | None) -> None:
         super().__init__()
@@ -109,8 +110,8 @@ class Between(TorchFunctionMode):
 
 
 class Traced(TorchFunctionMode):
-    """The same where a compiler traces: scores are computed, and nobody reads them, which the compiler sees. `numbers` are
-    those of the two products."""
+    """The same where a compiler traces: scores are computed, and nobody reads them, which the
+    compiler sees. `numbers` are those of the two products."""
 
     def __init__(self, attend: Attend, numbers: tuple[int, int]) -> None:
         super().__init__()
@@ -163,7 +164,8 @@ def operands_of(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor] | No
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    """The function's result. An index that is a list of one, which would be copied to the device, is a slice instead."""
+    """The function's result. An index that is a list of one, which would be copied to the device,
+    is a slice instead."""
     if func is Tensor.__getitem__ and isinstance(args[1], tuple):
         lists = [each for each in args[1] if isinstance(each, list)]
         if lists and all(isinstance(each, slice) or each is Ellipsis or _is_one(each) for each in args[1]):

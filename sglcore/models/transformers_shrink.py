@@ -1,7 +1,9 @@
-"""A configuration of transformers made small: fewer layers, heads, experts and words, and every kind of layer that there was.
+"""A configuration of transformers made small: fewer layers, heads, experts and words, and every
+kind of layer that there was.
 
-Sizes are known by their names; what is not a size stays as it is. Whether that was right, the models tell: each layer of the
-whole one, by the classes and choices in it, has to be in the small one.
+Sizes are known by their names; what is not a size stays as it is. Whether that was right, the
+models tell: each layer of the whole one, by the classes and choices in it, has to be in the small
+one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Layers of transformers' classes that keep a state of each request: those that take one from transformers' cache interface.
+"""Layers of transformers' classes that keep a state of each request: those that take one from
+transformers' cache interface.
 
-Such a module keeps its place in the model. Its calls come here, and it is run on the rows of one request after the other, each
-with the state of its slot; rows of one token side by side. The walk on shapes alone tells what it keeps.
+Such a module keeps its place in the model. Its calls come here, and it is run on the rows of one
+request after the other, each with the state of its slot; rows of one token side by side. The walk
+on shapes alone tells what it keeps.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ EQUAL = 1e-3
 FEW, LONG = 6, 70
 """Tokens that a twin is tried with. Chunks that no attribute tells have 64."""
 PARTS, LAST = (33, 2, 35), 9
-"""Parts of the `LONG` tokens, and how many come one by one of who forgets: none begins where a chunk does."""
+"""Parts of the `LONG` tokens, and how many come one by one of who forgets: none begins where a
+chunk does."""
 SMALL = 16
 """The most tokens of a chunk that an attribute tells, in a twin."""
 LARGE = 8.0
@@ -47,7 +50,8 @@ _LAYER = frozenset({"layer_idx", "name", "_own"})
 
 
 class Held:
-    """Some rows' states as transformers' cache interface has them, by name [rows, ...]; absent ones are of rows that begin."""
+    """Some rows' states as transformers' cache interface has them, by name [rows, ...]; absent ones
+    are of rows that begin."""
 
     def __init__(self, states: dict[str, Tensor]) -> None:
         self.states = states
@@ -90,8 +94,8 @@ class Held:
 
 
 class MixerCall:
-    """A module's own forward. What it wants beside hidden states and the cache it gets none of: masks, and where tokens
-    stand."""
+    """A module's own forward. What it wants beside hidden states and the cache it gets none of:
+    masks, and where tokens stand."""
 
     def __init__(self, module: nn.Module) -> None:
         self._forward = module.forward
@@ -107,8 +111,8 @@ class MixerCall:
 
 
 class Results:
-    """What a module gives of each token, [rows, T, *shape] each, as rows of numbers side by side; beside it, what nobody
-    needs. `found` is what it gave of hidden [rows, T, H]."""
+    """What a module gives of each token, [rows, T, *shape] each, as rows of numbers side by side;
+    beside it, what nobody needs. `found` is what it gave of hidden [rows, T, H]."""
 
     def __init__(self, hidden: Tensor, found: tuple[Any, ...]) -> None:
         shapes = [each.shape if isinstance(each, Tensor) else torch.Size() for each in found]
@@ -127,7 +131,8 @@ class Results:
         return rows if rows.shape[1] == self.width else pad(rows, (0, self.width - rows.shape[1]))
 
     def unpack(self, rows: Tensor) -> Any:
-        """[T, width] to what the module gives of one row of T tokens; None instead of what nobody needs."""
+        """[T, width] to what the module gives of one row of T tokens; None instead of what nobody
+        needs."""
         parts = iter(rows[:, : sum(self._sizes)].split(self._sizes, dim=1))
         found = tuple(
             None if shape is None else next(parts).reshape(1, rows.shape[0], *shape) for shape in self._shapes
@@ -136,8 +141,8 @@ class Results:
 
 
 class Mixer(StateLayer):
-    """One such module. Before the walk it keeps nothing.
-    `forgets`: with several tokens it begins with no state, whatever it is given; later tokens then come one by one."""
+    """One such module. Before the walk it keeps nothing. `forgets`: with several tokens it begins
+    with no state, whatever it is given; later tokens then come one by one."""
 
     def __init__(self, layer_id: int, module: nn.Module) -> None:
         super().__init__(layer_id, {})
@@ -149,8 +154,8 @@ class Mixer(StateLayer):
         module.forward = self.forward
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        """What the module is called with by its layer, [1, T, H]; where tokens stand is nothing to it, and masks are for
-        padding, of which there is none."""
+        """What the module is called with by its layer, [1, T, H]; where tokens stand is nothing to
+        it, and masks are for padding, of which there is none."""
         if hidden_states.device.type == "meta":
             return self._walk(hidden_states)
         results = self._results
@@ -170,8 +175,8 @@ class Mixer(StateLayer):
         return self._results.pack(found)
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
-        """Leading rows of one token at once, longer rows one after the other. Hidden states, and what it gives, are as wide as
-        whichever has more numbers."""
+        """Leading rows of one token at once, longer rows one after the other. Hidden states, and
+        what it gives, are as wide as whichever has more numbers."""
         hidden, slots = hidden[:, : self.size], batch.req_pool_indices
         if batch.forward_mode.is_decode:
             return self._advance(hidden[:, None], slots, states)
@@ -187,7 +192,8 @@ class Mixer(StateLayer):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _advance(self, hidden: Tensor, slots: Tensor, states: Mapping[str, Tensor]) -> Tensor:
-        """hidden [rows, T, H] with the states of its slots, to [rows * T, width]; the states are written back."""
+        """hidden [rows, T, H] with the states of its slots, to [rows * T, width]; the states are
+        written back."""
         held = {name: state.index_select(0, slots) for name, state in states.items()}
         mixed = self.results(self._call(hidden, held))
         for name, state in states.items():
@@ -195,8 +201,8 @@ class Mixer(StateLayer):
         return mixed
 
     def _walk(self, hidden: Tensor) -> Any:
-        """Write down what it keeps, by a prompt and a token after it. Raises `ConfigError` if it keeps another state after
-        another number of tokens."""
+        """Write down what it keeps, by a prompt and a token after it. Raises `ConfigError` if it
+        keeps another state after another number of tokens."""
         held: dict[str, Tensor] = {}
         found = self._call(hidden, held)
         kept = {name: StateTensor(tuple(state.shape[1:]), state.dtype) for name, state in held.items()}
@@ -209,7 +215,8 @@ class Mixer(StateLayer):
 
 
 def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
-    """Every module that leaves a state in transformers' cache, taken over. What they keep shows in the walk."""
+    """Every module that leaves a state in transformers' cache, taken over. What they keep shows in
+    the walk."""
     modules = list(model.modules())
     names = names_by_kind(modules)
     return tuple(
@@ -230,13 +237,13 @@ def names_in(kind: type[nn.Module]) -> set[str]:
 
 
 def check_mixers(mixers: tuple[Mixer, ...]) -> None:
-    """Find those that forget, once buffers have their values. Raises `ConfigError` for one whose states do not stand for the
-    tokens before.
+    """Find those that forget, once buffers have their values. Raises `ConfigError` for one whose
+    states do not stand for the tokens before.
 
-    The evidence is a twin with random weights of every kind: a class, its numbers and its shapes, whatever its layer.
-    `LONG` tokens from no state, more than a chunk of its own, are the same from zeros in `PARTS`, or one by one at the
-    end where it forgets. The first `FEW` are the same one by one and in rows side by side. Some tokens are large, so
-    that limits show.
+    The evidence is a twin with random weights of every kind: a class, its numbers and its shapes,
+    whatever its layer. `LONG` tokens from no state, more than a chunk of its own, are the same from
+    zeros in `PARTS`, or one by one at the end where it forgets. The first `FEW` are the same one by
+    one and in rows side by side. Some tokens are large, so that limits show.
     """
     kinds: dict[object, bool] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -278,8 +285,8 @@ def _is_same(found: Tensor, wanted: Tensor) -> bool:
 
 
 class _Twin:
-    """The module of a mixer on the host in float32, with random weights, its own buffers, a forward of its own, and chunks of
-    so few tokens that `LONG` are several."""
+    """The module of a mixer on the host in float32, with random weights, its own buffers, a forward
+    of its own, and chunks of so few tokens that `LONG` are several."""
 
     def __init__(self, mixer: Mixer) -> None:
         module = mixer.module
@@ -298,12 +305,14 @@ class _Twin:
         return {name: torch.zeros(rows, *kept.shape) for name, kept in self._mixer.kept.items()}
 
     def __call__(self, hidden: Tensor, sizes: Sequence[int], states: dict[str, Tensor] | None = None) -> Tensor:
-        """Its results [T, width] of hidden [1, T, H], in parts of so many tokens, from these states or zeros."""
+        """Its results [T, width] of hidden [1, T, H], in parts of so many tokens, from these states
+        or zeros."""
         states = self._zeros(1) if states is None else states
         return torch.cat([self._mixer.results(self._call(part, states)) for part in hidden.split([*sizes], dim=1)])
 
     def side_by_side(self, hidden: Tensor) -> Tensor:
-        """Its results [2, width] of two rows of one token: the second one behind the first, and the first one alone."""
+        """Its results [2, width] of two rows of one token: the second one behind the first, and the
+        first one alone."""
         one = self._zeros(1)
         self._call(hidden[:, :1], one)
         states = {name: torch.cat((one[name], zeros)) for name, zeros in self._zeros(1).items()}
@@ -311,7 +320,8 @@ class _Twin:
 
 
 class _Thin(nn.Module):
-    """In place of a linear layer: one weight for each number that it gives, so that its size costs nothing."""
+    """In place of a linear layer: one weight for each number that it gives, so that its size costs
+    nothing."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -1,7 +1,9 @@
-"""The sum of a decoder's layers, put off until the norm behind it: addition and norm are then one kernel.
+"""The sum of a decoder's layers, put off until the norm behind it: addition and norm are then one
+kernel.
 
-What a layer gives is an `Addend`. Adding it to another tensor makes a `Sum`, which a norm that knows of sums adds and norms at
-once; any other operation sees the values as if they had been added where the class says so.
+What a layer gives is an `Addend`. Adding it to another tensor makes a `Sum`, which a norm that
+knows of sums adds and norms at once; any other operation sees the values as if they had been added
+where the class says so.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 
 class Addend(Tensor):
-    """A layer's result [1, T, H], on its own memory; `rows` is the same as [T, H]. Both it and what it is added to are spoilt by
-    the sum's norm."""
+    """A layer's result [1, T, H], on its own memory; `rows` is the same as [T, H]. Both it and what
+    it is added to are spoilt by the sum's norm."""
 
     rows: Tensor
 
@@ -37,8 +39,8 @@ class Addend(Tensor):
 
 
 class Sum(Tensor):
-    """`residual` + `addend`, both [T, H]. It has the memory and the shape [1, T, H] of the addend; `total` is the sum [T, H] once
-    somebody has made it."""
+    """`residual` + `addend`, both [T, H]. It has the memory and the shape [1, T, H] of the addend;
+    `total` is the sum [T, H] once somebody has made it."""
 
     residual: Tensor
     addend: Tensor

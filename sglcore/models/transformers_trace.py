@@ -1,4 +1,5 @@
-"""What becomes of the layers' tensors in a walk: which layers take the same input, and which sums go to a norm and nowhere else."""
+"""What becomes of the layers' tensors in a walk: which layers take the same input, and which sums
+go to a norm and nowhere else."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class _Addition:
 
 
 class Trace(TorchDispatchMode):
-    """Inside `watching`: every operation of torch, and every call of the layers that stand for a model's own. Tensors are kept,
-    so that each is known by its identity."""
+    """Inside `watching`: every operation of torch, and every call of the layers that stand for a
+    model's own. Tensors are kept, so that each is known by its identity."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +46,8 @@ class Trace(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Torch asks it while the class is made; yes would import its compiler, a second of every start.
+        # Torch asks it while the class is made; yes would import its compiler, a second of every
+        # start.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,7 +100,8 @@ class Trace(TorchDispatchMode):
         self._results[_memory(out)] = out
 
     def is_read(self, tensor: Tensor, after: int = 0) -> bool:
-        """Whether an operation later than this has read a tensor's memory, as making a view does not."""
+        """Whether an operation later than this has read a tensor's memory, as making a view does
+        not."""
         return any(step > after for step in self._reads.get(_memory(tensor), ()))
 
     def heads(self) -> dict[Norm, set[int | None]]:
@@ -109,8 +112,8 @@ class Trace(TorchDispatchMode):
         return found
 
     def addends(self) -> set[Giver]:
-        """The layers all of whose results are added to a tensor, of which nobody hears afterwards, as nobody does of the
-        result, and whose sum comes to a norm."""
+        """The layers all of whose results are added to a tensor, of which nobody hears afterwards,
+        as nobody does of the result, and whose sum comes to a norm."""
         fused: Counter[Giver] = Counter()
         for norm, x in self._normed:
             addition = self._additions.get(id(x))
@@ -121,7 +124,8 @@ class Trace(TorchDispatchMode):
         return {module for module, count in fused.items() if count == calls[module]}
 
     def giver_of(self, heads: Tensor) -> Giver | None:
-        """The linear layer, or the norm of heads, whose one result are these heads [1, heads, T, D], which nobody has read."""
+        """The linear layer, or the norm of heads, whose one result are these heads [1, heads, T,
+        D], which nobody has read."""
         _, count, tokens, size = heads.shape
         out = self._results.get(_memory(heads))
         if out is None:
@@ -164,7 +168,8 @@ def _sum(first: Tensor, second: Tensor) -> Tensor:
 
 
 def shared_inputs(calls: Iterable[tuple[PackedLinear, Tensor]]) -> list[Sequence[PackedLinear]]:
-    """The linear layers that are always called with the same tensor, of each other's kind, in the order of their calls."""
+    """The linear layers that are always called with the same tensor, of each other's kind, in the
+    order of their calls."""
     by_input: dict[int, list[PackedLinear]] = {}
     for module, x in calls:
         by_input.setdefault(id(x), []).append(module)

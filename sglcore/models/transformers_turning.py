@@ -1,4 +1,5 @@
-"""What a function of transformers does that turns queries and keys, found by trying it against the kernel."""
+"""What a function of transformers does that turns queries and keys, found by trying it against the
+kernel."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ TurnFunction = Callable[..., tuple[Tensor, Tensor]]
 """Of queries and keys [1, heads, T, D], cosines and sines [1, T, R]: both, turned."""
 
 Doubling = Literal["halves", "neighbours", "none"]
-"""How R cosines are those of R / 2 angles: the second half repeats the first, or each has its like beside it. None: there are
-R / 2 of them."""
+"""How R cosines are those of R / 2 angles: the second half repeats the first, or each has its like
+beside it. None: there are R / 2 of them."""
 
 WAYS: Sequence[Doubling] = ("neighbours", "halves", "none")
 """The last is that of all angles which are in no other."""
@@ -42,11 +43,11 @@ def turns(
     pairs: Doubling = "halves",
     lengths: Sequence[int] = LENGTHS,
 ) -> bool:
-    """Whether a function, of angles doubled so, turns the first `size` elements of each head as the kernel does: an element with
-    that of the other half, or with its neighbour.
+    """Whether a function, of angles doubled so, turns the first `size` elements of each head as the
+    kernel does: an element with that of the other half, or with its neighbour.
 
-    The evidence is random heads and angles of texts of `lengths`, whose tokens have `SIZES`. No two forms are one function
-    where more than two elements are turned.
+    The evidence is random heads and angles of texts of `lengths`, whose tokens have `SIZES`. No two
+    forms are one function where more than two elements are turned.
     """
     return all(_turns(function, head_dim, size, doubling, pairs, tokens) for tokens in lengths)
 
@@ -80,7 +81,8 @@ def _doubled(angles: Tensor, doubling: Doubling) -> Tensor:
 
 
 def halves_first(rows: int, head_dim: int, size: int) -> Tensor:
-    """int64 [rows]: which row comes to each place, so that the pairs of the first `size` of each head become halves."""
+    """int64 [rows]: which row comes to each place, so that the pairs of the first `size` of each
+    head become halves."""
     head = torch.arange(head_dim)
     one = torch.cat((head[:size:2], head[1:size:2], head[size:]))
     return (torch.arange(0, rows, head_dim)[:, None] + one).flatten()

@@ -1,7 +1,8 @@
-"""What a module of transformers computes, found by trying: its twin, small and with random weights, against a kernel.
+"""What a module of transformers computes, found by trying: its twin, small and with random weights,
+against a kernel.
 
-No name of a class decides. A module is what a kernel is where both give the same, in float32 and, to the bit, in the model's own
-dtype.
+No name of a class decides. A module is what a kernel is where both give the same, in float32 and,
+to the bit, in the model's own dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ ACTIVATIONS: Sequence[Activation] = (KernelTable.silu_and_mul, KernelTable.gelu_
 """Of a gated block."""
 
 _VALUES = (int, float, str, tuple, FunctionType, BuiltinFunctionType)
-"""What shows, among a module's attributes, that it is another kind of its class; lists of such show it too."""
+"""What shows, among a module's attributes, that it is another kind of its class; lists of such show
+it too."""
 
 HIDDEN, INNER = 8, 6
 """Sizes of a block's twin."""
@@ -85,8 +87,8 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def embedding_scale(module: nn.Module, dtype: torch.dtype, initialize: Callable[[nn.Module], object]) -> float | None:
-    """With what a module multiplies the rows of its weight that it gives; None if it does anything else. `initialize` gives
-    buffers their values, as the module's class has them."""
+    """With what a module multiplies the rows of its weight that it gives; None if it does anything
+    else. `initialize` gives buffers their values, as the module's class has them."""
     weight = module._parameters.get("weight")
     if len(module._parameters) != 1 or weight is None or weight.dim() != 2 or type(module) is nn.Linear:
         return None
@@ -117,8 +119,9 @@ def may_be_block(module: nn.Module) -> bool:
 
 
 def gated_block_of(module: nn.Module, dtype: torch.dtype) -> tuple[tuple[str, ...], Activation] | None:
-    """The names of a module's linear layers in the order gate, up, down with which it is down(activation(gate(x)) * up(x)), or
-    gate with up, down; and the activation. None if it is not such a block."""
+    """The names of a module's linear layers in the order gate, up, down with which it is
+    down(activation(gate(x)) * up(x)), or gate with up, down; and the activation. None if it is not
+    such a block."""
     if not may_be_block(module):
         return None
     linears = {name: child for name, child in module._modules.items() if type(child) is nn.Linear}
@@ -191,7 +194,8 @@ def twin_of(
 
 
 def kind_of(module: nn.Module, without: frozenset[str] = frozenset()) -> object:
-    """Modules of one kind have twins that do the same; attributes of the names `without` count for nothing."""
+    """Modules of one kind have twins that do the same; attributes of the names `without` count for
+    nothing."""
     own = ((name, _frozen(each)) for name, each in vars(module).items())
     values = tuple(each for each in own if isinstance(each[1], _VALUES) and each[0] not in without)
     shapes = tuple((name, None if each is None else each.shape) for name, each in module._parameters.items())
@@ -208,7 +212,8 @@ def _frozen(value: object) -> object:
 
 
 def only(fitting: Iterable[F]) -> F | None:
-    """The one form that fits what a module gave; None if there is none, or another one that computes something else."""
+    """The one form that fits what a module gave; None if there is none, or another one that
+    computes something else."""
     found = list(fitting)
     return found[0] if len(found) == 1 else None
 

@@ -1,7 +1,8 @@
 """What a model of transformers asks of attention, learned from one forward on shapes alone.
 
-Nothing is read from configurations, whose words differ by model: the model runs on the meta device under an attention
-function that writes down what it is called with. Masks tell the windows: a mask is a function of two places, and is asked.
+Nothing is read from configurations, whose words differ by model: the model runs on the meta device
+under an attention function that writes down what it is called with. Masks tell the windows: a mask
+is a function of two places, and is asked.
 """
 
 from __future__ import annotations
@@ -100,12 +101,13 @@ _walking: ContextVar[_Walk] = ContextVar("sglcore_transformers_walk")
 
 
 class DoesNotRun(ConfigError):
-    """A model that does not run on shapes alone, or otherwise with other lengths, perhaps for what stands in place of its own
-    parts."""
+    """A model that does not run on shapes alone, or otherwise with other lengths, perhaps for what
+    stands in place of its own parts."""
 
 
 class Seen(Tensor):
-    """A mask without contents, which knows the function that it stands for; also what is cut from it does."""
+    """A mask without contents, which knows the function that it stands for; also what is cut from
+    it does."""
 
     function: MaskFunction
 
@@ -120,7 +122,8 @@ class Seen(Tensor):
 
 
 class Ones(Tensor):
-    """A mask without padding and without contents: whoever asks whether all of it is set is told so."""
+    """A mask without padding and without contents: whoever asks whether all of it is set is told
+    so."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,8 +142,10 @@ def walk(
     has_states: bool = False,
     is_padded: bool = True,
 ) -> tuple[AttentionCall, ...]:
-    """Every call of attention of a model on the meta device, in order, with texts of `lengths` (none: `lengths_of`). `attended` gets the queries, keys and values of each
-    module's, `windows` those of masks that it has not; without `is_padded` the model gets no mask. Raises `ConfigError` for a model that attends in a way of its own, or nowhere unless it has states beside."""
+    """Every call of attention of a model on the meta device, in order, with texts of `lengths`
+    (none: `lengths_of`). `attended` gets the queries, keys and values of each module's, `windows`
+    those of masks that it has not; without `is_padded` the model gets no mask. Raises `ConfigError`
+    for a model that attends in a way of its own, or nowhere unless it has states beside."""
     AttentionInterface.register(WALK, write_down)
     AttentionMaskInterface.register(WALK, make_mask)
     use_attention(model, WALK)
@@ -165,7 +170,8 @@ def lengths_of(model: PreTrainedModel, most: int = LENGTHS[1]) -> tuple[int, int
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Attention and masks are those of a name, also where a class says that it has but one attention, its own."""
+    """Attention and masks are those of a name, also where a class says that it has but one
+    attention, its own."""
     for each in model.modules():
         if isinstance(each, PreTrainedModel):
             each.config._attn_implementation = name
@@ -204,8 +210,8 @@ def write_down(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, dim], key and value [1, kv_heads, T, dim]: what attention gives, without contents. The window is
-    the mask's: what is passed beside it binds nobody."""
+    """query [1, heads, T, dim], key and value [1, kv_heads, T, dim]: what attention gives, without
+    contents. The window is the mask's: what is passed beside it binds nobody."""
     del sliding_window
     record = _walking.get()
     unknown = sorted(name for name, given in others.items() if given is not None and name not in _UNTOUCHED)
@@ -240,8 +246,8 @@ def make_mask(batch_size: int, q_length: int, kv_length: int, mask_function: Mas
 
 
 def window_of(mask_function: MaskFunction) -> int | None:
-    """The window of a mask `mask_function(batch, head, query, key)`, the token itself counted; None: every token before is
-    seen. Raises `ConfigError` for any other mask."""
+    """The window of a mask `mask_function(batch, head, query, key)`, the token itself counted;
+    None: every token before is seen. Raises `ConfigError` for any other mask."""
     windows = {seen_by(mask_function, place) for place in (FAR, FAR + 1, FAR + 4095)}
     if len(windows) > 1:
         raise ConfigError("a mask of the model is neither causal nor a sliding window", remedy="use another model")
@@ -249,8 +255,8 @@ def window_of(mask_function: MaskFunction) -> int | None:
 
 
 def seen_by(mask_function: MaskFunction, place: int) -> int | None:
-    """How many tokens the one at a place sees, itself counted; None: all up to it. Raises `ConfigError` for others than the
-    last ones."""
+    """How many tokens the one at a place sees, itself counted; None: all up to it. Raises
+    `ConfigError` for others than the last ones."""
     zero, query = torch.zeros((), dtype=torch.int64), torch.tensor(place)
     # Piece by piece, in memory that is there: what is larger comes from the system, page by page.
     pieces = (torch.from_numpy(np.arange(first, min(first + _KEYS, place + 2))) for first in range(0, place + 2, _KEYS))

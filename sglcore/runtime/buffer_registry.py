@@ -165,7 +165,8 @@ class BufferRegistry:
         self._optional: tuple[InputBuffer, ...] = ()
         self._copied: tuple[InputBuffer, ...] = ()
 
-    # -- declaring -----------------------------------------------------------------------------------------------
+    # -- declaring
+    # ----------------------------------------------------------------------------------------------
 
     def register(self, buffer: InputBuffer) -> None:
         """Add an input buffer. Raises ValueError for a second buffer of the same name.
@@ -262,10 +263,12 @@ class BufferRegistry:
         """Forbid reallocation, because graphs have captured addresses."""
         self.frozen = True
 
-    # -- filling -------------------------------------------------------------------------------------------------
+    # -- filling
+    # ----------------------------------------------------------------------------------------------
 
     def stage(self, name: str, values: NDArray) -> None:
-        """Write host values into the head of one buffer; they reach the device with the next `commit`."""
+        """Write host values into the head of one buffer; they reach the device with the next
+        `commit`."""
         host = self.input_buffer(name).host
         assert host is not None, f"input buffer {name!r} is not filled by the host"
         host[..., : values.shape[-1]] = values
@@ -347,7 +350,8 @@ class BufferRegistry:
             if buffer.spec.padding.fill is not Fill.ONCE:
                 buffer.fill(_poison_value(buffer.tensor.dtype))
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    # -- reading
+    # ----------------------------------------------------------------------------------------------
 
     def view(self, bs: int, num_tokens: int, extend: bool) -> ForwardBatch:
         """Return a batch of the buffers that every step fills; optional fields are None."""

@@ -38,7 +38,8 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
-    """What was true when attention was planned for a batch. `mark_forward_metadata_ready` makes it."""
+    """What was true when attention was planned for a batch. `mark_forward_metadata_ready` makes
+    it."""
 
     plan: AttentionPlan
     """The plan."""

@@ -44,8 +44,8 @@ class SamplingError(ValueError):
 class SamplingParams:
     """Sampling parameters of one request, validated when made. Raises SamplingError.
 
-    Cut-offs apply in the order top_k, top_p (on what is left, renormalised), min_p (relative to the best token), XTC (on what
-    is left, renormalised).
+    Cut-offs apply in the order top_k, top_p (on what is left, renormalised), min_p (relative to the
+    best token), XTC (on what is left, renormalised).
     """
 
     max_tokens: int | None = 128

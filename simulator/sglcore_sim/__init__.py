@@ -1,7 +1,8 @@
-"""A simulated accelerator under torch: real device names, streams and graphs on a CPU, and a fault where hardware would corrupt.
+"""A simulated accelerator under torch: real device names, streams and graphs on a CPU, and a fault
+where hardware would corrupt.
 
-Importing this module does not load torch, so that a pytest whose run has no simulated device does not either; the public
-names are imported on first use.
+Importing this module does not load torch, so that a pytest whose run has no simulated device does
+not either; the public names are imported on first use.
 """
 
 from __future__ import annotations

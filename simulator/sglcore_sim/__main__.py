@@ -1,4 +1,5 @@
-"""`python -m sglcore_sim KIND[:CHIP] COMMAND ...`: a command in which every process of Python has the simulated device."""
+"""`python -m sglcore_sim KIND[:CHIP] COMMAND ...`: a command in which every process of Python has
+the simulated device."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ VARIABLE = "SGLSIM_KIND"
 
 
 def main(words: list[str]) -> None:
-    """Become the command. Its processes, and theirs, import `at_start/sitecustomize.py`. Raises SystemExit with what is wrong."""
+    """Become the command. Its processes, and theirs, import `at_start/sitecustomize.py`. Raises
+    SystemExit with what is wrong."""
     if len(words) < 2:
         raise SystemExit(USAGE)
     kind, *command = words

@@ -1,4 +1,5 @@
-"""Builds the native core once per sources, torch, Python and flags, in a cache that several processes may share."""
+"""Builds the native core once per sources, torch, Python and flags, in a cache that several
+processes may share."""
 
 from __future__ import annotations
 

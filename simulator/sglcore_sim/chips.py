@@ -1,7 +1,9 @@
-"""The simulator's own kinds: what each chip says of itself, and the files by which its machine shows.
+"""The simulator's own kinds: what each chip says of itself, and the files by which its machine
+shows.
 
-Figures follow what vendors publish; memory is near what a driver reports, which is seldom a round number. They were
-written down without a machine to read them from, and give tests realistic shapes and budgets: nothing measures by them.
+Figures follow what vendors publish; memory is near what a driver reports, which is seldom a round
+number. They were written down without a machine to read them from, and give tests realistic shapes
+and budgets: nothing measures by them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ NO_GRAPH: Mapping[str, Any] = MappingProxyType({"capabilities": frozenset()})
 def gpu(
     name: str, capability: tuple[int, int], processors: int, mib: int, *, l2: int, shared: int, threads: int = 2048
 ) -> dict[str, Any]:
-    """Properties under the names of `torch.cuda.get_device_properties`. `shared`: KiB per multiprocessor."""
+    """Properties under the names of `torch.cuda.get_device_properties`. `shared`: KiB per
+    multiprocessor."""
     return {
         "name": name,
         "major": capability[0],
@@ -84,7 +87,8 @@ def hip(chip: str, device: int, pci_class: int, target: str, properties: dict[st
 
 
 def musa(chip: str, device: int, properties: dict[str, Any]) -> Kind:
-    """A Moore Threads GPU behind the vendor's driver, with a torch_musa of the same version as torch."""
+    """A Moore Threads GPU behind the vendor's driver, with a torch_musa of the same version as
+    torch."""
     files = {
         "dev/mtgpu.{i}": "",
         "sys/module/mtgpu/version": "3.3.1\n",
@@ -100,7 +104,8 @@ def musa(chip: str, device: int, properties: dict[str, Any]) -> Kind:
 
 
 def npu(chip: str, device: int, properties: dict[str, Any]) -> Kind:
-    """An Ascend NPU behind CANN 8.5, with a torch_npu of the same version as torch. On dual parts a device is one die."""
+    """An Ascend NPU behind CANN 8.5, with a torch_npu of the same version as torch. On dual parts a
+    device is one die."""
     home = "usr/local/Ascend"
     files = {
         "dev/davinci{i}": "",
@@ -132,7 +137,8 @@ def _kind(
     libraries: tuple[str, ...],
     **values: Any,
 ) -> Kind:
-    """`libraries`: modules of `sglcore_sim.vendors`; one that lacks kernels for a chip is not installed there either."""
+    """`libraries`: modules of `sglcore_sim.vendors`; one that lacks kernels for a chip is not
+    installed there either."""
     return Kind(
         name=name,
         chip=chip,
@@ -150,7 +156,8 @@ def amd(name: str, capability: tuple[int, int], units: int, mib: int, l2: int) -
 
 
 def mthreads(name: str, capability: tuple[int, int], mib: int) -> dict[str, Any]:
-    """torch_musa tells these, and a count of multiprocessors, which the vendor has not published: absent here."""
+    """torch_musa tells these, and a count of multiprocessors, which the vendor has not published:
+    absent here."""
     return {"name": name, "major": capability[0], "minor": capability[1], "total_memory": mib * MIB}
 
 

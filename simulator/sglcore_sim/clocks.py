@@ -1,10 +1,12 @@
-"""Virtual time: what a program would take on a device of given speeds, whatever this machine takes to compute it.
+"""Virtual time: what a program would take on a device of given speeds, whatever this machine takes
+to compute it.
 
-The host takes `launch` seconds to queue an operation, and waits where it waits for the device. An operation begins when its
-stream and the events that it waits for have come so far, and takes as long as its bytes or its arithmetic, whichever is longer,
-and `start` seconds. While other streams work, what is queued on one has a share of the device: what those leave, half if none is
-set; they are not slowed. A collective takes alpha and, for each of its bytes, beta, on the link of its group, which takes nothing
-from the device. What runs in a captured graph is not timed.
+The host takes `launch` seconds to queue an operation, and waits where it waits for the device. An
+operation begins when its stream and the events that it waits for have come so far, and takes as
+long as its bytes or its arithmetic, whichever is longer, and `start` seconds. While other streams
+work, what is queued on one has a share of the device: what those leave, half if none is set; they
+are not slowed. A collective takes alpha and, for each of its bytes, beta, on the link of its group,
+which takes nothing from the device. What runs in a captured graph is not timed.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ BY_ROWS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of a device: arithmetic a second, bytes a second, seconds until an operation runs and seconds of the host to queue it; of the
-    link between ranks: seconds of a collective, and of each of its bytes."""
+    """Of a device: arithmetic a second, bytes a second, seconds until an operation runs and seconds
+    of the host to queue it; of the link between ranks: seconds of a collective, and of each of its
+    bytes."""
 
     flops: float = 1e14
     bandwidth: float = 1e12
@@ -63,7 +66,8 @@ class VirtualTime(TorchDispatchMode):
         self._sim.core.pass_time(seconds * 1e3)
 
     def share(self, stream: torch.Stream, share: float) -> None:
-        """Of the device while other streams work too; 0: it takes nothing from them, and they take nothing from it."""
+        """Of the device while other streams work too; 0: it takes nothing from them, and they take
+        nothing from it."""
         with stream:
             self._sim.core.set_share(share)
 

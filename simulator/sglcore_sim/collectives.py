@@ -1,9 +1,11 @@
-"""Collectives of the simulated device: gloo between processes, with the order of streams that the vendor's library has.
+"""Collectives of the simulated device: gloo between processes, with the order of streams that the
+vendor's library has.
 
-A collective reads and writes its tensors on the stream that is current when it is called, as one piece of work there, so
-tensors of another stream race with it unless it waits. With `async_op=True` it runs on a stream of the group's own, which
-waits for the current one; `wait()` on its work has the stream that is current then wait for it, and until that was called
-nothing may write what it reads, or touch what it writes. The work holds what comes of it; what is read, the caller has to
+A collective reads and writes its tensors on the stream that is current when it is called, as one
+piece of work there, so tensors of another stream race with it unless it waits. With `async_op=True`
+it runs on a stream of the group's own, which waits for the current one; `wait()` on its work has
+the stream that is current then wait for it, and until that was called nothing may write what it
+reads, or touch what it writes. The work holds what comes of it; what is read, the caller has to
 hold, as not every library does. Nothing runs in a capture: that is a fault.
 """
 
@@ -22,7 +24,8 @@ from torch.distributed import distributed_c10d
 
 
 class Done(dist._Work):
-    """A collective that has happened, perhaps on a stream that is not the caller's; `result` is what it gave."""
+    """A collective that has happened, perhaps on a stream that is not the caller's; `result` is
+    what it gave."""
 
     def __init__(self, tensors: list[Any], stream: torch.Stream | None = None) -> None:
         super().__init__()
@@ -219,7 +222,8 @@ class Group(dist.ProcessGroup):
 
 
 def plant(sim: Any) -> None:
-    """Register the kind's name for its device. Those that torch has itself it makes by a class, which CPU builds lack."""
+    """Register the kind's name for its device. Those that torch has itself it makes by a class,
+    which CPU builds lack."""
     name = sim.kind.collectives
     if name in dist.Backend.backend_list:
         _plant_class(sim, name)

@@ -1,4 +1,5 @@
-"""The `torch._C._cuda_*` names that a CPU build lacks, so that the shipped Python of torch.cuda runs unmodified."""
+"""The `torch._C._cuda_*` names that a CPU build lacks, so that the shipped Python of torch.cuda
+runs unmodified."""
 
 from __future__ import annotations
 
@@ -161,8 +162,8 @@ def device_properties(table: PropertyTable) -> SimpleNamespace:
 
 
 def plant(sim: Any, hip: str | None = None, cuda: str | None = None) -> None:
-    """Adds the bindings and runs torch's own streams and graphs again over them. `hip`, `cuda`: the release that the build
-    is for."""
+    """Adds the bindings and runs torch's own streams and graphs again over them. `hip`, `cuda`: the
+    release that the build is for."""
     torch.version.cuda = cuda  # foreign: torch reads its build from here
     torch.version.hip = hip  # foreign: torch reads its build from here
     torch_cuda: Any = torch.cuda

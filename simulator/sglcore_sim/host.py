@@ -1,4 +1,5 @@
-"""Reads of host memory that torch answers without asking the device: guarded, so that a pinned copy in flight is noticed."""
+"""Reads of host memory that torch answers without asking the device: guarded, so that a pinned copy
+in flight is noticed."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def refuse(read: Callable[..., Any], device_type: str, core: ModuleType, log: Fa
 
 
 def plant(core: ModuleType, device_type: str, log: FaultLog) -> None:
-    """Guards the methods that give a tensor's numbers to Python; numpy views of pinned memory show poison instead."""
+    """Guards the methods that give a tensor's numbers to Python; numpy views of pinned memory show
+    poison instead."""
     for name in ("numpy", "__array__"):
         setattr(
             torch.Tensor, name, refuse(getattr(torch.Tensor, name), device_type, core, log)

@@ -1,7 +1,9 @@
-"""Kinds: what a simulated device is, as data, and how one is found by its name. Nothing here knows a device.
+"""Kinds: what a simulated device is, as data, and how one is found by its name. Nothing here knows
+a device.
 
-A kind comes with the simulator (`OWN`), or from any installed distribution, by an entry point of the group
-`sglcore_sim.kinds`: its name is what `--sim` takes, its value a `Kind`, or a sequence of them for a family of chips.
+A kind comes with the simulator (`OWN`), or from any installed distribution, by an entry point of
+the group `sglcore_sim.kinds`: its name is what `--sim` takes, its value a `Kind`, or a sequence of
+them for a family of chips.
 """
 
 from __future__ import annotations
@@ -23,15 +25,18 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A simulated device. Every reference is a "module:function" that is called once, with the simulator.
+    """A simulated device. Every reference is a "module:function" that is called once, with the
+    simulator.
 
-    `torch_name`: the device type of its tensors: one of torch's own that the native core has hooks for (cuda, hpu, xpu), or a
-    name that torch does not know, under which its private backend then goes. `arch`: what compilers call the chip.
-    `properties`: the fields of the vendor's device properties. `face`: plants what the vendor's Python names need, such as
-    the bindings of a build for it; the default registers a plain module, for a type that torch brings none for.
-    `libraries`: plant the vendor's libraries, before the face. `capabilities`: what tests may ask of it beyond what every
-    kind has (`plugin.capabilities`). `collectives`: what `init_process_group` takes for it. `files`: relative path to text
-    of the machine's system tree; `{i}`, `{bus}` and `{render}` in a path make one file per device, and both may use any of
+    `torch_name`: the device type of its tensors: one of torch's own that the native core has hooks
+    for (cuda, hpu, xpu), or a name that torch does not know, under which its private backend then
+    goes. `arch`: what compilers call the chip. `properties`: the fields of the vendor's device
+    properties. `face`: plants what the vendor's Python names need, such as the bindings of a build
+    for it; the default registers a plain module, for a type that torch brings none for.
+    `libraries`: plant the vendor's libraries, before the face. `capabilities`: what tests may ask
+    of it beyond what every kind has (`plugin.capabilities`). `collectives`: what
+    `init_process_group` takes for it. `files`: relative path to text of the machine's system tree;
+    `{i}`, `{bus}` and `{render}` in a path make one file per device, and both may use any of
     `machine.FIELDS`. `chip`: what people call it, for `--sim=NAME:CHIP`.
     """
 
@@ -61,7 +66,8 @@ def resolve(ref: str) -> Any:
 
 
 def known() -> Mapping[str, str]:
-    """Reference by name of every kind that is installed; raises ValueError where two have one name."""
+    """Reference by name of every kind that is installed; raises ValueError where two have one
+    name."""
     found = dict(OWN)
     for point in entry_points(group=GROUP):
         if found.setdefault(point.name, point.value) != point.value:
@@ -72,7 +78,8 @@ def known() -> Mapping[str, str]:
 
 
 def chips(name: str) -> Sequence[Kind]:
-    """The chips of a kind; the first is the one that its name alone means. Raises ValueError with what there is."""
+    """The chips of a kind; the first is the one that its name alone means. Raises ValueError with
+    what there is."""
     refs = known()
     if name not in refs:
         raise ValueError(f"found simulated kind {name!r}, wanted one of {', '.join(sorted(refs))}, or a Kind record")
@@ -81,7 +88,8 @@ def chips(name: str) -> Sequence[Kind]:
 
 
 def kind_of(kind: str | Kind, arch: str | None = None) -> Kind:
-    """The record of "npu", of "npu:910C" (chip or target), or of a chip given as `arch`; a Kind is returned as it is.
+    """The record of "npu", of "npu:910C" (chip or target), or of a chip given as `arch`; a Kind is
+    returned as it is.
 
     Raises ValueError with what there is.
     """

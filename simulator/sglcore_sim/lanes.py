@@ -1,10 +1,11 @@
 """Triton kernels in the interpreter: on device memory directly, with every lane's address checked.
 
-The interpreter copies arguments to the host and back. Here a kernel over simulated tensors runs on their bytes as one
-piece of work of its stream, and what its lanes really read and wrote goes to the race checker; in a capture it is a node
-with the bytes that its captured run touched. Addresses are held against all tensor arguments together, because the
-interpreter does not know from which of them a pointer came. Arithmetic that the interpreter gets wrong in silence
-(bfloat16 without an upcast) is a fault of kind wrong_arithmetic.
+The interpreter copies arguments to the host and back. Here a kernel over simulated tensors runs on
+their bytes as one piece of work of its stream, and what its lanes really read and wrote goes to the
+race checker; in a capture it is a node with the bytes that its captured run touched. Addresses are
+held against all tensor arguments together, because the interpreter does not know from which of them
+a pointer came. Arithmetic that the interpreter gets wrong in silence (bfloat16 without an upcast)
+is a fault of kind wrong_arithmetic.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class Run:
     touched: dict[bool, list[np.ndarray]] = field(default_factory=lambda: {False: [], True: []})
 
     def check(self, what: str, program: Any, pointers: np.ndarray, mask: Any, size: int, write: bool) -> Any:
-        """The lanes that run. A fault if one that is not masked off lies outside of every argument; at rehearsal, where
-        nothing that the kernel reads has been computed yet, such a lane is left out."""
+        """The lanes that run. A fault if one that is not masked off lies outside of every argument;
+        at rehearsal, where nothing that the kernel reads has been computed yet, such a lane is left
+        out."""
         active = np.broadcast_to(np.ones((), bool) if mask is None else mask, pointers.shape).astype(bool)
         addresses = pointers[active].reshape(-1).astype(np.uint64)
         if not addresses.size:
@@ -84,8 +86,8 @@ class Run:
 
 
 class Here(threading.local):
-    """The run of this thread, whether plain CPU tensors are checked too, and for the functions of which modules the launch
-    of this thread has made Triton's language ready."""
+    """The run of this thread, whether plain CPU tensors are checked too, and for the functions of
+    which modules the launch of this thread has made Triton's language ready."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -141,7 +143,8 @@ def running(run: Run) -> Iterator[Run]:
 
 @contextmanager
 def check_lanes() -> Iterator[None]:
-    """Check kernels over plain CPU tensors too, on this thread; without a simulated device as well."""
+    """Check kernels over plain CPU tensors too, on this thread; without a simulated device as
+    well."""
     patch()
     HERE.checking += 1
     try:
@@ -152,7 +155,8 @@ def check_lanes() -> Iterator[None]:
 
 @functools.cache
 def patch() -> bool:
-    """Take over the interpreter's launches, memory operations and arithmetic, once. False where Triton is missing."""
+    """Take over the interpreter's launches, memory operations and arithmetic, once. False where
+    Triton is missing."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -173,9 +177,10 @@ def patch() -> bool:
 
 @functools.cache
 def prepare_once() -> None:
-    """Let the interpreter make Triton's language ready once in a launch for the functions of a module, not at each of their
-    calls, which took a third of a kernel's time and changed nothing; and make once what every value of a kernel has of its
-    shape and type, which took a fifth of the rest."""
+    """Let the interpreter make Triton's language ready once in a launch for the functions of a
+    module, not at each of their calls, which took a third of a kernel's time and changed nothing;
+    and make once what every value of a kernel has of its shape and type, which took a fifth of the
+    rest."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -206,7 +211,8 @@ def prepare_once() -> None:
 
 
 def _keep_shapes() -> None:
-    """A value's shape and count, which nobody writes to, are made once for all values of that shape."""
+    """A value's shape and count, which nobody writes to, are made once for all values of that
+    shape."""
     from triton.language import core
 
     @functools.cache

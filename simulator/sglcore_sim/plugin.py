@@ -1,9 +1,11 @@
-"""The pytest side: `--sim=KIND[:chip]` gives this process a simulated accelerator before anything is collected.
+"""The pytest side: `--sim=KIND[:chip]` gives this process a simulated accelerator before anything
+is collected.
 
-A process holds one kind; workers of pytest-xdist install their own, and the process that only hands out tests to them has
-none. Nothing here imports torch but an installation. A test that passes although the device raised a
-fault, which something swallowed, fails. `@pytest.mark.sim(...)` leaves out what the simulated device can not do, by
-capability; `@pytest.mark.sim_faults(...)` says which faults a test leaves behind on purpose.
+A process holds one kind; workers of pytest-xdist install their own, and the process that only hands
+out tests to them has none. Nothing here imports torch but an installation. A test that passes
+although the device raised a fault, which something swallowed, fails. `@pytest.mark.sim(...)` leaves
+out what the simulated device can not do, by capability; `@pytest.mark.sim_faults(...)` says which
+faults a test leaves behind on purpose.
 """
 
 from __future__ import annotations
@@ -77,9 +79,10 @@ def size(text: str) -> int:
 
 
 def capabilities(sim: Simulator | None) -> frozenset[str]:
-    """What a test may ask of the simulated device: "device", "streams", "graphs", "pinned_memory", "collectives",
-    "several_devices", and what its kind says, such as "neutral_graph" (torch.accelerator.Graph) and "graph_update" (captured
-    calls that the host rewrites). Nothing without a device."""
+    """What a test may ask of the simulated device: "device", "streams", "graphs", "pinned_memory",
+    "collectives", "several_devices", and what its kind says, such as "neutral_graph"
+    (torch.accelerator.Graph) and "graph_update" (captured calls that the host rewrites). Nothing
+    without a device."""
     if sim is None:
         return frozenset()
     offered = {"device", "streams", "graphs", "pinned_memory", "collectives"}
@@ -116,7 +119,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.fixture
 def sim() -> Iterator[Simulator]:
-    """The simulated device, with no access, counter or fault of a test before; skips without one."""
+    """The simulated device, with no access, counter or fault of a test before; skips without
+    one."""
     device = installed()
     if device is None:
         pytest.skip("needs the capability device: run with --sim=KIND")

@@ -1,7 +1,9 @@
-"""Signatures of a vendor's Python sources, read without importing them, and those of a face, in one form.
+"""Signatures of a vendor's Python sources, read without importing them, and those of a face, in one
+form.
 
-`python -m sglcore_sim.signatures WHEEL...` writes what is stored of torch_npu: the signatures of its module, which all these
-releases share, and of the last the schemas of the operators that are called.
+`python -m sglcore_sim.signatures WHEEL...` writes what is stored of torch_npu: the signatures of
+its module, which all these releases share, and of the last the schemas of the operators that are
+called.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ STORED = Path(str(files("sglcore_sim"))) / "data"
 
 
 def of_source(text: str) -> dict[str, Parameters]:
-    """Functions, classes (by their constructor) and methods ("Class.method") of a module's source."""
+    """Functions, classes (by their constructor) and methods ("Class.method") of a module's
+    source."""
     found: dict[str, Parameters] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef):
@@ -57,7 +60,8 @@ def of_callable(function: Callable[..., Any]) -> Parameters:
 
 
 def of_face(names: Mapping[str, Any]) -> Iterator[tuple[str, Parameters]]:
-    """What a face offers under public names: functions, and the public and constructing methods of its classes."""
+    """What a face offers under public names: functions, and the public and constructing methods of
+    its classes."""
     for name, value in names.items():
         if name.startswith("_") or not callable(value):
             continue
@@ -81,7 +85,8 @@ def of_wheel(wheel: Path) -> dict[str, Any]:
 
 
 def schemas_of_wheel(wheel: Path, names: Iterable[str]) -> list[str]:
-    """Schemas of operators of the namespace `npu`, as the libraries in a wheel of torch_npu spell them: one line each."""
+    """Schemas of operators of the namespace `npu`, as the libraries in a wheel of torch_npu spell
+    them: one line each."""
     with zipfile.ZipFile(wheel) as archive:
         libraries = b"".join(archive.read(name) for name in archive.namelist() if name.endswith(".so"))
     texts = (text.decode() for text in re.findall(rb"[ -~]{16,}", libraries) if b") -> " in text)
@@ -90,12 +95,14 @@ def schemas_of_wheel(wheel: Path, names: Iterable[str]) -> list[str]:
 
 
 def stored(name: str) -> dict[str, Any]:
-    """What is stored of a vendor's module: the "versions" that were read, and the "signatures" that they share."""
+    """What is stored of a vendor's module: the "versions" that were read, and the "signatures" that
+    they share."""
     return json.loads((STORED / f"{name}_signatures.json").read_text())
 
 
 def write(wheels: Sequence[Path]) -> None:
-    """Store what these wheels of torch_npu say, the newest last. Raises ValueError where their signatures differ."""
+    """Store what these wheels of torch_npu say, the newest last. Raises ValueError where their
+    signatures differ."""
     from sglcore_sim.vendors.torch_npu import REFERENCES
 
     read = [of_wheel(wheel) for wheel in wheels]

@@ -1,4 +1,5 @@
-"""`install`: makes this process's torch see a simulated accelerator, and the object that tests talk to."""
+"""`install`: makes this process's torch see a simulated accelerator, and the object that tests talk
+to."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def pair_of(touched: Touched) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 class Simulator:
-    """The simulated device of this process. `core`: the native module, for faces and libraries that are planted over it;
-    `log` makes and keeps faults; `timing` is there in virtual time alone."""
+    """The simulated device of this process. `core`: the native module, for faces and libraries that
+    are planted over it; `log` makes and keeps faults; `timing` is there in virtual time alone."""
 
     def __init__(self, core: ModuleType, kind: Any, devices: int, memory: int, log: FaultLog) -> None:
         self.kind = kind
@@ -40,11 +41,13 @@ class Simulator:
         self.log = log
         self.timing: VirtualTime | None = None
         self.parts: dict[tuple[int, int], int] = {}
-        """How many compute units a stream keeps to, by device and stream; those of other streams are all of them."""
+        """How many compute units a stream keeps to, by device and stream; those of other streams
+        are all of them."""
         self.watch(lambda: None, lambda: None)
 
     def watch(self, unfinished: Callable[[], None], forget: Callable[[], None]) -> None:
-        """A face whose work can wait for the host says how to fault where some still does, and how to drop it."""
+        """A face whose work can wait for the host says how to fault where some still does, and how
+        to drop it."""
         self._unfinished, self._forget = unfinished, forget
 
     def unfinished(self) -> None:
@@ -62,7 +65,8 @@ class Simulator:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A region of this thread in which a hidden host sync faults; waiting for an event stays allowed."""
+        """A region of this thread in which a hidden host sync faults; waiting for an event stays
+        allowed."""
         self.core.no_sync(1)
         try:
             yield
@@ -75,7 +79,8 @@ class Simulator:
 
     @contextmanager
     def untracked(self) -> Iterator[None]:
-        """A region of this thread whose operations are no device work: no accesses, no nodes, no syncs."""
+        """A region of this thread whose operations are no device work: no accesses, no nodes, no
+        syncs."""
         self.core.untracked(1)
         try:
             yield
@@ -85,11 +90,13 @@ class Simulator:
     def launch(
         self, name: str, fn: Callable[[], object], reads: Sequence[Touched] = (), writes: Sequence[Touched] = ()
     ) -> None:
-        """Runs `fn` as one piece of work on the current stream that reads and writes the named tensors in place.
+        """Runs `fn` as one piece of work on the current stream that reads and writes the named
+        tensors in place.
 
-        A pair (tensor, rows) says that only those rows of dimension 0 are touched; `rows` is an integer tensor, read
-        again at every replay. Inside a capture the launch becomes one node and `fn` runs again at every replay, so it
-        must not keep state of its own; inside `fn` nothing is tracked.
+        A pair (tensor, rows) says that only those rows of dimension 0 are touched; `rows` is an
+        integer tensor, read again at every replay. Inside a capture the launch becomes one node and
+        `fn` runs again at every replay, so it must not keep state of its own; inside `fn` nothing
+        is tracked.
         """
         touched = [(*pair_of(item), False) for item in reads] + [(*pair_of(item), True) for item in writes]
         self.core.launch(name, fn, touched)
@@ -97,9 +104,10 @@ class Simulator:
     def call(self, name: str, fn: Callable[..., Any], *args: Any, writes: Sequence[torch.Tensor] = ()) -> Any:
         """`fn(*args)` as one operation of the device: the CPU reference of a vendor's kernel.
 
-        `fn` sees CPU tensors over the bytes of the device tensors among `args`, writes in place only to those in `writes`, and
-        returns a tensor, a tuple of tensors or None; new tensors come back on the device. Inside a capture it is one node,
-        and `fn` runs again at every replay with the same plain arguments.
+        `fn` sees CPU tensors over the bytes of the device tensors among `args`, writes in place
+        only to those in `writes`, and returns a tensor, a tuple of tensors or None; new tensors
+        come back on the device. Inside a capture it is one node, and `fn` runs again at every
+        replay with the same plain arguments.
         """
         places = [place for place, value in enumerate(args) if isinstance(value, torch.Tensor)]
         shape: dict[str, bool] = {}
@@ -119,8 +127,9 @@ class Simulator:
         return results[0] if shape["one"] else tuple(results)
 
     def busy(self, milliseconds: float) -> None:
-        """Gives the current stream so much work, by the host's clock: the host goes on, and what is queued behind it, or waits for
-        it, waits so long. Inside a capture it becomes a node. Operations themselves take the device no time."""
+        """Gives the current stream so much work, by the host's clock: the host goes on, and what is
+        queued behind it, or waits for it, waits so long. Inside a capture it becomes a node.
+        Operations themselves take the device no time."""
         self.core.busy(milliseconds)
 
     def access(self, tensor: torch.Tensor, write: bool = False, op: str = "access") -> None:
@@ -128,7 +137,8 @@ class Simulator:
         self.core.access(tensor, write, op)
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor over the same bytes, without a wait: for references that declared their accesses.
+        """A CPU tensor over the same bytes, without a wait: for references that declared their
+        accesses.
 
         On a pinned tensor with a copy still to arrive it faults (pinned_read_early).
         """
@@ -138,7 +148,8 @@ class Simulator:
         return self.core.host_alias(tensor)
 
     def check_finite(self, tensor: torch.Tensor, name: str = "tensor") -> None:
-        """Faults (uninitialised) where `tensor` holds poison or other values that are not finite."""
+        """Faults (uninitialised) where `tensor` holds poison or other values that are not
+        finite."""
         poisoned = self.core.poisoned_elements(tensor)
         values = self.core.host_alias(tensor)
         bad = int((~torch.isfinite(values)).sum()) if values.is_floating_point() else 0
@@ -147,7 +158,8 @@ class Simulator:
             raise self.log.make("uninitialised", text)
 
     def declare_writes(self, op: str, *arguments: str) -> None:
-        """Says that the operator writes arguments that its schema does not mark, before its first use."""
+        """Says that the operator writes arguments that its schema does not mark, before its first
+        use."""
         self.core.declare_writes(op, list(arguments))
 
     def stats(self) -> Mapping[str, int]:
@@ -155,7 +167,8 @@ class Simulator:
         return MappingProxyType(self.core.stats())
 
     def reset(self) -> None:
-        """Forgets accesses, copies in flight, counters and faults, as after a device synchronize."""
+        """Forgets accesses, copies in flight, counters and faults, as after a device
+        synchronize."""
         self._forget()
         self.core.reset()
         for index in range(self.devices):
@@ -167,10 +180,11 @@ _installed: list[Simulator] = []
 
 
 def install(kind: Any, devices: int = 1, memory: int = 8 << 30, arch: str | None = None) -> Simulator:
-    """Gives this process a simulated accelerator. Once per process, before any use of a device; raises RuntimeError after that.
+    """Gives this process a simulated accelerator. Once per process, before any use of a device;
+    raises RuntimeError after that.
 
-    `kind` is the name of an installed one (`kinds.known`), with a chip after a colon, or a Kind record of a made-up device.
-    `memory` is bytes per device, of any size.
+    `kind` is the name of an installed one (`kinds.known`), with a chip after a colon, or a Kind
+    record of a made-up device. `memory` is bytes per device, of any size.
     """
     if _installed:
         raise RuntimeError(

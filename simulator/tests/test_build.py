@@ -1,4 +1,5 @@
-"""The native core is compiled once for what it depends on, by one of the processes that want it; faults are complete."""
+"""The native core is compiled once for what it depends on, by one of the processes that want it;
+faults are complete."""
 
 import pickle
 import re

@@ -1,5 +1,5 @@
-"""Collectives between two processes, each with its own simulated device: right, ordered by streams whether they are waited for at
-once or are under way, refused in a capture."""
+"""Collectives between two processes, each with its own simulated device: right, ordered by streams
+whether they are waited for at once or are under way, refused in a capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`python -m sglcore_sim` refuses what it can not run; that its processes have the device, the trials of devices show."""
+"""`python -m sglcore_sim` refuses what it can not run; that its processes have the device, the
+trials of devices show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A small overlapped engine: clean it computes what the CPU computes with no fault; every planted defect is named."""
+"""A small overlapped engine: clean it computes what the CPU computes with no fault; every planted
+defect is named."""
 
 from dataclasses import dataclass
 

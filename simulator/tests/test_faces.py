@@ -1,4 +1,5 @@
-"""The faces of the vendors' modules: their signatures are the vendors', and NPU graphs wait for the host's updates."""
+"""The faces of the vendors' modules: their signatures are the vendors', and NPU graphs wait for the
+host's updates."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ LIKE_CUDA = {
     "manual_seed",
     "manual_seed_all",
 }
-"""Names of the musa face that the public sources of torch_musa do not show; torch.cuda's signatures hold."""
+"""Names of the musa face that the public sources of torch_musa do not show; torch.cuda's signatures
+hold."""
 
 
 def face_of(sim) -> dict:

@@ -1,4 +1,5 @@
-"""Capture and replay: what may not happen inside, what a replay touches, and graphs that share memory."""
+"""Capture and replay: what may not happen inside, what a replay touches, and graphs that share
+memory."""
 
 import gc
 from functools import partial

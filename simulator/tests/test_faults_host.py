@@ -1,4 +1,5 @@
-"""What the host may see and do: pinned memory in flight, hidden waits, host access to device memory."""
+"""What the host may see and do: pinned memory in flight, hidden waits, host access to device
+memory."""
 
 import gc
 import threading
@@ -219,7 +220,8 @@ def test_a_host_row_freed_under_a_kernel_faults(sim, dev, write, then):
 
 @pytest.mark.parametrize("held", ["event", "synchronize", "copy"])
 def test_pinned_memory_that_is_freed_in_time_is_fine(sim, dev, held):
-    """When the host has waited, or where a copy of torch's own on the same stream has the allocator keep it."""
+    """When the host has waited, or where a copy of torch's own on the same stream has the allocator
+    keep it."""
     host, out = over_pinned(sim, dev)
     if held == "event":
         event = torch.Event(dev)

@@ -1,4 +1,5 @@
-"""Ordering across streams: races by bytes, freed memory, several devices. Every fault has a good twin."""
+"""Ordering across streams: races by bytes, freed memory, several devices. Every fault has a good
+twin."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""What torch can do on a simulated device: identity, factories, views, layers, compile, files, the accelerator API."""
+"""What torch can do on a simulated device: identity, factories, views, layers, compile, files, the
+accelerator API."""
 
 import copy
 import io

@@ -1,4 +1,5 @@
-"""Kinds: every chip's machine satisfies its package's probe, and no other's; names find chips or say what there is."""
+"""Kinds: every chip's machine satisfies its package's probe, and no other's; names find chips or
+say what there is."""
 
 from __future__ import annotations
 

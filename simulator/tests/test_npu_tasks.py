@@ -1,4 +1,5 @@
-"""Captured calls that the host rewrites: a replay waits for the update, and a missing order or event is a fault."""
+"""Captured calls that the host rewrites: a replay waits for the update, and a missing order or
+event is a fault."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A kind from another distribution: found by its entry point, with its face, library, capability and machine, by no edit here;
-on a device type of its own, and on one of torch's that nothing else here uses."""
+"""A kind from another distribution: found by its entry point, with its face, library, capability
+and machine, by no edit here; on a device type of its own, and on one of torch's that nothing else
+here uses."""
 
 from __future__ import annotations
 

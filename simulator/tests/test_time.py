@@ -1,4 +1,5 @@
-"""Modelled time: the host goes on while a stream is busy, and whoever waits for it waits so long."""
+"""Modelled time: the host goes on while a stream is busy, and whoever waits for it waits so
+long."""
 
 import time
 from datetime import timedelta

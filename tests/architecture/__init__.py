@@ -1,1 +1,2 @@
-"""The rules of the house, each a function over a tree of files, each tested with a planted violation."""
+"""The rules of the house, each a function over a tree of files, each tested with a planted
+violation."""

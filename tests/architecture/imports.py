@@ -1,4 +1,5 @@
-"""What importing modules does, seen from a fresh interpreter: modules loaded, device nodes opened, seconds."""
+"""What importing modules does, seen from a fresh interpreter: modules loaded, device nodes opened,
+seconds."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ print(json.dumps({"modules": sorted(sys.modules), "opened": opened, "seconds": s
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What a fresh interpreter did while it imported some modules; `seconds` of the processor, which no neighbour's load
-    lengthens."""
+    """What a fresh interpreter did while it imported some modules; `seconds` of the processor,
+    which no neighbour's load lengthens."""
 
     modules: frozenset[str]
     opened: tuple[str, ...]
@@ -39,7 +40,8 @@ class Imported:
 
 
 def imported(root: Path, modules: Sequence[str], beside: Sequence[Path] = ()) -> Imported:
-    """Import modules of the tree at `root`, and of folders `beside` it, in a new process; raises when an import does."""
+    """Import modules of the tree at `root`, and of folders `beside` it, in a new process; raises
+    when an import does."""
     path = os.pathsep.join(map(str, (root, *beside)))
     command = (sys.executable, "-I", "-c", _WATCH, path, *modules)
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

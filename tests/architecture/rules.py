@@ -1,4 +1,5 @@
-"""The rules that can be read from the source. Each takes the root of a tree and gives its findings as `file:line: what`."""
+"""The rules that can be read from the source. Each takes the root of a tree and gives its findings
+as `file:line: what`."""
 
 from __future__ import annotations
 
@@ -38,13 +39,16 @@ ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
 DEVICE_ARROWS = frozenset({"device", "checkpoint", "models", "sampling", "step", "runtime"})
 """What a device package may import of the core."""
 TORCH_PARTS = frozenset({"runtime", "layers"})
-"""What a device package may import only if it runs on torch; of the other parts, files that load torch are not for it."""
+"""What a device package may import only if it runs on torch; of the other parts, files that load
+torch are not for it."""
 
 ROOMS = ("replicas", "chat", "apis", "http")
-"""The folders of `sglcore/serving`, from below: each imports itself and those before it. No other file stands in it."""
+"""The folders of `sglcore/serving`, from below: each imports itself and those before it. No other
+file stands in it."""
 
 SIMULATOR, SIMULATED = "sglcore_sim", "simulated"
-"""The simulator, and the folder of a device package in which its simulated kind is: nothing else of it may import that."""
+"""The simulator, and the folder of a device package in which its simulated kind is: nothing else of
+it may import that."""
 
 ANYWHERE = ("cuda", "rocm", "nvidia")
 WHOLE = ("hip", "musa", "npu", "ascend", "mlx", "xpu", "amd")
@@ -99,7 +103,8 @@ parsed = cache(ast.parse)
 
 
 def import_direction(root: Path) -> list[str]:
-    """Imports against the arrows, of a device package by the core, or of one device package by another."""
+    """Imports against the arrows, of a device package by the core, or of one device package by
+    another."""
     found: list[str] = []
     for source in sources(root):
         parts = Path(source.name).parts
@@ -111,7 +116,8 @@ def import_direction(root: Path) -> list[str]:
 
 
 def room_direction(root: Path) -> list[str]:
-    """Imports of the server from a room by one below it, and files of the server that stand in no room."""
+    """Imports of the server from a room by one below it, and files of the server that stand in no
+    room."""
     found: list[str] = []
     for source in sources(root, "sglcore/serving/**/*.py"):
         room, *inside = Path(source.name).parts[2:]
@@ -127,7 +133,8 @@ def room_direction(root: Path) -> list[str]:
 
 
 def _imports(source: Source) -> Iterator[tuple[ast.AST, str]]:
-    """Every module that a file imports, wherever the statement stands; `from sglcore import x` counts as `sglcore.x`."""
+    """Every module that a file imports, wherever the statement stands; `from sglcore import x`
+    counts as `sglcore.x`."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
@@ -193,7 +200,8 @@ def torch_parts(root: Path) -> list[str]:
 
 
 def device_words(root: Path) -> list[str]:
-    """Words that name a device or its maker, in any text file of the core but the alias table and asset folders."""
+    """Words that name a device or its maker, in any text file of the core but the alias table and
+    asset folders."""
     found: list[str] = []
     for path in sorted((root / "sglcore").rglob("*")):
         name = path.relative_to(root)
@@ -254,7 +262,8 @@ def guessed_attributes(root: Path) -> list[str]:
 
 
 def thread_targets(root: Path) -> list[str]:
-    """Threads whose target does not take what it is given: no type says so, and nobody hears of the thread's end."""
+    """Threads whose target does not take what it is given: no type says so, and nobody hears of the
+    thread's end."""
     return [finding for source in sources(root) for finding in _wrong_targets(source, source.tree, None)]
 
 
@@ -350,8 +359,8 @@ def _root_name(node: ast.expr | None) -> str:
 
 
 def budgets(root: Path) -> list[str]:
-    """Files and functions that have too many lines of code, and too many functions that nearly do. Text is free: nobody squeezes
-    a docstring to meet a count."""
+    """Files and functions that have too many lines of code, and too many functions that nearly do.
+    Text is free: nobody squeezes a docstring to meet a count."""
     found: list[str] = []
     lengths: list[int] = []
     for source in sources(root):
@@ -387,9 +396,9 @@ def _code_lines(source: Source) -> list[int]:
 def fields_without_docstring(root: Path) -> list[str]:
     """Records of `MANY_FIELDS` or more whose fields do not all have a docstring below them.
 
-    A record is a dataclass, a batch record, a msgspec.Struct (by way of a base too), a NamedTuple or a Protocol. What
-    `setting` declares has its help text. Models of request bodies (pydantic) are not records: their fields are other
-    people's APIs.
+    A record is a dataclass, a batch record, a msgspec.Struct (by way of a base too), a NamedTuple
+    or a Protocol. What `setting` declares has its help text. Models of request bodies (pydantic)
+    are not records: their fields are other people's APIs.
     """
     found: list[str] = []
     structs = _structs(root)
@@ -405,7 +414,8 @@ def fields_without_docstring(root: Path) -> list[str]:
 
 
 def _structs(root: Path) -> frozenset[str]:
-    """Names of the classes of the tree that derive from `RECORD_BASES`, directly or by way of one another."""
+    """Names of the classes of the tree that derive from `RECORD_BASES`, directly or by way of one
+    another."""
     bases = {
         node.name: {_base_name(base) for base in node.bases}
         for source in sources(root)
@@ -441,7 +451,8 @@ def _is_text(node: ast.stmt | None) -> bool:
 
 
 def undocumented(root: Path) -> list[str]:
-    """Modules, public classes and functions without a docstring, and methods that inherit none either."""
+    """Modules, public classes and functions without a docstring, and methods that inherit none
+    either."""
     found: list[str] = []
     for source in sources(root):
         if source.tree.body and ast.get_docstring(source.tree) is None:

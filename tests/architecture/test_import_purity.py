@@ -18,7 +18,8 @@ WITHOUT_TENSORS = (
     "sglcore.sampling.reference",
     "sglcore.conformance.plugin",
 )
-"""Modules of packages that are otherwise torch's, which the engine or the kit loads beside a device without torch."""
+"""Modules of packages that are otherwise torch's, which the engine or the kit loads beside a device
+without torch."""
 
 
 def tree(root: Path, text: str) -> Path:

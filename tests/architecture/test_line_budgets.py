@@ -1,6 +1,8 @@
-"""The contract is small enough to hold in mind, and a device's own code stays small, for standard attention and DeepSeek's.
+"""The contract is small enough to hold in mind, and a device's own code stays small, for standard
+attention and DeepSeek's.
 
-The contract is counted in fields and methods. Its lines are free: no text is squeezed to meet a count.
+The contract is counted in fields and methods. Its lines are free: no text is squeezed to meet a
+count.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def is_method(member: str) -> bool:
 
 
 def test_a_reader_can_hold_the_fields_and_the_methods_of_the_contract() -> None:
-    """All that `tests/device/test_contract.py` finds, so nothing gets smaller by moving elsewhere."""
+    """All that `tests/device/test_contract.py` finds, so nothing gets smaller by moving
+    elsewhere."""
     parts = contract()
     kernels = parts.pop("KernelTable")
     methods = [member for members in parts.values() for member in members if is_method(member)]

@@ -1,4 +1,5 @@
-"""docs/map.md has a row for each folder of the core, and follows a token through files that there are."""
+"""docs/map.md has a row for each folder of the core, and follows a token through files that there
+are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Cases of `rows.py` on a device, in half precision: eagerly, and captured with padding rows, against the dense oracle."""
+"""Cases of `rows.py` on a device, in half precision: eagerly, and captured with padding rows,
+against the dense oracle."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def place(
 def over_the_same_pools(
     first: Placed, rows: Sequence[tuple[int, int]], heads: Heads, seed: int, context: int = CONTEXT
 ) -> Placed:
-    """Another decode case, whose cells and tables are copied over those of the first, which a graph reads."""
+    """Another decode case, whose cells and tables are copied over those of the first, which a graph
+    reads."""
     mine = first.backend
     pages = mine.token_to_kv_pool.page_size
     other = place(rows, type(mine), heads, first.device, page_size=pages, decode=True, seed=seed, context=context)
@@ -115,7 +117,8 @@ def batch_on(batch: ForwardBatch, device: str) -> ForwardBatch:
 
 
 class Captured:
-    """One decode bucket of a backend, captured over static buffers; `run` pads a batch into it and replays."""
+    """One decode bucket of a backend, captured over static buffers; `run` pads a batch into it and
+    replays."""
 
     def __init__(self, placed: Placed, size: int, capture: Capture) -> None:
         heads, device = placed.case.layer, placed.device
@@ -145,7 +148,8 @@ class Captured:
         self._out.append(out)
 
     def run(self, placed: Placed) -> Tensor:
-        """The rows of a case over the same pools, which may be fewer than the bucket holds; float32, on the host."""
+        """The rows of a case over the same pools, which may be fewer than the bucket holds;
+        float32, on the host."""
         given, count = placed.batch, placed.batch.batch_size
         assert given.seq_lens_cpu is not None
         for name, idle in (("req_pool_indices", 0), ("seq_lens", 1), ("out_cache_loc", 0)):

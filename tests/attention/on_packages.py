@@ -1,7 +1,9 @@
-"""The attention backends of a package equal the dense oracle: eager and captured, padded, with and without windows.
+"""The attention backends of a package equal the dense oracle: eager and captured, padded, with and
+without windows.
 
-A package's test file is `from tests.attention.on_packages import *` beside the imports of its `package` and `make_capture`;
-`ATTENTION` there names the backends, if they are not all but the reference.
+A package's test file is `from tests.attention.on_packages import *` beside the imports of its
+`package` and `make_capture`; `ATTENTION` there names the backends, if they are not all but the
+reference.
 """
 
 from __future__ import annotations
@@ -38,14 +40,16 @@ EXTEND = [(0, 5), (17, 9), (0, 16), (4, 1)]
 
 
 EDGES = (128, 256, 512)
-"""Tokens of a page, a partition or a block in vendors' kernels: a row ends before, at and behind each."""
+"""Tokens of a page, a partition or a block in vendors' kernels: a row ends before, at and behind
+each."""
 LONG = 640
 CORES_OWN = ("gathered", "triton")
 """Those have tests of their own on short rows in small blocks."""
 
 
 class Placing:
-    """Cases on the device of a package, in pages of its own size; a missing library skips, naming it."""
+    """Cases on the device of a package, in pages of its own size; a missing library skips, naming
+    it."""
 
     def __init__(self, package: DevicePackage, make_capture: Callable[[], StreamCapture]) -> None:
         self.package = package
@@ -71,7 +75,8 @@ class Placing:
         return segment.replay
 
     def check_edge(self, name: str, edge: int) -> None:
-        """Rows around an edge, of which the longest ends at it or one token behind it: decoded, captured, and as prompts."""
+        """Rows around an edge, of which the longest ends at it or one token behind it: decoded,
+        captured, and as prompts."""
         for seed, longest in enumerate((edge, edge + 1)):
             lengths = range(longest - 2, longest + 1)
             decode = self.place([(n - 1, 1) for n in lengths], name, decode=True, seed=seed, context=LONG)

@@ -1,5 +1,5 @@
-"""Calls of vendors' operators with one precondition violated at a time: the simulator's reference refuses each by its name,
-and a reference that forgets it lets the call through."""
+"""Calls of vendors' operators with one precondition violated at a time: the simulator's reference
+refuses each by its name, and a reference that forgets it lets the call through."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Given = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """What is made of an argument, and how the precondition begins that does not hold then, and no other."""
+    """What is made of an argument, and how the precondition begins that does not hold then, and no
+    other."""
 
     argument: str
     change: Callable[[Any], Any]
@@ -31,7 +32,8 @@ class Forgotten(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """One operator with good arguments, `wrongs`, and the `modules` whose `require` looks at them."""
+    """One operator with good arguments, `wrongs`, and the `modules` whose `require` looks at
+    them."""
 
     call: Callable[..., Any]
     given: Given
@@ -48,7 +50,8 @@ class Calls:
             self.call(**spoiled)
 
     def check_covered(self, patch: pytest.MonkeyPatch) -> None:
-        """The good call passes, and every precondition that it met is violated by one of `wrongs`."""
+        """The good call passes, and every precondition that it met is violated by one of
+        `wrongs`."""
         met = self._watch(patch, lambda rule: False)
         self.call(**self.given)
         for rule in met:

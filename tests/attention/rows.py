@@ -1,4 +1,5 @@
-"""Random requests over random pages, and what attention over them must give, worked out one query at a time."""
+"""Random requests over random pages, and what attention over them must give, worked out one query
+at a time."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Heads:
 
 @dataclass
 class Case:
-    """A batch whose pool holds the rows' own cells and NaN everywhere else, and the keys and values of each row."""
+    """A batch whose pool holds the rows' own cells and NaN everywhere else, and the keys and values
+    of each row."""
 
     backend: ReferenceAttention
     layer: Attention
@@ -70,8 +72,8 @@ class Case:
         return self.backend.forward(q, k, v, self.layer, self.batch)
 
     def dense(self) -> Tensor:
-        """The oracle: each request by itself through torch's attention, or that of a model of transformers where torch's has
-        not what the layer asks for, with every head of its own."""
+        """The oracle: each request by itself through torch's attention, or that of a model of
+        transformers where torch's has not what the layer asks for, with every head of its own."""
         outs = []
         words = [-1] * len(self.keys) if self.batch.visible is None else self.batch.visible.tolist()
         for query, keys, values, word in zip(self.queries, self.keys, self.values, words, strict=True):
@@ -89,8 +91,8 @@ class Case:
 
 
 def eager_of_transformers(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, layer: Attention) -> Tensor:
-    """q [heads, n, dim], k and v [heads, s, dim], mask bool [n, s]: [n, heads, dim] by the eager attention of Gemma 2, which
-    has a softcap, or of gpt-oss, which has sinks. No model has both."""
+    """q [heads, n, dim], k and v [heads, s, dim], mask bool [n, s]: [n, heads, dim] by the eager
+    attention of Gemma 2, which has a softcap, or of gpt-oss, which has sinks. No model has both."""
     from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.gpt_oss import modeling_gpt_oss
 
@@ -124,7 +126,8 @@ def make_case(
     windows: tuple[int | None, ...] | None = None,
     context: int = CONTEXT,
 ) -> Case:
-    """`rows` hold (tokens before, tokens now) of each request, `context` together at most; slots and pages are drawn at random."""
+    """`rows` hold (tokens before, tokens now) of each request, `context` together at most; slots
+    and pages are drawn at random."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     num_pages = SLOTS * math.ceil(context / page_size)

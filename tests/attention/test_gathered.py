@@ -1,4 +1,5 @@
-"""Gathered attention equals torch's own, in fixed shapes that a capture replays for other lengths, slots and pages."""
+"""Gathered attention equals torch's own, in fixed shapes that a capture replays for other lengths,
+slots and pages."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.runtime.recording import Queue, RecordingCapture
 
 
 def fixed(case: Case, *given: Tensor) -> Tensor:
-    """The forward under a captured plan, on what the batch's tensors hold; the host's lengths are taken away."""
+    """The forward under a captured plan, on what the batch's tensors hold; the host's lengths are
+    taken away."""
     batch = case.batch
     plan = case.backend.capture_plan(Bucket(batch.batch_size, batch.num_tokens))
     assert case.backend.refresh(plan, batch) is None
@@ -101,7 +103,8 @@ def test_half_precision_is_attended_in_float32() -> None:
 
 
 def recorded(kind: type[GatheredAttention]) -> tuple[Tensor, Tensor]:
-    """Output of a replay after lengths, slots and inputs changed in place, and what it should be."""
+    """Output of a replay after lengths, slots and inputs changed in place, and what it should
+    be."""
     first = make_case([(3, 1), (9, 1)], Heads(window=6), seed=1, decode=True, kind=kind)
     second = make_case([(30, 1), (1, 1)], Heads(window=6), seed=2, decode=True, kind=kind)
     batch, pool = first.batch, first.backend.req_to_token_pool

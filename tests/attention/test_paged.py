@@ -1,4 +1,5 @@
-"""Rows and lists of pages are those of the page table, and a backend over rows equals the dense oracle, on the host."""
+"""Rows and lists of pages are those of the page table, and a backend over rows equals the dense
+oracle, on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The reference attention equals torch's own attention over each request alone, wherever its cells lie."""
+"""The reference attention equals torch's own attention over each request alone, wherever its cells
+lie."""
 
 from __future__ import annotations
 
@@ -197,11 +198,13 @@ def test_a_backend_that_loses_what_a_layer_asks_for_is_caught(
         assert_equals_dense(make_case(rows, heads, kind=kind))
 
 
-# -- padding -----------------------------------------------------------------------------------------------------------
+# -- padding
+# --------------------------------------------------------------------------------------------------
 
 
 def padded(case: Case, extra: int, garbage: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds padding rows to a decode batch, as a registry does; the rows' own q, k and v hold garbage."""
+    """Adds padding rows to a decode batch, as a registry does; the rows' own q, k and v hold
+    garbage."""
     batch = case.batch
     assert batch.out_cache_loc is not None
     zeros = torch.zeros(extra, dtype=torch.int32)
@@ -252,7 +255,8 @@ def test_a_batch_of_padding_only_gives_zeros() -> None:
     assert not case.run(wild, wild[:, :16], wild[:, :16]).any()
 
 
-# -- captured plans ----------------------------------------------------------------------------------------------------
+# -- captured plans
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_captured_plan_is_refreshed_in_place_for_every_batch() -> None:
@@ -272,7 +276,8 @@ def test_a_captured_plan_is_refreshed_in_place_for_every_batch() -> None:
     assert len(plan.rows) == 1
 
 
-# -- encoders ----------------------------------------------------------------------------------------------------------
+# -- encoders
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 3], [1, 1], [4, 4]])

@@ -1,4 +1,5 @@
-"""Which attention backend runs: the first candidate that serves the model, or the one asked for, never another."""
+"""Which attention backend runs: the first candidate that serves the model, or the one asked for,
+never another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows of trees, which leave out single cells, equal torch's own attention over what they see; and no sum has what they do not."""
+"""Rows of trees, which leave out single cells, equal torch's own attention over what they see; and
+no sum has what they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Attention in Triton equals torch's own attention over each request alone; nothing else is read or written."""
+"""Attention in Triton equals torch's own attention over each request alone; nothing else is read or
+written."""
 
 from __future__ import annotations
 

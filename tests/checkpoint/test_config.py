@@ -1,4 +1,5 @@
-"""Reading `config.json`: both dialects, defaults that differ by architecture, and errors that name the remedy."""
+"""Reading `config.json`: both dialects, defaults that differ by architecture, and errors that name
+the remedy."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ MOE = {"num_experts": 4, "moe_intermediate_size": 8}
 
 
 ALIKE = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
-"""Whose own class of transformers is in their checkpoints, and another's of transformers' that it is made of."""
+"""Whose own class of transformers is in their checkpoints, and another's of transformers' that it
+is made of."""
 HAS_WINDOW = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 
 
@@ -441,7 +443,8 @@ PER_LAYER: tuple[tuple[str, dict[str, Any], str, list[Any]], ...] = (
 def test_entries_that_are_not_one_for_each_layer_are_refused(
     tmp_path, architecture: str, more: dict[str, Any], word: str, kinds: list[Any], count: int
 ) -> None:
-    """One over is a list of another checkpoint just as one short: layers would be of the wrong kinds in silence."""
+    """One over is a list of another checkpoint just as one short: layers would be of the wrong
+    kinds in silence."""
     given = {"architectures": [architecture], "num_key_value_heads": 2, **more}
     assert layer_kinds_or_windows(read(tmp_path, {**given, word: kinds * 2}))
     with pytest.raises(ConfigError, match=f"has {count} {word}"):

@@ -1,4 +1,5 @@
-"""What a checkpoint says of how its text is drawn: numbers, or an error that names the file and the key."""
+"""What a checkpoint says of how its text is drawn: numbers, or an error that names the file and the
+key."""
 
 from __future__ import annotations
 

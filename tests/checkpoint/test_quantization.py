@@ -213,7 +213,8 @@ NOT_YET: dict[str, dict[str, Any]] = {
 
 
 def page() -> dict[str, list[str]]:
-    """The rows of the page's table, by what it calls a checkpoint: what is read, and what is not yet."""
+    """The rows of the page's table, by what it calls a checkpoint: what is read, and what is not
+    yet."""
     part = PAGE.read_text().partition("## Quantised checkpoints")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("|")]
     return {name.replace("`", ""): cells for name, *cells in rows[2:]}

@@ -24,7 +24,8 @@ def test_every_type_that_is_read_has_its_size() -> None:
 
 
 def written(folder: Path, data: int, **tensors: tuple[str, list[int], int, int]) -> Path:
-    """A file of so many bytes of data, and tensors of a type and shape that say where they begin and end in it."""
+    """A file of so many bytes of data, and tensors of a type and shape that say where they begin
+    and end in it."""
     parts = {
         name: {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
         for name, (kind, shape, start, end) in tensors.items()

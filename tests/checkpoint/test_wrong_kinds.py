@@ -1,4 +1,5 @@
-"""A value of the wrong kind in a `config.json` is an error of one line with its name, whatever reads it."""
+"""A value of the wrong kind in a `config.json` is an error of one line with its name, whatever
+reads it."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ READERS: Mapping[str, tuple[Callable[[ModelConfig], object], Mapping[str, Any]]]
     "ModernBertForSequenceClassification": (lambda found: None, {}),
     "XLMRobertaForSequenceClassification": (lambda found: None, {}),
 }
-"""What reads the configuration of an architecture beyond what is read of all, and what it can not be without."""
+"""What reads the configuration of an architecture beyond what is read of all, and what it can not
+be without."""
 
 
 def read(folder: Path, architecture: str, changes: Mapping[str, Any]) -> None:
@@ -197,7 +199,8 @@ MORE = (
 
 
 def of_class(folder: Path, kind: str) -> dict[str, Any]:
-    """What transformers writes of a small configuration of a type, by the type's own names alone."""
+    """What transformers writes of a small configuration of a type, by the type's own names
+    alone."""
     own = CONFIG_MAPPING[kind]().to_dict()
     config = CONFIG_MAPPING[kind](**sizes_of(kind))
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]

@@ -1,4 +1,5 @@
-"""Workflows as GitHub would expand and run them: only what this project's own use, and an error for anything else."""
+"""Workflows as GitHub would expand and run them: only what this project's own use, and an error for
+anything else."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ ACTIONS: Mapping[str, frozenset[str]] = {
 }
 """The actions that are used, and what may be given to each."""
 OWN = ("PYTEST", "PYTHON", "LANE_", "SGLCORE_", "TRITON_", "OMP_", "VIRTUAL_ENV")
-"""How variables begin by which this process is one of the project's own; a step finds none of them."""
+"""How variables begin by which this process is one of the project's own; a step finds none of
+them."""
 EXPRESSION = re.compile(r"\$\{\{(.*?)\}\}", re.DOTALL)
 TOKEN = re.compile(r"\s*(?:('(?:[^']|'')*')|(==|!=|&&|\|\||!|\(|\))|(cancelled|always)\(\)|([a-zA-Z_][\w.-]*))")
 WORDS = {"&&": "and", "||": "or", "!": "not", "(": "(", ")": ")", "==": "==", "!=": "!="}
@@ -69,14 +71,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What expressions are read from: an event, the inputs of one started by hand, and the repository's variables."""
+    """What expressions are read from: an event, the inputs of one started by hand, and the
+    repository's variables."""
 
     event: str = "push"
     inputs: Mapping[str, str] = field(default_factory=dict)
     vars: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, name: str) -> str:
-        """The value of `inputs.X`, `vars.X` or one of `github.X`, in small letters as GitHub compares them; "" for null."""
+        """The value of `inputs.X`, `vars.X` or one of `github.X`, in small letters as GitHub
+        compares them; "" for null."""
         space, _, key = name.partition(".")
         github = {"event_name": self.event, "ref": "refs/heads/main"}
         spaces: Mapping[str, Mapping[str, str]] = {"inputs": self.inputs, "vars": self.vars, "github": github}
@@ -174,13 +178,14 @@ class Machine:
     source: Path
     """The repository that is checked out."""
     kept: tuple[str, ...] = ()
-    """Folders of what was made from the sources before, as a machine keeps them between its jobs."""
+    """Folders of what was made from the sources before, as a machine keeps them between its
+    jobs."""
     said: list[str] = field(default_factory=list)
     """The output of each step."""
 
     def execute(self, job: Job, context: Context) -> int:
-        """Run a job's steps in order; the exit status of the first that failed. A step runs after a failure only if it says
-        so."""
+        """Run a job's steps in order; the exit status of the first that failed. A step runs after a
+        failure only if it says so."""
         failed = 0
         self.folder.mkdir(parents=True, exist_ok=True)
         for step in job.steps:
@@ -222,7 +227,8 @@ class Machine:
         return 0
 
     def _env(self, step: Step) -> dict[str, str]:
-        """What a step finds: of this process all but what makes it a test of this project; `sudo` where there is none."""
+        """What a step finds: of this process all but what makes it a test of this project; `sudo`
+        where there is none."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(OWN)}
         programs = self.folder.parent / "bin"
         if not programs.exists():

@@ -1,5 +1,6 @@
-"""Container files, the compose file and the manifests of docs/kubernetes.md fit the server: its probes, its port, its settings,
-the time it drains. What they are by themselves, linters and schemas say (tests/ci/test_jobs.py)."""
+"""Container files, the compose file and the manifests of docs/kubernetes.md fit the server: its
+probes, its port, its settings, the time it drains. What they are by themselves, linters and schemas
+say (tests/ci/test_jobs.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A lane's own environment holds what it declares, at the pinned versions, and is made again only when that changes."""
+"""A lane's own environment holds what it declares, at the pinned versions, and is made again only
+when that changes."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def test_an_environment_with_torch_takes_the_build_that_the_installer_takes_for_
 
 
 def third_party(file: Path, seen: set[Path]) -> set[str]:
-    """What a file imports from outside the project anywhere in it, and what the files of `ci` that it imports do."""
+    """What a file imports from outside the project anywhere in it, and what the files of `ci` that
+    it imports do."""
     seen.add(file)
     nodes = list(ast.walk(ast.parse(file.read_text())))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

@@ -1,4 +1,5 @@
-"""A group is fresh as long as what it covers is what it was when it last passed whole; anything else makes it stale."""
+"""A group is fresh as long as what it covers is what it was when it last passed whole; anything
+else makes it stale."""
 
 from __future__ import annotations
 

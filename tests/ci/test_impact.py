@@ -218,7 +218,8 @@ def test_tests_of_a_file_with_costly_fixtures_go_by_the_files_name(
 
 @pytest.fixture
 def planted() -> Iterator[Path]:
-    """A file of tests in the checkout: one runs a function of the core, one starts a process that runs another."""
+    """A file of tests in the checkout: one runs a function of the core, one starts a process that
+    runs another."""
     (ROOT / "build").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="planted_", dir=ROOT / "build"))
     (folder / "test_planted.py").write_text(

@@ -1,4 +1,5 @@
-"""Jobs of the workflow, run here as GitHub would run them: from a fresh clone to the record, each in minutes."""
+"""Jobs of the workflow, run here as GitHub would run them: from a fresh clone to the record, each
+in minutes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from ci.lanes import ROOT
 from tests.ci.github import Context, Machine, jobs
 
 TESTS = {"cpu": "tests/ci/test_lanes.py", "hip-sim": "devices/hip/tests/test_kernels.py"}
-"""A lane of each kind that any machine runs, the host's and a simulated one, and a small file of its tests."""
+"""A lane of each kind that any machine runs, the host's and a simulated one, and a small file of
+its tests."""
 
 
 @pytest.mark.needs("jobs", "registry")

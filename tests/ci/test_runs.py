@@ -1,4 +1,5 @@
-"""What a run leaves behind: a class for its failure, a record of each test, and a table in which nothing is forgotten."""
+"""What a run leaves behind: a class for its failure, a record of each test, and a table in which
+nothing is forgotten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run takes what is cheap always, a part of what is slow at each turn, what is near always, and groups by their digests."""
+"""A run takes what is cheap always, a part of what is slow at each turn, what is near always, and
+groups by their digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Simulated lanes share tests out so that each runs on one of them, and in time on each that can run it."""
+"""Simulated lanes share tests out so that each runs on one of them, and in time on each that can
+run it."""
 
 from __future__ import annotations
 

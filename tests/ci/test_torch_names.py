@@ -1,4 +1,5 @@
-"""The oldest torch that must do, and the newest, have every torch name that the runtime and the packages use."""
+"""The oldest torch that must do, and the newest, have every torch name that the runtime and the
+packages use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The stored workflows are what the packages declare; every step of them is bash, and every record they make is joined."""
+"""The stored workflows are what the packages declare; every step of them is bash, and every record
+they make is joined."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def spoken(script: str) -> str:
 
 
 def problems(text: str, wanted: Sequence[Lane]) -> list[str]:
-    """What is wrong with a workflow: steps that are no bash, lanes that no job runs, records that nobody joins."""
+    """What is wrong with a workflow: steps that are no bash, lanes that no job runs, records that
+    nobody joins."""
     try:
         found = jobs(text, PUSH)
     except WorkflowError as error:
@@ -142,7 +144,8 @@ def test_what_a_lane_sets_up_is_checked_as_bash(bad: str) -> None:
 
 
 def said_of_installs(text: str) -> list[str]:
-    """What the installer would refuse of the jobs' commands: an option, or a torch that not all packages take."""
+    """What the installer would refuse of the jobs' commands: an option, or a torch that not all
+    packages take."""
     said = []
     for job in jobs(text, PUSH):
         line = next((line for line in _bash(job).splitlines() if "install_devices.py" in line), "")

@@ -1,4 +1,5 @@
-"""`sglcore WORDS` in the test's own process: what it writes, to whatever stream, and its exit code, without a start."""
+"""`sglcore WORDS` in the test's own process: what it writes, to whatever stream, and its exit code,
+without a start."""
 
 from __future__ import annotations
 

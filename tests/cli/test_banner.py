@@ -1,4 +1,5 @@
-"""What a start says: the device, the model and the memory, what is less than was asked, and everything where it is asked for."""
+"""What a start says: the device, the model and the memory, what is less than was asked, and
+everything where it is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`sglcore bench`: the load is what was asked, latency counts from when a request was due, and failures are counted."""
+"""`sglcore bench`: the load is what was asked, latency counts from when a request was due, and
+failures are counted."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ LOAD = Workload(
 
 
 def answering() -> FastAPI:
-    """Streams as many pieces as were asked for. The first token of a prompt makes it fail: 1 busy, 2 in the stream, 3 cut."""
+    """Streams as many pieces as were asked for. The first token of a prompt makes it fail: 1 busy,
+    2 in the stream, 3 cut."""
     app = FastAPI()
 
     @app.get("/v1/models")

@@ -1,4 +1,5 @@
-"""`sglcore bench serve --long-prompts`: what requests that stream feel of long prompts is told apart from their quiet time."""
+"""`sglcore bench serve --long-prompts`: what requests that stream feel of long prompts is told
+apart from their quiet time."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def test_numbers_that_make_no_load_are_refused(given: dict[str, Any]) -> None:
 
 
 def stalling() -> FastAPI:
-    """Pieces come every QUIET_MS, or every STALL_MS while a long prompt is computed, which takes five of those."""
+    """Pieces come every QUIET_MS, or every STALL_MS while a long prompt is computed, which takes
+    five of those."""
     app, busy = FastAPI(), list[int]()
 
     @app.get("/v1/models")

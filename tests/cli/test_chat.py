@@ -1,4 +1,5 @@
-"""`sglcore chat`: what is sent, what is printed, what Ctrl-C does; with the embedded model and with a scripted server."""
+"""`sglcore chat`: what is sent, what is printed, what Ctrl-C does; with the embedded model and with
+a scripted server."""
 
 from __future__ import annotations
 
@@ -167,7 +168,8 @@ def test_an_interrupt_stops_the_answer_at_the_server_and_the_chat_goes_on(
     pressed = threading.Event()
 
     class Watched(io.StringIO):
-        """Presses Ctrl-C when the text has been printed; the main thread is the one that a terminal interrupts."""
+        """Presses Ctrl-C when the text has been printed; the main thread is the one that a terminal
+        interrupts."""
 
         def write(self, text: str) -> int:
             if "Once upon" in text and not pressed.is_set():

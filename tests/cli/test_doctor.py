@@ -1,4 +1,5 @@
-"""`sglcore doctor` works on the machine it must explain: with nothing installed, and with torch broken."""
+"""`sglcore doctor` works on the machine it must explain: with nothing installed, and with torch
+broken."""
 
 from __future__ import annotations
 

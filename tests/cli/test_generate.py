@@ -1,4 +1,5 @@
-"""`sglcore generate` and `explain` as a person runs them: text, banner, figures, and one line for every mistake."""
+"""`sglcore generate` and `explain` as a person runs them: text, banner, figures, and one line for
+every mistake."""
 
 from __future__ import annotations
 

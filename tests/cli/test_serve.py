@@ -1,4 +1,5 @@
-"""`sglcore serve` as a person types it: flags from the records, other engines' names for them, and how it ends."""
+"""`sglcore serve` as a person types it: flags from the records, other engines' names for them, and
+how it ends."""
 
 from __future__ import annotations
 

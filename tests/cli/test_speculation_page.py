@@ -1,4 +1,5 @@
-"""docs/speculation.md shows recorded acceptance, measured latency, kinds and refusals as they are."""
+"""docs/speculation.md shows recorded acceptance, measured latency, kinds and refusals as they
+are."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def test_the_page_has_what_trees_bring() -> None:
 
 
 def by_forwards() -> Iterator[list[str]]:
-    """Of each number of forwards the chain, the tree of the width that did best at temperature 1, and the most that any tree had."""
+    """Of each number of forwards the chain, the tree of the width that did best at temperature 1,
+    and the most that any tree had."""
     found = json.loads((ROOT / "benchmarks" / "results" / "draft_trees.json").read_text())
     for kind, by_depth in found["by_forwards_of_the_draft"].items():
         for depth, shapes in by_depth.items():

@@ -20,7 +20,8 @@ class Site:
     folders: tuple[Path, ...] = ()
 
     def with_package(self, name: str, folder: Path) -> Site:
-        """Install the device package that lies in a folder, with all entry points that it declares."""
+        """Install the device package that lies in a folder, with all entry points that it
+        declares."""
         info = self.path / f"sglcore_{name}-0.1.0.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglcore-{name}\nVersion: 0.1.0\n")

@@ -1,4 +1,5 @@
-"""Every fact of a device has a reader in the core, a law that holds it, and a device that lies and is caught."""
+"""Every fact of a device has a reader in the core, a law that holds it, and a device that lies and
+is caught."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_the_guide_explains_each_fact_in_one_row() -> None:
 
 
 def index_is_refused() -> bool:
-    """The law: indices of 64 bits are seen where an operation takes them in a list and gives none back."""
+    """The law: indices of 64 bits are seen where an operation takes them in a list and gives none
+    back."""
     x, index = torch.zeros(4), torch.zeros(2, dtype=torch.int64)
     try:
         with Watch("cpu"):

@@ -1,4 +1,5 @@
-"""What a package gives the kit: a wider tolerance counts, is seen wherever results are, and is an error where it is none."""
+"""What a package gives the kit: a wider tolerance counts, is seen wherever results are, and is an
+error where it is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The kit holds every kernel table that a package names against the reference, not only the one that serves by itself."""
+"""The kit holds every kernel table that a package names against the reference, not only the one
+that serves by itself."""
 
 from __future__ import annotations
 

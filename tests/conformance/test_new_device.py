@@ -1,4 +1,5 @@
-"""`sglcore new-device` writes a package that passes C0 at once, and the kit treats it as any other."""
+"""`sglcore new-device` writes a package that passes C0 at once, and the kit treats it as any
+other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The reference is right by somebody else's code, and a difference is told by place, size and margin."""
+"""The reference is right by somebody else's code, and a difference is told by place, size and
+margin."""
 
 from __future__ import annotations
 

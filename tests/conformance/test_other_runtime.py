@@ -1,4 +1,5 @@
-"""The kit on a device whose worker is a closed box: no step of its start is one of the torch runtime's."""
+"""The kit on a device whose worker is a closed box: no step of its start is one of the torch
+runtime's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The kit on a device that keeps keys and values page-major: every law holds, and what takes them for cells is caught."""
+"""The kit on a device that keeps keys and values page-major: every law holds, and what takes them
+for cells is caught."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ CASES = [
     for case in law.cases(DEVICE)
     if not any(word in case for word in BESIDE)
 ]
-"""But those of the declaration, which knows no pool, of kernels that it has not, and of states, which lie in none."""
+"""But those of the declaration, which knows no pool, of kernels that it has not, and of states,
+which lie in none."""
 
 
 @pytest.mark.parametrize(("law", "case"), CASES, ids=[f"{law.name}-{case}" for law, case in CASES])

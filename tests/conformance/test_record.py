@@ -1,4 +1,5 @@
-"""Steps that were written down come back as they were, and a device that computes something else is found by them."""
+"""Steps that were written down come back as they were, and a device that computes something else is
+found by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A result says what ran where, its digest is of its content, and the support table is made of results alone."""
+"""A result says what ran where, its digest is of its content, and the support table is made of
+results alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Two made-up devices, from what `sglcore new-device` writes and few lines of their own, each on a simulated machine that its
-package brings: one of torch with Triton, and one that is unusual wherever a device may be. No line of the core or the
-simulator knows them."""
+"""Two made-up devices, from what `sglcore new-device` writes and few lines of their own, each on a
+simulated machine that its package brings: one of torch with Triton, and one that is unusual
+wherever a device may be. No line of the core or the simulator knows them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ TRIALS = Path(__file__).with_name("trials")
 COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType({"acme": ("--torch", "torch_acme"), "quirk": ()})
 MOST_LINES = 160
 QUICK = ("--level", "C1")
-"""Without what takes minutes in Triton's interpreter, and runs on the lanes of the simulated devices; a whole run takes it."""
+"""Without what takes minutes in Triton's interpreter, and runs on the lanes of the simulated
+devices; a whole run takes it."""
 SIMULATED = pytest.mark.skipif(
     find_spec("sglcore_sim") is None, reason="needs the simulator, which takes no torch this old"
 )

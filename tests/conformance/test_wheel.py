@@ -20,7 +20,8 @@ GAP = '[[gap]]\nlaw = "order_checks"\nreason = "planted"\nlink = "https://exampl
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """A folder with nothing but what is in a package's wheel, made of a copy so that the checkout stays as it is."""
+    """A folder with nothing but what is in a package's wheel, made of a copy so that the checkout
+    stays as it is."""
     folder = tmp_path_factory.mktemp("wheel")
     source = shutil.copytree(
         ROOT / "devices" / NAME, folder / "source", ignore=shutil.ignore_patterns("*.egg-info", "build")

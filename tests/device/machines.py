@@ -1,4 +1,5 @@
-"""Machines as folder trees: what each vendor's driver, nodes and builds leave on a system, to be put together by tests."""
+"""Machines as folder trees: what each vendor's driver, nodes and builds leave on a system, to be
+put together by tests."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def machine(root: Path, *parts: Files, environ: Mapping[str, str] | None = None)
 
 
 def pci(address: str, vendor: int, device: int, pci_class: int) -> Files:
-    """A device on the PCI bus; `pci_class` without the programming interface, as `lspci` prints it."""
+    """A device on the PCI bus; `pci_class` without the programming interface, as `lspci` prints
+    it."""
     folder = f"/sys/bus/pci/devices/{address}"
     return {
         f"{folder}/vendor": f"{vendor:#06x}\n",

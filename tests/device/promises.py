@@ -1,4 +1,5 @@
-"""What a later text of the contract takes away from packages that were written for an older one of the same number."""
+"""What a later text of the contract takes away from packages that were written for an older one of
+the same number."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ OPTIONAL, ABSTRACT, LIST = " (optional)", " (abstract)", "names "
 
 
 def breaks(old: str, new: str) -> list[str]:
-    """Lines of the older text that are gone or changed, and lines of the newer one that an older package can not have: a field
-    that must be given in a record that packages make, a method that must be written."""
+    """Lines of the older text that are gone or changed, and lines of the newer one that an older
+    package can not have: a field that must be given in a record that packages make, a method that
+    must be written."""
     before, after = _sections(old), _sections(new)
     found = [f"{name} is gone" for name in before if name not in after]
     for name in before.keys() & after.keys():
@@ -50,7 +52,8 @@ def _takes(new: str, old: str) -> bool:
 
 
 def _has_more(new: str, old: str) -> bool:
-    """The signature of a function that packages call has further parameters with defaults, after those that it had."""
+    """The signature of a function that packages call has further parameters with defaults, after
+    those that it had."""
     had, _, gave = old.rpartition(")")
     has, _, gives = new.rpartition(")")
     more = has.removeprefix(had).removeprefix(", ")

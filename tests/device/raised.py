@@ -1,4 +1,5 @@
-"""The core with the contract's number raised by one: a copy of its files, in which a sample of what a raise may change is made."""
+"""The core with the contract's number raised by one: a copy of its files, in which a sample of what
+a raise may change is made."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ ADAPTERS = MappingProxyType({3: from_3})
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A change of one file: what a pattern matches becomes another text, `count` times, or it is an error."""
+    """A change of one file: what a pattern matches becomes another text, `count` times, or it is an
+    error."""
 
     file: str
     pattern: str
@@ -98,7 +100,8 @@ RAISE = (
     *FACTS_OF_TABLE,
     *METHODS,
 )
-"""A required field, a renamed one, another parameter of a function and another method of a class, each filled in by the adapter."""
+"""A required field, a renamed one, another parameter of a function and another method of a class,
+each filled in by the adapter."""
 WITHOUT_ADAPTER = (Edit("device/adapter.py", r"MappingProxyType\(\{3: from_3\}\)", "MappingProxyType({})"),)
 WITHOUT_WRAPPERS = (Edit("device/adapter.py", r"wrapped\((ref), .*?\)(?= for)", r"\1", 2),)
 """Defects of the adapter."""
@@ -112,7 +115,8 @@ def copy_core(folder: Path) -> None:
 
 
 def edited(core: Path, *edits: Edit) -> dict[str, str]:
-    """The files of a core as edits make them, by name. Raises AssertionError where a file is no longer what an edit was made for."""
+    """The files of a core as edits make them, by name. Raises AssertionError where a file is no
+    longer what an edit was made for."""
     made: dict[str, str] = {}
     for each in edits:
         text = made.get(each.file) or (core / each.file).read_text(encoding="utf-8")

@@ -116,7 +116,8 @@ class Site:
         return (self.path / planted.module / "imported").exists()
 
     def run(self, *words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a Python process in this folder, which sees these distributions besides the installed ones."""
+        """Run a Python process in this folder, which sees these distributions besides the installed
+        ones."""
         path = os.pathsep.join(filter(None, (str(self.path), os.environ.get("PYTHONPATH"))))
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
         return subprocess.run(

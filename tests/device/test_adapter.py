@@ -1,4 +1,5 @@
-"""How a declaration of an older number becomes one of today's, and how what it refers to is put right."""
+"""How a declaration of an older number becomes one of today's, and how what it refers to is put
+right."""
 
 from __future__ import annotations
 

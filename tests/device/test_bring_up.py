@@ -1,4 +1,5 @@
-"""Bring-up orders are checked before any work, edited into new orders, and undone when a step fails."""
+"""Bring-up orders are checked before any work, edited into new orders, and undone when a step
+fails."""
 
 from __future__ import annotations
 

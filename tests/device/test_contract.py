@@ -1,8 +1,10 @@
-"""The contract that packages are written against, held against two stored texts: a change is seen, and decided, in review.
+"""The contract that packages are written against, held against two stored texts: a change is seen,
+and decided, in review.
 
-`contract.txt` is the contract of today. A difference that is intended is written with `python -m tests.device.test_contract`.
-`apiN/contract.txt` is what number N promised when it was frozen, and never changes. As long as N is today's number it may only
-grow: what would break a package of it is a new number, by the steps of docs/add-a-device.md.
+`contract.txt` is the contract of today. A difference that is intended is written with `python -m
+tests.device.test_contract`. `apiN/contract.txt` is what number N promised when it was frozen, and
+never changes. As long as N is today's number it may only grow: what would break a package of it is
+a new number, by the steps of docs/add-a-device.md.
 """
 
 from __future__ import annotations
@@ -89,8 +91,8 @@ def describe() -> str:
 
 
 def _imports() -> Iterator[str]:
-    """Names that every new package imports: functions and classes that it calls with their parameters. Triton may not be
-    installed here, so what needs it is named alone."""
+    """Names that every new package imports: functions and classes that it calls with their
+    parameters. Triton may not be installed here, so what needs it is named alone."""
     texts = "".join(file.read_text() for file in TEMPLATES.glob("template*/**/*.in"))
     found = {
         (module, name.split(" as ")[0].strip()) for module, names in IMPORT.findall(texts) for name in names.split(",")

@@ -1,4 +1,5 @@
-"""Which device is chosen on whole machines, by the probes of every installed package: shims, containers, two vendors."""
+"""Which device is chosen on whole machines, by the probes of every installed package: shims,
+containers, two vendors."""
 
 from __future__ import annotations
 

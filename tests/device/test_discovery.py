@@ -116,7 +116,8 @@ def test_one_broken_package_hides_no_other(site: Site) -> None:
 
 
 def test_the_tag_survives_a_real_installation() -> None:
-    """The processor's own package is installed by pip; its entry point must have kept the number."""
+    """The processor's own package is installed by pip; its entry point must have kept the
+    number."""
     from importlib.metadata import entry_points
 
     (point,) = entry_points(group="sglcore.devices", name="cpu")

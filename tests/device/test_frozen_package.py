@@ -1,7 +1,9 @@
-"""A package of the contract's number 3, frozen, in a core whose number is 4: a vendor's wheel outlives the core it was made for.
+"""A package of the contract's number 3, frozen, in a core whose number is 4: a vendor's wheel
+outlives the core it was made for.
 
-The core of number 4 is a copy of this one with a sample of what a raise may change (raised.py). Laws run in it on the package's
-simulated machine, from C0 to C2. No file of the package is edited for that: what a vendor has released is not edited either.
+The core of number 4 is a copy of this one with a sample of what a raise may change (raised.py).
+Laws run in it on the package's simulated machine, from C0 to C2. No file of the package is edited
+for that: what a vendor has released is not edited either.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from tests.device import raised
 
 FROZEN = Path(__file__).with_name("api3")
 FILES = "d01d9fb4e2a2ca4d2ca9dc27139a5f5db888f12d9d86c1ef745e83d370ac7631"
-"""Of every file of the package but what the simulator reads, whose interface has no number. A package that is changed in passing
-would follow the core, and show nothing: it is a released wheel. A new number gets a folder of its own."""
+"""Of every file of the package but what the simulator reads, whose interface has no number. A
+package that is changed in passing would follow the core, and show nothing: it is a released wheel.
+A new number gets a folder of its own."""
 PARTS = 8
 """Tests that share the laws: each law is of one part."""
 DISCOVER = """
@@ -51,7 +54,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.fixture(scope="module")
 def written(site: Site) -> Site:
-    """With the text of its order, which a vendor writes anew for a core that has more steps of its own."""
+    """With the text of its order, which a vendor writes anew for a core that has more steps of its
+    own."""
     order = site.run("-c", "from sglcore_third.bring_up import BRING_UP; print(BRING_UP.text(), end='')")
     assert order.returncode == 0, order.stderr
     (site.path / "package" / "sglcore_third" / "bring_up.txt").write_text(order.stdout)

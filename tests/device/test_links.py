@@ -1,4 +1,5 @@
-"""What collectives cost by their links: hand-worked cases, what must grow with what, and a fit that finds what was put in."""
+"""What collectives cost by their links: hand-worked cases, what must grow with what, and a fit that
+finds what was put in."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def test_a_wrong_formula_is_caught(check: Any, sound: str, defect: str) -> None:
 
 
 def test_times_of_two_processes_that_sum_over_loopback_are_fitted() -> None:
-    """Medians that were measured once, of 4 KB, 64 KB, 1 MB and 4 MB: about 0.3 ms, and 1.1 GB/s."""
+    """Medians that were measured once, of 4 KB, 64 KB, 1 MB and 4 MB: about 0.3 ms, and 1.1
+    GB/s."""
     found = links.fitted([4096, 65536, 1 << 20, 1 << 22], [316e-6, 333e-6, 1.7e-3, 3.9e-3], 1, 1)
     assert found.alpha == pytest.approx(0.31e-3, rel=0.1) and 1 / found.beta == pytest.approx(1.1e9, rel=0.2)
 

@@ -93,7 +93,8 @@ class OfTheVendor(PciClaim):
 def test_a_claim_is_of_a_vendor_and_of_classes_and_one_of_the_vendor_alone_is_caught(
     tmp_path: Path, claim: type[PciClaim], holds: bool
 ) -> None:
-    """One vendor's GPU, its graphics and its processor for networks: a package for one kind leaves the others."""
+    """One vendor's GPU, its graphics and its processor for networks: a package for one kind leaves
+    the others."""
     pci = pci_devices(
         bus(
             tmp_path,

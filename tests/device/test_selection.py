@@ -1,4 +1,5 @@
-"""Which device runs. The rules: a name is strict; else the only usable accelerator; else the host, when none is present."""
+"""Which device runs. The rules: a name is strict; else the only usable accelerator; else the host,
+when none is present."""
 
 from __future__ import annotations
 
@@ -319,7 +320,8 @@ def test_a_named_package_that_raises_ends_the_start_with_its_own_traceback(
 
 
 def no_host_is_blamed(site: Site) -> bool:
-    """The law: a host that raises ends the start with its own error, and has no device on the bus."""
+    """The law: a host that raises ends the start with its own error, and has no device on the
+    bus."""
     site.add("host", is_host=True, probe_body="raise RuntimeError('no memory')")
     with pytest.raises(RuntimeError, match="no memory") as caught:
         choose(site, None, UNCLAIMED)
@@ -441,7 +443,8 @@ def test_every_pair_of_accelerators_gives_the_only_usable_one_or_an_error_or_the
 
 
 def never_a_quiet_host(choose_one: Callable[[Sequence[Installed]], str], site: Site) -> bool:
-    """The law: whatever keeps a present accelerator from running, the answer is an error and not the host."""
+    """The law: whatever keeps a present accelerator from running, the answer is an error and not
+    the host."""
     try:
         return choose_one(site.discover()) != "host"
     except Exception:
@@ -471,7 +474,8 @@ def test_the_law_of_the_quiet_host_holds_and_catches_a_choice_that_breaks_it(
 
 
 def one_stops_nobody(choose_one: Callable[[Sequence[Installed]], Choice], site: Site) -> bool:
-    """The law: a package that raises, and whose hardware nothing shows, leaves the choice as it was, and a row."""
+    """The law: a package that raises, and whose hardware nothing shows, leaves the choice as it
+    was, and a row."""
     without = [item for item in site.discover() if item.name != "one"]
     try:
         found = choose_one(site.discover())

@@ -1,4 +1,5 @@
-"""A machine seen below a root: files, libraries, modules, torch's build and the PCI bus, without importing or opening devices."""
+"""A machine seen below a root: files, libraries, modules, torch's build and the PCI bus, without
+importing or opening devices."""
 
 from __future__ import annotations
 

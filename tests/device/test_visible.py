@@ -1,4 +1,5 @@
-"""Devices as a process numbers them under the variables of vendors' runtimes, and readings of them that are wrong."""
+"""Devices as a process numbers them under the variables of vendors' runtimes, and readings of them
+that are wrong."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ Reading = Callable[..., Visible]
 
 
 def numbers_are_right(read: Reading) -> bool:
-    """The law: what is shown is what the runtimes show, numbered from 0, and what is hidden is said."""
+    """The law: what is shown is what the runtimes show, numbered from 0, and what is hidden is
+    said."""
     for environ, shown in CASES:
         seen = read(FOUR, environ, "FIRST", "SECOND")
         if [device.name for device in seen.devices] != [f"device {number}" for number in shown]:
@@ -112,7 +114,8 @@ MISTAKEN = ("4", "7,0", "2,2", "GPU-", "all")
 
 
 def none_is_wanted_or_a_mistake(read: Reading) -> bool:
-    """The law: who writes that there is to be no device wants none; who names what is not there is mistaken."""
+    """The law: who writes that there is to be no device wants none; who names what is not there is
+    mistaken."""
     found = {value: read(FOUR, {"FIRST": value}, "FIRST").failure for value in (*WANTED, *MISTAKEN)}
     after = read(FOUR, {"FIRST": "7", "SECOND": "0"}, "FIRST", "SECOND").failure
     before = read(FOUR, {"FIRST": "", "SECOND": "0"}, "FIRST", "SECOND").failure

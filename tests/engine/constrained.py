@@ -43,7 +43,8 @@ class Answer:
 
 
 class Constrained:
-    """A started device. Every `run` has a scheduler of its own, which took `steps`; also a context manager."""
+    """A started device. Every `run` has a scheduler of its own, which took `steps`; also a context
+    manager."""
 
     def __init__(self, **settings: Any) -> None:
         started = start(resolve_config({"threads": 1, "max_requests": 64, "kv_cache_memory": 96 << 20, **settings}, {}))

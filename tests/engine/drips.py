@@ -11,7 +11,8 @@ from sglcore.engine import reading
 
 
 class Drips:
-    """Each byte comes a quarter of a second after the one before. Where `reading` and the modules ask for the time, it is this one's."""
+    """Each byte comes a quarter of a second after the one before. Where `reading` and the modules
+    ask for the time, it is this one's."""
 
     def __new__(cls, *_: object) -> Any:
         """What tests give as a socket."""

@@ -1,4 +1,5 @@
-"""Every keyword of JSON Schema that asserts something (drafts 7 to 2020-12), with values that it allows and forbids."""
+"""Every keyword of JSON Schema that asserts something (drafts 7 to 2020-12), with values that it
+allows and forbids."""
 
 from __future__ import annotations
 

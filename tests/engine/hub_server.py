@@ -1,4 +1,5 @@
-"""A stand-in for the hub on loopback: repositories of one commit each, by the three kinds of requests that a fetch makes."""
+"""A stand-in for the hub on loopback: repositories of one commit each, by the three kinds of
+requests that a fetch makes."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class HubServer:
-    """Repositories by name, each a mapping of paths to bytes; `gated` ones need a token. `asked` are the files that were read, behind
-    the name. `refusals` are statuses that it gives for requests of these kinds ("revision", "tree", "resolve") instead."""
+    """Repositories by name, each a mapping of paths to bytes; `gated` ones need a token. `asked`
+    are the files that were read, behind the name. `refusals` are statuses that it gives for
+    requests of these kinds ("revision", "tree", "resolve") instead."""
 
     repositories: Mapping[str, Mapping[str, bytes]]
     gated: frozenset[str] = frozenset()

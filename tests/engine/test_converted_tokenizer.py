@@ -1,4 +1,5 @@
-"""Tokenizers of folders without tokenizer.json, against transformers' own of the same folder, and against sentencepiece."""
+"""Tokenizers of folders without tokenizer.json, against transformers' own of the same folder, and
+against sentencepiece."""
 
 from __future__ import annotations
 
@@ -43,9 +44,11 @@ KINDS: dict[str, tuple[str, str | None, str, dict[str, Any]]] = {
     "no-prefix": ("internlm2", "InternLM2Tokenizer", "tokenizer.model", {"add_dummy_prefix": False}),
     "silent": ("mistral", None, "tokenizer.model", {}),
 }
-"""The model's type, the tokenizer's class (None: no tokenizer_config.json), the file, and how that is trained."""
+"""The model's type, the tokenizer's class (None: no tokenizer_config.json), the file, and how that
+is trained."""
 OWN_CLASS = ("llama", "not-legacy", "gemma", "t5")
-"""Kinds for whose class transformers has rules of their own; to the others it gives no space before the text."""
+"""Kinds for whose class transformers has rules of their own; to the others it gives no space before
+the text."""
 
 
 @cache
@@ -167,7 +170,8 @@ def test_a_tokenizer_without_the_checkpoints_end_is_refused(tmp_path: Path) -> N
 
 
 def test_an_end_in_a_hole_of_the_vocabulary_is_none_and_one_behind_all_holes_is(tmp_path: Path) -> None:
-    """A list of tokens may leave numbers out, so that there are fewer tokens than the last number says."""
+    """A list of tokens may leave numbers out, so that there are fewer tokens than the last number
+    says."""
     from sglcore.engine.start import embedded_model
 
     model = json.loads((embedded_model() / "tokenizer.json").read_text())["model"]

@@ -1,4 +1,5 @@
-"""Sentence embeddings with published weights, through the worker's embedding forward, against transformers."""
+"""Sentence embeddings with published weights, through the worker's embedding forward, against
+transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What has ended is forgotten: the host keeps no more of a thousand ended requests than of a few."""
+"""What has ended is forgotten: the host keeps no more of a thousand ended requests than of a
+few."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from sglcore.schedule.request import Request
 from tests.schedule.fake_worker import make_limits
 
 COUNT, KEPT = 400, 100
-"""Requests of a test, and how many of them may be known when all have ended: room in which rows are not moved."""
+"""Requests of a test, and how many of them may be known when all have ended: room in which rows are
+not moved."""
 TOKEN = 100
 
 

@@ -1,4 +1,5 @@
-"""Forms of ranks: what a model has is what its makers say, a step costs what is worked out by hand, and the fastest comes first."""
+"""Forms of ranks: what a model has is what its makers say, a step costs what is worked out by hand,
+and the fastest comes first."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def test_a_model_has_the_parameters_that_its_makers_say(name: str, billions: flo
 
 
 def test_a_token_keeps_what_the_papers_say() -> None:
-    """Eight heads of 128 in 80 layers; 576 numbers in 61 layers. Eight ranks divide the first and not the second."""
+    """Eight heads of 128 in 80 layers; 576 numbers in 61 layers. Eight ranks divide the first and
+    not the second."""
     for name, tp, wanted in (("dense-70b", 1, 327_680), ("dense-70b", 8, 40_960), ("dense-70b", 16, 40_960)):
         config = read_config(CLUSTERS / name)
         costs = cost.Costs(shape.shape_of(config), cluster(), Topology(tp))
@@ -84,7 +86,8 @@ def test_eight_bit_weights_are_counted_as_such() -> None:
     ids=["attention", "experts", "dense layers", "sparse layers"],
 )
 def test_what_is_quantized_in_parts_is_counted_part_by_part(quantized: str, wanted: tuple[float, ...]) -> None:
-    """Of a model whose first three layers are dense: attention, blocks and experts each by the layers that have them."""
+    """Of a model whose first three layers are dense: attention, blocks and experts each by the
+    layers that have them."""
     config = read_config(CLUSTERS / "experts-671b")
     weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
     groups = {"group_0": {"targets": [f"re:{quantized}"], "weights": weights}}
@@ -105,7 +108,8 @@ def test_what_is_quantized_in_parts_is_counted_part_by_part(quantized: str, want
 def test_bytes_of_a_sparse_layer_are_those_of_the_table(
     n: int, summed: float, out_8bit: float, as_they_are: float, per_expert: float
 ) -> None:
-    """In units of rows times hidden size, of eight experts for a token: the time where a byte takes a second."""
+    """In units of rows times hidden size, of eight experts for a token: the time where a byte takes
+    a second."""
     rows, hidden = 64, 32
     bytes_only = Links(Link(0.0, 1.0), Link(0.0, 1.0), n)
     assert bytes_only.all_reduce(n, 2 * rows * hidden) / rows / hidden == pytest.approx(summed, abs=0.006)
@@ -129,7 +133,8 @@ def test_what_goes_to_another_host_goes_there_once() -> None:
 
 
 def check_step(module: Any) -> None:
-    """Reading: a tenth of a second for a byte. Two ranks, three rows of requests with ten tokens each."""
+    """Reading: a tenth of a second for a byte. Two ranks, three rows of requests with ten tokens
+    each."""
     rows = module.Rows(3, 3, 10)
     for topology, weights, cache in (
         (Topology(1), 2 * (1200 + 1200) * 2 + 2000 * 2, 2 * 3 * 10 * 40 * 2),
@@ -143,7 +148,8 @@ def check_step(module: Any) -> None:
 
 
 def check_arithmetic(module: Any) -> None:
-    """One operation a second, and no time for reading: two for each weight and row, 160 for a row and each token before it."""
+    """One operation a second, and no time for reading: two for each weight and row, 160 for a row
+    and each token before it."""
     slow = replace(SLOW, bandwidth=1e18, flops=1.0, flops_8bit=2.0, launch=0.0)
     for topology, wanted in (
         (Topology(1), 2 * (2 * 3 * (1200 + 1200) + 3 * 10 * 160) + 2 * 3 * 2000),
@@ -171,7 +177,8 @@ def check_experts(module: Any) -> None:
 
 
 def check_links(module: Any) -> None:
-    """A message takes a second. Two blocks of a layer: attention sums over a shard, the other over all ranks."""
+    """A message takes a second. Two blocks of a layer: attention sums over a shard, the other over
+    all ranks."""
     messages = Links(Link(1.0, 0.0), Link(1.0, 0.0), 8)
     rows, model = module.Rows(2, 2, 10), replace(DENSE, layers=(LAYER,))
     for topology, wanted in (
@@ -282,7 +289,8 @@ def test_only_forms_that_the_model_fits_are_named_and_the_fastest_first() -> Non
 
 
 def test_a_rate_counts_the_prompts_between_steps() -> None:
-    """Of each request the answer's steps, and its prompt's share of the time in which all are computed."""
+    """Of each request the answer's steps, and its prompt's share of the time in which all are
+    computed."""
     config, given = read_config(CLUSTERS / "dense-8b"), read_cluster(CLUSTERS / "two-sockets.toml")
     for each in advise(config, given, Load(16, 512, 256)):
         seconds = 256 * each.step.total + 16 * 512 / each.prompt_rate
@@ -408,7 +416,8 @@ def test_a_clusters_numbers_are_read_in_their_units() -> None:
 
 
 def test_what_a_clusters_file_leaves_out_promises_nothing(tmp_path: Path) -> None:
-    """One host needs no way to another; 8 bits are no faster, kernels begin at once, and each expert has a copy of its rows."""
+    """One host needs no way to another; 8 bits are no faster, kernels begin at once, and each
+    expert has a copy of its rows."""
     file = tmp_path / "c.toml"
     file.write_text(
         "[device]\nmemory_gb = 80\nbandwidth_gb_s = 3350\ntflops = 989\n"
@@ -421,7 +430,8 @@ def test_what_a_clusters_file_leaves_out_promises_nothing(tmp_path: Path) -> Non
 
 
 def test_layers_count_what_they_have() -> None:
-    """An output layer that is the embedding once, no block where no expert is shared, and the windows of sparse layers too."""
+    """An output layer that is the embedding once, no block where no expert is shared, and the
+    windows of sparse layers too."""
     dense, sparse = read_config(CLUSTERS / "dense-8b"), read_config(CLUSTERS / "experts-671b")
     table = dense.vocab_size * dense.hidden_size
     tables = [shape.shape_of(replace(dense, tie_word_embeddings=is_tied)).tables for is_tied in (True, False)]

@@ -1,4 +1,5 @@
-"""An engine started from a GGUF file writes what it writes from the checkpoint folder of the same weights."""
+"""An engine started from a GGUF file writes what it writes from the checkpoint folder of the same
+weights."""
 
 from __future__ import annotations
 

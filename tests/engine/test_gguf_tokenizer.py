@@ -1,4 +1,5 @@
-"""The tokenizer of a GGUF file against those that it was made of: our own, transformers', and sentencepiece."""
+"""The tokenizer of a GGUF file against those that it was made of: our own, transformers', and
+sentencepiece."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Texts that the embedded model draws under grammars: what ends by itself holds to its grammar, nobody notices who is
-beside him, and no schedule changes a token."""
+"""Texts that the embedded model draws under grammars: what ends by itself holds to its grammar,
+nobody notices who is beside him, and no schedule changes a token."""
 
 from __future__ import annotations
 

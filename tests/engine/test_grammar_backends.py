@@ -1,4 +1,5 @@
-"""What compiles grammars: every keyword of a schema is enforced or refused by name; vocabularies; the cache; what goes wrong."""
+"""What compiles grammars: every keyword of a schema is enforced or refused by name; vocabularies;
+the cache; what goes wrong."""
 
 from __future__ import annotations
 
@@ -254,7 +255,8 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_kept_to(tokenizer: Tokenize
 
 
 def sentencepiece() -> Tokenizer:
-    """A tokenizer as SentencePiece makes them: blanks are drawn as underlines, and bytes stand in for missing characters."""
+    """A tokenizer as SentencePiece makes them: blanks are drawn as underlines, and bytes stand in
+    for missing characters."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["<turn>", "<end>", "\u2581", *'abcdefgh"{}[]:,0123456789', '{"', '":', "ab", "\u2581ab", "\u25811"]
     merges = [("{", '"'), ('"', ":"), ("a", "b"), ("\u2581", "ab"), ("\u2581", "1")]
@@ -454,7 +456,8 @@ def test_taking_tokens_back_leaves_a_matcher_as_one_that_never_had_them(
 
 
 RUNS_ON = Grammar("ebnf", 'root ::= ("x" | "y") c\nc ::= "zq" c')
-"""A form that begins well, and that the compiler gives up after a token that leaves no choice about the others."""
+"""A form that begins well, and that the compiler gives up after a token that leaves no choice about
+the others."""
 
 
 def test_a_compiler_that_gives_up_after_a_token_that_it_allowed_says_why(tokenizer: Tokenizer) -> None:

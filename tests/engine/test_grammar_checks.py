@@ -1,5 +1,5 @@
-"""Grammars that take too long, too much memory or end their process harm nobody but who asked, and who asks after them waits for
-none of them."""
+"""Grammars that take too long, too much memory or end their process harm nobody but who asked, and
+who asks after them waits for none of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models by the hub's names: what is asked for, what the cache has, and what is said where neither has it."""
+"""Models by the hub's names: what is asked for, what the cache has, and what is said where neither
+has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the scores of a classification head mean is what transformers' pipeline for text makes of them."""
+"""What the scores of a classification head mean is what transformers' pipeline for text makes of
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ ENDS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     "multi_label_classification": torch.sigmoid,
     "regression": lambda scores: scores,
 }
-"""What that pipeline does with the scores of several labels, by the `problem_type` of config.json."""
+"""What that pipeline does with the scores of several labels, by the `problem_type` of
+config.json."""
 
 
 @pytest.mark.parametrize("problem", list(ENDS))

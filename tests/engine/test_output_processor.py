@@ -1,4 +1,5 @@
-"""A prompt's samples as text: what has ended stays as it ended, and says why; tokens in runs make what single ones make."""
+"""A prompt's samples as text: what has ended stays as it ended, and says why; tokens in runs make
+what single ones make."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ def test_a_text_that_stops_before_its_sample_is_refused_is_not(stops: bool) -> N
 
 @dataclass
 class Sample:
-    """What one sample draws, and how it ends: by "stop" with its last token, by "length" with it, by others after it."""
+    """What one sample draws, and how it ends: by "stop" with its last token, by "length" with it,
+    by others after it."""
 
     ids: list[int]
     reason: FinishReason | None
@@ -172,7 +174,8 @@ def told(
 
 
 def check_runs(rnd: Random, plant: Callable[[OutputProcessor], None] = lambda processor: None) -> bool:
-    """Whatever runs its tokens come in, a sample is what one token a step makes of it. True if a stop string was in it."""
+    """Whatever runs its tokens come in, a sample is what one token a step makes of it. True if a
+    stop string was in it."""
     sample = draw_sample(rnd)
     wanted, steps = told(sample, sample.single(), lambda processor: None)
     found, deltas = told(sample, sample.end(sample.outputs(iter(lambda: rnd.randint(1, 5), 0))), plant)

@@ -44,7 +44,8 @@ SAMPLES = (*TEXTS, *random_texts(60), "\u4e2d\u6587English\u6df7\u5408 123456789
 
 @cache
 def ranks() -> dict[bytes, int]:
-    """Of a small vocabulary: all bytes in their order, as mistral-common wants them, then what was merged, in its order."""
+    """Of a small vocabulary: all bytes in their order, as mistral-common wants them, then what was
+    merged, in its order."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
@@ -135,7 +136,8 @@ def marked(specials: str, *, first: int | None = None, normalized: str = NORMALI
 
 
 def write_marked(folder: Path, name: str, code: str) -> tiktoken.Encoding:
-    """A folder without a list of added tokens, which its code has alone; its tokenizer as tiktoken makes it."""
+    """A folder without a list of added tokens, which its code has alone; its tokenizer as tiktoken
+    makes it."""
     write_ranks(folder, code, name=name)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "QWenTokenizer"}))
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen", "eos_token_id": len(ranks()) + 2}))
@@ -266,8 +268,9 @@ SPECIAL = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>")
 
 
 def write_tekken(folder: Path, **more: Any) -> tiktoken.Encoding:
-    """A folder with a tekken.json that has nine entries more than its tokenizer takes, and 32 special tokens of which six are
-    named; its tokenizer as tiktoken makes it, whose ids begin at 0."""
+    """A folder with a tekken.json that has nine entries more than its tokenizer takes, and 32
+    special tokens of which six are named; its tokenizer as tiktoken makes it, whose ids begin at
+    0."""
     taken = dict(list(ranks().items())[:-9])
     entries = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for token, rank in ranks().items()]
     content = {

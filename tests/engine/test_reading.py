@@ -1,4 +1,5 @@
-"""Descriptors are read with a limit of time that holds for all that is read, whatever their number, in every place alike."""
+"""Descriptors are read with a limit of time that holds for all that is read, whatever their number,
+in every place alike."""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ def test_graph_buckets_that_hold_no_batch_are_refused() -> None:
 
 
 def word_pieces(folder: Path) -> TextCodec:
-    """A tokenizer that marks spaces, strips the first one, and falls back to bytes, as SentencePiece models do."""
+    """A tokenizer that marks spaces, strips the first one, and falls back to bytes, as
+    SentencePiece models do."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁time", "▁upon", "Once", "e"]
     vocab = {word: place for place, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))

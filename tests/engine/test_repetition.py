@@ -1,5 +1,5 @@
-"""DRY against a search by hand: in any text, token by token, taken back, from the first or from the middle, and in whole
-texts against transformers."""
+"""DRY against a search by hand: in any text, token by token, taken back, from the first or from the
+middle, and in whole texts against transformers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tokens that are taken back, any number of them: every kind of matcher, and those that hold another, is then as one that never
-had them."""
+"""Tokens that are taken back, any number of them: every kind of matcher, and those that hold
+another, is then as one that never had them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from sglcore.schedule.request import Matcher
 CODEC = TextCodec(Path(str(files("sglcore") / "assets" / "demo")))
 SIZE = CODEC.tokenizer.get_vocab_size(with_added_tokens=True)
 COUNTS = (1, 2, KEPT_STEPS - 1, KEPT_STEPS, KEPT_STEPS + 1, 33, 65, 110)
-"""Tokens taken back: fewer than any window inside, as many, and more; a hundred cross a mark and the grammar behind it."""
+"""Tokens taken back: fewer than any window inside, as many, and more; a hundred cross a mark and
+the grammar behind it."""
 TEXT = "Once upon a time there was a fox. " * 6
 FORM = Grammar("regex", r'\{"a": "[a-zA-Z. ]{0,900}"\}')
 TAGS = Grammar("ebnf", 'root ::= "[" ([a-z] | [A-Z] | [. ])* "]"')

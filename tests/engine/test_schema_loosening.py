@@ -1,4 +1,5 @@
-"""What llguidance does not enforce is left out of a schema and named, so that ordinary schemas are served; what is left holds."""
+"""What llguidance does not enforce is left out of a schema and named, so that ordinary schemas are
+served; what is left holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which of the left-out parts of a schema a value does not keep to is found by jsonschema, and said by their names."""
+"""Which of the left-out parts of a schema a value does not keep to is found by jsonschema, and said
+by their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Structural tags against a walk by hand: free text until a trigger, then one of its tags, on both libraries."""
+"""Structural tags against a walk by hand: free text until a trigger, then one of its tags, on both
+libraries."""
 
 from __future__ import annotations
 

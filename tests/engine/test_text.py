@@ -1,4 +1,5 @@
-"""Text that grows token by token: whole characters, no half stop strings, the same as decoding at once."""
+"""Text that grows token by token: whole characters, no half stop strings, the same as decoding at
+once."""
 
 from __future__ import annotations
 

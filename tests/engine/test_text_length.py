@@ -45,8 +45,8 @@ def encoder_folder() -> Path:
 
 @cache
 def tokenizer(kind: str) -> Tokenizer:
-    """Of the embedded model (bytes), of a published encoder (WordPiece), and trained here: pairs without words, as Llama 2 has
-    them, and Unigram, which joins letters that it does not know."""
+    """Of the embedded model (bytes), of a published encoder (WordPiece), and trained here: pairs
+    without words, as Llama 2 has them, and Unigram, which joins letters that it does not know."""
     if kind in ("bytes", "wordpiece"):
         return TextCodec(embedded_model() if kind == "bytes" else encoder_folder()).tokenizer
     lines = [" ".join(random.Random(seed).choices(WORDS, k=50)) for seed in range(20)]
@@ -65,7 +65,8 @@ def tokenizer(kind: str) -> Tokenizer:
 
 
 def texts(length: int) -> dict[str, str]:
-    """Of so many characters: some of the usual density, some that are dense, and some whose tokens a cut breaks."""
+    """Of so many characters: some of the usual density, some that are dense, and some whose tokens
+    a cut breaks."""
     draw = random.Random(7)
     plain = " ".join(draw.choices(WORDS, k=length // 3))[:length]
     return {

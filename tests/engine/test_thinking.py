@@ -1,4 +1,5 @@
-"""Reasoning before what a grammar binds: free up to its mark, bound behind it, ended by force when its budget is used up."""
+"""Reasoning before what a grammar binds: free up to its mark, bound behind it, ended by force when
+its budget is used up."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ BOUND = Grammar("json_schema", json.dumps(SCHEMA))
 
 @pytest.fixture(scope="module")
 def plain() -> Tokenizer:
-    """A tokenizer that spells the marks by several tokens, of which the last may go on with other text."""
+    """A tokenizer that spells the marks by several tokens, of which the last may go on with other
+    text."""
     return Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
 
 
@@ -163,7 +165,8 @@ def test_taking_tokens_back_leaves_a_matcher_as_one_that_never_had_them(name: st
 def test_a_mark_is_not_joined_from_tokens_that_were_taken_back(
     name: str, spelled: str, request: pytest.FixtureRequest
 ) -> None:
-    """Its beginning is proposed and taken back, all of it is, and what comes then is neither its end nor behind it."""
+    """Its beginning is proposed and taken back, all of it is, and what comes then is neither its
+    end nor behind it."""
     tokenizer: Tokenizer = request.getfixturevalue(spelled)
     mark, filler = (tokenizer.encode(text, add_special_tokens=False).ids for text in (END, "z"))
     rules = compiled(name, tokenizer, BOUND, Thinking(END, END))

@@ -1,4 +1,5 @@
-"""A device that holds few captured pieces gets fewer buckets: the largest stay, prompts go first, and the ledger says so."""
+"""A device that holds few captured pieces gets fewer buckets: the largest stay, prompts go first,
+and the ledger says so."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""A front of the public package index, on this machine alone, that has each wheel's metadata as a file of its own (PEP 658).
+"""A front of the public package index, on this machine alone, that has each wheel's metadata as a
+file of its own (PEP 658).
 
-pip resolves without downloading wheels only where an index has that. The public one does; a mirror of it may not, and then the
-front reads the metadata out of the wheel by ranges of bytes. What was read is kept on disk. It knows no package by name.
+pip resolves without downloading wheels only where an index has that. The public one does; a mirror
+of it may not, and then the front reads the metadata out of the wheel by ranges of bytes. What was
+read is kept on disk. It knows no package by name.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ OTHERS = re.compile(
 )
 """Wheels for interpreters and machines that nobody here asks for: most of a page."""
 TAIL = 1 << 18
-"""Bytes of a wheel's end that are read at once: most have their list of files and their metadata there."""
+"""Bytes of a wheel's end that are read at once: most have their list of files and their metadata
+there."""
 
 
 class Ranges(io.RawIOBase):
@@ -132,7 +135,8 @@ class Front:
 
 
 def _fronted(page: dict[str, Any], address: str) -> dict[str, Any]:
-    """A page whose wheels have their addresses here; what is not a wheel is left out, because pip could only build it."""
+    """A page whose wheels have their addresses here; what is not a wheel is left out, because pip
+    could only build it."""
     wheels = [
         file for file in page["files"] if file["filename"].endswith(".whl") and not OTHERS.search(file["filename"])
     ]

@@ -1,7 +1,9 @@
-"""Runs pip as if on another machine: `python pip_elsewhere.py MARKERS install ...`, with the values of environment markers as JSON.
+"""Runs pip as if on another machine: `python pip_elsewhere.py MARKERS install ...`, with the values
+of environment markers as JSON.
 
-pip's own --platform and --python-version choose wheels, but it evaluates the markers of requirements for the machine that runs
-it: without this, macOS would be asked for the Linux libraries of torch.
+pip's own --platform and --python-version choose wheels, but it evaluates the markers of
+requirements for the machine that runs it: without this, macOS would be asked for the Linux
+libraries of torch.
 """
 
 import json

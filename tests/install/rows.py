@@ -1,4 +1,5 @@
-"""The machines and options for which the installer's commands must resolve, and one run of pip for such a row."""
+"""The machines and options for which the installer's commands must resolve, and one run of pip for
+such a row."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ GLIBC, MACOS = 35, 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One installation. `everything`: the tests' environment of all packages; `torch`: another version than the preferred one."""
+    """One installation. `everything`: the tests' environment of all packages; `torch`: another
+    version than the preferred one."""
 
     name: str
     python: str
@@ -62,7 +64,8 @@ class Row:
 
     @property
     def needs_build(self) -> bool:
-        """What goes beside torch asks for the build that is on an index of its own, so nothing resolves beside the public one."""
+        """What goes beside torch asks for the build that is on an index of its own, so nothing
+        resolves beside the public one."""
         needs = needs_of(ROOT / "devices" / (NAMES[self.name][2] or HOST))
         if needs is None or not needs.beside:
             return False
@@ -91,7 +94,8 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Every machine with every Python; tests of all packages, and of one with its hardware; every other version of torch."""
+    """Every machine with every Python; tests of all packages, and of one with its hardware; every
+    other version of torch."""
     oldest, newest = served()[0], served()[-1]
     found = [Row(name=name, python=python) for name in NAMES for python in served()]
     found += [Row(name="Linux x86-64", python=python, extra="test", everything=True) for python in (oldest, newest)]
@@ -106,7 +110,8 @@ def rows() -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Commands as pip is asked in one run: options for indexes, requirements, and files of constraints."""
+    """Commands as pip is asked in one run: options for indexes, requirements, and files of
+    constraints."""
 
     options: tuple[str, ...]
     requirements: tuple[str, ...]
@@ -120,7 +125,8 @@ class Asked:
 
 
 def asked(commands: Sequence[tuple[str, ...]]) -> Asked:
-    """All commands in one run, which is harder than one after the other; folders of the checkout by their packages' names."""
+    """All commands in one run, which is harder than one after the other; folders of the checkout by
+    their packages' names."""
     options, requirements, constraints = [], [], []
     for command in commands:
         words = list(command[4:])
@@ -140,7 +146,8 @@ def asked(commands: Sequence[tuple[str, ...]]) -> Asked:
 
 
 def contents(row: Row, what: Asked) -> tuple[object, ...]:
-    """What pip is given for a row, with packages of the checkout by what they ask for: equal ones resolve alike."""
+    """What pip is given for a row, with packages of the checkout by what they ask for: equal ones
+    resolve alike."""
     projects = {_named(str(path.parent.relative_to(ROOT))): path for path in ROOT.glob("devices/*/pyproject.toml")}
     texts: list[str] = []
     for text in what.requirements:
@@ -155,7 +162,8 @@ def contents(row: Row, what: Asked) -> tuple[object, ...]:
 
 
 def of_triton(commands: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """The commands that install the tests' own Triton, which pip runs on its own after torch, and the others."""
+    """The commands that install the tests' own Triton, which pip runs on its own after torch, and
+    the others."""
     own = [command for command in commands if command[-1] in pinned(ROOT / TESTS)]
     return own, [command for command in commands if command not in own]
 
@@ -167,7 +175,8 @@ def _named(folder: str) -> str:
 
 
 def stand_ins(folder: Path) -> Path:
-    """Wheels of this checkout's packages that have nothing but their metadata, as what builds them writes those."""
+    """Wheels of this checkout's packages that have nothing but their metadata, as what builds them
+    writes those."""
     every = (ROOT, *(path.parent for path in sorted(ROOT.glob("devices/*/pyproject.toml"))), ROOT / "simulator")
     begun = []
     for each in every:
@@ -194,7 +203,8 @@ class Pip:
     wheels: Path
 
     def resolve(self, row: Row, what: Asked, report: Path, *further: str) -> tuple[str, dict[str, str]]:
-        """What pip said ("" when it found everything), and the version of each package; waits some seconds."""
+        """What pip said ("" when it found everything), and the version of each package; waits some
+        seconds."""
         options = ("--isolated", "--dry-run", "--ignore-installed", "--no-cache-dir", "--disable-pip-version-check")
         options = (*options, "--timeout", "300")
         files = [word for path in what.constraints for word in ("-c", str(ROOT / path))]

@@ -1,4 +1,5 @@
-"""All distributions declare all their files and have one version, which one command writes, and a release is of it."""
+"""All distributions declare all their files and have one version, which one command writes, and a
+release is of it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Every command that the installer prints can be resolved by pip, for every machine and Python that is served.
+"""Every command that the installer prints can be resolved by pip, for every machine and Python that
+is served.
 
-pip asks the public index alone, by a front on this machine (front.py), and downloads no wheel. Builds of torch on indexes of
-their own are asked for where those can be reached; elsewhere everything else must resolve beside the same version of the public
-index, and what could not be asked is left out by its capability.
+pip asks the public index alone, by a front on this machine (front.py), and downloads no wheel.
+Builds of torch on indexes of their own are asked for where those can be reached; elsewhere
+everything else must resolve beside the same version of the public index, and what could not be
+asked is left out by its capability.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def pip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pip]:
 def outcomes(
     request: pytest.FixtureRequest, pip: Pip, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Row, Future[Outcome]]]:
-    """Every row that this run has, several at a time; rows for which pip is given the same are one."""
+    """Every row that this run has, several at a time; rows for which pip is given the same are
+    one."""
     names = {item.name for item in request.session.items}
     folder = tmp_path_factory.mktemp("reports")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as pool:
@@ -70,7 +73,8 @@ def outcomes(
 
 
 def resolve(pip: Pip, row: Row, report: Path) -> Outcome:
-    """A row beside the torch of the public index; the tests' Triton on its own, as it is installed."""
+    """A row beside the torch of the public index; the tests' Triton on its own, as it is
+    installed."""
     triton, others = of_triton(row.commands())
     said, found = pip.resolve(row, asked(others).without_build, report)
     if triton and not said:

@@ -1,7 +1,8 @@
-"""Every distribution is built of what git knows and nothing else, the same bytes for the same commit, and a user of its wheel
-has all of it: away from the checkout, without a compiler.
+"""Every distribution is built of what git knows and nothing else, the same bytes for the same
+commit, and a user of its wheel has all of it: away from the checkout, without a compiler.
 
-torch and the other dependencies are those of the tests, linked into the environment; `python -m tools.wheels try` fetches them.
+torch and the other dependencies are those of the tests, linked into the environment; `python -m
+tools.wheels try` fetches them.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ def test_the_same_commit_gives_the_same_bytes(name: str, tmp_path: Path, monkeyp
 def repacked(
     wheel: Path, folder: Path, change: Callable[[str, bytes], bytes | None], name: str = "", more: str = ""
 ) -> Path:
-    """A copy in which each file is what `change` gives of it (None: left out), and that has a file more; not in its RECORD."""
+    """A copy in which each file is what `change` gives of it (None: left out), and that has a file
+    more; not in its RECORD."""
     target = folder / (name or wheel.name)
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(target, "w") as new:
         for entry in old.namelist():

@@ -1,4 +1,5 @@
-"""What a kernel may not touch: cells around every tensor that it is given or that is made while it runs."""
+"""What a kernel may not touch: cells around every tensor that it is given or that is made while it
+runs."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ POISON = 1234.5
 
 
 class Guards:
-    """Tensors in the middle of larger ones. New ones are full of values that nothing computes until they are written."""
+    """Tensors in the middle of larger ones. New ones are full of values that nothing computes until
+    they are written."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._whole: list[tuple[Tensor, Tensor]] = []
@@ -62,7 +64,8 @@ class Guards:
 
 
 def mutated(module: ModuleType, folder: Path, old: str, new: str, also: Sequence[tuple[str, str]] = ()) -> ModuleType:
-    """The module with a defect: every `old` in its source is `new`. `also` are changes that are no defect."""
+    """The module with a defect: every `old` in its source is `new`. `also` are changes that are no
+    defect."""
     assert module.__file__ is not None
     source = Path(module.__file__).read_text(encoding="utf-8")
     assert old in source, f"{old!r} is not in {module.__name__}: the mutant is stale"

@@ -13,7 +13,8 @@ HIDDEN, SIZE, EXPERTS = 24, 16, 6
 
 
 def parts(tokens: int, choices: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
-    """hidden, weights, ids, w13, w2; some ids mean no expert, and one expert is chosen by nobody."""
+    """hidden, weights, ids, w13, w2; some ids mean no expert, and one expert is chosen by
+    nobody."""
     print(f"seed {seed}")
     random = torch.Generator().manual_seed(seed)
     sizes = ((tokens, HIDDEN), (tokens, choices), (EXPERTS, 2 * SIZE, HIDDEN), (EXPERTS, HIDDEN, SIZE))

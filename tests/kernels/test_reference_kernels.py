@@ -1,4 +1,5 @@
-"""The reference kernels against torch's own functions and the modules of the transformers library."""
+"""The reference kernels against torch's own functions and the modules of the transformers
+library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The reference kernels of recurrent layers against transformers' functions, in one piece, in chunks and token by token."""
+"""The reference kernels of recurrent layers against transformers' functions, in one piece, in
+chunks and token by token."""
 
 from __future__ import annotations
 
@@ -31,11 +32,13 @@ class Rows(NamedTuple):
 
 
 Run = Callable[[list[Tensor], Rows], Tensor]
-"""An entry with its weights and its pool: inputs of a step [T, ...] and its rows to results [T, ...]."""
+"""An entry with its weights and its pool: inputs of a step [T, ...] and its rows to results [T,
+...]."""
 
 
 def in_steps(run: Run, inputs: list[list[Tensor]], cuts: tuple[int, ...]) -> list[Tensor]:
-    """The results of each request, all of which run beside each other, cut at these tokens; the last steps are of one."""
+    """The results of each request, all of which run beside each other, cut at these tokens; the
+    last steps are of one."""
     done: list[list[Tensor]] = [[] for _ in inputs[0]]
     bounds = (0, *cuts, 10**6)
     for first, last in pairwise(bounds):

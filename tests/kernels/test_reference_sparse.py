@@ -1,4 +1,5 @@
-"""The reference kernels of DeepSeek's attention against transformers' DeepSeek-V4, and rows in eight bits against themselves."""
+"""The reference kernels of DeepSeek's attention against transformers' DeepSeek-V4, and rows in
+eight bits against themselves."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def test_blocks_are_the_oracles_however_the_tokens_come(kind: type[nn.Module], s
 def blocks_in_steps(
     kv_gate: Tensor, state: Tensor, ape: Tensor, weight: Tensor, ratio: int, span: int, steps: tuple[int, ...]
 ) -> Tensor:
-    """The pool of a request of slot 1 with pages 1, 2, ...; of blocks that share no tokens the state is the slot's."""
+    """The pool of a request of slot 1 with pages 1, 2, ...; of blocks that share no tokens the
+    state is the slot's."""
     table, done = torch.stack((torch.zeros(6), torch.arange(1, 7))).int(), 0
     state_table = table if span > ratio else None
     rows = torch.full((56 // ratio, weight.shape[0]), torch.nan)
@@ -247,7 +249,8 @@ def test_experts_their_choice_and_groups_are_the_oracles() -> None:
     close(TABLE.grouped_linear(x.view(9, 2, 24), grouped.weight.view(2, 7, 24)), grouped(x.view(9, 2, 24)))
 
 
-# -- rows in eight bits ------------------------------------------------------------------------------------------------
+# -- rows in eight bits
+# ------------------------------------------------------------------------------------------------
 
 CODECS = (
     *(RowCodec(512, exact=64), RowCodec(128, group=128), RowCodec(44, exact=8, group=16), RowCodec(64, exact=64)),

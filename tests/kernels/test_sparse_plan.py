@@ -1,4 +1,5 @@
-"""Lists of rows and plans of compression, over random lives of requests: by slow loops, and by what the rows then hold."""
+"""Lists of rows and plans of compression, over random lives of requests: by slow loops, and by what
+the rows then hold."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ WINDOW = 13
 
 
 class Layout(NamedTuple):
-    """What is compressed, and where the tokens before a block's last are kept. At most `drafts` tokens of a step stay
-    uncertain; a ring is as small as that permits."""
+    """What is compressed, and where the tokens before a block's last are kept. At most `drafts`
+    tokens of a step stay uncertain; a ring is as small as that permits."""
 
     ratio: int
     overlaps: bool
@@ -135,7 +136,8 @@ class Life:
 
 
 class Step:
-    """The tensors of one step: rows in their order, then a padding row and, behind the rows' tokens, one of nobody."""
+    """The tensors of one step: rows in their order, then a padding row and, behind the rows'
+    tokens, one of nobody."""
 
     def __init__(self, layout: Layout, slots: dict[int, Request], begins: dict[int, int]) -> None:
         self._layout = layout

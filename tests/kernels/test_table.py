@@ -113,7 +113,8 @@ def test_a_table_is_not_changed() -> None:
         KernelTable().gelu = fast_gelu  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# -- a new entry -------------------------------------------------------------------------------------------------------
+# -- a new entry
+# --------------------------------------------------------------------------------------------------
 
 
 def scaled(x: torch.Tensor, gains: torch.Tensor, cells: torch.Tensor, power: float) -> torch.Tensor:
@@ -200,7 +201,8 @@ def scores(
     codec: RowCodec | None,
     float8: str | None = None,
 ) -> torch.Tensor:
-    """`index_logits` of its own, whose rows are read in `float8`, if there is one, and not in their codec's."""
+    """`index_logits` of its own, whose rows are read in `float8`, if there is one, and not in their
+    codec's."""
     own = codec and replace(codec, float8=float8 or codec.float8)
     places = torch.arange(width)
     pages = table[token_slots][:, (places // rows_per_page).clamp(max=table.shape[1] - 1)]

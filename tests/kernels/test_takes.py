@@ -1,4 +1,5 @@
-"""What a kernel says that it takes: it runs where a model is built of such sizes, the next one elsewhere, and the ledger says so."""
+"""What a kernel says that it takes: it runs where a model is built of such sizes, the next one
+elsewhere, and the ledger says so."""
 
 from __future__ import annotations
 
@@ -112,11 +113,13 @@ def test_nothing_that_is_asked_can_read_a_value() -> None:
         choose(KernelTable().replace(gelu=Limited(reference.gelu, reads)), KernelTable.gelu, (torch.ones(1, 4),))
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
+# -- models
+# --------------------------------------------------------------------------------------------------
 
 
 def as_described(*call: Any) -> tuple[Any, ...]:
-    """The dtypes and sizes of a call, without its rows: those of the first dimension of what is no weight."""
+    """The dtypes and sizes of a call, without its rows: those of the first dimension of what is no
+    weight."""
     return tuple((str(arg.dtype), tuple(arg.shape[1:])) if isinstance(arg, Tensor) else arg for arg in call)
 
 
@@ -205,7 +208,8 @@ def test_the_draw_and_the_cells_are_asked_for_as_an_engine_starts(tmp_path: Path
     assert asked["cache_locations"][-1].dtype == torch.int32 and asked["draw"][0].dtype == torch.float32
 
 
-# -- the kit -----------------------------------------------------------------------------------------------------------
+# -- the kit
+# --------------------------------------------------------------------------------------------------
 
 
 def hold(table: KernelTable, case: str) -> None:

@@ -1,7 +1,9 @@
-"""Every Triton kernel compiles for every chip, and costs what is stored: no register, byte or spill more or less.
+"""Every Triton kernel compiles for every chip, and costs what is stored: no register, byte or spill
+more or less.
 
-Compiling for all chips takes minutes, so it is a group (docs/testing.md): as long as the kernels are those that last passed
-whole, a part of the kernels on one chip, another at each turn, shows that the figures are true.
+Compiling for all chips takes minutes, so it is a group (docs/testing.md): as long as the kernels
+are those that last passed whole, a part of the kernels on one chip, another at each turn, shows
+that the figures are true.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The draw in Triton gives the sampler's tokens to the bit, whatever the vocabulary, the cut-offs and the ties."""
+"""The draw in Triton gives the sampler's tokens to the bit, whatever the vocabulary, the cut-offs
+and the ties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Routing and experts in Triton give what the reference gives, for any routing, and touch nothing else."""
+"""Routing and experts in Triton give what the reference gives, for any routing, and touch nothing
+else."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
-    """Relative to the largest: sums of products of random signs have no small relative error each."""
+    """Relative to the largest: sums of products of random signs have no small relative error
+    each."""
     assert found.dtype == wanted.dtype and found.shape == wanted.shape
     if wanted.numel():
         bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(wanted.dtype, 1e-6)

@@ -1,4 +1,5 @@
-"""The Triton kernels of norms, activation, rotation, cells and proposals give what the reference gives and touch nothing else."""
+"""The Triton kernels of norms, activation, rotation, cells and proposals give what the reference
+gives and touch nothing else."""
 
 from __future__ import annotations
 
@@ -285,7 +286,8 @@ def test_a_defect_is_caught(
 
 
 def test_narrow_floats_are_rounded_to_even_in_the_interpreter_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter itself cuts bfloat16 off; the norm of values between two steps would show it."""
+    """The interpreter itself cuts bfloat16 off; the norm of values between two steps would show
+    it."""
     x = random(5, 48, dtype=torch.bfloat16)
     weight = random(48, dtype=torch.bfloat16, seed=1)
     for gain in (weight, random(48, seed=2)):

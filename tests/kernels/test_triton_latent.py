@@ -1,4 +1,5 @@
-"""The Triton kernels of latent rows, hyper-connections and lists of rows give what the reference gives, and touch nothing else."""
+"""The Triton kernels of latent rows, hyper-connections and lists of rows give what the reference
+gives, and touch nothing else."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def test_rows_in_the_other_floats_are_the_reference_s(entry: str, monkeypatch: p
 
 
 def check_bytes(kernels: ModuleType, guards: Guards, float8: str = E4M3FN) -> None:
-    """Every value of e4m3, and what lies between two, in groups whose scale is 1, 2^-12 and 2^12."""
+    """Every value of e4m3, and what lies between two, in groups whose scale is 1, 2^-12 and
+    2^12."""
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     between = torch.cat(((values[1:] + values[:-1]) / 2, torch.zeros(1)))
     rows = torch.cat((torch.stack((values, between, values * 0.99)), torch.full((3, 1), 448.0)), dim=1)

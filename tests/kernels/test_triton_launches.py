@@ -1,4 +1,5 @@
-"""Every Triton kernel is launched as the field of its entry says: warps, stages, and what only the vendor's compiler knows."""
+"""Every Triton kernel is launched as the field of its entry says: warps, stages, and what only the
+vendor's compiler knows."""
 
 from __future__ import annotations
 
@@ -114,8 +115,8 @@ def test_options_are_frozen_as_a_copy() -> None:
 
 
 def programs_fit(tuning: type[Tuning]) -> bool:
-    """The law: a program holds no more elements than it may, unless a row has more, and no tile is beyond its memory, unless
-    the fewest tokens that a product takes are."""
+    """The law: a program holds no more elements than it may, unless a row has more, and no tile is
+    beyond its memory, unless the fewest tokens that a product takes are."""
     made = tuning(elements=2048, tile_bytes=16 << 10)
     return all(
         made.rows(width, count) * width <= max(2048, width)

@@ -1,4 +1,5 @@
-"""The Triton kernels of recurrent layers give what the reference gives: results, states, and nothing beside them."""
+"""The Triton kernels of recurrent layers give what the reference gives: results, states, and
+nothing beside them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def gated_rms_norm(drawn: Draw, tokens: int, strided: bool) -> kernel_inputs.Inp
 
 
 def check(kernels: ModuleType, entry: str, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
-    """Every call of the kit, and of strided rows; padding and nobody's tokens bring what is not a number."""
+    """Every call of the kit, and of strided rows; padding and nobody's tokens bring what is not a
+    number."""
     make = gated_rms_norm if entry == "gated_rms_norm" else getattr(kernel_inputs, entry)
     for strided in (False, True) if tokens <= 3 else (True,):
         for args in make(Draw(tokens, dtype), tokens, strided):

@@ -1,4 +1,5 @@
-"""Rotation and store in one launch: what the two entries of the reference give one after the other, and nothing else."""
+"""Rotation and store in one launch: what the two entries of the reference give one after the other,
+and nothing else."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def check(
     tuning: Tuning = SMALL,
     heads: int = 4,
 ) -> None:
-    """q and every cell but cell 0 to the bit, for whole and partial rotations and caches of three dtypes. The last rows are
-    padding: what they bring is not a number."""
+    """q and every cell but cell 0 to the bit, for whole and partial rotations and caches of three
+    dtypes. The last rows are padding: what they bring is not a number."""
     q, k = columns(guards, tokens, (heads + KV_HEADS) * DIM, dtype).split([heads * DIM, KV_HEADS * DIM], dim=-1)
     v = columns(guards, tokens, KV_HEADS * DIM, dtype, seed=1)
     for part in (q, k, v):

@@ -1,4 +1,5 @@
-"""The Triton kernels of DeepSeek's attention give what the reference gives: results, states, and nothing beside them."""
+"""The Triton kernels of DeepSeek's attention give what the reference gives: results, states, and
+nothing beside them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ MODULES = {
 
 
 def long_lists() -> Inputs:
-    """Two lists of several iterations and splits, of which a token uses both, one, or parts; heads of two blocks."""
+    """Two lists of several iterations and splits, of which a token uses both, one, or parts; heads
+    of two blocks."""
     drawn = Draw(5, torch.float32)
     lists: list[Tensor] = []
     for width, sizes in ((50, (50, 3, 0)), (40, (17, 0, 40))):
@@ -79,7 +81,8 @@ def check(
     float8: str = E4M3FN,
     tuning: Tuning = SMALL,
 ) -> None:
-    """Every call of the kit, with strided rows; rows that no list names hold what is not a number."""
+    """Every call of the kit, with strided rows; rows that no list names hold what is not a
+    number."""
     more = MORE[entry]() if tokens == 7 and entry in MORE else ()
     for args in (*getattr(kernel_inputs_sparse, entry)(Draw(tokens, dtype, float8), tokens, True), *more):
         wanted_args = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]

@@ -1,6 +1,8 @@
-"""Whole engines on a device: every attention backend, eager and by every graph kind, is transformers within half precision.
+"""Whole engines on a device: every attention backend, eager and by every graph kind, is
+transformers within half precision.
 
-A package's test file is `from tests.laws.device_engines import *` beside the import of its `package`.
+A package's test file is `from tests.laws.device_engines import *` beside the import of its
+`package`.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Engines:
         return {path.partition(":")[0] for path in paths}
 
     def refused(self, model: Oracle, attention: str, asked: set[str]) -> bool:
-        """Whether a backend lacks some of the features that a model asks for; it is refused by their names then."""
+        """Whether a backend lacks some of the features that a model asks for; it is refused by
+        their names then."""
         missing = sorted(asked - self.backend(attention).facts.features)
         if missing:
             with pytest.raises(ConfigError, match=f"{attention} refused: it lacks {', '.join(missing)}"):
@@ -64,8 +67,8 @@ class Engines:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Attention backends and graph kinds of the package; eager forwards, and replays beside them, with the next step planned
-    ahead and without."""
+    """Attention backends and graph kinds of the package; eager forwards, and replays beside them,
+    with the next step planned ahead and without."""
     package: DevicePackage = vars(metafunc.module)["package"]
     names = [name for name in package.attention if name != "reference"]
     ahead = [True] if metafunc.function is test_graphs else [True, False]

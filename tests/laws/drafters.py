@@ -1,4 +1,5 @@
-"""Drafters of the laws: one that is always right, one that never is, one that guesses, and one that now and then has nothing."""
+"""Drafters of the laws: one that is always right, one that never is, one that guesses, and one that
+now and then has nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from sglcore.runtime.speculative.drafter import NONE, DraftRows
 
 
 class Texts:
-    """The whole texts of requests, by which a drafter knows what comes next. They differ in their first tokens."""
+    """The whole texts of requests, by which a drafter knows what comes next. They differ in their
+    first tokens."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts = [list(text) for text in texts]
@@ -27,7 +29,8 @@ class Texts:
 
 
 class Knowing:
-    """Reads each request's tokens from the history, and proposes by them. Waits for the device, which no real drafter does."""
+    """Reads each request's tokens from the history, and proposes by them. Waits for the device,
+    which no real drafter does."""
 
     lookahead = 0
     reads_history = True
@@ -44,7 +47,8 @@ class Knowing:
         assert rows.history is not None
         history, found = rows.history.cpu(), torch.full((len(rows.slots), self.tokens), NONE, dtype=torch.int32)
         for row, (slot, last) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
-            # A request whose last token is drawn already may go on for a step: nobody sees what it draws.
+            # A request whose last token is drawn already may go on for a step: nobody sees what it
+            # draws.
             if not rows.batch.forward_mode.is_decode or last < int(rows.limits[row]):
                 found[row] = self.propose(history[slot, : last + 1].tolist())
         return found.to(rows.slots.device)

@@ -1,4 +1,5 @@
-"""An engine over a random checkpoint, with tokens in and out, and the check of its log-probabilities."""
+"""An engine over a random checkpoint, with tokens in and out, and the check of its
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -29,23 +30,27 @@ BUCKETS = (2, 6)
 """Decode graphs of the engines: batches of one, three, four and five are padded."""
 
 TOKEN_BUCKETS = (48,)
-"""Prefill graphs, of 24 tokens and more. One is enough for a law, and a test names another that fits its prompts."""
+"""Prefill graphs, of 24 tokens and more. One is enough for a law, and a test names another that
+fits its prompts."""
 
 
 def environ() -> dict[str, str]:
-    """What of the process's environment an engine of the tests may see: where the lane's machine is laid out."""
+    """What of the process's environment an engine of the tests may see: where the lane's machine is
+    laid out."""
     return {name: os.environ[name] for name in ("SGLCORE_SYSTEM_ROOT",) if name in os.environ}
 
 
 def on_this_device() -> dict[str, str]:
-    """The settings of an engine on the lane's device, by functions that a simulated one runs fast."""
+    """The settings of an engine on the lane's device, by functions that a simulated one runs
+    fast."""
     device = os.environ["LANE_DEVICE"]
     return {"device": device} | ({} if device == "cpu" else {"attention_backend": "gathered", "kernels": "reference"})
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One request's tokens with the log-probability of each, and of its prompt where it was scored."""
+    """One request's tokens with the log-probability of each, and of its prompt where it was
+    scored."""
 
     prompt: list[int]
     tokens: list[int]
@@ -79,7 +84,8 @@ class Watched:
 
 
 class TokenEngine:
-    """Scheduler and worker over a checkpoint in float32, without text. `paths`: what its steps ran."""
+    """Scheduler and worker over a checkpoint in float32, without text. `paths`: what its steps
+    ran."""
 
     def __init__(self, folder: Path, *, scramble_pages: int | None = None, **settings: Any) -> None:
         defaults = {"dtype": "float32", "threads": 1, "max_requests": 6, "page_size": 4, "kv_cache_memory": 8 << 20}
@@ -108,8 +114,9 @@ class TokenEngine:
         changing: int | None = None,
         **sampling: Any,
     ) -> list[Result]:
-        """Run prompts to their end, adding one every `stagger` steps (0: all at once); greedy unless said. `grammars`: the
-        seed of each prompt's grammar, None for a free one; that of seed `changing` adds to logits too."""
+        """Run prompts to their end, adding one every `stagger` steps (0: all at once); greedy
+        unless said. `grammars`: the seed of each prompt's grammar, None for a free one; that of
+        seed `changing` adds to logits too."""
         params = SamplingParams(
             **{"temperature": 0.0, "logprobs": 0, "ignore_eos": True, **sampling},
             max_tokens=max_tokens,
@@ -169,7 +176,8 @@ def check_logprobs(results: Sequence[Result], oracle: Any, tolerance: float = TO
 
 
 def check_greedy(results: Sequence[Result], oracle: Any) -> None:
-    """Every greedy token is transformers' own, unless its two best are closer than twice the tolerance."""
+    """Every greedy token is transformers' own, unless its two best are closer than twice the
+    tolerance."""
     for result in results:
         ids = result.prompt + result.tokens
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Engines in half precision, for attention libraries that take no other: log-probabilities against transformers."""
+"""Engines in half precision, for attention libraries that take no other: log-probabilities against
+transformers."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ from tests.checkpoints import llama, save
 from tests.laws.engine import TokenEngine, random_prompts
 
 TOLERANCE = 0.01
-"""Of a log-probability in float16 over two layers, against float32; a wrong mask or page moves it by tenths."""
+"""Of a log-probability in float16 over two layers, against float32; a wrong mask or page moves it
+by tenths."""
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 128, "initializer_range": 0.1}
 
 
 def checkpoint(folder: Path, make: Callable[..., Any] = llama) -> tuple[Any, Path]:
-    """A random model whose heads every library takes, and its oracle, whose weights are float16 values."""
+    """A random model whose heads every library takes, and its oracle, whose weights are float16
+    values."""
     oracle = make(**SIZES)
     with torch.no_grad():
         for parameter in oracle.parameters():
@@ -28,7 +31,8 @@ def checkpoint(folder: Path, make: Callable[..., Any] = llama) -> tuple[Any, Pat
 
 
 def check(folder: Path, oracle: Any, device: str, attention: str, graph: str, **settings: Any) -> set[str]:
-    """Run ragged requests that join late, in chunks, and compare every log-probability; gives the paths of the steps."""
+    """Run ragged requests that join late, in chunks, and compare every log-probability; gives the
+    paths of the steps."""
     engine = TokenEngine(
         folder,
         device=device,

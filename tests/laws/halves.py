@@ -1,4 +1,5 @@
-"""What laws of two halves drive them by: collectives that are under way, a model that ends in them, and steps of every kind."""
+"""What laws of two halves drive them by: collectives that are under way, a model that ends in them,
+and steps of every kind."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Reused(RuntimeError):
 
 
 class InFlight:
-    """A sum under way: its tensor holds NaN until it is waited for, and nobody may write there before."""
+    """A sum under way: its tensor holds NaN until it is waited for, and nobody may write there
+    before."""
 
     def __init__(self, x: Tensor) -> None:
         self._x, self._sum = x, x.clone()
@@ -75,7 +77,8 @@ def loaded(folder: Path, groups: Groups, dtype: torch.dtype = torch.float64) -> 
 
 
 class Cuts(Halves):
-    """Cuts each batch at this part of its tokens, wherever that is, but decodes between requests."""
+    """Cuts each batch at this part of its tokens, wherever that is, but decodes between
+    requests."""
 
     part = 0.5
 

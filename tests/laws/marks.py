@@ -1,4 +1,5 @@
-"""What every plan of attention was made for, and who attended by it: of all runners of a process."""
+"""What every plan of attention was made for, and who attended by it: of all runners of a
+process."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.laws.proposers import InFlight
 
 @dataclass(frozen=True)
 class Made:
-    """What was true when a plan was made: in which forward, of which sizes, for which lengths, or for which captured size."""
+    """What was true when a plan was made: in which forward, of which sizes, for which lengths, or
+    for which captured size."""
 
     plan: AttentionPlan
     forward: int
@@ -26,8 +28,8 @@ class Made:
 
 @dataclass
 class Marks:
-    """Looks at every plan and at every attention of all runners of a process; `attended` has who attended, by which plan, for which
-    turn, and how many steps were in flight."""
+    """Looks at every plan and at every attention of all runners of a process; `attended` has who
+    attended, by which plan, for which turn, and how many steps were in flight."""
 
     made: dict[int, Made] = field(default_factory=dict)
     attended: list[tuple[AttentionBackend[Any], Made, Any, int]] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""A Llama whose embedding of a token is that of the token, and that of it with the one before, from a table by their hash."""
+"""A Llama whose embedding of a token is that of the token, and that of it with the one before, from
+a table by their hash."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class BigramLlama(LlamaForCausalLM):
         self.pairs = build.at("model").embedding("pairs", ROWS, build.config.hidden_size)
 
     def embed(self, batch: ForwardBatch) -> LayerState:
-        """The sum of both embeddings; the first alone in a capture, whose graphs take no batch that says where its tokens are."""
+        """The sum of both embeddings; the first alone in a capture, whose graphs take no batch that
+        says where its tokens are."""
         found, info, history = super().embed(batch), batch.ngram_embedding_info, get_forward_context().history
         if info is None:
             return found

@@ -1,4 +1,5 @@
-"""Everything that proposes, over one tiny target: of each kind a checkpoint with its draft, and who it is that proposes."""
+"""Everything that proposes, over one tiny target: of each kind a checkpoint with its draft, and who
+it is that proposes."""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ TREE = MappingProxyType({"draft_width": 3, "draft_depth": 3, "draft_tokens": 7})
 
 @dataclass(frozen=True)
 class Proposer:
-    """What proposes: its `kind`, as it is asked for; the class of the drafter; whether it proposes trees, and whether a step waits for the
-    one before whatever was asked. `make(target, folder)` saves a target with its draft, and gives that by dense torch, if it is a model."""
+    """What proposes: its `kind`, as it is asked for; the class of the drafter; whether it proposes
+    trees, and whether a step waits for the one before whatever was asked. `make(target, folder)`
+    saves a target with its draft, and gives that by dense torch, if it is a model."""
 
     kind: str
     drafter: type
@@ -97,7 +99,8 @@ PROPOSERS: Mapping[str, Proposer] = MappingProxyType(
 
 
 def drafter_classes() -> set[type]:
-    """Every class of the package that may stand for a drafter: with a method `advance`, and complete."""
+    """Every class of the package that may stand for a drafter: with a method `advance`, and
+    complete."""
     found = set[type]()
     for module in pkgutil.iter_modules(speculative.__path__, f"{speculative.__name__}."):
         classes = inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
@@ -152,7 +155,8 @@ def proposers_fixture() -> Any:
 
 
 def plain_fixture(samplings: Sequence[dict[str, Any]] = SAMPLING) -> Any:
-    """A module's fixture `plain`: what comes without proposals, of all prompts, drawn as `samplings` say."""
+    """A module's fixture `plain`: what comes without proposals, of all prompts, drawn as
+    `samplings` say."""
 
     @pytest.fixture(scope="module")
     def plain(proposers: Proposers) -> Ran:
@@ -162,8 +166,9 @@ def plain_fixture(samplings: Sequence[dict[str, Any]] = SAMPLING) -> Any:
 
 
 class Steered:
-    """A drafter that proposes by itself, of which the right tokens are then put in as often as chance has it, so that any number of
-    them is accepted. Waits for the device, which no drafter does."""
+    """A drafter that proposes by itself, of which the right tokens are then put in as often as
+    chance has it, so that any number of them is accepted. Waits for the device, which no drafter
+    does."""
 
     def __init__(self, inner: Any, chance: Any = None) -> None:
         """`chance`: as a generator of numpy's, or one of its seed 0."""

@@ -1,4 +1,5 @@
-"""Proposals of whole blocks, in whole engines: they are drawn of what dense torch gives, and change no text."""
+"""Proposals of whole blocks, in whole engines: they are drawn of what dense torch gives, and change
+no text."""
 
 from __future__ import annotations
 

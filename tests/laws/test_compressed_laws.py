@@ -1,5 +1,5 @@
-"""Attention over windows and compressed blocks: prefix hits, retraction, overlap and graphs change nothing, whatever becomes of the
-pages that fell out of a window, and of what a slot had before."""
+"""Attention over windows and compressed blocks: prefix hits, retraction, overlap and graphs change
+nothing, whatever becomes of the pages that fell out of a window, and of what a slot had before."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def check(results: list[Result], oracle: Oracle) -> None:
 
 
 def test_pages_of_both_kinds_change_nothing(checkpoint: tuple[Path, Oracle], graph: str) -> None:
-    """Chunks and ragged arrivals; prefix hits at the end of a text and where others branch off; retraction."""
+    """Chunks and ragged arrivals; prefix hits at the end of a text and where others branch off;
+    retraction."""
     folder, oracle = checkpoint
     engine = CompressedEngine(folder, graph=graph)
     check(engine.run(texts(1, (5, 60, 17, 34)), 8, score_prompts=True, stagger=2), oracle)
@@ -149,7 +150,8 @@ class ReachesAll(Windows):
 
 
 def by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What blocks of 4 tokens are made of belongs to a slot: who goes on from a page does not have it."""
+    """What blocks of 4 tokens are made of belongs to a slot: who goes on from a page does not have
+    it."""
 
     def kept(*given: Any, **more: Any) -> Any:
         found = kept_rows(*given, **more)
@@ -210,7 +212,8 @@ def test_a_defect_is_caught(
 
 
 class SlotRings:
-    """The rows of each slot's last tokens: whoever enters a slot finds those of who had it before."""
+    """The rows of each slot's last tokens: whoever enters a slot finds those of who had it
+    before."""
 
     def __init__(self, slots: int, window: int, device: torch.device) -> None:
         self.rows = torch.zeros(slots, window, dtype=torch.int64, device=device)
@@ -232,7 +235,8 @@ class SlotRings:
 def test_rings_by_slot_give_the_same_until_a_prefix_is_hit(
     checkpoint: tuple[Path, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a hit every row of a window is the request's own; behind one the first windows have rows of others."""
+    """Without a hit every row of a window is the request's own; behind one the first windows have
+    rows of others."""
     folder, oracle = checkpoint
     fill, rings = DeepseekV4AttnBackend._fill_lists, list[SlotRings]()
 

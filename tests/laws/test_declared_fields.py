@@ -1,5 +1,6 @@
-"""Two fields that are declared, one line in each of the two batches, reach the model of a whole engine: scheduler, overlap,
-worker, and graphs of the device's own kind. The model is right only if every token comes with its own values."""
+"""Two fields that are declared, one line in each of the two batches, reach the model of a whole
+engine: scheduler, overlap, worker, and graphs of the device's own kind. The model is right only if
+every token comes with its own values."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Live:
 
 
 def serve(folder: Path, oracle: Any, **settings: Any) -> set[str]:
-    """Chunks, ragged arrivals and decode; every log-probability is checked. The paths that steps took."""
+    """Chunks, ragged arrivals and decode; every log-probability is checked. The paths that steps
+    took."""
     made = TokenEngine(folder, **{"overlap": True, "poison": True, "max_batch_tokens": 8, **settings})
     made.scheduler.next_batch = Live(made.scheduler)
     check_logprobs(made.run(random_prompts(21, (5, 30, 17, 9)), 12, stagger=2), oracle)

@@ -1,4 +1,5 @@
-"""DeepSeek-V4 by the engine and its scheduler against transformers: lengths, chunks, arrivals, pages, greedy search, and names."""
+"""DeepSeek-V4 by the engine and its scheduler against transformers: lengths, chunks, arrivals,
+pages, greedy search, and names."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ WRITERS: dict[str, Callable[[Oracle, Path], Path]] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Oracle]]:
-    """Blocks of 4 and 16 tokens, so that short texts have several, and a limit that is often reached."""
+    """Blocks of 4 and 16 tokens, so that short texts have several, and a limit that is often
+    reached."""
     oracle = deepseek_v4(swiglu_limit=0.3)
     yield save(oracle, tmp_path_factory.mktemp("deepseek-v4")), oracle
 

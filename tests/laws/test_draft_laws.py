@@ -1,5 +1,6 @@
-"""Models that propose tokens, in whole engines: every proposal is drawn of what dense torch gives on the text that came out and on
-transformers' own hidden states, through chunks, prefix hits, graphs and any number of right proposals."""
+"""Models that propose tokens, in whole engines: every proposal is drawn of what dense torch gives
+on the text that came out and on transformers' own hidden states, through chunks, prefix hits,
+graphs and any number of right proposals."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ TOLERANCE = 5e-4
 
 
 class Step(NamedTuple):
-    """What one text's proposals were drawn of: its cells, those in its pages, log-probabilities [tokens, vocab], proposals."""
+    """What one text's proposals were drawn of: its cells, those in its pages, log-probabilities
+    [tokens, vocab], proposals."""
 
     cells: int
     limit: int
@@ -69,8 +71,8 @@ class Recording:
 
 @torch.no_grad()
 def features_of(target: Any, tokens: Sequence[int], kind: str) -> Tensor:
-    """What transformers' model makes of each token, [n, F]: after the last norm, behind the layers that the draft names, or all
-    streams behind the last."""
+    """What transformers' model makes of each token, [n, F]: after the last norm, behind the layers
+    that the draft names, or all streams behind the last."""
     if target.config.model_type == "deepseek_v4":
         return streams_of(target, tokens)
     found = target.model(torch.tensor([tokens]), output_hidden_states=True)
@@ -82,8 +84,8 @@ def features_of(target: Any, tokens: Sequence[int], kind: str) -> Tensor:
 def furthest(
     target: Any, dense: DenseDraft | DenseStreams, kind: str, tokens: list[int], steps: Sequence[Step]
 ) -> float:
-    """The largest difference of log-probabilities, of all proposals whose forwards had cells. A step behind the end of a text goes
-    on with what nobody sees."""
+    """The largest difference of log-probabilities, of all proposals whose forwards had cells. A
+    step behind the end of a text goes on with what nobody sees."""
     features, worst, before = features_of(target, tokens, kind), 0.0, 0
     for cells, limit, logprobs, proposals in steps:
         if not before < cells < len(tokens):

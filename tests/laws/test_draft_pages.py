@@ -1,7 +1,9 @@
-"""What a draft proposes is drawn of what dense torch gives on the text in pages of any size: of one token, and of more than a slice of a
-prompt has. Pages of four are what every other law of drafts has.
+"""What a draft proposes is drawn of what dense torch gives on the text in pages of any size: of one
+token, and of more than a slice of a prompt has. Pages of four are what every other law of drafts
+has.
 
-Each size comes with slices of its own, and texts of random acceptance, of which the second is partly in the cache.
+Each size comes with slices of its own, and texts of random acceptance, of which the second is
+partly in the cache.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def test_drafts_in_pages_of_any_size_are_drawn_of_what_dense_torch_gives(
 
 
 class Mistaken(ReqToTokenPool):
-    """The same pages, taken for smaller or larger ones; those taken for larger are the first eight, so that there are such cells."""
+    """The same pages, taken for smaller or larger ones; those taken for larger are the first eight,
+    so that there are such cells."""
 
     def __init__(self, table: ReqToTokenPool, least: int, most: int) -> None:
         self.table, self.page_size = table, min(max(table.page_size, least), most)
@@ -74,7 +77,8 @@ class Mistaken(ReqToTokenPool):
 
     @property
     def page_table(self) -> Tensor:  # type: ignore[override]
-        """As it is now: one of no requests where it has no column. All are kept, since a kernel has the address alone."""
+        """As it is now: one of no requests where it has no column. All are kept, since a kernel has
+        the address alone."""
         found = self.table.page_table
         if self.page_size == self.table.page_size:
             return found

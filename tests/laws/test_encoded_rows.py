@@ -1,4 +1,5 @@
-"""Rows in eight bits: what attention makes of them is what it makes of numbers that were rounded so, and that is near transformers'."""
+"""Rows in eight bits: what attention makes of them is what it makes of numbers that were rounded
+so, and that is near transformers'."""
 
 from __future__ import annotations
 
@@ -22,14 +23,16 @@ from tests.laws.test_model_laws import check_paths
 
 CONTEXT = 160
 SAME, NEAR, MEAN = 1e-3, 0.6, 0.1
-"""A row whose last bits differ may round otherwise; what the rounding itself does to log-probabilities, at most and in the mean."""
+"""A row whose last bits differ may round otherwise; what the rounding itself does to
+log-probabilities, at most and in the mean."""
 ALL: Mapping[str, Any] = MappingProxyType({"num_experts_per_tok": 8, "index_topk": CONTEXT})
 """Every expert and every row is chosen, so that rounding changes no choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A model all of whose experts are chosen; `exact` has the elements of rows that are not float8, by the row's size."""
+    """A model all of whose experts are chosen; `exact` has the elements of rows that are not
+    float8, by the row's size."""
 
     make: Callable[..., Oracle]
     changes: Mapping[str, Any]
@@ -89,7 +92,8 @@ class Case:
         return stored
 
     def check(self, found: list[Result], wanted: list[Result]) -> None:
-        """Raise AssertionError where log-probabilities are not those of rounded numbers, or not near transformers'."""
+        """Raise AssertionError where log-probabilities are not those of rounded numbers, or not
+        near transformers'."""
         for one, other in zip(found, wanted, strict=True):
             ids, scores = one.prompt + one.tokens, [*one.prompt_logprobs, *one.logprobs]
             assert one.tokens == other.tokens

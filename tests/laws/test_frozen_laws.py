@@ -1,5 +1,5 @@
-"""Proposals of a draft that keeps nothing, in whole engines: they are drawn of what transformers' layers give over what the target
-keeps, change no text, and write to nobody's cells."""
+"""Proposals of a draft that keeps nothing, in whole engines: they are drawn of what transformers'
+layers give over what the target keeps, change no text, and write to nobody's cells."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="module")
 def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The model that such drafts are made for, by transformers' class, whose layers share keys and values themselves."""
+    """The model that such drafts are made for, by transformers' class, whose layers share keys and
+    values themselves."""
     sizes = {**sizes_of("gemma4_text"), "max_position_embeddings": CONTEXT, "vocab_size": VOCABULARY}
     target = tiny_model("gemma4_text", sizes)
     folder, size = save(target, tmp_path_factory.mktemp("gemma4")), target.config.head_dim
@@ -107,7 +108,8 @@ def make(made: Made, **settings: Any) -> TokenEngine:
 
 
 def furthest(dense: DenseFrozen, tokens: list[int], steps: Sequence[Step]) -> float:
-    """The largest difference of log-probabilities. A step behind the end of a text goes on with what nobody sees."""
+    """The largest difference of log-probabilities. A step behind the end of a text goes on with
+    what nobody sees."""
     worst, compared, before = 0.0, 0, 0
     for cells, _, logprobs, proposals in steps:
         if before < cells < len(tokens):
@@ -121,7 +123,8 @@ def furthest(dense: DenseFrozen, tokens: list[int], steps: Sequence[Step]) -> fl
 
 
 def difference(made: Made, **settings: Any) -> float:
-    """Of texts of one engine, of which the second begins as the first; inf where a draft wrote to the target's cells."""
+    """Of texts of one engine, of which the second begins as the first; inf where a draft wrote to
+    the target's cells."""
     engine = make(made, **settings)
     worker: Any = engine.worker
     watching: Any = Watching(worker)

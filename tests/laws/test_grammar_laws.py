@@ -1,5 +1,5 @@
-"""Constrained beside free requests: neither changes the other, whatever the batch, the schedule or the graph; and broken
-engines, each caught."""
+"""Constrained beside free requests: neither changes the other, whatever the batch, the schedule or
+the graph; and broken engines, each caught."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ GRAPHS = [
     pytest.param("off", marks=pytest.mark.needs("device")),
     pytest.param("full", marks=pytest.mark.needs("graphs.full")),
 ]
-"""Only decode steps replayed whole sample differently from eager ones: they give their logits in the graph's memory."""
+"""Only decode steps replayed whole sample differently from eager ones: they give their logits in
+the graph's memory."""
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

@@ -1,5 +1,5 @@
-"""A batch that runs as two halves gives what it gives whole, wherever it is cut and whichever half is ahead; planted defects are
-caught."""
+"""A batch that runs as two halves gives what it gives whole, wherever it is cut and whichever half
+is ahead; planted defects are caught."""
 
 from __future__ import annotations
 
@@ -86,11 +86,13 @@ def test_halves_on_two_ranks_give_what_the_whole_gives(topology: Topology, tmp_p
         assert max(found) <= BOUND
 
 
-# -- contexts, plans and markers ---------------------------------------------------------------------------------------
+# -- contexts, plans and markers
+# ---------------------------------------------------------------------------------------
 
 
 class Looks:
-    """A model that remembers the context in which each batch runs, before and after it lets the other half run."""
+    """A model that remembers the context in which each batch runs, before and after it lets the
+    other half run."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, Any, ForwardBatch]] = []
@@ -143,7 +145,8 @@ def test_one_backend_for_both_halves_is_refused(one: Any) -> None:
         Halves((backend, backend), in_halves(one, 0, 0.5).runner.halves.terms)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-# -- planted defects ---------------------------------------------------------------------------------------------------
+# -- planted defects
+# --------------------------------------------------------------------------------------------------
 
 
 class KeepsPlan(ReferenceAttention):
@@ -294,7 +297,8 @@ def decided(halves: Halves, plan: StepPlan) -> list[int | None]:
 
 
 def test_all_shards_make_the_same_of_a_plan(one: Any) -> None:
-    """Each with rows is cut where the plan says, idle ones in two empty halves, or none is: by their own rows alone some would be."""
+    """Each with rows is cut where the plan says, idle ones in two empty halves, or none is: by
+    their own rows alone some would be."""
     backend = poisoned(one).runner.attn_backend
     halves = Halves((backend, like(backend)), CutTerms(least=8, least_decode=4))
     rng, outcomes = np.random.default_rng(3), set()

@@ -1,5 +1,6 @@
-"""Engines whose batches run as two halves give the oracle's log-probabilities: chunks, windows, states, rows of other forms, proposals,
-graphs. One rank is enough: where nothing is waited for, the halves run one after the other."""
+"""Engines whose batches run as two halves give the oracle's log-probabilities: chunks, windows,
+states, rows of other forms, proposals, graphs. One rank is enough: where nothing is waited for, the
+halves run one after the other."""
 
 from __future__ import annotations
 

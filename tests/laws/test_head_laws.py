@@ -1,5 +1,5 @@
-"""Proposals of several layers, a token each, in whole engines: every one is drawn of what dense torch gives on the text that came
-out, whatever was accepted before, and none changes a text."""
+"""Proposals of several layers, a token each, in whole engines: every one is drawn of what dense
+torch gives on the text that came out, whatever was accepted before, and none changes a text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ CORE = pytest.mark.needs("graphs.native")
 
 
 class Made(NamedTuple):
-    """A target, its folder, the layers in it that propose, and the texts of both kinds of prompts without proposals."""
+    """A target, its folder, the layers in it that propose, and the texts of both kinds of prompts
+    without proposals."""
 
     target: Any
     folder: Path
@@ -51,7 +52,8 @@ class Made(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What the proposals of a text were drawn of: its number, its cells, log-probabilities [tokens, vocab], proposals."""
+    """What the proposals of a text were drawn of: its number, its cells, log-probabilities [tokens,
+    vocab], proposals."""
 
     text: int
     cells: int
@@ -60,8 +62,8 @@ class Drawn(NamedTuple):
 
 
 class Steered:
-    """A drafter that remembers what it drew, and then proposes the right tokens as often as chance has it, so that any number of
-    proposals is accepted."""
+    """A drafter that remembers what it drew, and then proposes the right tokens as often as chance
+    has it, so that any number of proposals is accepted."""
 
     def __init__(self, inner: Any, heads: int) -> None:
         self.inner, self._heads = inner, heads
@@ -130,7 +132,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def furthest(made: Made, texts: list[list[int]], steps: Sequence[Drawn], changes: bool = False) -> float:
-    """The largest difference of log-probabilities. A step behind the end of a text goes on with what nobody sees."""
+    """The largest difference of log-probabilities. A step behind the end of a text goes on with
+    what nobody sees."""
     features, before, worst = [features_of(made.target, text, "mtp") for text in texts], [0] * len(texts), 0.0
     accepts = set()
     for text, cells, logprobs, proposals in steps:
@@ -146,7 +149,8 @@ def furthest(made: Made, texts: list[list[int]], steps: Sequence[Drawn], changes
 
 
 def difference(made: Made, heads: int = HEADS, retracts: bool = False, changes: bool = False, **settings: Any) -> float:
-    """Of texts of one engine, some of which begin as others; each text is the one without proposals."""
+    """Of texts of one engine, some of which begin as others; each text is the one without
+    proposals."""
     given = {"draft_tokens": heads, "max_batch_tokens": 16, "scramble_pages": 2, "graph_buckets": (1, 2, 5), **settings}
     engine = TokenEngine(made.folder, speculative="mtp", **given)
     worker: Any = engine.worker
@@ -297,7 +301,8 @@ def test_the_first_layer_alone_grows_trees(made: Made) -> None:
 
 @CORE
 def test_numbers_that_change_change_nothing(made: Made) -> None:
-    """Steps without any are among them, after which cells have no proposals in them, but tokens that never were proposed."""
+    """Steps without any are among them, after which cells have no proposals in them, but tokens
+    that never were proposed."""
     assert difference(made, graph="off", draft_tokens=None, changes=True) < TOLERANCE
 
 

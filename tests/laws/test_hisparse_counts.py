@@ -1,4 +1,5 @@
-"""What is told of rows in host memory is what happened: rows chosen, found on the device and copied, and steps that waited."""
+"""What is told of rows in host memory is what happened: rows chosen, found on the device and
+copied, and steps that waited."""
 
 from __future__ import annotations
 
@@ -76,8 +77,9 @@ class Seen:
 
 
 def counted(case: Case, monkeypatch: pytest.MonkeyPatch, rows: int) -> tuple[SwapCounts, SwapCounts]:
-    """What was told of texts in chunks, some beside others, and what happened. No page is given up before the last text has its own.
-    What is missing is what a cache of each indexer and request, kept by hand, does not have."""
+    """What was told of texts in chunks, some beside others, and what happened. No page is given up
+    before the last text has its own. What is missing is what a cache of each indexer and request,
+    kept by hand, does not have."""
     engine = case.engine(rows, graph="off", max_requests=5)
     hisparse = engine.worker.runner.attn_backend.hisparse
     assert isinstance(hisparse, HiSparseCoordinator)
@@ -89,7 +91,8 @@ def counted(case: Case, monkeypatch: pytest.MonkeyPatch, rows: int) -> tuple[Swa
 
 @pytest.mark.needs("host_rows", "host")
 def test_what_is_told_is_what_happened(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a few more places than are read, whose order counts, and with so many that a row is missing once."""
+    """With a few more places than are read, whose order counts, and with so many that a row is
+    missing once."""
     few = counted(case, monkeypatch, case.top_k + 4)
     many = counted(case, monkeypatch, 200)
     assert few[0] == few[1] and many[0] == many[1]

@@ -1,4 +1,5 @@
-"""Rows in host memory: what is chosen is swapped in, and chunks, prefix hits, retraction, aborts and graphs change nothing."""
+"""Rows in host memory: what is chosen is swapped in, and chunks, prefix hits, retraction, aborts
+and graphs change nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Case:
         self.folder = save(self.oracle, folder)
 
     def engine(self, rows: int, **settings: Any) -> TokenEngine:
-        """One whose requests have `rows` rows of each layer on the device; what was never written is no number."""
+        """One whose requests have `rows` rows of each layer on the device; what was never written
+        is no number."""
         given = {"max_requests": 4, "max_model_len": CONTEXT, "page_size": PAGE, "poison": True, "max_batch_tokens": 24}
         hisparse = json.dumps({"device_buffer_size": rows, "host_to_device_ratio": 100})
         given |= {"attention_backend": self.backend, "hisparse": hisparse, "graph_token_buckets": (24,)}
@@ -76,7 +78,8 @@ GRAPHS = pytest.mark.parametrize(
 
 @GRAPHS
 def test_what_is_swapped_in_is_what_was_stored(case: Case, graph: str) -> None:
-    """Ragged arrivals in chunks, prefix hits, and retraction, with no more places than are read and with twice as many."""
+    """Ragged arrivals in chunks, prefix hits, and retraction, with no more places than are read and
+    with twice as many."""
     engine = case.engine(case.top_k, graph=graph)
     case.check(engine.run(random_prompts(1, (5, 60, 17, 34)), 8, score_prompts=True, stagger=2))
     base = random_prompts(8, (70,))[0]
@@ -89,7 +92,8 @@ def test_what_is_swapped_in_is_what_was_stored(case: Case, graph: str) -> None:
 
 @pytest.mark.needs("host_rows", "host")
 def test_texts_that_are_given_up_leave_nothing_behind(case: Case) -> None:
-    """While they wait, between two chunks of a prompt, while they write, and retracted; others write on."""
+    """While they wait, between two chunks of a prompt, while they write, and retracted; others
+    write on."""
     engine = case.engine(case.top_k, graph="off")
     free = engine.scheduler.stats().free_pages
     for steps in (0, 1, 2, 3, 5, 9):
@@ -147,7 +151,8 @@ def test_prompts_and_running_requests_have_steps_of_their_own(case: Case) -> Non
 def test_a_text_has_the_very_numbers_that_it_has_with_all_rows_on_the_device(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
-    """In the same chunks and steps, whatever rows are made of; layers that read what another chose too."""
+    """In the same chunks and steps, whatever rows are made of; layers that read what another chose
+    too."""
     case, found = Case(name, tmp_path), []
     for rows in (RESIDENT, {}):
         engine = case.engine(case.top_k, graph="off", kv_cache_dtype=dtype, **rows)

@@ -1,4 +1,5 @@
-"""Prompts by slices on a lane: a stream of their own beside decode steps. The edges between both are all there, and all needed."""
+"""Prompts by slices on a lane: a stream of their own beside decode steps. The edges between both
+are all there, and all needed."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
 def give_up_and_come_at_once(engine: TokenEngine, prompts: list[list[int]]) -> Any:
-    """Who decodes and the open prompt are aborted while a slice of it runs; the next step is another prompt's."""
+    """Who decodes and the open prompt are aborted while a slice of it runs; the next step is
+    another prompt's."""
     engine.scheduler.add(first := engine._request(prompts[0], SHORT))
     while not first.output_ids:
         engine.loop.step()
@@ -182,7 +184,8 @@ def test_pages_that_are_given_away_too_early_are_caught(plain: Case) -> None:
 
 
 def shares_taken(engine: TokenEngine) -> list[int]:
-    """Beside how many rows each open prompt was, for which the part was taken that its slices then ran on."""
+    """Beside how many rows each open prompt was, for which the part was taken that its slices then
+    ran on."""
     slices, seen = slices_of(engine), list[int]()
     open_prompt = slices.open
 

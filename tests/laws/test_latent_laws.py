@@ -1,5 +1,5 @@
-"""Latent attention, over all rows and over those that an indexer chooses: chunks, pages, prefix hits, retraction, overlap and graphs
-change nothing."""
+"""Latent attention, over all rows and over those that an indexer chooses: chunks, pages, prefix
+hits, retraction, overlap and graphs change nothing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_rows_by_pages_change_nothing(case: Case, graph: str) -> None:
-    """Chunks and ragged arrivals; prefix hits at the end of a text and where others branch off; retraction."""
+    """Chunks and ragged arrivals; prefix hits at the end of a text and where others branch off;
+    retraction."""
     engine = case.engine(graph=graph, max_batch_tokens=24, graph_token_buckets=(24,))
     case.check(engine.run(random_prompts(1, (5, 40, 17, 9)), 8, score_prompts=True, stagger=2))
     base = random_prompts(8, (33,))[0]

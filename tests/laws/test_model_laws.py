@@ -1,4 +1,5 @@
-"""For every architecture: chunks, batches, pages, prefix hits, retraction, overlap and graphs do not change a number."""
+"""For every architecture: chunks, batches, pages, prefix hits, retraction, overlap and graphs do
+not change a number."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ ARCHITECTURES: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
     }
 )
 COMPILED = ("llama", "qwen2", "qwen3-moe", "exaone4-transformers")
-"""A compiler takes ten seconds for each; the others compute by the same operations, or keep attention out of its sight."""
+"""A compiler takes ten seconds for each; the others compute by the same operations, or keep
+attention out of its sight."""
 LENGTHS = (1, 5, 30, 17, 9)
 
 
@@ -102,7 +104,8 @@ def check_64_greedy_steps(engine: TokenEngine, case: Case) -> None:
 
 
 def check_paths(engine: TokenEngine, graph: str) -> None:
-    """Decode steps replayed if graphs were asked for, and prompts too where the kind is one of prompts."""
+    """Decode steps replayed if graphs were asked for, and prompts too where the kind is one of
+    prompts."""
     kinds = {path.partition(":")[0] for path in engine.paths}
     if graph == "off":
         assert kinds == {"eager"}
@@ -184,7 +187,8 @@ def test_stale_buffers_are_never_read(case: Case, graph: str) -> None:
 @pytest.mark.parametrize("case", COMPILED, indirect=True)
 @pytest.mark.needs("graphs.compiled")
 def test_compiled_decode_changes_nothing(case: Case) -> None:
-    """64 greedy steps; then chunks, arrivals, prefix hits and retraction in one engine, whose decode steps replay."""
+    """64 greedy steps; then chunks, arrivals, prefix hits and retraction in one engine, whose
+    decode steps replay."""
     pages = CONTEXT // 4 + 6
     memory = pages * case.page_bytes(4)
     engine = TokenEngine(

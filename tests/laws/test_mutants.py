@@ -1,4 +1,5 @@
-"""Broken engines, each caught by a law of test_model_laws: a law that nothing can fail proves nothing."""
+"""Broken engines, each caught by a law of test_model_laws: a law that nothing can fail proves
+nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A draft runs inside of the target's context, and leaves it as it was, however its forward ends."""
+"""A draft runs inside of the target's context, and leaves it as it was, however its forward
+ends."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ proposers, plain = proposers_fixture(), plain_fixture()
 
 
 class Nested:
-    """A drafter that runs inside the target's context, and fails once in the middle of a forward; it looks what is left of the context."""
+    """A drafter that runs inside the target's context, and fails once in the middle of a forward;
+    it looks what is left of the context."""
 
     def __init__(self, worker: Any) -> None:
         self.worker, self.inner = worker, worker.drafter
@@ -52,7 +54,8 @@ class Nested:
 
 
 def check_nested(proposers: Proposers, plain: Ran, name: str, monkeypatch: Patch) -> None:
-    """Draft forwards leave the target's context as it was, also one that raises; the next requests are served."""
+    """Draft forwards leave the target's context as it was, also one that raises; the next requests
+    are served."""
     engine = proposers.engine(name, graph="off")
     worker: Any = engine.worker
     worker.drafter = nested = Nested(worker)

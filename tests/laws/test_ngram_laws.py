@@ -1,4 +1,5 @@
-"""A model whose embeddings look back: chunks, neighbours, prefix hits, retraction and overlap change no number."""
+"""A model whose embeddings look back: chunks, neighbours, prefix hits, retraction and overlap
+change no number."""
 
 from __future__ import annotations
 

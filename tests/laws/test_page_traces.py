@@ -1,5 +1,6 @@
-"""Random requests that come, stop, are given up and retracted while proposals of real drafts are verified: no step writes to a page that
-is not its own requests' alone, none is lost, and each text is the beginning of the one without proposals.
+"""Random requests that come, stop, are given up and retracted while proposals of real drafts are
+verified: no step writes to a page that is not its own requests' alone, none is lost, and each text
+is the beginning of the one without proposals.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ pytestmark = pytest.mark.needs("graphs.native")
 
 
 class Coming(NamedTuple):
-    """A request: which prompt and sampling it has, how many tokens it asks for, at which of them it stops, the step that it comes
-    before, and after how many more somebody gives it up."""
+    """A request: which prompt and sampling it has, how many tokens it asks for, at which of them it
+    stops, the step that it comes before, and after how many more somebody gives it up."""
 
     which: int
     tokens: int
@@ -120,7 +121,8 @@ class Guarded(InFlight):
 
 @dataclass
 class Traces:
-    """Engines, each with traces one after another, and what their texts are without proposals. `seen` counts what happened."""
+    """Engines, each with traces one after another, and what their texts are without proposals.
+    `seen` counts what happened."""
 
     proposers: Proposers
     texts: list[list[int]]

@@ -1,5 +1,6 @@
-"""Where drafts run, each forward attends by a plan of its own: made by its backend, of its size, for its lengths, in this step. One
-law by name for each site at which a plan of another kind was ever taken, and a planted one that it catches.
+"""Where drafts run, each forward attends by a plan of its own: made by its backend, of its size,
+for its lengths, in this step. One law by name for each site at which a plan of another kind was
+ever taken, and a planted one that it catches.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def marks(proposers: Proposers, plain: Ran, monkeypatch: Patch) -> Iterator[Mark
 
 
 def serve(proposers: Proposers, marks: Marks, plain: Ran, name: str, overlap: bool, graph: str = "off") -> TokenEngine:
-    """All prompts, whose texts are as without proposals, in steps that overlap or wait. Graphs are of few requests."""
+    """All prompts, whose texts are as without proposals, in steps that overlap or wait. Graphs are
+    of few requests."""
     engine = proposers.engine(name, overlap=overlap, graph=graph, graph_buckets=(1, 2))
     marks.watched = InFlight.of(engine)
     check_same(laws.run(engine), plain)
@@ -79,7 +81,8 @@ def test_each_layer_of_a_multi_layer_draft_marks_each_of_its_plans(
 ) -> None:
     engine = serve(proposers, marks, plain, "mtp of several layers", overlap=True)
     of_target = marks.plans_of(engine.worker.runner)
-    # The layers share a backend, and run one after another: each forward of the target is followed by one of each.
+    # The layers share a backend, and run one after another: each forward of the target is followed
+    # by one of each.
     of_layers = marks.plans_of(drafter_of(engine).runners[0])
     assert [*range(1, marks.forwards + 1)] == sorted([*of_target, *of_layers])
     assert len(of_layers) >= TOKENS * len(of_target)
@@ -149,7 +152,8 @@ def record_of(runner: ModelRunner, batch: ForwardBatch) -> PlanRecord | None:
 
 
 class KeepsPlans(FeatureDrafter):
-    """Each forward of as many rows as any before goes on with that one's plan; or with that of whatever was before."""
+    """Each forward of as many rows as any before goes on with that one's plan; or with that of
+    whatever was before."""
 
     of_any_size = False
     record: PlanRecord | None = None

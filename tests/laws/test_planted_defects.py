@@ -1,6 +1,8 @@
-"""An engine with one planted defect for each way in which others broke; the simulated device, a law or a check names it.
+"""An engine with one planted defect for each way in which others broke; the simulated device, a law
+or a check names it.
 
-Every defect runs on every kind of simulated device, in the whole engine: scheduler, overlap, worker, graphs.
+Every defect runs on every kind of simulated device, in the whole engine: scheduler, overlap,
+worker, graphs.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def serve(made: TokenEngine, oracle: Any) -> None:
     check_logprobs(made.run(random_prompts(21, (5, 30, 17, 9)), 12, stagger=2), oracle)
 
 
-# -- the defects: each plants itself before or after the start -----------------------------------------------------------
+# -- the defects: each plants itself before or after the start
+# -----------------------------------------------------------
 
 
 def missing_wait(made: TokenEngine) -> None:
@@ -271,7 +274,8 @@ def graph_not_filled(patch: Patch) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """How it is planted, and what names it: a kind of fault, or the error of a check (AssertionError: the numbers)."""
+    """How it is planted, and what names it: a kind of fault, or the error of a check
+    (AssertionError: the numbers)."""
 
     fault: str = ""
     error: type[BaseException] | None = None
@@ -373,7 +377,8 @@ def test_a_planted_defect_is_caught_by_name(
 def test_a_runner_inside_the_scope_of_another_uses_its_own_backend(
     checkpoint: tuple[Path, Any], sim: Any, monkeypatch: Patch
 ) -> None:
-    """Two engines in one process, one run inside the other's forward; then the scope is leaked, and the numbers tell."""
+    """Two engines in one process, one run inside the other's forward; then the scope is leaked, and
+    the numbers tell."""
     folder, oracle = checkpoint
     outer, inner = engine(folder, graph="off"), engine(folder, graph="off", page_size=2)
     backend = outer.worker.runner.attn_backend
@@ -409,7 +414,8 @@ def group(sim: Any, tmp_path: Path) -> Iterator[None]:
 def test_a_collective_beside_the_forward_stream_must_wait_for_it(
     checkpoint: tuple[Path, Any], sim: Any, group: None, monkeypatch: Patch, is_ordered: bool
 ) -> None:
-    """The last hidden states are reduced over the ranks on a stream of collectives, with its waits and without them."""
+    """The last hidden states are reduced over the ranks on a stream of collectives, with its waits
+    and without them."""
     from sglcore.models.decoder import CausalLM
 
     folder, oracle = checkpoint

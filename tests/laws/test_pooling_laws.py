@@ -1,4 +1,5 @@
-"""Models that embed or score: vectors of a batch are transformers' own of each text alone, with the pooling written out here."""
+"""Models that embed or score: vectors of a batch are transformers' own of each text alone, with the
+pooling written out here."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LENGTHS = (1, 17, 6, 30, 2)
 
 
 def write_modules(folder: Path, mode: str | Mapping[str, bool], *, normalize: bool = False) -> None:
-    """The files of sentence-transformers: a mode in its own words, or the switches of older files."""
+    """The files of sentence-transformers: a mode in its own words, or the switches of older
+    files."""
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if normalize else [])]
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
     (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
@@ -47,7 +49,8 @@ def weighted(hidden: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what is saved of it, its files, and what they mean: hidden states [T, H] to a vector."""
+    """A model, what is saved of it, its files, and what they mean: hidden states [T, H] to a
+    vector."""
 
     oracle: Callable[[], Any]
     pool: Callable[[torch.Tensor], torch.Tensor]
@@ -98,7 +101,8 @@ def open_engine(case: Case, oracle: Any, folder: Path) -> TokenEngine:
 
 
 def embed(made: TokenEngine, prompts: Sequence[list[int]], types: Sequence[np.ndarray] = ()) -> np.ndarray:
-    """float32 [prompts, size], of as few steps as there can be. `types` are the segments of their tokens."""
+    """float32 [prompts, size], of as few steps as there can be. `types` are the segments of their
+    tokens."""
     requests = [
         Request(f"embed-{number}", np.array(prompt), SamplingParams(), task="embed", token_types=of_prompt)
         for number, (prompt, of_prompt) in enumerate(zip_longest(prompts, types))
@@ -172,7 +176,8 @@ def test_segments_that_are_lost_would_be_noticed(tmp_path: Path) -> None:
     made.worker.close()
 
 
-# -- planted defects -----------------------------------------------------------------------------------------------------
+# -- planted defects
+# --------------------------------------------------------------------------------------------------
 
 
 class Moved(Pooler):

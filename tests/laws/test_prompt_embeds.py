@@ -1,4 +1,5 @@
-"""Prompts as embeddings, with positions by three axes: chunks, retraction, neighbours and the prefix cache change no number."""
+"""Prompts as embeddings, with positions by three axes: chunks, retraction, neighbours and the
+prefix cache change no number."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def qwen3_vl(**changes: Any) -> Any:
 
 
 def qwen35_vl() -> Any:
-    """Heads of 24, of which half is rotated; a layer with states before and after the one with attention."""
+    """Heads of 24, of which half is rotated; a layer with states before and after the one with
+    attention."""
     turned = {**ROPE, "mrope_section": [3, 2, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
     text = {**hybrid_sizes(), "rope_parameters": turned}
     config = transformers.Qwen3_5Config(text_config=text, vision_config=NO_EYES, tie_word_embeddings=False)
@@ -78,7 +80,8 @@ def image_prompt(seed: int, before: int = 3, rows: int = 3, columns: int = 4, af
 
 
 def greedy(oracle: Any, prompt: PromptEmbeds | list[int], tokens: list[int]) -> np.ndarray:
-    """float32 [tokens]: transformers' log-probability of each token after the prompt and the tokens before it."""
+    """float32 [tokens]: transformers' log-probability of each token after the prompt and the tokens
+    before it."""
     table = oracle.get_input_embeddings()
     with torch.no_grad():
         if isinstance(prompt, PromptEmbeds):
@@ -228,7 +231,8 @@ def test_tokens_go_on_behind_the_largest_position_wherever_it_is() -> None:
     assert PromptEmbeds(np.zeros((3, 4)), None, [[0, 0, 0], [0, 1, 0], [0, 0, 0]]).delta == -1
 
 
-# -- planted defects -----------------------------------------------------------------------------------------------------
+# -- planted defects
+# --------------------------------------------------------------------------------------------------
 
 
 def no_delta(batch: Any, requests: Any) -> None:

@@ -1,7 +1,9 @@
-"""What is proposed after a text, and what it is drawn of, is a function of the text: whoever proposes, however prompts were cut and
-pages lie, whatever came from the cache and was accepted before, in steps that overlap or wait, eagerly or by graphs.
+"""What is proposed after a text, and what it is drawn of, is a function of the text: whoever
+proposes, however prompts were cut and pages lie, whatever came from the cache and was accepted
+before, in steps that overlap or wait, eagerly or by graphs.
 
-What it is drawn of is another law's: dense torch has it for one of these ways, of each drafter with a model.
+What it is drawn of is another law's: dense torch has it for one of these ways, of each drafter with
+a model.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ class Proposed(NamedTuple):
 
 
 class Recording(Steered):
-    """Remembers what was proposed after each text, by its number and length. `proposes`: what is right is steered; else nothing is
-    proposed at all, so that every length comes."""
+    """Remembers what was proposed after each text, by its number and length. `proposes`: what is
+    right is steered; else nothing is proposed at all, so that every length comes."""
 
     def __init__(self, inner: Any, proposes: bool) -> None:
         super().__init__(inner)
@@ -119,7 +121,8 @@ def recorded(engine: TokenEngine, plain: Ran, proposes: bool, times: int, table:
 
 @pytest.fixture(scope="module")
 def known(proposers: Proposers, plain: Ran) -> Callable[[str], dict[tuple[int, int], Proposed]]:
-    """What a drafter proposes of whole prompts in new pages, when every text grows by a token a step."""
+    """What a drafter proposes of whole prompts in new pages, when every text grows by a token a
+    step."""
     found: dict[str, dict[tuple[int, int], Proposed]] = {}
 
     def of(name: str) -> dict[tuple[int, int], Proposed]:

@@ -1,4 +1,5 @@
-"""A model without any attention: chunks, slots that change hands, prefix hits and graphs change nothing, and no cells are kept."""
+"""A model without any attention: chunks, slots that change hands, prefix hits and graphs change
+nothing, and no cells are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An engine on the second of two devices: the same tokens as on the first, which it leaves alone; and defects that use it."""
+"""An engine on the second of two devices: the same tokens as on the first, which it leaves alone;
+and defects that use it."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def first_is_current() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What an engine gave, the bytes that it took of the other device at any time, and the devices that were current for
-    what it made and for its steps."""
+    """What an engine gave, the bytes that it took of the other device at any time, and the devices
+    that were current for what it made and for its steps."""
 
     results: list[Result]
     elsewhere: int

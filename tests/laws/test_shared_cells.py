@@ -1,5 +1,5 @@
-"""Layers that attend to the keys and values of another layer: chunks, prefix hits and graphs change nothing, with poisoned
-buffers."""
+"""Layers that attend to the keys and values of another layer: chunks, prefix hits and graphs change
+nothing, with poisoned buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Prompts by slices of layers between decode steps: no number depends on where the layers were divided, or on what ran between."""
+"""Prompts by slices of layers between decode steps: no number depends on where the layers were
+divided, or on what ran between."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Case:
         return TokenEngine(self.folder, **{"prompt_slices": "40", **defaults, **settings})
 
     def check(self, engine: TokenEngine, seed: int = 1) -> None:
-        """Prompts that come one after the other, while those before decode, with a common beginning; all numbers are right."""
+        """Prompts that come one after the other, while those before decode, with a common
+        beginning; all numbers are right."""
         base = random_prompts(seed, (33,))[0]
         prompts = [*random_prompts(seed + 1, (5, 40)), base, base[:28] + [4, 5], *random_prompts(seed + 2, (1, 17))]
         check_logprobs(engine.run(prompts, 12, stagger=2, score_prompts=True), self.oracle)

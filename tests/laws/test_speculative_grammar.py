@@ -1,4 +1,5 @@
-"""Proposals beside grammars: a mask for each proposal that a grammar allows, and the text and log-probabilities of plain decode."""
+"""Proposals beside grammars: a mask for each proposal that a grammar allows, and the text and
+log-probabilities of plain decode."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from tests.runtime.test_speculative_length import AtRandom
 __all__ = ["folder"]
 
 GRAMMARS = (11, None, 12, 13, 14)
-"""The seed of each prompt's grammar; None: it is free. The one with stop tokens draws them where its grammar allows them."""
+"""The seed of each prompt's grammar; None: it is free. The one with stop tokens draws them where
+its grammar allows them."""
 
 
 CHANGING = (12, 14)

@@ -1,5 +1,5 @@
-"""Proposals change no text: with any drafter, drawn or greedy, in every kind of graph, planned ahead or not, the tokens and
-log-probabilities are those of plain decode."""
+"""Proposals change no text: with any drafter, drawn or greedy, in every kind of graph, planned
+ahead or not, the tokens and log-probabilities are those of plain decode."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ def test_neither_pages_nor_the_number_of_proposals_change_a_text(
 @pytest.mark.needs("device")
 def test_who_is_always_right_saves_steps_and_who_never_is_saves_none(engines: Any, plain: Ran) -> None:
     decodes = {name: run(engines(name, plain, 3, graph="off", overlap=False)).decodes for name in DRAFTERS}
-    # A prompt's step draws the first token; then four at a time, of which the fifth request stops earlier.
+    # A prompt's step draws the first token; then four at a time, of which the fifth request stops
+    # earlier.
     assert decodes["oracle"] == 1 + -(-(TOKENS - 1) // 4)
     assert decodes["adversary"] == TOKENS
     assert decodes["oracle"] < decodes["guessing"] < decodes["adversary"]

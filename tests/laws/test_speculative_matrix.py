@@ -1,5 +1,5 @@
-"""Whatever proposes, chains or trees, in steps that overlap or wait, eagerly or by graphs: texts and log-probabilities are those of
-plain decode, of requests of every kind in one batch.
+"""Whatever proposes, chains or trees, in steps that overlap or wait, eagerly or by graphs: texts
+and log-probabilities are those of plain decode, of requests of every kind in one batch.
 
 By pairs: each proposer meets both orders of steps and both ways to run, on each lane that has them.
 """
@@ -36,7 +36,8 @@ def is_overlapped(proposer: str, graph: str) -> bool:
 
 
 def run(engine: TokenEngine, everything: bool, steered: Steered | None = None, wanted: Ran | None = None) -> Ran:
-    """The prompts at once: those that nothing binds, or such as count their text beside others with a grammar."""
+    """The prompts at once: those that nothing binds, or such as count their text beside others with
+    a grammar."""
 
     def prepare(requests: list[Request]) -> None:
         if steered is not None and wanted is not None:
@@ -64,7 +65,8 @@ def plain(proposers: Proposers) -> tuple[Ran, Ran]:
 
 
 def check(proposers: Proposers, plain: tuple[Ran, Ran], name: str, **settings: Any) -> tuple[TokenEngine, InFlight]:
-    """Both kinds of batches in one engine, whose second finds the prompts of the first in the cache."""
+    """Both kinds of batches in one engine, whose second finds the prompts of the first in the
+    cache."""
     engine = proposers.engine(name, poison=True, **settings)
     worker: Any = engine.worker
     assert type(worker.drafter) is PROPOSERS[name].drafter
@@ -89,7 +91,8 @@ def test_whatever_proposes_changes_no_text(
     proposers: Proposers, plain: tuple[Ran, Ran], proposer: str, graph: str
 ) -> None:
     overlap = is_overlapped(proposer, graph)
-    # Decode steps of all that verify and propose are captured: of five requests, of as many rows as each has.
+    # Decode steps of all that verify and propose are captured: of five requests, of as many rows as
+    # each has.
     engine, watched = check(proposers, plain, proposer, overlap=overlap, graph=graph, graph_buckets=(1, 2, 5))
     may_overlap = engine.worker.limits.can_overlap
     assert watched.most == 1 + (overlap and may_overlap)

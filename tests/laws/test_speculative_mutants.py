@@ -1,4 +1,5 @@
-"""Defects planted where proposals are verified: each changes a text, a number of steps, or what a device may touch."""
+"""Defects planted where proposals are verified: each changes a text, a number of steps, or what a
+device may touch."""
 
 from __future__ import annotations
 

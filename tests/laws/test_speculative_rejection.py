@@ -1,4 +1,5 @@
-"""Rejection in whole engines: what is greedy is as without proposals, what is certain is accepted, and a text depends on nobody else."""
+"""Rejection in whole engines: what is greedy is as without proposals, what is certain is accepted,
+and a text depends on nobody else."""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ MIXED = [
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 21},
     {"temperature": 0.0, "repetition_penalty": 1.4},
-    # What is drawn of one token only is as certain as what is greedy, by the rules for what is drawn.
+    # What is drawn of one token only is as certain as what is greedy, by the rules for what is
+    # drawn.
     {"temperature": 1.0, "seed": 22, "top_p": 0.001, "repetition_penalty": 1.4, "logit_bias": {30: 3.0}},
     {"temperature": 0.8, "seed": 23, "top_p": 0.9, "logit_bias": {30: 4.0}, "min_tokens": 9, "stop_token_ids": [5]},
 ]
@@ -245,15 +247,16 @@ def test_what_proposals_are_drawn_from_is_kept_free(engines: Callable[..., Token
 
 
 def kept(engine: TokenEngine) -> tuple[Any, list[int]]:
-    """What a run leaves: how many proposals of each step were verified and right, and the cells of each slot."""
+    """What a run leaves: how many proposals of each step were verified and right, and the cells of
+    each slot."""
     worker = engine.worker
     assert isinstance(worker, SpeculativeWorker)
     return engine.scheduler.drafts, worker._lengths.tolist()
 
 
 def compared(engines: Callable[..., TokenEngine], rule: str, defect: type[RejectionWorker] | None = None) -> bool:
-    """Whether greedy texts leave the same as by the rule that changes no text: there both accept the same proposals. A row runs
-    past its end only where steps overlap."""
+    """Whether greedy texts leave the same as by the rule that changes no text: there both accept
+    the same proposals. A row runs past its end only where steps overlap."""
     texts = Texts(
         [prompt + output for prompt, output in zip(PROMPTS, run(engines(), samplings=GREEDY).tokens, strict=True)]
     )

@@ -1,5 +1,5 @@
-"""Proposals change no text of models whose layers keep rows of their own: compressed blocks beside a window, with rings of the last
-tokens, or latent rows of which an indexer chooses."""
+"""Proposals change no text of models whose layers keep rows of their own: compressed blocks beside
+a window, with rings of the last tokens, or latent rows of which an indexer chooses."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ def test_rings_hold_more_where_proposals_may_be_verified(case: Case) -> None:
 
 @CORE
 def test_numbers_that_change_change_none(case: Case) -> None:
-    """Steps without any are among them, of which the host knows only the most cells that there can be."""
+    """Steps without any are among them, of which the host knows only the most cells that there can
+    be."""
     engine = case.verify("guessing", None, times=3, overlap=True)
     assert isinstance(engine.worker, SpeculativeWorker)
     assert set().union(*(each.seconds for each in engine.worker.length._evidence.values())) == {0, 1, 3, 4}

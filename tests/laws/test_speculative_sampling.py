@@ -1,4 +1,5 @@
-"""Sampling that depends on the text, along proposals: penalties, bans and keys are those of each token's own place."""
+"""Sampling that depends on the text, along proposals: penalties, bans and keys are those of each
+token's own place."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Proposals from the prefix cache: texts are those of plain decoding, one that comes again takes few steps, and lookups leave the
-cache as it is."""
+"""Proposals from the prefix cache: texts are those of plain decoding, one that comes again takes
+few steps, and lookups leave the cache as it is."""
 
 from __future__ import annotations
 

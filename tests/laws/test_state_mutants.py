@@ -1,4 +1,5 @@
-"""Defects in how states of requests are kept, each caught by the laws of a hybrid: log-probabilities are transformers'."""
+"""Defects in how states of requests are kept, each caught by the laws of a hybrid:
+log-probabilities are transformers'."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def engine(folder: Path) -> TokenEngine:
 
 
 def run_laws(made: TokenEngine, oracle: Any) -> None:
-    """Chunks, slots that change hands, and prefixes of which the second to branch off finds a snapshot."""
+    """Chunks, slots that change hands, and prefixes of which the second to branch off finds a
+    snapshot."""
     base = random_prompts(8, (19,))[0]
     check_logprobs(made.run([base, *random_prompts(9, (5, 11, 3))], 4, stagger=1), oracle)
     for seed in (10, 11):

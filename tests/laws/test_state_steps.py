@@ -1,5 +1,5 @@
-"""States beside proposals in steps of every kind: with masks, as wide as the step likes, beside requests that leave and whose slots go
-to others at once, and by rules that draw."""
+"""States beside proposals in steps of every kind: with masks, as wide as the step likes, beside
+requests that leave and whose slots go to others at once, and by rules that draw."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ class OrAnything(Texts):
 def test_a_slot_that_changes_hands_between_two_verifications_brings_nothing_along(
     folder: Path, plain: Ran, slots: int, overlap: bool
 ) -> None:
-    """More requests than slots; some of those before them are given up while a step is under way."""
+    """More requests than slots; some of those before them are given up while a step is under
+    way."""
     settings = {"max_requests": slots, "graph_buckets": (1, 2), "page_size": 16, "max_batch_tokens": 16}
     engine = proposing(folder, "ngram", plain, graph="off", overlap=overlap, **settings)
     whole = [prompt + tokens for prompt, tokens in zip(PROMPTS, plain.tokens, strict=True)]

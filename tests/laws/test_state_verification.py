@@ -1,5 +1,6 @@
-"""Models that keep a state of each request verify proposals beside it: with any drafter, drawn or greedy, tokens and
-log-probabilities are those of plain decode, and the state is that of the tokens that were right."""
+"""Models that keep a state of each request verify proposals beside it: with any drafter, drawn or
+greedy, tokens and log-probabilities are those of plain decode, and the state is that of the tokens
+that were right."""
 
 from __future__ import annotations
 
@@ -145,8 +146,8 @@ def test_the_layer_behind_a_model_with_states_proposes_as_dense_torch_does(tmp_p
 
 
 def second_turns(folder: Path, oracle: Any, prepare: Callable[[TokenEngine], None] = lambda engine: None) -> int:
-    """Texts, and what goes on from all of them and from their middle, by transformers' log-probabilities; how many began with a
-    snapshot."""
+    """Texts, and what goes on from all of them and from their middle, by transformers'
+    log-probabilities; how many began with a snapshot."""
     engine = TokenEngine(folder, graph="off", speculative="ngram", draft_tokens=4, max_requests=3, page_size=4)
     prepare(engine)
     base = random_prompts(8, (9,))[0] * 3
@@ -168,7 +169,8 @@ def test_log_probabilities_of_verified_tokens_and_of_second_turns_are_transforme
 
 @pytest.mark.needs("device")
 def test_snapshots_by_steps_whose_end_only_the_device_knows_show(tmp_path: Path) -> None:
-    """A row that may have filled its last page leaves a copy of its state, wherever that has come to."""
+    """A row that may have filled its last page leaves a copy of its state, wherever that has come
+    to."""
     oracle = qwen3_next(max_position_embeddings=CONTEXT)
 
     def prepare(engine: TokenEngine) -> None:

@@ -1,5 +1,6 @@
-"""What a decode step may cost on a device with streams, with that device's own preferred attention and graphs: no wait but
-for the ticket's event, and at most two copies to the device, or three where layers with windows plan by themselves."""
+"""What a decode step may cost on a device with streams, with that device's own preferred attention
+and graphs: no wait but for the ticket's event, and at most two copies to the device, or three where
+layers with windows plan by themselves."""
 
 from __future__ import annotations
 

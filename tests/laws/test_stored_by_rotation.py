@@ -1,4 +1,5 @@
-"""Keys and values that the rotation stores itself: the same numbers as when attention stores them, and defects that show."""
+"""Keys and values that the rotation stores itself: the same numbers as when attention stores them,
+and defects that show."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def triton_entry() -> Entry:
 
 
 def run(folder: Path, oracle: Any, graph: str) -> tuple[TokenEngine, list[float]]:
-    """Chunks, late arrivals, padded buckets of both kinds: every log-probability, held against the oracle."""
+    """Chunks, late arrivals, padded buckets of both kinds: every log-probability, held against the
+    oracle."""
     engine = TokenEngine(folder, graph=graph, max_batch_tokens=40)
     results = engine.run(random_prompts(21, (40, 25, 5, 30)), 12, stagger=2, score_prompts=True)
     check_logprobs(results, oracle)
@@ -97,7 +99,8 @@ def test_a_kernel_that_stores_gives_the_same(
 
 
 def check_entry(entry: Entry, checkpoint: tuple[Path, Any], graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of an engine whose rotation stores by this entry are those of one whose attention stores."""
+    """The numbers of an engine whose rotation stores by this entry are those of one whose attention
+    stores."""
     _, wanted = run(*checkpoint, graph)
     fused = Counted(entry)
     store = Counted(reference.store_kv)

@@ -1,4 +1,5 @@
-"""Trees of drafts that are models of their own, and of those that keep nothing: as those of drafts that read features."""
+"""Trees of drafts that are models of their own, and of those that keep nothing: as those of drafts
+that read features."""
 
 from __future__ import annotations
 

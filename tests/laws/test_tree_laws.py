@@ -1,5 +1,5 @@
-"""Trees of proposals, in whole engines: they change no text, save the steps that their right path has, and beams are drawn of what
-dense torch gives on their own branch."""
+"""Trees of proposals, in whole engines: they change no text, save the steps that their right path
+has, and beams are drawn of what dense torch gives on their own branch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def plain(folder: Path) -> Ran:
 
 @pytest.fixture
 def engines(folder: Path) -> Engines:
-    """Makes engines that propose trees, by the checkpoint's own draft or by one that knows the texts."""
+    """Makes engines that propose trees, by the checkpoint's own draft or by one that knows the
+    texts."""
 
     def make(drafter: str, texts: Ran, **settings: Any) -> TokenEngine:
         given = {"graph_buckets": (1, 2, 5), "graph_token_buckets": (64,), **SHAPE, **settings}
@@ -105,7 +106,8 @@ def test_trees_in_two_halves_change_no_text(engines: Engines, plain: Ran) -> Non
 @pytest.mark.needs("device")
 def test_a_right_path_saves_its_steps_and_no_right_node_saves_none(engines: Engines, plain: Ran) -> None:
     decodes = {name: ran(engines(name, plain, graph="off", overlap=False)).decodes for name in TREES}
-    # A prompt's step draws the first token. Where a text ends there are cells for its tokens, not for all nodes of a tree.
+    # A prompt's step draws the first token. Where a text ends there are cells for its tokens, not
+    # for all nodes of a tree.
     assert 0 <= decodes["oracle"] - 1 - -(-(TOKENS - 1) // (DEPTH + 1)) <= 1
     assert decodes["adversary"] == TOKENS
     assert decodes["oracle"] < decodes["guessing"] < decodes["adversary"]
@@ -151,7 +153,8 @@ def test_a_cache_that_holds_no_two_texts_changes_none(engines: Engines, plain: R
 
 
 class Grown(NamedTuple):
-    """What one text's tree was drawn of: its cells, those in its pages, and for each beam its path and log-probabilities."""
+    """What one text's tree was drawn of: its cells, those in its pages, and for each beam its path
+    and log-probabilities."""
 
     cells: int
     limit: int
@@ -199,7 +202,8 @@ def by_dense(target: Any, dense: Any, kind: str, tokens: list[int]) -> Branch:
 
 
 def furthest(branch: Branch, tokens: list[int], steps: Sequence[Grown]) -> float:
-    """The largest difference of log-probabilities, of all beams of trees that had all their cells."""
+    """The largest difference of log-probabilities, of all beams of trees that had all their
+    cells."""
     worst, compared = 0.0, 0
     for cells, limit, beams in steps:
         if cells >= len(tokens) or cells + 1 + WIDTH * (DEPTH - 1) > limit:

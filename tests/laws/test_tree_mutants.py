@@ -1,5 +1,5 @@
-"""What no text tells of trees: that many requests at once grow each its own, that cells and bounds of drafts are sound, and what is
-told of proposals."""
+"""What no text tells of trees: that many requests at once grow each its own, that cells and bounds
+of drafts are sound, and what is told of proposals."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ class CheckedTrees(TreeDrafter):
         return batch, seen
 
     def check(self, batch: ForwardBatch, limits: Tensor | None) -> None:
-        """Every row of a decode has a cell in its pages or is of slot 0, and no more tokens than the host was told."""
+        """Every row of a decode has a cell in its pages or is of slot 0, and no more tokens than
+        the host was told."""
         if limits is None:
             return
         slots, lens, bounds = batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu

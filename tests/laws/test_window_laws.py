@@ -1,5 +1,5 @@
-"""Layers with windows keep the last tokens alone: chunks, prefix hits, retraction, overlap and graphs change nothing, whatever
-becomes of the pages that fell out of a window."""
+"""Layers with windows keep the last tokens alone: chunks, prefix hits, retraction, overlap and
+graphs change nothing, whatever becomes of the pages that fell out of a window."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ ARCHITECTURES: MappingProxyType[str, tuple[Callable[..., Any], dict[str, Any]]] 
 
 
 class Case(test_model_laws.Case):
-    """A saved checkpoint, its oracle, and how it is opened: with few pages of the kind that runs short first."""
+    """A saved checkpoint, its oracle, and how it is opened: with few pages of the kind that runs
+    short first."""
 
     def __init__(self, name: str, folder: Path) -> None:
         make, self.settings = ARCHITECTURES[name]
@@ -58,7 +59,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_windows_that_keep_the_last_tokens_change_nothing(case: Case, graph: str) -> None:
-    """Chunks and ragged arrivals; prefix hits, at the end of a text and where others branch off; retraction."""
+    """Chunks and ragged arrivals; prefix hits, at the end of a text and where others branch off;
+    retraction."""
     engine = case.engine(graph=graph, poison=True)
     check_logprobs(engine.run(random_prompts(1, (5, 30, 17, 9)), 12, score_prompts=True, stagger=2), case.oracle)
     base = random_prompts(8, (33,))[0]

@@ -11,8 +11,9 @@ from sglcore.runtime.speculative.tree import DraftTree
 
 
 class GrowingTrees:
-    """Trees of random shape, of which as many nodes as chance has it are on the text's own way. `share`: of four nodes that are asked
-    for, how many are tried to be right. Reads what is known of each slot from the rows themselves; waits for the device."""
+    """Trees of random shape, of which as many nodes as chance has it are on the text's own way.
+    `share`: of four nodes that are asked for, how many are tried to be right. Reads what is known
+    of each slot from the rows themselves; waits for the device."""
 
     lookahead = 0
     reads_history = False
@@ -32,7 +33,8 @@ class GrowingTrees:
         found = torch.full((3, len(rows.slots), self.tokens), 0, dtype=torch.int32)
         found[0] = NONE
         for row, (slot, last) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
-            # A request whose last token is drawn already may go on for a step: nobody sees what it draws.
+            # A request whose last token is drawn already may go on for a step: nobody sees what it
+            # draws.
             if rows.batch.forward_mode.is_decode and last >= int(rows.limits[row]):
                 continue
             following = self._following(slot, last)
@@ -99,7 +101,8 @@ class GrowingTrees:
 
 
 class RightTrees(GrowingTrees):
-    """The text's own way as deep as it may be, of which each node but the last has wrong siblings before it."""
+    """The text's own way as deep as it may be, of which each node but the last has wrong siblings
+    before it."""
 
     def _nodes(self, following: list[int]) -> list[tuple[int, int, int]]:
         nodes, parent = list[tuple[int, int, int]](), 0
@@ -123,7 +126,8 @@ TREES = {"guessing": GrowingTrees, "oracle": RightTrees, "adversary": WrongTrees
 
 
 def walked(drawn: Sequence[int], tokens: Sequence[int], parents: Sequence[int], usable: Sequence[bool]) -> list[int]:
-    """The nodes behind the root that are right, one after another: of lists over nodes, tokens and parents without the root's."""
+    """The nodes behind the root that are right, one after another: of lists over nodes, tokens and
+    parents without the root's."""
     path, found = 0, list[int]()
     while True:
         children = [n for n, parent in enumerate(parents, 1) if parent == path and usable[n]]

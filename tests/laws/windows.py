@@ -1,4 +1,5 @@
-"""Engines whose freed window pages hold no number at once, so that whoever needed one after all is seen."""
+"""Engines whose freed window pages hold no number at once, so that whoever needed one after all is
+seen."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.laws.engine import TokenEngine
 
 
 class ForgettingPool(PagePool):
-    """What is given back is overwritten on the device: after every step that was submitted, before every later one."""
+    """What is given back is overwritten on the device: after every step that was submitted, before
+    every later one."""
 
     __slots__ = ("cells", "given", "streams")
 

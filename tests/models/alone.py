@@ -9,7 +9,8 @@ from sglcore.runtime.forward_context import ForwardContext, forward_context
 
 
 class SumOfValues:
-    """Stands for attention where only the way through the model matters: keeps q's shape, and uses q, k and v."""
+    """Stands for attention where only the way through the model matters: keeps q's shape, and uses
+    q, k and v."""
 
     def forward(self, q, k, v, layer, batch):
         """q plus the repeated sum of k and v."""

@@ -18,7 +18,8 @@ SIMPLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 NONE: Mapping[str, Any] = MappingProxyType({})
 
 SUPER = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Types that it reads only, and where their float16 scales are in a block; they are made of random blocks."""
+"""Types that it reads only, and where their float16 scales are in a block; they are made of random
+blocks."""
 
 ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 
@@ -51,7 +52,8 @@ def quantised(weight: np.ndarray, kind: str, rng: np.random.Generator) -> tuple[
 
 
 def paired(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of heads as llama.cpp's rotation wants them: element i beside element i + half a head."""
+    """Rows of heads as llama.cpp's rotation wants them: element i beside element i + half a
+    head."""
     shape = rows.shape
     return rows.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
 
@@ -115,7 +117,8 @@ def write(
     extra: Mapping[str, np.ndarray] = NONE,
     change: Callable[[GGUFWriter], object] = lambda writer: None,
 ) -> Path:
-    """Write a model's GGUF file, `kind(name)` being the type of each matrix (None: F32), and make the oracle what it means.
+    """Write a model's GGUF file, `kind(name)` being the type of each matrix (None: F32), and make
+    the oracle what it means.
 
     `extra` are more tensors, and `change` may add or spoil metadata.
     """

@@ -1,6 +1,8 @@
-"""Small checkpoints in the published layouts of quantised weights, and the dense model that each of them means.
+"""Small checkpoints in the published layouts of quantised weights, and the dense model that each of
+them means.
 
-Every maker of a layer here is written from the format's description and shares nothing with the loader.
+Every maker of a layer here is written from the format's description and shares nothing with the
+loader.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ Layer = tuple[dict[str, Tensor], Tensor]
 
 
 def words(values: np.ndarray, bits: int) -> Tensor:
-    """int32 [..., n * bits / 32] of integers [..., n], the first in the lowest bits; the last word is filled with zeros."""
+    """int32 [..., n * bits / 32] of integers [..., n], the first in the lowest bits; the last word
+    is filled with zeros."""
     each = 32 // bits
     padded = np.pad(values.astype(np.uint64), [(0, 0), (0, -values.shape[-1] % each)])
     parts = padded.reshape(padded.shape[0], padded.shape[1] // each, each) << np.arange(0, 32, bits, dtype=np.uint64)
@@ -40,7 +43,8 @@ def words(values: np.ndarray, bits: int) -> Tensor:
 
 @dataclass
 class Random:
-    """Seeded integers and scales of a layer, such that the weights have about the size that the models here have."""
+    """Seeded integers and scales of a layer, such that the weights have about the size that the
+    models here have."""
 
     rng: np.random.Generator
 
@@ -67,7 +71,8 @@ def dense(codes: np.ndarray, zeros: np.ndarray | float, scales: Tensor) -> Tenso
 
 
 def gptq(rows: int, columns: int, draw: Random, *, bits: int, group: int, v2: bool, order: str, even: bool) -> Layer:
-    """`order` of the groups: "none", "trivial" or "scattered"; `even` has all zeros in the middle."""
+    """`order` of the groups: "none", "trivial" or "scattered"; `even` has all zeros in the
+    middle."""
     groups = columns // group
     codes, scales = draw.codes(rows, columns, bits), draw.scales(rows, groups, bits)
     zeros = np.full((rows, groups), 1 << (bits - 1)) if even else draw.zeros(rows, groups, bits)
@@ -141,7 +146,8 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A format: its `quantization_config` and what makes a layer of it. `form` is how the loader packs it, None: not."""
+    """A format: its `quantization_config` and what makes a layer of it. `form` is how the loader
+    packs it, None: not."""
 
     config: Mapping[str, Any]
     make: Callable[[int, int, Random], Layer]
@@ -211,7 +217,8 @@ CASES: Mapping[str, Case] = MappingProxyType(
 
 
 def make(case: Case, folder: Path, seed: int = 0, keep: tuple[str, ...] = ("lm_head",), **sizes: Any) -> Any:
-    """Write a Llama whose linear layers, all but those in `keep`, are quantised; returns the dense model it means."""
+    """Write a Llama whose linear layers, all but those in `keep`, are quantised; returns the dense
+    model it means."""
     oracle = llama(**{"hidden_size": 64, "intermediate_size": 128, **sizes})
     save(oracle, folder)
     tensors, draw = load_file(folder / FILE), Random(np.random.default_rng(seed))
@@ -233,7 +240,8 @@ def configure(folder: Path, **values: Any) -> None:
 
 
 class Packs:
-    """A device that keeps codes, dequantised at once so that the reference's `linear` reads them."""
+    """A device that keeps codes, dequantised at once so that the reference's `linear` reads
+    them."""
 
     def __init__(self, **entries: Any) -> None:
         self.packed: list[QuantizedCodes] = []

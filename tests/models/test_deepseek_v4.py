@@ -1,4 +1,5 @@
-"""DeepSeek-V4's checkpoints as they are read, and its layer that predicts one token more, in float32."""
+"""DeepSeek-V4's checkpoints as they are read, and its layer that predicts one token more, in
+float32."""
 
 from __future__ import annotations
 

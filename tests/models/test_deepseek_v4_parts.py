@@ -25,7 +25,8 @@ TOKENS = 11
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, ModelConfig]:
-    """An oracle whose limit is often reached, no two of whose numbers are equal, and the configuration of its checkpoint."""
+    """An oracle whose limit is often reached, no two of whose numbers are equal, and the
+    configuration of its checkpoint."""
     oracle = deepseek_v4(swiglu_limit=0.3, hc_sinkhorn_iters=3, hc_eps=0.03, rms_norm_eps=0.2)
     return oracle, read_config(with_module_names(oracle, tmp_path_factory.mktemp("model")))
 

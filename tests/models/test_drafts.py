@@ -1,4 +1,5 @@
-"""Models that propose tokens for another, against dense torch around transformers' own layers, in float32."""
+"""Models that propose tokens for another, against dense torch around transformers' own layers, in
+float32."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def loaded(target: Any, folder: Path, kind: str) -> Draft:
 
 
 def proposed(model: Any, following: list[int], features: Tensor, path: list[int], pieces: tuple[int, ...]) -> Tensor:
-    """Log-probabilities after the prompt's last cell and after each token of a path, through runner and pages."""
+    """Log-probabilities after the prompt's last cell and after each token of a path, through runner
+    and pages."""
     steps, rows, found = Steps(model), model.project(features), []
 
     def run(ids: list[int], given: Tensor, mode: ForwardMode) -> Tensor:
@@ -121,7 +123,8 @@ def test_norms_of_older_files_are_those_before_the_projection(target, tmp_path: 
 
 
 def test_the_layers_that_a_draft_reads_where_it_does_not_say(target, tmp_path: Path) -> None:
-    """Before the third, before the middle, and before the last but two: of six layers that is one twice."""
+    """Before the third, before the middle, and before the last but two: of six layers that is one
+    twice."""
     eagle3(target[0], tmp_path)
     with_config(tmp_path, eagle_config=None)
     assert loaded(target[1], tmp_path, "eagle3").aux_layers == (2, 3, 3)

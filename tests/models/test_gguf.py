@@ -1,4 +1,5 @@
-"""GGUF files against the gguf package's reading of their blocks, and transformers on the weights that they mean."""
+"""GGUF files against the gguf package's reading of their blocks, and transformers on the weights
+that they mean."""
 
 from __future__ import annotations
 
@@ -288,7 +289,8 @@ def test_a_cut_file_is_an_error_of_one_line(file: Path, size: int) -> None:
 
 @pytest.mark.parametrize("lost", [1, 100, 5000])
 def test_tensors_that_end_behind_the_file_are_damage_of_its_header(file: Path, lost: int) -> None:
-    """So that it is told before a model is made, and no value of a small tensor is read from what is not there."""
+    """So that it is told before a model is made, and no value of a small tensor is read from what
+    is not there."""
     end = max(tensor.end for tensor in read_header(file).tensors.values())
     file.write_bytes(file.read_bytes()[: end - lost])
     with pytest.raises(CheckpointError, match=rf"is damaged: it has {end - lost} bytes, and '.*' ends at \d+"):

@@ -1,4 +1,5 @@
-"""A forward in slices of its layers: slices of any sizes, and two halves of a split batch by turns, give the whole."""
+"""A forward in slices of its layers: slices of any sizes, and two halves of a split batch by turns,
+give the whole."""
 
 from __future__ import annotations
 

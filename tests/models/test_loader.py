@@ -1,4 +1,5 @@
-"""Loading weights: shards, ties, casts, progress, and every way in which a checkpoint can be wrong."""
+"""Loading weights: shards, ties, casts, progress, and every way in which a checkpoint can be
+wrong."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ print((kilobytes("VmHWM") - before) * 1024 / sum(weight.nbytes for weight in mod
 
 
 def write_checkpoint(folder: Path, layers: int) -> Path:
-    """bfloat16 weights: 67 MB of embeddings, and 33 MB a layer, half of which is one tensor once fused."""
+    """bfloat16 weights: 67 MB of embeddings, and 33 MB a layer, half of which is one tensor once
+    fused."""
     (folder / "config.json").write_text(json.dumps({**SIZES, "num_hidden_layers": layers}))
     tensors = {"model.embed_tokens.weight": (32768, 1024), "model.norm.weight": (1024,)}
     for layer in range(layers):
@@ -72,7 +73,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def peak_over_weights(folder: Path, dtype: str, pieces: str = "drop") -> float:
-    """Peak memory of loading, as a multiple of the weights, in a process of its own; "keep" holds on to all pieces."""
+    """Peak memory of loading, as a multiple of the weights, in a process of its own; "keep" holds
+    on to all pieces."""
     return float(measured(LOAD_AND_MEASURE, folder, dtype, pieces))
 
 

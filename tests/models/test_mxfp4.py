@@ -1,4 +1,5 @@
-"""Experts in MXFP4 as gpt-oss is published: read exactly, named where they do not fit, and told in the ledger."""
+"""Experts in MXFP4 as gpt-oss is published: read exactly, named where they do not fit, and told in
+the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a configuration leaves out, or gives as null, means what it means to the transformers library."""
+"""What a configuration leaves out, or gives as null, means what it means to the transformers
+library."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def rewritten(folder: Path, raw: dict[str, Any], key: str, is_null: bool) -> Non
 
 
 def theirs(oracle: Any, folder: Path) -> Any:
-    """The library's model of the configuration, with the oracle's weights where it has them and random ones elsewhere; None
-    where the library refuses it, or where it is too large."""
+    """The library's model of the configuration, with the oracle's weights where it has them and
+    random ones elsewhere; None where the library refuses it, or where it is too large."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder, attn_implementation="eager")
         with torch.device("meta"):

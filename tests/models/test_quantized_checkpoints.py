@@ -1,4 +1,5 @@
-"""Quantised checkpoints of every layout against transformers on the weights that they mean, and the ways to be wrong."""
+"""Quantised checkpoints of every layout against transformers on the weights that they mean, and the
+ways to be wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The groups of a quantised layer's columns: not said where all are -1, and an error where some are, or any other number."""
+"""The groups of a quantised layer's columns: not said where all are -1, and an error where some
+are, or any other number."""
 
 from __future__ import annotations
 

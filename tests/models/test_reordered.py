@@ -1,4 +1,5 @@
-"""Rows that a checkpoint has in another order: plain weights through a model, quantised ones by their codes and their values."""
+"""Rows that a checkpoint has in another order: plain weights through a model, quantised ones by
+their codes and their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Types of transformers that nobody compared before, and code that a checkpoint brings: compared at load, or refused."""
+"""Types of transformers that nobody compared before, and code that a checkpoint brings: compared at
+load, or refused."""
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ def _modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def own_model(folder: Path, first: int | None = 0) -> Path:
-    """A checkpoint with code of its own: a Llama with learned positions beside, which by itself count from `first`. None: from 0,
-    whatever positions it is given."""
+    """A checkpoint with code of its own: a Llama with learned positions beside, which by itself
+    count from `first`. None: from 0, whatever positions it is given."""
     folder.mkdir()
     files = {
         "configuration_own.py": CONFIGURATION,
@@ -96,7 +97,8 @@ def chosen(folder: Path, asked: str = "transformers", strict: bool = False, **gi
     return {row.topic: row for row in ledger.rows}
 
 
-# -- types of transformers ---------------------------------------------------------------------------------------------
+# -- types of transformers
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -178,7 +180,8 @@ def test_a_thousandth_of_a_log_probability_is_not_equal(
         chosen(unproven)
 
 
-# -- small configurations ----------------------------------------------------------------------------------------------
+# -- small configurations
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -212,7 +215,8 @@ def test_what_a_configuration_has_none_of_a_small_one_has_none_of() -> None:
 
 
 def test_tokens_with_a_meaning_are_among_the_few_words() -> None:
-    """Far behind which those of a large vocabulary are; an embedding refuses padding that it has not."""
+    """Far behind which those of a large vocabulary are; an embedding refuses padding that it has
+    not."""
     small = shrunk(Library(transformers.LlamaConfig(vocab_size=128256, pad_token_id=128004))).config
     assert small.pad_token_id < small.vocab_size == 512
 
@@ -224,13 +228,15 @@ def test_what_is_said_of_single_layers_is_cut_with_them() -> None:
     assert all(int(layer) < small.num_hidden_layers for layer in small.to_dict()["per_layer_config"])
 
 
-# -- what the comparison runs ------------------------------------------------------------------------------------------
+# -- what the comparison runs
+# ------------------------------------------------------------------------------------------
 
 
 def test_two_requests_are_compared_in_chunks_side_by_side_and_then_token_by_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that mixes requests of one step up, or is wrong in steps of one token, would be served otherwise."""
+    """A model that mixes requests of one step up, or is wrong in steps of one token, would be
+    served otherwise."""
     seen: list[dict[int, int]] = []
     real = Steps.hidden
 
@@ -259,7 +265,8 @@ def test_a_model_goes_on_from_its_own_cache_by_whatever_name_it_has(kind: str) -
     torch.testing.assert_close(transformers_check._cached(model, tokens), whole(model, tokens), rtol=0, atol=1e-3)
 
 
-# -- code in a checkpoint ----------------------------------------------------------------------------------------------
+# -- code in a checkpoint
+# ----------------------------------------------------------------------------------------------
 
 
 def test_code_is_not_run_and_the_refusal_names_it_and_the_flag(tmp_path: Path) -> None:

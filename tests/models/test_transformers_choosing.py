@@ -1,4 +1,5 @@
-"""Layers of transformers' classes that choose experts are never rounded, wherever they are in what chooses."""
+"""Layers of transformers' classes that choose experts are never rounded, wherever they are in what
+chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Layers of transformers' classes with states: a prompt may come in chunks of any sizes beside others, of two tokens too."""
+"""Layers of transformers' classes with states: a prompt may come in chunks of any sizes beside
+others, of two tokens too."""
 
 from __future__ import annotations
 

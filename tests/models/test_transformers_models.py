@@ -1,4 +1,5 @@
-"""Models by transformers' own classes: a sample of the types that are served, how one is chosen, and all that is refused."""
+"""Models by transformers' own classes: a sample of the types that are served, how one is chosen,
+and all that is refused."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def test_the_compared_version_is_the_one_of_the_tests() -> None:
     assert transformers.__version__ == VERSION, "run tools/sweep_models.py --write"
 
 
-# -- choice ------------------------------------------------------------------------------------------------------------
+# -- choice
+# --------------------------------------------------------------------------------------------------
 
 
 def chosen(folder: Path, asked: str = "auto") -> tuple[Any, Mapping[str, str], str]:
@@ -203,7 +205,8 @@ def test_without_transformers_the_remedy_is_to_install_it(foreign: Path, monkeyp
         chosen(foreign)
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
+# -- weights
+# --------------------------------------------------------------------------------------------------
 
 
 class Saved:
@@ -331,7 +334,8 @@ def test_what_a_class_keeps_in_float32_is_kept(dtype: str, kept: str, tmp_path: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["ernie4_5_moe", "gpt_oss", "longcat_flash"])
 def test_weights_have_the_types_that_transformers_loads_them_in(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Some are kept in float32 in both half types, others in float16 alone, whose largest number is small."""
+    """Some are kept in float32 in both half types, others in float16 alone, whose largest number is
+    small."""
     loaded = load(tiny_model(kind, sizes_of(kind)), tmp_path, dtype)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).base_model.state_dict()
     own = loaded._decoder.state_dict()
@@ -343,7 +347,8 @@ def test_weights_have_the_types_that_transformers_loads_them_in(kind: str, dtype
 
 @pytest.mark.parametrize(("dtype", "is_kept"), [("float16", True), ("bfloat16", False)])
 def test_a_norm_that_a_class_keeps_in_float32_is_not_replaced(dtype: str, is_kept: bool, tmp_path: Path) -> None:
-    """As gpt-oss keeps its norms beside float16 alone: what stands for a part of it computes in the model's type."""
+    """As gpt-oss keeps its norms beside float16 alone: what stands for a part of it computes in the
+    model's type."""
     model = load(
         tiny_model("gpt_oss", {**sizes_of("gpt_oss"), "num_local_experts": 4}), tmp_path, getattr(torch, dtype)
     )
@@ -404,7 +409,8 @@ def test_a_weight_that_got_another_form_is_given_up(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=["gemma2", "phi"])
 def half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model in bfloat16: one whose logits are the engine's, and one in which the class does something to them."""
+    """A model in bfloat16: one whose logits are the engine's, and one in which the class does
+    something to them."""
     kind = request.param
     return load(tiny_model(kind, sizes_of(kind)), tmp_path_factory.mktemp("half"), torch.bfloat16)
 
@@ -467,7 +473,8 @@ def test_calls_of_a_module_that_attends_more_than_once_begin_anew_with_a_forward
     assert [several(x, x, x), several(x, x, x)] == ["first", "second"]
 
 
-# -- what is asked of attention ----------------------------------------------------------------------------------------
+# -- what is asked of attention
+# ----------------------------------------------------------------------------------------
 
 
 def empty(kind: str) -> PreTrainedModel:
@@ -534,7 +541,8 @@ def test_whatever_a_class_fails_with_on_shapes_alone_it_does_not_run(error: type
         walked(fails)
 
 
-# -- windows -----------------------------------------------------------------------------------------------------------
+# -- windows
+# --------------------------------------------------------------------------------------------------
 
 
 def test_masks_tell_windows() -> None:

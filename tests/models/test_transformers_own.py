@@ -1,4 +1,5 @@
-"""Attention that transformers' classes compute themselves: what is served, and that nothing else is."""
+"""Attention that transformers' classes compute themselves: what is served, and that nothing else
+is."""
 
 from __future__ import annotations
 

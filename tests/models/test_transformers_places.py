@@ -1,4 +1,5 @@
-"""Biases of places in scores that transformers' classes compute themselves (ALiBi): by columns of queries and keys."""
+"""Biases of places in scores that transformers' classes compute themselves (ALiBi): by columns of
+queries and keys."""
 
 from __future__ import annotations
 

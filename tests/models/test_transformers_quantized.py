@@ -1,4 +1,5 @@
-"""Quantised checkpoints by transformers' classes: the weights that they mean, under the names that the class has."""
+"""Quantised checkpoints by transformers' classes: the weights that they mean, under the names that
+the class has."""
 
 from __future__ import annotations
 

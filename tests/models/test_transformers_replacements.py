@@ -1,4 +1,5 @@
-"""Parts of transformers' models by the engine's kernels: only what computes the same is replaced, and a defect in any of it shows."""
+"""Parts of transformers' models by the engine's kernels: only what computes the same is replaced,
+and a defect in any of it shows."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def replaced(kind: str, change: Callable[[Any], None] | None = None) -> tuple[An
     return model, replace(model, lambda name: False)
 
 
-# -- what is replaced --------------------------------------------------------------------------------------------------
+# -- what is replaced
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,8 @@ def test_a_tied_model_that_reads_its_embedding_keeps_both_ends(is_read: bool) ->
     assert (model.get_input_embeddings() is embedding, model.get_output_embeddings() is head) == (is_read, is_read)
 
 
-# -- twins -------------------------------------------------------------------------------------------------------------
+# -- twins
+# --------------------------------------------------------------------------------------------------
 
 
 class Like(nn.Module):
@@ -328,7 +331,8 @@ def test_each_kind_of_layers_has_angles_of_its_own_though_it_is_named() -> None:
 
 
 class AnglesOfAStep(nn.Module):
-    """Angles that are those of `changed` positions; the class by which a module is found has a buffer."""
+    """Angles that are those of `changed` positions; the class by which a module is found has a
+    buffer."""
 
     frequencies: Tensor
 
@@ -520,7 +524,8 @@ def test_heads_that_are_never_normed_show(tmp_path: Path) -> None:
     assert compare(tiny_model("qwen3", sizes_of("qwen3")), tmp_path, kernels=table) > 1e-2
 
 
-# -- sums --------------------------------------------------------------------------------------------------------------
+# -- sums
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_sum_that_waits_is_the_sum_to_every_other_operation() -> None:
@@ -536,7 +541,8 @@ def test_a_sum_that_waits_is_the_sum_to_every_other_operation() -> None:
 
 
 class Doubles:
-    """In place of a norm's layer: what it gives shows what it was given, and a sum is written where its first part was."""
+    """In place of a norm's layer: what it gives shows what it was given, and a sum is written where
+    its first part was."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return x * 2
@@ -587,7 +593,8 @@ def test_only_a_sum_of_which_nobody_hears_again_waits(what: str) -> None:
     assert model.model.layers[0].mlp.is_addend is (what == "neither")
 
 
-# -- linear layers -----------------------------------------------------------------------------------------------------
+# -- linear layers
+# --------------------------------------------------------------------------------------------------
 
 
 def test_layers_with_one_input_are_one_product_in_any_order() -> None:
@@ -604,7 +611,8 @@ def test_layers_with_one_input_are_one_product_in_any_order() -> None:
 
 
 class Reads(nn.Module):
-    """In place of a feed-forward block: reads a linear layer's weight where there are so many tokens, or its bias."""
+    """In place of a feed-forward block: reads a linear layer's weight where there are so many
+    tokens, or its bias."""
 
     def __init__(self, own: Any, least: int, what: str = "weight") -> None:
         super().__init__()
@@ -649,7 +657,8 @@ def test_a_linear_layer_whose_weight_or_bias_is_read_stays(what: str) -> None:
     assert type(own.inner) is nn.Linear and type(own.own) is GatedBlock
 
 
-# -- defects -----------------------------------------------------------------------------------------------------------
+# -- defects
+# --------------------------------------------------------------------------------------------------
 
 
 def parts_in_another_order(patch: Patch) -> None:

@@ -1,4 +1,5 @@
-"""Routers, experts and what stands around them in transformers' classes: by the engine's kernels only what gives the same."""
+"""Routers, experts and what stands around them in transformers' classes: by the engine's kernels
+only what gives the same."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ GROUPED = {
 }
 
 
-# -- routers -----------------------------------------------------------------------------------------------------------
+# -- routers
+# --------------------------------------------------------------------------------------------------
 
 
 class Choice(nn.Module):
@@ -209,7 +211,8 @@ def test_a_router_whose_logits_are_read_stays() -> None:
     assert type(model.model.layers[1].mlp.gate).__name__ == "MixtralTopKRouter"
 
 
-# -- experts -----------------------------------------------------------------------------------------------------------
+# -- experts
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -242,7 +245,8 @@ def test_a_limit_of_experts_is_seen_however_large_it_is() -> None:
     assert not any(gates(limited(limit), reference.silu_and_mul, HALF) for limit in (7.0, 30.0, 100.0, 1000.0))
 
 
-# -- ends --------------------------------------------------------------------------------------------------------------
+# -- ends
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["gemma", "gemma2", "mixtral"])
@@ -298,7 +302,8 @@ def test_layers_that_drop_numbers_in_training_are_nothing(tmp_path: Path) -> Non
     assert type(dropout) is NoDropout and dropout(x) is x and "6 sums before a norm" in loaded.parts
 
 
-# -- defects -----------------------------------------------------------------------------------------------------------
+# -- defects
+# --------------------------------------------------------------------------------------------------
 
 
 def another_expert(patch: Patch) -> None:

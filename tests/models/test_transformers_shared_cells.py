@@ -1,4 +1,5 @@
-"""Layers of transformers' classes that attend to the keys and values of another layer: those are kept once."""
+"""Layers of transformers' classes that attend to the keys and values of another layer: those are
+kept once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Classes of transformers whose positions are defined for few tokens: no walk over a class is longer than its positions."""
+"""Classes of transformers whose positions are defined for few tokens: no walk over a class is
+longer than its positions."""
 
 from __future__ import annotations
 

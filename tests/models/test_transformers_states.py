@@ -1,4 +1,5 @@
-"""Layers of transformers' classes with states: what they keep, who forgets, what is refused, rows beside each other."""
+"""Layers of transformers' classes with states: what they keep, who forgets, what is refused, rows
+beside each other."""
 
 from __future__ import annotations
 

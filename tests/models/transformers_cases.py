@@ -40,7 +40,8 @@ def sizes_of(kind: str) -> dict[str, Any]:
 
 
 def tiny_model(kind: str, sizes: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
-    """A model of a type with random weights, of which none is near nothing, computed by its own eager attention."""
+    """A model of a type with random weights, of which none is near nothing, computed by its own
+    eager attention."""
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[kind](**sizes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
@@ -51,7 +52,8 @@ def tiny_model(kind: str, sizes: Mapping[str, Any], seed: int = 0) -> PreTrained
 
 
 def exacting() -> KernelTable:
-    """The reference, by functions that take no more than every device's have to: rows whose elements are side by side."""
+    """The reference, by functions that take no more than every device's have to: rows whose
+    elements are side by side."""
     declared = KernelTable.declared().items()
     return KernelTable().replace(**{name: _exacting(name, one.reference) for name, one in declared if one.reference})
 
@@ -83,8 +85,9 @@ def compare(model: PreTrainedModel, folder: Path, seed: int = 0, kernels: Kernel
 
 
 def compare_served(model: PreTrainedModel, folder: Path) -> float:
-    """The same of the tokens that the engine's scheduler gets out of a model, against its forward of each text: few slots and
-    pages, short chunks, the next step planned ahead, so that prefixes are hit and requests retracted."""
+    """The same of the tokens that the engine's scheduler gets out of a model, against its forward
+    of each text: few slots and pages, short chunks, the next step planned ahead, so that prefixes
+    are hit and requests retracted."""
     loaded = load(model, folder)
     limits = Limits(
         max_model_len=48,
@@ -105,7 +108,8 @@ def compare_served(model: PreTrainedModel, folder: Path) -> float:
 
 
 def _serve(loop: Loop, vocab_size: int) -> list[Request]:
-    """A prompt, it again with others that branch off from it, and those branches again, to their ends."""
+    """A prompt, it again with others that branch off from it, and those branches again, to their
+    ends."""
     rng, params = np.random.default_rng(3), SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True, max_tokens=14)
     base, *tails = (rng.integers(3, vocab_size, length).astype(np.int32) for length in (21, 3, 7, 18))
     branches = [np.concatenate([base[:13], tail]) for tail in tails]

@@ -1,4 +1,5 @@
-"""Whatever ends a request, or the engine that computes its prompt, pages are never two requests' at once, and none is lost."""
+"""Whatever ends a request, or the engine that computes its prompt, pages are never two requests' at
+once, and none is lost."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def until(pair: Pair, reached: Callable[[], bool]) -> None:
 
 
 class Held:
-    """A connection that keeps back what belongs to the first lease, in order, until it is released."""
+    """A connection that keeps back what belongs to the first lease, in order, until it is
+    released."""
 
     def __init__(self, connection: Any) -> None:
         self._connection, self.held, self.is_released = connection, list[tuple[Any, Any]](), False
@@ -135,7 +137,8 @@ def hold(pair: Pair) -> Held:
 
 
 def late_write(folder: Path, alone: Single, sides: Sides = SOUND) -> dict[str, Text]:
-    """A request is aborted while its pages are on their way, and another wants them before they have come; what came of both."""
+    """A request is aborted while its pages are on their way, and another wants them before they
+    have come; what came of both."""
     first, second = random_prompts(12, (50, 51))
     room = {"kv_cache_memory": pages_of(alone, 16), "prompt": {"kv_cache_memory": 8 << 20}}
     with Pair(folder, sides=sides, max_model_len=64, prefix_cache=False, **room) as pair:
@@ -174,7 +177,8 @@ def test_pages_that_are_freed_with_the_abort_are_caught(folder: Path, alone: Sin
 
 
 def check_both_hold_pages(folder: Path, sides: Sides = SOUND) -> None:
-    """While pages are on their way, those of the source and of the target are nobody else's, and there is no token yet."""
+    """While pages are on their way, those of the source and of the target are nobody else's, and
+    there is no token yet."""
     with Pair(folder, sides=sides, prefix_cache=False) as pair:
         pair.decode.add("r", random_prompts(13, (18,))[0], 3)
         held = hold(pair)

@@ -1,4 +1,5 @@
-"""What does not go together is refused by name, before anything is loaded; layouts when two engines meet."""
+"""What does not go together is refused by name, before anything is loaded; layouts when two engines
+meet."""
 
 from __future__ import annotations
 

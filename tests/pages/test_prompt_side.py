@@ -1,5 +1,5 @@
-"""An engine that computes prompts for several others: what one of them asks, ends or loses is its own, though leases are numbered by
-each from 1 on."""
+"""An engine that computes prompts for several others: what one of them asks, ends or loses is its
+own, though leases are numbered by each from 1 on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ LEASES, PEERS = (1, 2), (1, 2, 3)
 
 
 class Played:
-    """A transfer and an engine that note what they are told; no prompt gets further than its start."""
+    """A transfer and an engine that note what they are told; no prompt gets further than its
+    start."""
 
     def __init__(self) -> None:
         self.news: list[Told] = []

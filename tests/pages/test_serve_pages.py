@@ -1,4 +1,5 @@
-"""`sglcore serve --role prompt` and `--role decode` as a person starts them: two servers, and OpenAI's own client."""
+"""`sglcore serve --role prompt` and `--role decode` as a person starts them: two servers, and
+OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def test_a_server_that_decodes_answers_by_prompts_of_another(tmp_path: Path) -> 
 
 
 def check_answers(url: str) -> None:
-    """Both protocols' answers, streamed too; of each prompt one token is computed here, of the two of the warm-up too."""
+    """Both protocols' answers, streamed too; of each prompt one token is computed here, of the two
+    of the warm-up too."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     whole = client.chat.completions.create(model="sglcore-demo", messages=ASKED, temperature=0, max_tokens=20)  # pyright: ignore[reportArgumentType]
     assert whole.choices[0].message.content == "2 + 3 = 5."
@@ -82,7 +84,8 @@ def check_answers(url: str) -> None:
 
 
 def check_grammar(url: str) -> None:
-    """The first token keeps to the request's grammar where it is drawn, the others where they are."""
+    """The first token keeps to the request's grammar where it is drawn, the others where they
+    are."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     digit = {"type": "integer", "minimum": 0, "maximum": 9}
     schema = {"type": "object", "properties": {"a": digit}, "required": ["a"], "additionalProperties": False}
@@ -99,7 +102,8 @@ def check_grammar(url: str) -> None:
 
 
 def check_failures(url: str, address: str) -> None:
-    """Without the other engine, requests are answered by 503 and when to try again, and so is readiness."""
+    """Without the other engine, requests are answered by 503 and when to try again, and so is
+    readiness."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     with pytest.raises(
         openai.InternalServerError, match=f"no prompt engine of {address} can be reached|prompt is lost"

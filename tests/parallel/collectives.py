@@ -25,7 +25,8 @@ Body = Callable[[Group], Any]
 
 
 def on_ranks(size: int, folder: Path, body: Body, *, shared: bool = False, checks: bool = False) -> list[Any]:
-    """What `body` gives on each rank, by rank; an error as its text. `shared`: small tensors go through shared memory."""
+    """What `body` gives on each rank, by rank; an error as its text. `shared`: small tensors go
+    through shared memory."""
     context = forking()
     pipes = [context.Pipe() for _ in range(size)]
     processes = []
@@ -115,7 +116,8 @@ def _received(group: Group) -> list[int]:
 
 
 def many_in_a_row(group: Group) -> list[list[float]]:
-    """Sums and broadcasts of changing sizes, one rank late in each, where a place that is used again too soon shows."""
+    """Sums and broadcasts of changing sizes, one rank late in each, where a place that is used
+    again too soon shows."""
     rng, found = np.random.default_rng(3), []
     for turn in range(300):
         size, late = int(rng.integers(1, 40)), int(rng.integers(group.size))
@@ -127,7 +129,8 @@ def many_in_a_row(group: Group) -> list[list[float]]:
 
 
 def recorded(group: Group) -> list[list[torch.Tensor]]:
-    """Every operation that a recorded step may hold, by one that is recorded and one that is not, on changing buffers."""
+    """Every operation that a recorded step may hold, by one that is recorded and one that is not,
+    on changing buffers."""
     x = torch.zeros(3, 5)
 
     def step() -> torch.Tensor:
@@ -147,7 +150,8 @@ def recorded(group: Group) -> list[list[torch.Tensor]]:
 
 
 class Careless(Meeting):
-    """Meets in Python: waits for nobody if `waits` is False, and has one place only if `places` is 1."""
+    """Meets in Python: waits for nobody if `waits` is False, and has one place only if `places` is
+    1."""
 
     waits, places = True, 2
 

@@ -78,7 +78,8 @@ def padding_columns(rank: int) -> None:
 
 
 def noisy_draws(rank: int) -> None:
-    """Every rank draws for itself, from logits that differ in the last bits, as those of other chips would."""
+    """Every rank draws for itself, from logits that differ in the last bits, as those of other
+    chips would."""
 
     def sample(self: Any, logits: torch.Tensor, state: Any) -> Any:
         generator = torch.Generator().manual_seed(rank)

@@ -1,4 +1,5 @@
-"""What is planted where rows go to their experts, for laws that must catch it. Imported by every rank, so it imports little."""
+"""What is planted where rows go to their experts, for laws that must catch it. Imported by every
+rank, so it imports little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""As much of Ray as places ranks: actors are objects of this process, and every call is answered when it is asked for."""
+"""As much of Ray as places ranks: actors are objects of this process, and every call is answered
+when it is asked for."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Actor:
 
 
 class FakeRay:
-    """A cluster; `has_room`: whether what is asked for finds a place; `lost`: its actors have gone with their machines."""
+    """A cluster; `has_room`: whether what is asked for finds a place; `lost`: its actors have gone
+    with their machines."""
 
     def __init__(self, address: str = "127.0.0.1", has_room: bool = True) -> None:
         self.address, self.has_room, self.lost = address, has_room, False

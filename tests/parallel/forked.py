@@ -1,4 +1,5 @@
-"""Ranks whose processes are forked from one that has imported torch and the runtime: a start of each costs a fiftieth."""
+"""Ranks whose processes are forked from one that has imported torch and the runtime: a start of
+each costs a fiftieth."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ Defect = Callable[[int], None]
 
 
 def forking(method: str = "forkserver") -> Any:
-    """Of processes that need not import what all of them do; "fork": of one that has itself, and has no threads."""
+    """Of processes that need not import what all of them do; "fork": of one that has itself, and
+    has no threads."""
     context: Any = get_context(method)
     context.set_forkserver_preload(list(PRELOADED))
     return context
@@ -66,7 +68,8 @@ class Forked:
 
 @dataclass
 class Forking:
-    """Starts ranks, each with the same defect if there is one; `processes` are all that it has started."""
+    """Starts ranks, each with the same defect if there is one; `processes` are all that it has
+    started."""
 
     defect: Defect | None = None
     environ: Mapping[str, str] = field(default_factory=dict)

@@ -1,5 +1,5 @@
-"""Which forwards each rank runs, written down where they run; and what is planted where shards propose. Imported by every rank, so it
-imports little."""
+"""Which forwards each rank runs, written down where they run; and what is planted where shards
+propose. Imported by every rank, so it imports little."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Defect = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One on one rank: of which `runner` (0: the target's), with so many rows of its `own`, of `rows` that the shards agreed on."""
+    """One on one rank: of which `runner` (0: the target's), with so many rows of its `own`, of
+    `rows` that the shards agreed on."""
 
     runner: int
     rows: tuple[int, ...]
@@ -37,7 +38,8 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Of one rank: what it did itself, what was agreed on, and its forwards. `goes_on`: some shard's prompts began in another step."""
+    """Of one rank: what it did itself, what was agreed on, and its forwards. `goes_on`: some
+    shard's prompts began in another step."""
 
     mode: ForwardMode
     verified: int
@@ -91,7 +93,8 @@ def steps_of(folder: Path, rank: int) -> list[Step]:
 
 
 def check_forwards(folder: Path, ranks: int) -> list[list[Step]]:
-    """The steps of every rank: each runs the same forwards of the same rows, and has of these what was agreed on."""
+    """The steps of every rank: each runs the same forwards of the same rows, and has of these what
+    was agreed on."""
     found = [steps_of(folder, rank) for rank in range(ranks)]
     assert len({len(steps) for steps in found}) == 1, "a rank ran more steps than another"
     for number, beside in enumerate(zip(*found, strict=True)):

@@ -1,4 +1,5 @@
-"""A leader and other nodes in one process: each has ranks of its own, and all of it goes over TCP."""
+"""A leader and other nodes in one process: each has ranks of its own, and all of it goes over
+TCP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two hosts on one machine: network namespaces, each with a loopback of its own, joined by a pair of interfaces whose names differ."""
+"""Two hosts on one machine: network namespaces, each with a loopback of its own, joined by a pair
+of interfaces whose names differ."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class TwoHosts:
             shutil.rmtree(FILES / name)
 
     def start(self, host: int, words: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[Any]:
-        """A process on a host, whose output goes to a file. It sees no settings of the one that starts it."""
+        """A process on a host, whose output goes to a file. It sees no settings of the one that
+        starts it."""
         given = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
         with log.open("w") as out:
             process = subprocess.Popen(
@@ -83,7 +85,8 @@ class TwoHosts:
         return process
 
     def pids(self, host: int) -> list[int]:
-        """Who runs on a host; not the command that says so, which runs there too if its caller does."""
+        """Who runs on a host; not the command that says so, which runs there too if its caller
+        does."""
         found = subprocess.run(("ip", "netns", "pids", self.names[host]), capture_output=True, text=True, check=True)
         return [int(pid) for pid in found.stdout.split() if Path(f"/proc/{pid}").exists()]
 

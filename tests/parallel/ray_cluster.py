@@ -16,7 +16,8 @@ HEAD = f"{ADDRESSES[0]}:{PORT}"
 
 
 VARIABLES: Mapping[str, str] = MappingProxyType({"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"})
-"""Of everybody in it: a head takes a token that it finds in a person's home, and who joins does not."""
+"""Of everybody in it: a head takes a token that it finds in a person's home, and who joins does
+not."""
 
 
 def begin(hosts: TwoHosts, logs: Path) -> None:

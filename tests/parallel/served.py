@@ -73,7 +73,8 @@ def ledger_of(url: str) -> dict[str, Any]:
 
 
 def stream_until_error(url: str, at_third: Callable[[], None]) -> tuple[str, float]:
-    """Stream a long text, do something at its third piece; the error that the stream ends with, and the seconds until then."""
+    """Stream a long text, do something at its third piece; the error that the stream ends with, and
+    the seconds until then."""
     begin, count = 0.0, 0
     for event in _events(url):
         if (error := event.get("error")) is not None:

@@ -1,4 +1,5 @@
-"""Random steps of an engine of ranks with requests that come, end and are aborted, and what its processes hold."""
+"""Random steps of an engine of ranks with requests that come, end and are aborted, and what its
+processes hold."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.parallel.engine import RankedEngine
 
 
 def soak(engine: RankedEngine, steps: int, seed: int) -> dict[str, int]:
-    """Run at least so many steps until nothing is left to do; how many requests came and how many of them were aborted."""
+    """Run at least so many steps until nothing is left to do; how many requests came and how many
+    of them were aborted."""
     rng, begun = np.random.default_rng(seed), engine.scheduler.stats().steps
     open_requests: list[Any] = []
     counts = {"requests": 0, "aborted": 0}
@@ -57,8 +59,8 @@ def _run_dry(engine: RankedEngine) -> None:
 
 
 def held(engine: RankedEngine) -> dict[str, Any]:
-    """What is held now that nothing runs: requests and pages of the scheduler, and of each process its open files, mappings
-    that others share, threads and children."""
+    """What is held now that nothing runs: requests and pages of the scheduler, and of each process
+    its open files, mappings that others share, threads and children."""
     gc.collect()  # of other engines, which have ended
     engine.scheduler.audit()
     engine.scheduler.flush_prefix_cache()

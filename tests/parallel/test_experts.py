@@ -1,4 +1,5 @@
-"""Whole experts on ranks: the sets that are chosen are transformers', then what comes of them, for idle and uneven ranks too."""
+"""Whole experts on ranks: the sets that are chosen are transformers', then what comes of them, for
+idle and uneven ranks too."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def run(topology: Topology, plans: list[StepPlan], folder: Path, tmp_path: Path,
 
 
 def check(model: Any, topology: Topology, plans: list[StepPlan], found: list[Any]) -> None:
-    """What was chosen first, by row of each step, then the values; rows with a tie are passed over, and there are few."""
+    """What was chosen first, by row of each step, then the values; rows with a tie are passed over,
+    and there are few."""
     block, ties, rows = model.model.layers[0].mlp, 0, 0
     for rank, told in enumerate(found):
         assert isinstance(told, list), told

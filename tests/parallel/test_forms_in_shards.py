@@ -1,4 +1,5 @@
-"""Every form of a model in shards of requests: an idle one keeps its states and rows, and what crosses shards is transformers'."""
+"""Every form of a model in shards of requests: an idle one keeps its states and rows, and what
+crosses shards is transformers'."""
 
 from __future__ import annotations
 

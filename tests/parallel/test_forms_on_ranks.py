@@ -1,4 +1,5 @@
-"""Every form of a model gives transformers' log-probabilities on several ranks: what is divided, what is whole, what is summed."""
+"""Every form of a model gives transformers' log-probabilities on several ranks: what is divided,
+what is whole, what is summed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Steps that run as two halves on several ranks give transformers' log-probabilities, whatever the ranks share."""
+"""Steps that run as two halves on several ranks give transformers' log-probabilities, whatever the
+ranks share."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ FORMS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
 
 
 def check(engine: RankedEngine, oracle: Any, tolerance: float = 1e-4) -> None:
-    """Chunks, arrivals while others run and while a shard is idle, hits of the prefix cache, and one request alone."""
+    """Chunks, arrivals while others run and while a shard is idle, hits of the prefix cache, and
+    one request alone."""
     prompts = random_prompts(SEED, (1, 5, 30, 17, 9))
     check_logprobs(engine.run(prompts, 8, score_prompts=True, stagger=2), oracle, tolerance)
     check_logprobs(engine.run([prompts[2] + tail for tail in random_prompts(6, (3, 1))], 6), oracle, tolerance)

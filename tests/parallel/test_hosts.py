@@ -1,4 +1,5 @@
-"""Ranks of one model on several hosts: they give what one process gives, agree before they load, and end together."""
+"""Ranks of one model on several hosts: they give what one process gives, agree before they load,
+and end together."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def test_four_ranks_of_two_hosts_stand_in_a_row(model: tuple[Path, Any], led: Ca
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs files whose room can be taken beforehand")
 def test_the_memory_of_all_ranks_is_there_before_it_is_used(tmp_path: Path) -> None:
-    """Where there is no room, a rank would else end at its first touch of a page, by a signal and without a word."""
+    """Where there is no room, a rank would else end at its first touch of a page, by a signal and
+    without a word."""
     _opened(tmp_path / "sums", 3).close()
     found = (tmp_path / "sums").stat()
     assert found.st_size == memory_size(3, MOST) and found.st_blocks * 512 >= found.st_size

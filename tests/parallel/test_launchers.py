@@ -1,4 +1,5 @@
-"""Ranks that launchers start: torchrun itself, a LeaderWorkerSet by its variables, and by hand; on hosts whose link is cut."""
+"""Ranks that launchers start: torchrun itself, a LeaderWorkerSet by its variables, and by hand; on
+hosts whose link is cut."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def test_a_link_that_is_cut_while_ranks_come_up_ends_the_start(hosts: TwoHosts, 
 
 
 def test_an_interface_that_others_can_not_reach_ends_the_start(hosts: TwoHosts, tmp_path: Path) -> None:
-    """It is what the back end would take of itself where a host's name means loopback; here a person has set it."""
+    """It is what the back end would take of itself where a host's name means loopback; here a
+    person has set it."""
     logs = [tmp_path / f"log{node}" for node in (0, 1)]
     given = {**settings_environ(), HOST_INTERFACE: "lo"}
     started = [hosts.start(node, by_hand(node), logs[node], **given) for node in (0, 1)]

@@ -1,4 +1,5 @@
-"""The leader's side of ranks, without ranks: who is let in, what it hears, what it sends, and where it puts them."""
+"""The leader's side of ranks, without ranks: who is let in, what it hears, what it sends, and where
+it puts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`sglcore bench links`: ranks of this machine measure what they exchange, and a rank that fails says why."""
+"""`sglcore bench links`: ranks of this machine measure what they exchange, and a rank that fails
+says why."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from tests.parallel.collectives import on_ranks
 
 
 def measured(group: Group) -> list[tuple[str, int, float]]:
-    """In the process of a rank: of sizes that do not divide, and of one that has a number for each rank."""
+    """In the process of a rank: of sizes that do not divide, and of one that has a number for each
+    rank."""
     return measure(group, torch.device("cpu"), [4, 1000, 4096])
 
 

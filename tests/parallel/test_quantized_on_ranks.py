@@ -1,4 +1,5 @@
-"""Quantised checkpoints on several ranks: scales are cut with their weights, and groups that would lie on two ranks are refused."""
+"""Quantised checkpoints on several ranks: scales are cut with their weights, and groups that would
+lie on two ranks are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whatever ends a rank, whoever waits for it is told what happened, soon, and no process is left."""
+"""Whatever ends a rank, whoever waits for it is told what happened, soon, and no process is
+left."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from tests.parallel.engine import RankedEngine, lead_and_die
 from tests.parallel.forked import Forking, forking
 
 DEAF = Patience(silence=3600.0, starting=3600.0)
-"""Of who would wait an hour for a silent rank: deaths are seen by what they do, or a test does not end."""
+"""Of who would wait an hour for a silent rank: deaths are seen by what they do, or a test does not
+end."""
 QUICK = Patience(silence=3.0)
 
 

@@ -1,4 +1,5 @@
-"""Ranks whose decode steps are recorded, sums and all, give to the bit what they give step by step."""
+"""Ranks whose decode steps are recorded, sums and all, give to the bit what they give step by
+step."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ PAGES = CONTEXT // 4 + 2
 
 
 def steps(engine: RankedEngine) -> list[Result]:
-    """Batches of one to four requests, some of which fall into a larger graph's size; texts that are taken back for want of
-    pages, and prompts whose beginning is known."""
+    """Batches of one to four requests, some of which fall into a larger graph's size; texts that
+    are taken back for want of pages, and prompts whose beginning is known."""
     found = engine.run(random_prompts(10, (20, 24, 28, 22)), 30, stagger=1)
     assert engine.scheduler.stats().retractions > 0
     known = found[0].prompt

@@ -1,4 +1,5 @@
-"""Rows come where a move says, whatever shards have, idle ones too; and a move that errs by a row is caught."""
+"""Rows come where a move says, whatever shards have, idle ones too; and a move that errs by a row
+is caught."""
 
 from __future__ import annotations
 

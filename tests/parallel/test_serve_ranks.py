@@ -1,4 +1,5 @@
-"""`sglcore serve` with ranks, shards and experts, as a person starts it: processes, one server, and OpenAI's own client."""
+"""`sglcore serve` with ranks, shards and experts, as a person starts it: processes, one server, and
+OpenAI's own client."""
 
 from __future__ import annotations
 

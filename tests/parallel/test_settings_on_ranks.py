@@ -1,4 +1,5 @@
-"""What is asked of an engine, on several ranks: it works as on one, or it is refused by name before any process is there."""
+"""What is asked of an engine, on several ranks: it works as on one, or it is refused by name before
+any process is there."""
 
 from __future__ import annotations
 

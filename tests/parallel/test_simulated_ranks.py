@@ -1,4 +1,5 @@
-"""Ranks on simulated accelerators, one each: the device's own back end, streams, and a fault where an order is missing."""
+"""Ranks on simulated accelerators, one each: the device's own back end, streams, and a fault where
+an order is missing."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def test_two_devices_of_two_hosts_hold_one_model(lane: Lane, oracle: Any, tmp_pa
 
 
 def test_a_host_without_so_many_devices_is_refused(oracle: Any, tmp_path: Path) -> None:
-    """Two are there, and the second of two nodes of one machine would need the third and the fourth."""
+    """Two are there, and the second of two nodes of one machine would need the third and the
+    fourth."""
     port, folder = free_port(), save(oracle, tmp_path)
     other = OtherNode(folder, port, tp=4, local=1, **PLAIN)
     with pytest.raises(ConfigError, match=r"node 1 \(host 127\.0\.0\.1\) needs .* up to number 3, and has 2"):
@@ -103,7 +105,8 @@ def test_proposals_of_a_divided_draft_leave_no_trace_in_a_text(
 
 @pytest.mark.parametrize("settings", [{}, {"dp": 2, "ep": 2}], ids=str)
 def test_two_devices_run_halves_in_turn(lane: Lane, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Beside collectives on a stream of their own: nothing of one half races with what the other computes."""
+    """Beside collectives on a stream of their own: nothing of one half races with what the other
+    computes."""
     kind = partial(defects.simulated, lane.simulator)
     oracle = qwen3_moe(num_experts=4, max_position_embeddings=128)
     given = {**PLAIN, "two_batch_overlap": "on", "max_batch_tokens": 12, **settings}

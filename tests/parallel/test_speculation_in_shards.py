@@ -1,5 +1,5 @@
-"""Proposals where requests are in shards: all ranks run the same forwards of the target and of what proposes, whatever each of
-them has, and texts are those of one rank that proposes nothing."""
+"""Proposals where requests are in shards: all ranks run the same forwards of the target and of what
+proposes, whatever each of them has, and texts are those of one rank that proposes nothing."""
 
 from __future__ import annotations
 
@@ -87,8 +87,9 @@ def by_another(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What proposes, and how ranks divide the model. A step has `forwards` of what proposes, by how many proposals it makes and
-    whether some shard has prompts; `further` of them are of a row a request."""
+    """What proposes, and how ranks divide the model. A step has `forwards` of what proposes, by how
+    many proposals it makes and whether some shard has prompts; `further` of them are of a row a
+    request."""
 
     make: Make
     ranks: MappingProxyType[str, Any]
@@ -125,8 +126,8 @@ CASES: MappingProxyType[str, Case] = MappingProxyType(
 
 
 def run(engine: TokenEngine) -> list[Result]:
-    """Prompts in chunks that come one after the other and go, greedy and drawn; one alone, beside which all other shards are idle; and
-    texts that repeat themselves."""
+    """Prompts in chunks that come one after the other and go, greedy and drawn; one alone, beside
+    which all other shards are idle; and texts that repeat themselves."""
     prompts = random_prompts(5, (6, 21, 30, 3))
     found = engine.run(prompts, 9, stagger=2)
     found += engine.run(prompts[1:], 7, temperature=1.5, seed=11, stagger=1)
@@ -145,8 +146,9 @@ def alone(folder: Path, **settings: Any) -> tuple[list[Result], Counter[Any]]:
 def on_ranks(
     folder: Path, records: Path, defect: Any = defects.nothing, length: LengthController | None = None, **settings: Any
 ) -> tuple[list[Result], Counter[Any]]:
-    """The same in shards, of which each rank writes its forwards to `records`; `length` chooses in place of what would. Ranks that are not
-    at the same collective say so, instead of waiting for ever."""
+    """The same in shards, of which each rank writes its forwards to `records`; `length` chooses in
+    place of what would. Ranks that are not at the same collective say so, instead of waiting for
+    ever."""
     given = {"max_batch_tokens": 16, "poison": settings["tp"] == 2, **settings}
     with RankedEngine(folder, recording(records, defect), **given) as engine:
         if length is not None:
@@ -161,7 +163,8 @@ def check_same(found: list[Result], wanted: list[Result]) -> None:
 
 
 def check_reached(steps: list[list[Step]]) -> None:
-    """Idle shards beside busy ones, prompts beside decodes, chunks of prompts that go on too, shards with more requests than others."""
+    """Idle shards beside busy ones, prompts beside decodes, chunks of prompts that go on too,
+    shards with more requests than others."""
     going_on = [{step.mode for step in each} for each in zip(*steps, strict=True) if each[0].goes_on]
     assert {EXTEND, DECODE} in going_on and {EXTEND, IDLE} in going_on
     beside = [{step.mode for step in each} for each in zip(*steps, strict=True)]

@@ -1,4 +1,5 @@
-"""Proposals on several ranks: every rank makes and verifies the same ones, and texts, and what came of proposals, are one rank's."""
+"""Proposals on several ranks: every rank makes and verifies the same ones, and texts, and what came
+of proposals, are one rank's."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ Found = tuple[list[list[int]], dict[Any, int]]
 
 
 def run(engine: TokenEngine) -> Found:
-    """Texts, greedy and drawn, of prompts in chunks that come one after the other; and what came of their proposals."""
+    """Texts, greedy and drawn, of prompts in chunks that come one after the other; and what came of
+    their proposals."""
     prompts = random_prompts(5, (21, 6, 30))
     drawn = engine.run(prompts, 24, temperature=1.5, seed=11, stagger=2)
     greedy = engine.run(prompts, 12)

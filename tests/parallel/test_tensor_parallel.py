@@ -1,4 +1,5 @@
-"""A model on several ranks gives transformers' log-probabilities, whatever is divided, replicated or padded."""
+"""A model on several ranks gives transformers' log-probabilities, whatever is divided, replicated
+or padded."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ MODELS: MappingProxyType[str, tuple[Callable[[], Any], int]] = MappingProxyType(
 
 
 def check(engine: RankedEngine, oracle: Any, tolerance: float = 1e-4) -> None:
-    """Chunks, arrivals while others run, hits of the prefix cache, and texts that are taken back for want of pages."""
+    """Chunks, arrivals while others run, hits of the prefix cache, and texts that are taken back
+    for want of pages."""
     prompts = random_prompts(SEED, (1, 5, 30, 17, 9))
     check_logprobs(engine.run(prompts, 8, score_prompts=True, stagger=2), oracle, tolerance)
     check_logprobs(engine.run([prompts[2] + tail for tail in random_prompts(6, (3, 1))], 6), oracle, tolerance)
@@ -81,7 +83,8 @@ def test_requests_that_were_retracted_go_on_as_they_began(tmp_path: Path) -> Non
 
 
 def test_drawn_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
-    """Noise is keyed by seed and position, so where a model is divided does not show in its texts."""
+    """Noise is keyed by seed and position, so where a model is divided does not show in its
+    texts."""
     folder = save(qwen2(max_position_embeddings=CONTEXT), tmp_path)
     drawn = {"temperature": 0.8, "seed": 7, "top_p": 0.9}
     prompts = random_prompts(3, (4, 9))

@@ -1,4 +1,5 @@
-"""Who is told as the cause where several ranks end: the one that ended by itself, in whatever order the news come."""
+"""Who is told as the cause where several ranks end: the one that ended by itself, in whatever order
+the news come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a rank of a topology does in tests, in a process of its own: its groups, and the layers of a small model built on them."""
+"""What a rank of a topology does in tests, in a process of its own: its groups, and the layers of a
+small model built on them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Body = Callable[[Groups, dict[str, Any]], Any]
 def on_topology(
     topology: Topology, folder: Path, body: Body, /, *, defect: Callable[[], None] | None = None, **given: Any
 ) -> list[Any]:
-    """What `body` gives on each rank of its groups and of what is `given`, by rank; an error as its text."""
+    """What `body` gives on each rank of its groups and of what is `given`, by rank; an error as its
+    text."""
     context = forking()
     pipes = [context.Pipe() for _ in range(topology.world)]
     processes = []
@@ -98,7 +100,8 @@ class SeesRouting:
 
 
 def block_on_rows(groups: Groups, given: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What the block makes of every step's rows of this shard, and the experts that this rank chose; `plans` are the steps."""
+    """What the block makes of every step's rows of this shard, and the experts that this rank
+    chose; `plans` are the steps."""
     block = sparse_block(given["folder"], groups, 0, given["dtype"])
     inner = block if groups.has_experts_whole else block._inner
     inner._route = seen = SeesRouting(inner._route)

@@ -1,6 +1,8 @@
-"""A stream capture without a device: records torch's operations with their tensors, and runs them again on the same memory.
+"""A stream capture without a device: records torch's operations with their tensors, and runs them
+again on the same memory.
 
-What a capture computes is not there afterwards, as on hardware: its own results are spoiled until the first replay.
+What a capture computes is not there afterwards, as on hardware: its own results are spoiled until
+the first replay.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def make_streams() -> Streams:
 
 @dataclass
 class Op:
-    """One recorded operation: what it was called with, and which of its results are memory of its own."""
+    """One recorded operation: what it was called with, and which of its results are memory of its
+    own."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -127,7 +130,8 @@ class RecordedSegment:
 
 @dataclass
 class RecordingCapture:
-    """The device's part. `segments` in order of capture; `pools` counts pools; `collects`: garbage was collected meanwhile."""
+    """The device's part. `segments` in order of capture; `pools` counts pools; `collects`: garbage
+    was collected meanwhile."""
 
     segments: list[RecordedSegment] = field(default_factory=list)
     pools: int = 0

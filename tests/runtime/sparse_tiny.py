@@ -1,5 +1,5 @@
-"""A tiny model with a window, with blocks of which all are seen, and with blocks of which some are chosen: layers, the host that
-hands out pages, and a dense oracle by the formulas alone."""
+"""A tiny model with a window, with blocks of which all are seen, and with blocks of which some are
+chosen: layers, the host that hands out pages, and a dense oracle by the formulas alone."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ class SparseModel(TinyModel):
         return hidden
 
     def dense(self, tokens: Sequence[int]) -> Tensor:
-        """The oracle: hidden states [n, HIDDEN] of one request alone, without pages, plans or pools."""
+        """The oracle: hidden states [n, HIDDEN] of one request alone, without pages, plans or
+        pools."""
         hidden = self.embedding[torch.tensor(tokens)]
         for layer, compression in zip(self.layers, self.net.compressions, strict=True):
             hidden = hidden + self._attend(layer, compression, hidden)
@@ -172,7 +173,8 @@ def make_sparse(
     poison: bool = True,
     **options: Any,
 ) -> Site:
-    """A site whose pool has no number in it; `own_pages` of windows, or 0: they are in the pages of all tokens."""
+    """A site whose pool has no number in it; `own_pages` of windows, or 0: they are in the pages of
+    all tokens."""
     model = SparseModel(compressions)
     table = WindowTable(SLOTS, WINDOW, STEP, PAGE, "cpu") if own_pages else None
 

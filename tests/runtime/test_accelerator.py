@@ -1,4 +1,5 @@
-"""What an accelerator has left is what its driver says: weights count as taken, memory that torch keeps cached does not."""
+"""What an accelerator has left is what its driver says: weights count as taken, memory that torch
+keeps cached does not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Proposals of a model against dense torch: after any history, every proposal is drawn of what a forward from scratch gives on the
-true tokens and features."""
+"""Proposals of a model against dense torch: after any history, every proposal is drawn of what a
+forward from scratch gives on the true tokens and features."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Case:
-    """A draft, how wide the features are that it reads, and log-probabilities [len(path) + 1, vocab] by dense torch, after the
-    tokens of a text with features [L, F] of all but the last and after each token of a path."""
+    """A draft, how wide the features are that it reads, and log-probabilities [len(path) + 1,
+    vocab] by dense torch, after the tokens of a text with features [L, F] of all but the last and
+    after each token of a path."""
 
     model: Any
     width: int
@@ -51,7 +52,8 @@ class Case:
 
 @dataclass
 class Text:
-    """A request: its tokens, of which the last has no cell, a feature for each token with a cell, and its pages."""
+    """A request: its tokens, of which the last has no cell, a feature for each token with a cell,
+    and its pages."""
 
     tokens: list[int]
     features: Tensor
@@ -112,7 +114,8 @@ def ints(values: Any) -> Tensor:
 
 
 class Desk:
-    """Plays scheduler and target: random texts with random features, whose proposals are right as often as it says."""
+    """Plays scheduler and target: random texts with random features, whose proposals are right as
+    often as it says."""
 
     def __init__(self, case: Case, page_size: int, seed: int, drafter: AutoregressiveDrafter | None = None) -> None:
         self.case, self.page_size = case, page_size
@@ -131,8 +134,8 @@ class Desk:
         return self.random.randrange(1, VOCAB)
 
     def admit(self, slot: int, length: int, like: int | None = None) -> int:
-        """A new text; one `like` another has its first tokens, and the pages that are whole and whose next token it shares.
-        Returns how many cells it has so."""
+        """A new text; one `like` another has its first tokens, and the pages that are whole and
+        whose next token it shares. Returns how many cells it has so."""
         text = Text([self.token() for _ in range(length)], torch.randn(length, self.case.width))
         if like is not None:
             other = self.texts[like]
@@ -156,7 +159,8 @@ class Desk:
         return len(self.texts[slot].pages) * self.page_size
 
     def prompts(self, chunks: dict[int, int]) -> None:
-        """One step in which slot s brings chunks[s] tokens of its prompt; who has brought all draws a token."""
+        """One step in which slot s brings chunks[s] tokens of its prompt; who has brought all draws
+        a token."""
         rows = list(chunks.items())
         for slot, count in rows:
             self.reserve(slot, self.texts[slot].cells + count + self.random.randrange(2 * TOKENS))
@@ -189,7 +193,8 @@ class Desk:
         self.advance([rows[i][0] for i in done], batch, 1, ids, features, ends[done])
 
     def verify(self, accepted: dict[int, int]) -> None:
-        """One step in which of slot s the first accepted[s] proposals are right, as far as there are pages."""
+        """One step in which of slot s the first accepted[s] proposals are right, as far as there
+        are pages."""
         width, slots, rows = TOKENS + 1, list(accepted), []
         ids, features, select = [], [], []
         for i, slot in enumerate(slots):
@@ -275,8 +280,8 @@ class Desk:
 
 
 def play(desk: Desk, rounds: int = 4) -> None:
-    """Prompts in pieces of 1 to 7 tokens, of which one begins as another does; verified steps with every number of right
-    proposals; a slot that is used again."""
+    """Prompts in pieces of 1 to 7 tokens, of which one begins as another does; verified steps with
+    every number of right proposals; a slot that is used again."""
     rng = desk.random
     desk.admit(1, rng.randrange(8, 20))
     desk.admit(2, rng.randrange(1, 12))
@@ -346,7 +351,8 @@ class WrongTail(Desk):
 
 
 class StaleRoots(StandaloneDrafter):
-    """Cells of the target's rows are not rewritten: the last proposal, which is never run, has none."""
+    """Cells of the target's rows are not rewritten: the last proposal, which is never run, has
+    none."""
 
     def take_in(self, rows: DraftRows) -> Tensor:
         roots = rows.ids.index_select(0, rows.select)
@@ -382,7 +388,8 @@ def test_a_defect_of_a_model_without_features_shows(cases, defect: type) -> None
 
 
 class WritesOnce(StandaloneDrafter):
-    """No cell of a slot is written twice in one forward: which of the two stays is the device's to choose."""
+    """No cell of a slot is written twice in one forward: which of the two stays is the device's to
+    choose."""
 
     def run(self, batch: ForwardBatch) -> Tensor:
         if batch.forward_mode.is_decode:

@@ -1,4 +1,5 @@
-"""The buffer registry: what an input buffer holds when it is made, filled, padded and read, for every kind."""
+"""The buffer registry: what an input buffer holds when it is made, filled, padded and read, for
+every kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What may propose beside what: the page says it as the data do, and a start refuses that and nothing else."""
+"""What may propose beside what: the page says it as the data do, and a start refuses that and
+nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where a batch is cut: for any lengths, both halves together are the batch, and no half of a request is empty."""
+"""Where a batch is cut: for any lengths, both halves together are the batch, and no half of a
+request is empty."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def batch_of(lengths: NDArray[np.int32]) -> ForwardBatch:
 
 
 def tokens_of(lengths: NDArray[np.int32], first: int, last: int) -> list[tuple[int, int, int]]:
-    """Each request with tokens in the child that `clip` describes: its number, its first token of the step there, and how many."""
+    """Each request with tokens in the child that `clip` describes: its number, its first token of
+    the step there, and how many."""
     part = clip(batch_of(lengths), first, last)
     found = []
     for row in range(part.rows.start, part.rows.stop):

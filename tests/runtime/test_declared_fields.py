@@ -1,4 +1,5 @@
-"""A field that is declared, one line in each of the two batches, is carried everywhere; one that nobody carries is refused."""
+"""A field that is declared, one line in each of the two batches, is carried everywhere; one that
+nobody carries is refused."""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def test_the_copy_for_a_forward_does_not_share_it() -> None:
 
 
 def replays(made: Any) -> list[tuple[Tensor, Tensor, str]]:
-    """Hidden states of decode steps of different sizes, what the dense oracle gives, and the path."""
+    """Hidden states of decode steps of different sizes, what the dense oracle gives, and the
+    path."""
     desk, runner, model = Desk(2), made.site.runner, made.site.model
     tokens = {slot: random_tokens(slot, slot + 1) for slot in (1, 2, 3)}
     with torch.inference_mode():
@@ -189,7 +191,8 @@ def test_a_field_that_is_lost_on_the_way_is_caught(mutant: Any, monkeypatch: pyt
     assert not is_right(replays(make_wider_graphs()))
 
 
-# -- when, and what is refused -----------------------------------------------------------------------------------------
+# -- when, and what is refused
+# -----------------------------------------------------------------------------------------
 
 
 @batch_record(WiderSchedule)

@@ -1,4 +1,5 @@
-"""What a model gives a drafter of each token: the sums before some layers, as they were, however layers use up what they are given."""
+"""What a model gives a drafter of each token: the sums before some layers, as they were, however
+layers use up what they are given."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class State(NamedTuple):
 
 
 class UsesUp:
-    """Each layer doubles the sum that it is given, in place; all of it is in one part, or in two."""
+    """Each layer doubles the sum that it is given, in place; all of it is in one part, or in
+    two."""
 
     layers: tuple[Any, ...] = (None,) * LAYERS
     attention_layers: tuple[Any, ...] = ()

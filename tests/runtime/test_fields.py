@@ -1,4 +1,5 @@
-"""The declaration of batch fields: what is refused, and that retention and poison follow from it completely."""
+"""The declaration of batch fields: what is refused, and that retention and poison follow from it
+completely."""
 
 from __future__ import annotations
 
@@ -202,7 +203,8 @@ def test_a_poison_that_forgets_computed_buffers_is_caught() -> None:
 def test_the_buffers_of_a_registry_are_the_declared_ones() -> None:
     decode, prefill = registries(SHARED)
     declared = {spec.name for spec in specs(ForwardBatch) if spec.is_buffered} | {"input_embeds"}
-    # Steps that verify trees, or proposals of a model with states, have them alone (`visible_buffer`, `run_buffers`).
+    # Steps that verify trees, or proposals of a model with states, have them alone
+    # (`visible_buffer`, `run_buffers`).
     declared -= {"visible", "run_slots", "run_targets", "run_lens", "run_rows"}
     nested = {f"ngram_embedding_info.{spec.name}" for spec in specs(NgramEmbeddingInfo)}
     assert set(prefill.names) == declared | nested

@@ -1,4 +1,5 @@
-"""From a ScheduleBatch to a ForwardBatch: every mode, one-shot values, futures, and the isolation of what a forward sees."""
+"""From a ScheduleBatch to a ForwardBatch: every mode, one-shot values, futures, and the isolation
+of what a forward sees."""
 
 from __future__ import annotations
 
@@ -161,7 +162,8 @@ def test_lengths_given_for_one_decode_override_the_schedulers() -> None:
     assert values(made.seq_lens, made.positions) == [[4, 2], [3, 1]]
 
 
-# -- isolation -------------------------------------------------------------------------------------------------------
+# -- isolation
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -194,7 +196,8 @@ def full_batch(kind: type[ScheduleBatch] = ScheduleBatch, **values: Any) -> Sche
 
 
 def shared_fields(mine: ScheduleBatch, view: ScheduleBatch) -> list[str]:
-    """Fields of a copy that differ from the original, or that the original could change afterwards."""
+    """Fields of a copy that differ from the original, or that the original could change
+    afterwards."""
     wrong = []
     for item in fields(mine):
         one, other = getattr(mine, item.name), getattr(view, item.name)

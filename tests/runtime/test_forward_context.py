@@ -1,4 +1,5 @@
-"""The forward context: nested, restored on every way out, one per thread, and never inherited by another runner."""
+"""The forward context: nested, restored on every way out, one per thread, and never inherited by
+another runner."""
 
 from __future__ import annotations
 
@@ -154,7 +155,8 @@ def test_a_target_forward_inside_a_drafts_scope_uses_its_own_backend_and_pool() 
 
 
 def test_a_runner_that_inherits_the_live_context_is_caught() -> None:
-    # This step's own numbers are right: only later steps would read cells of the target that were never written.
+    # This step's own numbers are right: only later steps would read cells of the target that were
+    # never written.
     target, *_ = nested_forward(InheritingRunner)
     assert written_cells(target) == 0
 

@@ -1,4 +1,5 @@
-"""Which graphs a start gets: the kind asked for or the device's own, the reason in the ledger, and what is refused."""
+"""Which graphs a start gets: the kind asked for or the device's own, the reason in the ledger, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -176,7 +177,8 @@ def test_buckets_larger_than_every_batch_are_refused() -> None:
         capture(config, STREAMS, full(STREAMS, streams), site.runner, ledger, lambda done, total: None)
 
 
-# -- the steps around --------------------------------------------------------------------------------------------------
+# -- the steps around
+# --------------------------------------------------------------------------------------------------
 
 
 def attend(tmp_path: Path, graph: str, explicit: str | None = None, facts: Facts = STREAMS, only: str = "") -> Any:

@@ -1,4 +1,5 @@
-"""Full graphs over a stream capture: a replay equals the dense oracle, and every way to bake in too much is caught."""
+"""Full graphs over a stream capture: a replay equals the dense oracle, and every way to bake in too
+much is caught."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def test_the_path_names_the_smallest_bucket_that_holds_the_batch() -> None:
     assert paths == ["full:1", "full:4", "full:6"]
 
 
-# -- what must not be baked in -----------------------------------------------------------------------------------------
+# -- what must not be baked in
+# -----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -174,7 +176,8 @@ def test_a_broken_registry_is_caught(mutant: Any) -> None:
     assert not all(torch.allclose(a, b, atol=2e-5) for (a, _), (b, _) in zip(found, wanted, strict=True))
 
 
-# -- capture -----------------------------------------------------------------------------------------------------------
+# -- capture
+# --------------------------------------------------------------------------------------------------
 
 
 def test_graphs_are_captured_large_to_small_in_one_pool_after_a_warm_up() -> None:
@@ -239,7 +242,8 @@ def test_two_buckets_do_not_share_their_outputs() -> None:
     assert len(set(outputs)) == 4
 
 
-# -- the pool moves ----------------------------------------------------------------------------------------------------
+# -- the pool moves
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_moved_pool_is_refused_until_everything_is_captured_again() -> None:
@@ -274,7 +278,8 @@ def test_a_graph_keeps_alive_all_that_it_baked_in() -> None:
     assert all(ref() is not None for ref in [*alive, captured])
 
 
-# -- what a replay is told ---------------------------------------------------------------------------------------------
+# -- what a replay is told
+# ---------------------------------------------------------------------------------------------
 
 
 class Telling(GatheredAttention):
@@ -306,7 +311,8 @@ def test_a_batch_without_host_lengths_is_not_replayed_where_replays_need_them(ne
         assert made.graphs.can_run(batch)
 
 
-# -- two runners -------------------------------------------------------------------------------------------------------
+# -- two runners
+# --------------------------------------------------------------------------------------------------
 
 
 def test_two_runners_nested_in_each_others_scopes_replay_their_own_graphs() -> None:

@@ -1,4 +1,5 @@
-"""A captured decode that holds two halves gives what each request gives alone, and what it must not bake in is caught."""
+"""A captured decode that holds two halves gives what each request gives alone, and what it must not
+bake in is caught."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ SIZES = (6, 1, 5, 2, 4, 3, 6, 1)
 
 
 class Pausing(TinyModel):
-    """Lets the other half run before each layer; what stands behind the real rows of its half is lost."""
+    """Lets the other half run before each layer; what stands behind the real rows of its half is
+    lost."""
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         self.seen.append(batch)

@@ -1,4 +1,5 @@
-"""Prompt graphs: captured pieces with attention between them give what the dense oracle gives, and padding is bounded."""
+"""Prompt graphs: captured pieces with attention between them give what the dense oracle gives, and
+padding is bounded."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def test_padding_is_at_most_twice_the_real_tokens_and_gaps_are_small(most: int, 
         assert holding[0] <= MOST_PADDING * count
 
 
-# -- attention between the pieces --------------------------------------------------------------------------------------
+# -- attention between the pieces
+# --------------------------------------------------------------------------------------
 
 
 class Watching(GatheredAttention):
@@ -149,8 +151,8 @@ class Watching(GatheredAttention):
 
 
 class Observed:
-    """Segments that capture nothing: `calls` with the rows of their inputs, and how many of the inputs of each were still
-    there when the next one, or the end, came."""
+    """Segments that capture nothing: `calls` with the rows of their inputs, and how many of the
+    inputs of each were still there when the next one, or the end, came."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, list[int]]] = []
@@ -268,7 +270,8 @@ def test_more_sizes_than_torch_recompiles_one_function_are_traced() -> None:
     assert made.graphs.prompts is not None and len(made.graphs.prompts.sizes) == len(sizes) + 1
 
 
-# -- mutants -----------------------------------------------------------------------------------------------------------
+# -- mutants
+# --------------------------------------------------------------------------------------------------
 
 
 class Keeping(TinyModel):
@@ -344,7 +347,8 @@ def test_a_broken_registry_is_caught_where_tokens_see_each_other(mutant: Any) ->
     assert not all(torch.allclose(one, other, atol=2e-5) for one, other in zip(found, wanted, strict=True))
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals
+# --------------------------------------------------------------------------------------------------
 
 
 @KINDS

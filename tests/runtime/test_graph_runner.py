@@ -1,4 +1,5 @@
-"""Graphs by bucket: a replay equals the eager forward whatever lies in the padding, and a stale graph never runs."""
+"""Graphs by bucket: a replay equals the eager forward whatever lies in the padding, and a stale
+graph never runs."""
 
 from __future__ import annotations
 
@@ -157,7 +158,8 @@ def test_captured_batches_are_views_of_the_static_buffers() -> None:
 
 
 def writes_inputs(prepare: Callable[[Site], Callable[[ForwardBatch], Tensor]]) -> bool:
-    """Whether replaying a captured step writes to any input buffer, as staging inside a capture would."""
+    """Whether replaying a captured step writes to any input buffer, as staging inside a capture
+    would."""
     site = make_site(facts=STAGED)
     graphs, registry = RecordedGraphs(), site.runner.decode_registry
     context = ForwardContext(site.attention, None, site.model.attention_layers)
@@ -220,7 +222,8 @@ def test_a_plan_of_another_backend_is_not_silently_replaced_by_the_graphs_own(eq
 
 
 class TellingAttention(ReferenceAttention):
-    """Counts its calls, and tells each graph the lengths, as a device whose graphs hold host values needs."""
+    """Counts its calls, and tells each graph the lengths, as a device whose graphs hold host values
+    needs."""
 
     calls: tuple[str, ...] = ()
     plans: tuple[ReferencePlan, ...] = ()

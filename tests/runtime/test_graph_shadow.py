@@ -1,4 +1,5 @@
-"""Shadow mode: replays are compared with eager forwards at the stated rate, and the comparison leaves no trace."""
+"""Shadow mode: replays are compared with eager forwards at the stated rate, and the comparison
+leaves no trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What does not go with rows in host memory is refused by its name before anything is loaded; what is only not asked for is off."""
+"""What does not go with rows in host memory is refused by its name before anything is loaded; what
+is only not asked for is off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Of rows in host memory there are as many pages as both memories hold, beside what each request and all prompts have on the device."""
+"""Of rows in host memory there are as many pages as both memories hold, beside what each request
+and all prompts have on the device."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ BESIDE = SHAPE.room_bytes + (REQUESTS + 1) * SHAPE.slot_bytes
 
 
 def sized(ratio: float, available: int, *, shares: bool) -> MemorySizes:
-    """With rows in host memory, on a device that has a memory of its own or shares the host's; of which all is taken."""
+    """With rows in host memory, on a device that has a memory of its own or shares the host's; of
+    which all is taken."""
     facts = Facts(tensor_device="cpu", shares_host_memory=shares)
     kept, budget = Geometry(ON_DEVICE, host_page=ON_HOST), MemoryBudget(available, available, "all", 1.0)
     kept, budget = beside_buffers(HiSparseConfig(host_to_device_ratio=ratio), SHAPE, facts, kept, budget)

@@ -1,5 +1,5 @@
-"""Rows of a prompt's step go to the device one layer and some requests at a time, while others are read: nothing is read before it
-is there, and no room is filled again before it was read."""
+"""Rows of a prompt's step go to the device one layer and some requests at a time, while others are
+read: nothing is read before it is there, and no room is filled again before it was read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def stores_of(device: torch.device) -> dict[int, Tensor]:
 
 
 def read_all(device: torch.device, steps: int = 2) -> list[Tensor]:
-    """Of each step, layer and part: what all of its requests' rows are in the room that is read, [tokens, entries, 3]."""
+    """Of each step, layer and part: what all of its requests' rows are in the room that is read,
+    [tokens, entries, 3]."""
     pool, stores, found = table_of(device), stores_of(device), []
     rooms = StagingRooms(stores, (MOST + 1) * PER_PAGE, device, KernelTable().copy_rows, device.type != "cpu")
     entries = torch.arange((MOST - 1) * PER_PAGE, device=device)
@@ -105,7 +106,8 @@ def check(found: list[Tensor]) -> None:
 
 @pytest.mark.needs("device")
 def test_each_part_is_whole_where_its_plan_says(device: torch.device) -> None:
-    """In two steps, of three layers, with requests that begin, go on within a page and behind one."""
+    """In two steps, of three layers, with requests that begin, go on within a page and behind
+    one."""
     check(read_all(device))
 
 

@@ -1,4 +1,5 @@
-"""What slots keep of rows in host memory, over traces of choices, against a cache for each that is kept as a list by hand."""
+"""What slots keep of rows in host memory, over traces of choices, against a cache for each that is
+kept as a list by hand."""
 
 from __future__ import annotations
 

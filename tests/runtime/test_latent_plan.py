@@ -1,4 +1,5 @@
-"""Plans of latent attention: in place, of several steps at once, and an indexer's choice in parts."""
+"""Plans of latent attention: in place, of several steps at once, and an indexer's choice in
+parts."""
 
 from __future__ import annotations
 

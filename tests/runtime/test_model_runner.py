@@ -1,4 +1,5 @@
-"""The runner's eager path: staged batches run where they lie, others are copied in or aliased; results are the oracle's."""
+"""The runner's eager path: staged batches run where they lie, others are copied in or aliased;
+results are the oracle's."""
 
 from __future__ import annotations
 

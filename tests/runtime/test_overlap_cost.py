@@ -113,8 +113,8 @@ TABLE = {
     0.2: {0.25: 1.06, 0.5: 1.26, 1.0: 1.38, 2.0: 1.24},
     0.5: {0.25: 0.85, 0.5: 1.01, 1.0: 1.28, 2.0: 1.19},
 }
-"""By the share of computing that does not shrink with the rows, and by waits as parts of the computing: how much faster halves are,
-with pieces of other sizes, in 60 layers."""
+"""By the share of computing that does not shrink with the rows, and by waits as parts of the
+computing: how much faster halves are, with pieces of other sizes, in 60 layers."""
 
 
 @pytest.mark.parametrize("share", TABLE)

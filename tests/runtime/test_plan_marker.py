@@ -1,4 +1,5 @@
-"""The plan marker: who plans attention ahead says so on the batch, and a plan that is not for this forward never passes."""
+"""The plan marker: who plans attention ahead says so on the batch, and a plan that is not for this
+forward never passes."""
 
 from __future__ import annotations
 
@@ -155,7 +156,8 @@ def test_the_children_of_a_planned_batch_start_unmarked(equivalent: bool) -> Non
 
 
 def plans_of(runner: type[ModelRunner], kind: str | None = None) -> tuple[int, Tensor | None, Site]:
-    """How often a planned batch is planned again by a forward, after a drift; None if it was refused."""
+    """How often a planned batch is planned again by a forward, after a drift; None if it was
+    refused."""
     site, batch = ready(runner=runner)
     before = site.attention.plans  # pyright: ignore[reportAttributeAccessIssue]
     if kind is not None:

@@ -1,4 +1,5 @@
-"""The decode and prefill registries: their buffers, what they compute, and what they carry of a batch."""
+"""The decode and prefill registries: their buffers, what they compute, and what they carry of a
+batch."""
 
 from __future__ import annotations
 

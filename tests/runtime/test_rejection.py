@@ -1,4 +1,5 @@
-"""Verification that is exact in law: the rules by rational enumeration, the code by them, and by the counts of many draws."""
+"""Verification that is exact in law: the rules by rational enumeration, the code by them, and by
+the counts of many draws."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def unclamped(target: Law, draft: Law, share: Fraction) -> Law:
 def chances(
     rule: str, targets: Sequence[Law], drafts: Sequence[Law], tokens: Context
 ) -> list[tuple[Fraction, Fraction]]:
-    """Of each number of proposals from 1 on: how likely its coin is to say yes, and by what the target is scaled behind it."""
+    """Of each number of proposals from 1 on: how likely its coin is to say yes, and by what the
+    target is scaled behind it."""
     share, found = Fraction(1), list[tuple[Fraction, Fraction]]()
     for place, token in enumerate(tokens):
         ratio = targets[place][token] / drafts[place][token]
@@ -59,7 +61,8 @@ def chances(
 def endings(
     rule: str, targets: Sequence[Law], drafts: Sequence[Law], tokens: Context, left: Callable[..., Law] = rest
 ) -> Iterator[tuple[int, Fraction, Law]]:
-    """How many of these proposals are accepted, how likely that is, and the law of the token after them."""
+    """How many of these proposals are accepted, how likely that is, and the law of the token after
+    them."""
     coins = chances(rule, targets, drafts, tokens)
     shares = [Fraction(1), *(share for _, share in coins)]
     for accepted in range(len(tokens) + 1):
@@ -171,8 +174,9 @@ SIZE, TEXT = 8, 3
 
 
 def count_texts(rule: Rejection, count: int, proposals: int = 2, is_certain: bool = False) -> tuple[Tensor, Tensor]:
-    """Of so many texts of three tokens, how often each came out, and how often it was to; each token depends on the one before.
-    `is_certain`: the likeliest is proposed, without a law, and by every third text only the first or none."""
+    """Of so many texts of three tokens, how often each came out, and how often it was to; each
+    token depends on the one before. `is_certain`: the likeliest is proposed, without a law, and by
+    every third text only the first or none."""
     random = torch.Generator().manual_seed(3)
     target, draft = (torch.randn(2, SIZE, SIZE, generator=random) * 1.2).unbind()
     state, rows = make_state(count), torch.arange(count)
@@ -270,7 +274,8 @@ def test_proposals_coins_and_draws_of_the_target_have_noise_of_their_own() -> No
 
 @pytest.mark.parametrize("rule", list(RULES))
 def test_certain_proposals_that_are_accepted_by_a_law_change_it(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The likeliest token is proposed, and tested as if it had been drawn from a law that has others too."""
+    """The likeliest token is proposed, and tested as if it had been drawn from a law that has
+    others too."""
     law = Chain.law
     monkeypatch.setattr(Chain, "law", lambda chain, place, size: law(chain, place, size) / 2)
     assert p_value(*count_texts(RULES[rule](Sampler(SIZE, "cpu")), 60_000, is_certain=True)) < 1e-9

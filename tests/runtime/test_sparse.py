@@ -1,4 +1,5 @@
-"""Attention over windows and blocks: pages, chunks, batches, graphs and steps planned ahead change no number."""
+"""Attention over windows and blocks: pages, chunks, batches, graphs and steps planned ahead change
+no number."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def test_an_indexer_scores_as_many_tokens_at_a_time_as_fit(monkeypatch: pytest.M
 def test_tokens_of_several_requests_choose_by_parts_what_they_choose_at_once(
     most: int, is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One token at a time, two, three, and all but the last; whose a token is differs from one to the next."""
+    """One token at a time, two, three, and all but the last; whose a token is differs from one to
+    the next."""
     torch.manual_seed(most)
     table = torch.randperm(12, dtype=torch.int32).view(3, 4)
     slots, lens = torch.tensor([0, 2, 1, 0, 2, 1, 1], dtype=torch.int32), torch.tensor([3, 8, 5, 7, 2, 8, 1]).int()
@@ -161,7 +163,8 @@ def test_a_plan_that_is_refreshed_is_that_which_would_be_made_and_stays_where_it
 
 
 def after(view: ForwardBatch, step: int, pool: ReqToTokenPool, windows: ReqToTokenPool | None) -> ForwardBatch:
-    """The decode batch in which each row has `step` tokens more, its cells by the tables as they are."""
+    """The decode batch in which each row has `step` tokens more, its cells by the tables as they
+    are."""
 
     def cells(table: ReqToTokenPool, positions: list[int]) -> Tensor:
         slots, size = view.req_pool_indices.tolist(), table.page_size

@@ -1,4 +1,5 @@
-"""What backends of rows are built of and in which order, whose context a forward has, and for how many slots pools are made."""
+"""What backends of rows are built of and in which order, whose context a forward has, and for how
+many slots pools are made."""
 
 from __future__ import annotations
 

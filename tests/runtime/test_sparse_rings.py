@@ -1,4 +1,5 @@
-"""What blocks are made of is kept in a ring: as long as it must be where a step's last tokens are taken back, and no shorter."""
+"""What blocks are made of is kept in a ring: as long as it must be where a step's last tokens are
+taken back, and no shorter."""
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ def _lengths(first: int, count: int) -> dict[str, int]:
 
 
 def verify(compression: Compression, ring: int, drafts: int, seed: int) -> None:
-    """Steps of `drafts` tokens, the first of which is of the text, and so many behind it as happen to be; the others are
-    taken back. What stays is what the text alone gives."""
+    """Steps of `drafts` tokens, the first of which is of the text, and so many behind it as happen
+    to be; the others are taken back. What stays is what the text alone gives."""
     rng, text = random.Random(seed), random_tokens(seed, LENGTH)
     site = Text(compression, ring)
     wanted, place = site.model.dense(text), rng.randrange(1, 12)

@@ -1,4 +1,5 @@
-"""How many proposals a step verifies, by what is right and what steps cost: in simulated runs, and while it changes at random."""
+"""How many proposals a step verifies, by what is right and what steps cost: in simulated runs, and
+while it changes at random."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ Cost = Callable[[int], float]
 def simulate(
     made: LengthController, steps: int, rate: float, cost: Cost, requests: int = 1, seed: int = 0
 ) -> list[int]:
-    """The lengths of steps of which each proposal behind right ones is right so often, and which take so long."""
+    """The lengths of steps of which each proposal behind right ones is right so often, and which
+    take so long."""
     rng, taken = np.random.default_rng(seed), []
     for _ in range(steps):
         tokens = made.tokens

@@ -1,4 +1,5 @@
-"""What the worker that verifies proposals tells of them: to who chooses their number, to who counts them, and at its end."""
+"""What the worker that verifies proposals tells of them: to who chooses their number, to who counts
+them, and at its end."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def test_who_chooses_their_number_and_who_counts_them_are_told_the_same(engines,
     check_same(run(engine), plain)
     counted = sums_of(engine.scheduler.drafts)
     assert counted.accepted == sum(told.accepted) > 0
-    # A step that made another number of proposals for the next says nothing of its own number's time.
+    # A step that made another number of proposals for the next says nothing of its own number's
+    # time.
     assert told.timed == [now == before for before, now in zip(told.chosen, told.chosen[1:], strict=False)]
     assert (counted.proposed == counted.accepted) == (drafter == "oracle")
     assert not engine.worker.drafter.closed
@@ -174,7 +176,8 @@ def test_a_draft_reads_tokens_where_the_model_was_given_embeddings(
 def test_a_draft_that_is_the_model_itself_is_right_from_the_first_proposal_on(
     engines, plain: Ran, folder: Path, tmp_path: Path, verified: int
 ) -> None:
-    """It draws by the noise of the places that it proposes for, after a prompt and after a verification."""
+    """It draws by the noise of the places that it proposes for, after a prompt and after a
+    verification."""
     twin = str(copytree(folder, tmp_path / "draft"))
     settings: dict[str, Any] = {"speculative": "standalone", "draft_model": twin, "draft_tokens": 3, "graph": "off"}
     engine = engines("ngram", plain, overlap=False, **settings)

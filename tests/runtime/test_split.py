@@ -1,4 +1,5 @@
-"""Children of a batch equal what counting tokens one by one gives, for every interval of every kind of batch."""
+"""Children of a batch equal what counting tokens one by one gives, for every interval of every kind
+of batch."""
 
 from __future__ import annotations
 
@@ -255,7 +256,8 @@ def test_padding_tokens_of_a_long_batch_belong_to_no_row() -> None:
     assert _list(filter_batch(view, 6, 8).seq_lens) == []
 
 
-# -- kinds of fields that no batch has yet -----------------------------------------------------------------------------
+# -- kinds of fields that no batch has yet
+# -----------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -295,11 +297,13 @@ def test_views_of_a_child_share_the_parents_memory_where_the_axis_is_only_cut() 
         assert mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
 
 
-# -- every declared field ----------------------------------------------------------------------------------------------
+# -- every declared field
+# ----------------------------------------------------------------------------------------------
 
 
 def values_of_every_field(rows: Rows) -> tuple[ForwardBatch, dict[str, Any]]:
-    """A batch, and for each of its fields that may be absent a value by which its entries are told apart."""
+    """A batch, and for each of its fields that may be absent a value by which its entries are told
+    apart."""
     _, batch = parent(rows)
     count = sum(length for _, length in rows)
     batch.features = torch.arange(3.0 * count).view(count, 3)
@@ -380,7 +384,8 @@ def test_rows_of_a_request_that_verifies_proposals_stay_together() -> None:
 
 
 def test_lengths_that_only_the_device_knows_are_cut_there() -> None:
-    """The host's mirrors may be absent, or say what is the most: a child has the device's own numbers."""
+    """The host's mirrors may be absent, or say what is the most: a child has the device's own
+    numbers."""
     _, batch = parent([(4, 1), (2, 1), (5, 1)], decode=True)
     batch.seq_lens = batch.seq_lens - 1
     for mirror in (batch.seq_lens_cpu, None):

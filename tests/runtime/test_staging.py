@@ -1,4 +1,5 @@
-"""Host data reach the device in one copy, or none where memory is shared, and never mix with those of the step before."""
+"""Host data reach the device in one copy, or none where memory is shared, and never mix with those
+of the step before."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ COPY = torch.ops.aten.copy_.default
 
 
 class Copies(TorchDispatchMode):
-    """Counts copies; `late` ones happen only when `run` is called, as on a device that is behind."""
+    """Counts copies; `late` ones happen only when `run` is called, as on a device that is
+    behind."""
 
     def __init__(self, late: bool = False) -> None:
         super().__init__()
@@ -104,8 +106,8 @@ class Overwritten(StagedArrays):
 
 
 def carried(kind: type[StagedArrays] = StagedArrays) -> tuple[list[int], list[int], list[int]]:
-    """What is left of a lasting array after the next step brought its own; the spare words of three commits, the last
-    without arrays."""
+    """What is left of a lasting array after the next step brought its own; the spare words of three
+    commits, the last without arrays."""
     block, ring = (
         HostBlock(3, "cpu", shares_memory=False, pinned=False, spare=64),
         PinnedRing(torch.device("cpu"), False),

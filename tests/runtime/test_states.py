@@ -1,4 +1,5 @@
-"""States beside pages: by slot and chunk, restored from snapshots, in graphs, and who shows a copy that is missing."""
+"""States beside pages: by slot and chunk, restored from snapshots, in graphs, and who shows a copy
+that is missing."""
 
 from __future__ import annotations
 
@@ -102,8 +103,9 @@ def run(site: Site, batch: ScheduleBatch) -> list[list[int]]:
 
 
 def script(site: Site, steps: int = 3) -> dict[str, tuple[list[int], list[int]]]:
-    """Every way in which states move, as prompts with what came: chunks, a snapshot taken and restored into another slot
-    while its first one goes on, a slot given to another request, decode steps of all."""
+    """Every way in which states move, as prompts with what came: chunks, a snapshot taken and
+    restored into another slot while its first one goes on, a slot given to another request, decode
+    steps of all."""
     desk, long, other = Desk(3), random_tokens(5, 8), random_tokens(6, 3)
     found: dict[str, list[int]] = {"first": [], "hit": [], "next": []}
     run(site, desk.extend({2: long[:3]}, emits=[False], state_from=ints([0])))
@@ -112,7 +114,8 @@ def script(site: Site, steps: int = 3) -> dict[str, tuple[list[int], list[int]]]
     first, stale = run(site, desk.extend(rows, state_from=ints([-1, 0]), state_to=ints([0, 1])))
     found["first"] += first
     desk.leave(4)
-    # The hit shares no pages here: its cells are computed again, and only its last three tokens are fed.
+    # The hit shares no pages here: its cells are computed again, and only its last three tokens are
+    # fed.
     desk.lens[4], desk.pages[4] = 5, list(desk.pages[2][:2])
     batch = desk.extend({4: long[5:]}, state_from=ints([2]))
     batch.page_counts, batch.new_pages = ints([0]), ints(desk.pages[4])

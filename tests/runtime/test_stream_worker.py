@@ -1,4 +1,5 @@
-"""The worker on a device with streams: submit waits for nothing and copies little, and nothing is read before its time."""
+"""The worker on a device with streams: submit waits for nothing and copies little, and nothing is
+read before its time."""
 
 from __future__ import annotations
 
@@ -290,7 +291,8 @@ def test_closing_waits_for_steps_under_way(sim: Any) -> None:
     site.worker.collect(ticket)
 
 
-# -- mutants -----------------------------------------------------------------------------------------------------------
+# -- mutants
+# --------------------------------------------------------------------------------------------------
 
 
 class NoWait(ReadbackQueue):
@@ -436,7 +438,8 @@ def test_a_pinned_buffer_that_is_refilled_under_a_copy_is_caught(sim: Any) -> No
 
 
 def staged_arrays(sim: Any, kind: type[StagedArrays] = StagedArrays, ring: type[PinnedRing] = PinnedRing) -> None:
-    """More arrays than there are buffers, each too large to ride in the block; nobody waits for the device in between."""
+    """More arrays than there are buffers, each too large to ride in the block; nobody waits for the
+    device in between."""
     block, made = HostBlock(4, str(sim.device()), shares_memory=False, pinned=True), ring(sim.device(), True)
     arrived = []
     for step in range(RING + 2):

@@ -1,4 +1,5 @@
-"""What the device remembers of each slot: futures are resolved from it, and history grows token by token."""
+"""What the device remembers of each slot: futures are resolved from it, and history grows token by
+token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Captures by torch's graph classes: begun as each class takes it, into one pool, and ended whatever happens; and planted
-defects, each of which one of these tests catches."""
+"""Captures by torch's graph classes: begun as each class takes it, into one pool, and ended
+whatever happens; and planted defects, each of which one of these tests catches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ DEVICE = pytest.mark.needs("simulator", "graphs.full")
 
 @pytest.fixture(params=["own", pytest.param("neutral", marks=pytest.mark.sim("neutral_graph"))])
 def make_capture(request: pytest.FixtureRequest, lane: Lane) -> Callable[[], StreamCapture]:
-    """The package's own capture, and that of torch's graph of an accelerator where the device has one."""
+    """The package's own capture, and that of torch's graph of an accelerator where the device has
+    one."""
     if request.param == "neutral":
         return AcceleratorCapture
     return import_module(f"sglcore_{lane.device}.graphs").make_capture
@@ -50,7 +51,8 @@ def check_pool(sim: Any, capture: StreamCapture) -> None:
 
 
 def check_failure(sim: Any, capture: StreamCapture) -> None:
-    """What the block raises comes out, and the next capture on the stream, into a new pool, is as if nothing had been."""
+    """What the block raises comes out, and the next capture on the stream, into a new pool, is as
+    if nothing had been."""
     stream, pool, x = torch.Stream(sim.device()), capture.make_pool(), torch.ones(4, device=sim.device())
     torch.accelerator.synchronize()
     with pytest.raises(LookupError, match="in the block"), capture.capture(stream, pool):

@@ -1,4 +1,5 @@
-"""The torch worker: tickets are collected once, rows keep to themselves, and overlap changes no token."""
+"""The torch worker: tickets are collected once, rows keep to themselves, and overlap changes no
+token."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def collected(site: Site, batch: ScheduleBatch) -> BatchResult:
 def generate(
     site: Site, count: int, overlap: bool, params: Sequence[tuple] | None = None, slots: Sequence[int] = tuple(PROMPTS)
 ) -> dict[int, list[int]]:
-    """The tokens of these prompts; the host never names one, and with overlap does not even know it in time."""
+    """The tokens of these prompts; the host never names one, and with overlap does not even know it
+    in time."""
     desk = Desk(4)
     tokens: dict[int, list[int]] = {slot: [] for slot in slots}
     prompts = {slot: PROMPTS[slot] for slot in slots}
@@ -110,7 +112,8 @@ def test_sampled_and_penalised_tokens_are_the_same_in_company_alone_and_overlapp
 
 
 def penalised(model: TinyModel, prompt: Sequence[int], count: int) -> list[int]:
-    """The oracle: greedy with a repetition penalty of 1.6 and a frequency penalty of 0.7, from whole lists."""
+    """The oracle: greedy with a repetition penalty of 1.6 and a frequency penalty of 0.7, from
+    whole lists."""
     output: list[int] = []
     for _ in range(count):
         logits = model.logits(model.dense([*prompt, *output])[-1])
@@ -176,7 +179,8 @@ def test_results_lie_row_for_row_and_a_chunk_that_is_not_the_last_gives_none() -
 
 
 def check_the_last_tokens_of_emitting_rows() -> None:
-    """Rows that emit stand behind one that does not, and bring their last token in another order."""
+    """Rows that emit stand behind one that does not, and bring their last token in another
+    order."""
     site, desk = make_site(), Desk()
     first, second, third = (random_tokens(seed, 5) for seed in (1, 2, 3))
     result = collected(site, desk.extend({4: first[:2], 2: second, 1: third}, emits=[False, True, True]))
@@ -276,7 +280,8 @@ def test_the_pages_and_the_slot_of_a_bad_request_serve_the_next_one() -> None:
     assert tokens_of(result, 0) == [site.model.next_token(prompt)]
 
 
-# -- retention ---------------------------------------------------------------------------------------------------------
+# -- retention
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_the_device_reads_is_kept_until_collect_and_no_longer() -> None:
@@ -333,7 +338,8 @@ def test_a_worker_that_keeps_too_long_is_caught() -> None:
     site.worker.collect(ticket)
 
 
-# -- what else a step gives --------------------------------------------------------------------------------------------
+# -- what else a step gives
+# --------------------------------------------------------------------------------------------
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:

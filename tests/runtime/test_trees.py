@@ -1,4 +1,5 @@
-"""Trees of proposals by plain Python: what is kept of records, who sees whom, and which path is right."""
+"""Trees of proposals by plain Python: what is kept of records, who sees whom, and which path is
+right."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def test_a_slot_that_nobody_gave_a_tree_has_a_chain() -> None:
 
 
 def walk(parents: Any, tokens: Any, drawn: Any, usable: Any, steps: int) -> tuple[Tensor, Tensor]:
-    """How deep the right path of each tree is, and its nodes, by the table; row n is of slot n + 1."""
+    """How deep the right path of each tree is, and its nodes, by the table; row n is of slot n +
+    1."""
     count = len(parents)
     slots, held = torch.arange(1, count + 1, dtype=torch.int32), torch.zeros(4, count + 1, len(drawn[0])).int()
     held[:, 1:] = trees_of(parents)
@@ -196,8 +198,8 @@ def test_all_that_is_told_of_a_draw_goes_along_its_path() -> None:
 
 
 def by_python(scores: list[list[list[float]]], width: int, nodes: int) -> list[tuple[float, int, int, int]]:
-    """(score, record of the parent, depth, record) of those that are kept, by plain sorting; `scores` of each depth are those of its
-    beams' leaders."""
+    """(score, record of the parent, depth, record) of those that are kept, by plain sorting;
+    `scores` of each depth are those of its beams' leaders."""
     records = [(score, -1, 1) for score in scores[0][0]]
     beams = list(range(width))
     for depth, leaders in enumerate(scores[1:], 2):
@@ -217,7 +219,8 @@ def by_python(scores: list[list[list[float]]], width: int, nodes: int) -> list[t
 def test_what_is_kept_of_beams_is_what_sorting_keeps(
     values: tuple[float, ...], width: int, depth: int, nodes: int
 ) -> None:
-    """Also where scores are equal: a saturated softmax gives many such, of which no child may come without its parent."""
+    """Also where scores are equal: a saturated softmax gives many such, of which no child may come
+    without its parent."""
     rng = np.random.default_rng(depth)
     shape, scored = TreeShape(width, depth, nodes), [[] for _ in range(ROWS)]
     records = TreeRecords(ROWS, shape, shape.depths_of_records("cpu"), KernelTable())
@@ -270,8 +273,8 @@ def test_the_first_of_a_race_is_what_is_drawn(is_greedy: tuple[bool, ...]) -> No
 
 
 def chances_of(nats: np.ndarray, own: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
-    """The first `count` by where they come in, float64[V] in nats, and logarithms of what `SPREAD` and `OWN` make of that and of their
-    own probabilities."""
+    """The first `count` by where they come in, float64[V] in nats, and logarithms of what `SPREAD`
+    and `OWN` make of that and of their own probabilities."""
     first = np.argsort(-nats, kind="stable")[:CONTENDERS]
     marks = OWN * (own - np.log(np.exp(own).sum()))[first] - SPREAD * np.sqrt(nats[first[0]] - nats[first])
     return first[:count].tolist(), (marks - np.log(np.exp(marks).sum()))[:count]

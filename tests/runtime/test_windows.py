@@ -1,5 +1,5 @@
-"""Layers with windows over a pool of their own: chunks, batches, graphs and halves of batches change nothing, and nothing that
-fell out of a window is read."""
+"""Layers with windows over a pool of their own: chunks, batches, graphs and halves of batches
+change nothing, and nothing that fell out of a window is read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def run(site: Any, batch: ScheduleBatch) -> list[list[int]]:
 
 
 def script(site: Any, window: int, desk: type[WindowDesk] = WindowDesk) -> WindowDesk:
-    """Chunks, mixed steps, decode, a slot given to another request; every token is what the oracle says."""
+    """Chunks, mixed steps, decode, a slot given to another request; every token is what the oracle
+    says."""
     host, first, second = desk(site, window, seed=3), random_tokens(5, 15), random_tokens(6, 7)
     run(site, host.extend({2: first[:6]}, emits=[False]))
     run(site, host.extend({2: first[6:10], 5: second[:4]}, emits=[False, False]))
@@ -227,7 +228,8 @@ def test_a_graph_takes_one_update() -> None:
         make_windowed(full=Tells, window=Tells, buckets=(1,))
 
 
-# -- planted defects: the script shows each -------------------------------------------------------------------------
+# -- planted defects: the script shows each
+# -------------------------------------------------------------------------
 
 
 class FreedEarly(WindowDesk):

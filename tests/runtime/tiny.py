@@ -1,4 +1,5 @@
-"""A tiny language model with all that runs it on the processor, the host that writes its batches, and a dense oracle."""
+"""A tiny language model with all that runs it on the processor, the host that writes its batches,
+and a dense oracle."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class TinyModel:
-    """Embedding, attention layers with a residual, head. `couples`: every token also sees the mean of the real ones, as
-    an expert's load would; that is where a wrong count of real tokens shows."""
+    """Embedding, attention layers with a residual, head. `couples`: every token also sees the mean
+    of the real ones, as an expert's load would; that is where a wrong count of real tokens
+    shows."""
 
     def __init__(self, seed: int = 0, windows: tuple[int | None, ...] = (None, 3), couples: bool = False) -> None:
         torch.manual_seed(seed)
@@ -78,7 +80,8 @@ class TinyModel:
         return self.embedding[ids]
 
     def dense(self, tokens: Sequence[int]) -> Tensor:
-        """The oracle: hidden states [n, HIDDEN] of one request alone, without pages, batches or registries."""
+        """The oracle: hidden states [n, HIDDEN] of one request alone, without pages, batches or
+        registries."""
         hidden = self.embedding[torch.tensor(tokens)] + self.places[: len(tokens)]
         for window, qkv, out in zip(self.windows, self.qkv, self.out, strict=True):
             hidden = hidden + attend_densely(*self._split(hidden @ qkv), window) @ out
@@ -112,7 +115,8 @@ def attend_densely(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tenso
 
 
 class RecordedStep:
-    """A captured step of the fake graphs: replaying calls it again, on what the static buffers hold."""
+    """A captured step of the fake graphs: replaying calls it again, on what the static buffers
+    hold."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -184,7 +188,8 @@ def make_site(
     window_table: WindowTable | None = None,
     **options: Any,
 ) -> Site:
-    """Everything, from the declarations; `buckets` captures decode graphs with the fake mechanism."""
+    """Everything, from the declarations; `buckets` captures decode graphs with the fake
+    mechanism."""
     model = model or TinyModel()
     table, cells, backend = make_attention(model, attention)
     inputs: dict[str, Any] = {"batch_type": batch_type, "window_table": window_table}
@@ -202,7 +207,8 @@ def make_site(
 
 
 class Desk:
-    """The host's side: which tokens and pages each slot has. Pages are handed out in random order."""
+    """The host's side: which tokens and pages each slot has. Pages are handed out in random
+    order."""
 
     def __init__(self, seed: int = 0) -> None:
         self.free = list(range(1, PAGES + 1))

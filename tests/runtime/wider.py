@@ -1,4 +1,5 @@
-"""Batches with one more integer for each request and one more number for each token: a line in each of the two batches."""
+"""Batches with one more integer for each request and one more number for each token: a line in each
+of the two batches."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class WiderBatch(ForwardBatch):
 
 
 def widened(batch: ScheduleBatch, **given: Any) -> WiderSchedule:
-    """The same step with marks 100 * slot + length, and weights of each token's position and a half, unless given."""
+    """The same step with marks 100 * slot + length, and weights of each token's position and a
+    half, unless given."""
     counts = np.diff(batch.token_offsets)
     within = np.arange(batch.num_tokens, dtype=np.int32) - np.repeat(batch.token_offsets[:-1], counts)
     positions = np.repeat(batch.prefix_lens, counts) + within
@@ -41,7 +43,8 @@ def widened(batch: ScheduleBatch, **given: Any) -> WiderSchedule:
 
 
 def one_for_real_tokens(batch: ForwardBatch) -> Tensor:
-    """float32 [T]: 1 for each token whose mark and weight are those of its own request and position."""
+    """float32 [T]: 1 for each token whose mark and weight are those of its own request and
+    position."""
     assert isinstance(batch, WiderBatch)
     marks = batch.marks - 100 * batch.req_pool_indices - batch.seq_lens + 1
     if batch.extend_seq_lens is not None:

@@ -1,4 +1,5 @@
-"""A tiny model whose layers with windows have a pool of their own, and the host that hands out their pages.
+"""A tiny model whose layers with windows have a pool of their own, and the host that hands out
+their pages.
 
 A window page that nobody needs any more holds no number at once, so that whoever reads it shows.
 """
@@ -33,7 +34,8 @@ def make_windowed(
     window: Part = ReferenceAttention,
     **options: Any,
 ) -> Site:
-    """A site over two pools of which that of windows has no number in it; `full` and `window` make the backends."""
+    """A site over two pools of which that of windows has no number in it; `full` and `window` make
+    the backends."""
     model, longest = TinyModel(windows=windows), max(each for each in windows if each is not None)
     table = WindowTable(SLOTS, longest, STEP, PAGE, "cpu")
 

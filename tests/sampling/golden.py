@@ -1,4 +1,5 @@
-"""What makes `sglcore/sampling/golden.json`; run it as a module after a change of the race, which every device then owes."""
+"""What makes `sglcore/sampling/golden.json`; run it as a module after a change of the race, which
+every device then owes."""
 
 import hashlib
 import json

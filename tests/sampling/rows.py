@@ -24,8 +24,8 @@ def drawn(logits: torch.Tensor, rows: Sequence[tuple], positions: Sequence[int],
 
 
 def many_draws(logits: Sequence[float], params: SamplingParams, count: int, seed: int = 1) -> torch.Tensor:
-    """int64[count]: one row drawn at positions 0..count-1. The first 2000 are whole samples, all are races on one row's
-    gaps, and both must agree where they overlap."""
+    """int64[count]: one row drawn at positions 0..count-1. The first 2000 are whole samples, all
+    are races on one row's gaps, and both must agree where they overlap."""
     sampler, row = Sampler(len(logits), "cpu"), torch.tensor([list(logits)], dtype=torch.float32)
     state = staged([(params, seed)], [0])
     gaps = candidate_gaps(row, row.amax(-1), state, sampler.tables)
@@ -40,7 +40,8 @@ def many_draws(logits: Sequence[float], params: SamplingParams, count: int, seed
 
 
 def with_history(rows: Sequence[tuple], history: Sequence[Sequence[int]], vocab_size: int, all_rows: bool = True):
-    """Penalty state of rows whose tokens so far are `history` (prompt lengths come from the rows)."""
+    """Penalty state of rows whose tokens so far are `history` (prompt lengths come from the
+    rows)."""
     batch = SamplingBatch.from_params(rows)
     width = max(len(tokens) for tokens in history)
     table = torch.tensor([list(tokens) + [-7] * (width - len(tokens)) for tokens in history], dtype=torch.int32)
@@ -52,8 +53,8 @@ def with_history(rows: Sequence[tuple], history: Sequence[Sequence[int]], vocab_
 
 
 def signed_zeros(block: int) -> tuple[torch.Tensor, SamplingState]:
-    """Greedy rows beside a drawn one: zeros of both signs are equally best, and the first counts; the last
-    stands alone in its block of the kernel's."""
+    """Greedy rows beside a drawn one: zeros of both signs are equally best, and the first counts;
+    the last stands alone in its block of the kernel's."""
     logits = torch.full((3, block + 1), -1.0)
     logits[:, 5], logits[:, 9], logits[:, block] = -0.0, 0.0, 0.0
     return logits, staged([(SamplingParams(temperature=each), 4) for each in (0.0, 0.0, 1.0)], range(3))

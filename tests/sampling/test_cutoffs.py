@@ -21,7 +21,8 @@ WHOLE = 1 << TOP_P_BITS
 
 
 def candidate_sets(logits, params_list):
-    """Sorted candidate ids of every row, from torch; without integers of 64 bits they are the same."""
+    """Sorted candidate ids of every row, from torch; without integers of 64 bits they are the
+    same."""
     logits = torch.as_tensor(logits, dtype=torch.float32)
     state = staged([(params, 0) for params in params_list], [0] * len(params_list))
     tables = Sampler(logits.shape[1], "cpu").tables
@@ -31,7 +32,8 @@ def candidate_sets(logits, params_list):
 
 
 def exact_sets(logits, params):
-    """(certain, possible) ids by rational arithmetic; they differ only within a relative 1e-5 of a boundary."""
+    """(certain, possible) ids by rational arithmetic; they differ only within a relative 1e-5 of a
+    boundary."""
     order = sorted(range(len(logits)), key=lambda v: (-logits[v], v))
     order = [v for v in order if logits[v] > -math.inf][: params.top_k or None]
     mass = {v: Fraction(math.exp((logits[v] - logits[order[0]]) / params.temperature)) for v in order}
@@ -173,7 +175,8 @@ def test_a_product_in_two_words_is_exact():
 
 
 def ties_are_exact() -> bool:
-    """The law: as many as reach what is wanted, however near to a multiple of one weight that is."""
+    """The law: as many as reach what is wanted, however near to a multiple of one weight that
+    is."""
     generator = torch.Generator().manual_seed(2)
     each = torch.randint(1, (1 << 30) + 1, (4000,), generator=generator, dtype=torch.int32)
     counts = torch.randint(1, narrow_sums.MOST_TIES - 4, (4000,), generator=generator) >> torch.arange(4000) % 22
@@ -186,7 +189,8 @@ def ties_are_exact() -> bool:
 
 
 def what_is_wanted_is_exact() -> bool:
-    """The law: what is wanted at the end of the prefix and what comes before it are the share, rounded up."""
+    """The law: what is wanted at the end of the prefix and what comes before it are the share,
+    rounded up."""
     generator, table = torch.Generator().manual_seed(3), torch.tensor(noise_tables().weight)
     gaps = torch.randint(0, 400_000, (64, 50), generator=generator, dtype=torch.int32)
     weights, top_p = token_weights(gaps, table), torch.randint(1, WHOLE, (64,), generator=generator, dtype=torch.int32)

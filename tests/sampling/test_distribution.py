@@ -1,4 +1,5 @@
-"""The race draws from the exact distribution: chi-square over many positions and sample indices, fixed seeds."""
+"""The race draws from the exact distribution: chi-square over many positions and sample indices,
+fixed seeds."""
 
 import math
 import random
@@ -33,7 +34,8 @@ def exact_law(logits, params):
 
 
 def chi_square(tokens, law):
-    """(statistic - degrees) / sqrt(2 * degrees) over tokens expected at least 5 times, others pooled."""
+    """(statistic - degrees) / sqrt(2 * degrees) over tokens expected at least 5 times, others
+    pooled."""
     counts, expected = np.bincount(tokens, minlength=len(law)), law * len(tokens)
     assert counts[law == 0].sum() == 0
     common = expected >= 5

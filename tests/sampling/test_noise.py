@@ -1,4 +1,5 @@
-"""The shared integers: tables that no mathematics library can change, and a hash without visible structure."""
+"""The shared integers: tables that no mathematics library can change, and a hash without visible
+structure."""
 
 import itertools
 import json
@@ -141,7 +142,8 @@ def test_noise_is_uniform_over_positions_for_every_token():
 
 
 def pair_statistic(u, v, bins=8):
-    """Normalised chi-square of independence of two uniform samples; about N(0, 1) if independent."""
+    """Normalised chi-square of independence of two uniform samples; about N(0, 1) if
+    independent."""
     cells = np.bincount((u * bins).astype(int) * bins + (v * bins).astype(int), minlength=bins * bins)
     expected = len(u) / bins**2
     return (((cells - expected) ** 2).sum() / expected - bins**2) / math.sqrt(2 * bins**2)

@@ -45,7 +45,8 @@ def random_rows(count, seed):
 
 
 def plain(logits, row, tokens):
-    """The formula, one logit at a time in float64: repetition over all tokens, the other two over the output."""
+    """The formula, one logit at a time in float64: repetition over all tokens, the other two over
+    the output."""
     params, _, _, prompt_len = row
     output, result = tokens[prompt_len:], []
     for v, x in enumerate(logits.tolist()):

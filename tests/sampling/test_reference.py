@@ -47,7 +47,8 @@ def test_the_golden_draws_catch_an_unstable_tie():
 
 
 def level_draws(table, shift=0):
-    """Tokens of the golden draws on level rows with this Gumbel table, at positions moved by `shift`."""
+    """Tokens of the golden draws on level rows with this Gumbel table, at positions moved by
+    `shift`."""
     ids, hashed = torch.arange(32, dtype=torch.int32), torch.tensor(noise.hashed_ids(32))
     race = RaceTables(torch.tensor(table), torch.tensor(noise_tables().weight), ids, hashed)
     golden = [golden for golden in reference.golden_draws() if golden.name == "level"]

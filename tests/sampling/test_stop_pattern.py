@@ -1,4 +1,5 @@
-"""Patterns that end a text, against Python's own `re` on every part of the text; mutants of the matcher; its bounds."""
+"""Patterns that end a text, against Python's own `re` on every part of the text; mutants of the
+matcher; its bounds."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def any_pattern(rnd: random.Random) -> str:
 
 
 def by_re(pattern: str, text: str, free: int = 0) -> Match | None:
-    """The match that is complete first, behind so many characters, and of those the one that begins first."""
+    """The match that is complete first, behind so many characters, and of those the one that begins
+    first."""
     compiled = re.compile(pattern)
     for end in range(free + 1, len(text) + 1):
         for start in range(end):
@@ -67,7 +69,8 @@ def by_re(pattern: str, text: str, free: int = 0) -> Match | None:
 
 
 def law(seed: int, found_in: Any = module) -> None:
-    """In whatever pieces a text comes, the match is that of `re`, and nothing of it was let go before."""
+    """In whatever pieces a text comes, the match is that of `re`, and nothing of it was let go
+    before."""
     rnd = random.Random(seed)
     pattern = any_pattern(rnd)
     shared = found_in.StopPattern(pattern)
@@ -121,7 +124,8 @@ def test_the_law_catches_a_planted_defect(sound: str, defect: str) -> None:
 
 
 def test_what_may_follow_depends_on_where_a_line_begins() -> None:
-    """The same characters of a pattern are asked for inside of a line and behind its end, in either order."""
+    """The same characters of a pattern are asked for inside of a line and behind its end, in either
+    order."""
     shared = StopPattern("(?ms)a.^b")
     for text, wanted in (("aab", None), ("a\nb", Match(0, 3)), ("aab a\nb", Match(4, 7)), ("a\n\nb", None)):
         assert PatternScan(shared).feed(text) == wanted == by_re(shared.text, text), text
@@ -186,6 +190,7 @@ def steps(pattern: str, found_in: Any = module) -> int:
 
 @pytest.mark.parametrize("pattern", ["(a*)*b", "(a|a)*b", "(a|b)*a(a|b){20}c{2}"])
 def test_a_character_takes_no_more_steps_than_the_pattern_has_places(pattern: str) -> None:
-    """Where an engine that tries one way after the other takes time that doubles with each character."""
+    """Where an engine that tries one way after the other takes time that doubles with each
+    character."""
     assert steps(pattern) <= 502 * len(StopPattern(pattern))
     assert steps(pattern, planted(module, "& ~seen", "")) > 502 * len(StopPattern(pattern))

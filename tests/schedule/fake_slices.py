@@ -1,4 +1,5 @@
-"""The checking worker of prompts that come by slices of layers: until the last one, what they write is not there."""
+"""The checking worker of prompts that come by slices of layers: until the last one, what they write
+is not there."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.schedule.fake_worker import NOTHING, FakeWorker, InFlightStep, Slot, 
 
 @dataclass
 class Open:
-    """A prompt of which `done` layers have run: its result, whose slots they are, and what appears with the last layer."""
+    """A prompt of which `done` layers have run: its result, whose slots they are, and what appears
+    with the last layer."""
 
     batch: ScheduleBatch
     result: BatchResult

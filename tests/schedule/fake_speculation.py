@@ -1,7 +1,9 @@
-"""The checking worker with proposals: each decode row has its own length, which the host learns when it collects.
+"""The checking worker with proposals: each decode row has its own length, which the host learns
+when it collects.
 
-As the real one, it verifies up to `draft_tokens` proposals after each row's last token, takes in those that are right, and
-leaves garbage in the cells of the others and in those of the next proposals.
+As the real one, it verifies up to `draft_tokens` proposals after each row's last token, takes in
+those that are right, and leaves garbage in the cells of the others and in those of the next
+proposals.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ Accepts = Literal["some", "all", "none"]
 
 @dataclass
 class Known:
-    """What the host can know of a slot: its cells after the last collected step, and the steps in flight that verify; `most` cells
-    have been asked for."""
+    """What the host can know of a slot: its cells after the last collected step, and the steps in
+    flight that verify; `most` cells have been asked for."""
 
     cells: int = 0
     verifying: int = 0
@@ -44,7 +46,8 @@ class Known:
 
 
 class FakeSpeculativeWorker(FakeWorker):
-    """`limits.draft_tokens` proposals a row. `lookahead` 1: what is kept for proposals depends on the next token."""
+    """`limits.draft_tokens` proposals a row. `lookahead` 1: what is kept for proposals depends on
+    the next token."""
 
     def __init__(self, limits: Limits, truth: Truth | None = None, accepts: Accepts = "some") -> None:
         super().__init__(limits, truth)
@@ -140,7 +143,8 @@ class FakeSpeculativeWorker(FakeWorker):
         want(known.cells + known.verifying < final, "a row runs whose last token is on its way")
         want(limit <= held, f"cells beyond the page table: cell_limits {limit}, pages hold {held}")
         want(limit <= final, f"cell_limits {limit}, no output needs more than {final}")
-        # What a step may write past its bound: what it verifies, and what it proposes after all of that.
+        # What a step may write past its bound: what it verifies, and what it proposes after all of
+        # that.
         most = prefix + 2 * drafts + 1 - self.limits.lookahead
         want(limit >= min(most, final), f"proposals without cells: cell_limits {limit}, wanted {most} or {final}")
         known.most = max(known.most, min(prefix + 1 + 2 * drafts, final))

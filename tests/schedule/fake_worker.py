@@ -1,6 +1,8 @@
-"""A worker without a device: it keeps its own page tables and cells and raises Violation where a device would corrupt.
+"""A worker without a device: it keeps its own page tables and cells and raises Violation where a
+device would corrupt.
 
-It knows each row's true token sequence (through the fake sampling state) and checks every cell that a step reads.
+It knows each row's true token sequence (through the fake sampling state) and checks every cell that
+a step reads.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Truth:
         self._known: dict[Request, tuple[list[int], list[int]]] = {}
 
     def tokens(self, request: Request, length: int) -> list[int]:
-        """The first `length` tokens: the prompt, then drawn from a hash of seed, position and all tokens before."""
+        """The first `length` tokens: the prompt, then drawn from a hash of seed, position and all
+        tokens before."""
         return self._grow(request, length)[0][:length]
 
     def digests(self, request: Request, length: int) -> list[int]:
@@ -101,7 +104,8 @@ def compose(requests: Sequence[Request]) -> FakeSampling:
 
 @dataclass
 class Slot:
-    """The device's view of one slot: who is in it, page table, last token, cells written, history received, window pages."""
+    """The device's view of one slot: who is in it, page table, last token, cells written, history
+    received, window pages."""
 
     owner: Request | None = None
     pages: list[int] = field(default_factory=list)
@@ -127,7 +131,8 @@ class InFlightStep:
 
 
 def mask_word(request: Request, emitted: Sequence[int]) -> int:
-    """What a fake grammar's mask says: whose it is, and after which tokens. It allows most of what may follow."""
+    """What a fake grammar's mask says: whose it is, and after which tokens. It allows most of what
+    may follow."""
     digest = mix(request.seed, request.arrival)
     for token in emitted:
         digest = mix(digest, token)
@@ -136,7 +141,8 @@ def mask_word(request: Request, emitted: Sequence[int]) -> int:
 
 @dataclass
 class FakeMatcher:
-    """A grammar that allows what the fake worker emits, until it refuses the token after `refuse_after` of them."""
+    """A grammar that allows what the fake worker emits, until it refuses the token after
+    `refuse_after` of them."""
 
     request: Request
     refuse_after: int | None = None
@@ -159,7 +165,8 @@ class FakeMatcher:
 
 
 class FakeWorker:
-    """Computes at submit, in order. `fail_submit` and `fail_collect`: steps that raise; `bad` rows: (step, rid)."""
+    """Computes at submit, in order. `fail_submit` and `fail_collect`: steps that raise; `bad` rows:
+    (step, rid)."""
 
     def __init__(self, limits: Limits, truth: Truth | None = None) -> None:
         self.limits = limits
@@ -220,7 +227,8 @@ class FakeWorker:
         self.closed = True
 
     def _check_room(self, batch: ScheduleBatch) -> None:
-        """As many steps may be in flight as are lent memory, and of slices that bring nothing one more each: they need none."""
+        """As many steps may be in flight as are lent memory, and of slices that bring nothing one
+        more each: they need none."""
         like = [each for each in self.in_flight if self._is_partial(each.batch) == self._is_partial(batch)]
         most = 2 if self.limits.can_overlap else 1
         want(len(like) < (2 * most if self._is_partial(batch) else most), "too many steps in flight")
@@ -272,7 +280,8 @@ class FakeWorker:
         return run
 
     def _check_masks(self, batch: ScheduleBatch, requests: list[Request]) -> None:
-        """Each constrained row that emits has a mask, made of all of its tokens; nobody else has one."""
+        """Each constrained row that emits has a mask, made of all of its tokens; nobody else has
+        one."""
         rows = [row for row, request in enumerate(requests) if request.matcher is not None and batch.emits[row]]
         if batch.masks is None or batch.mask_rows is None:
             want(not rows, f"no masks for rows {rows}")
@@ -386,7 +395,8 @@ class FakeWorker:
             want((found[: max(len(found) - step, 0), step] != NOTHING).all(), f"a {kind} is not complete")
 
     def _enter_windows(self, batch: ScheduleBatch, requests: list[Request]) -> None:
-        """Take in the lists of window pages, then check that each is right and holds all that its row sees."""
+        """Take in the lists of window pages, then check that each is right and holds all that its
+        row sees."""
         given = (batch.window_starts, batch.window_offsets, batch.window_pages)
         if not self.limits.num_window_pages:
             want(given == (None, None, None), "window pages of a worker that keeps none")
@@ -526,7 +536,8 @@ class FakeWorker:
 
 
 def make_scores(tokens: list[int], alternatives: int) -> TokenLogprobs:
-    """Log-probabilities that say which token they are of: -token, alternatives token, token + 1, ..."""
+    """Log-probabilities that say which token they are of: -token, alternatives token, token + 1,
+    ..."""
     ids = np.array(tokens, dtype=np.int32)
     tops = ids[:, None] + np.arange(alternatives, dtype=np.int32)
     return TokenLogprobs(-ids.astype(np.float32), ids, tops, -tops.astype(np.float32))

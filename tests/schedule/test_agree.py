@@ -1,4 +1,5 @@
-"""What shards of requests agree on depends on no order, no idle shard and no timing: a pure function, tried out at random."""
+"""What shards of requests agree on depends on no order, no idle shard and no timing: a pure
+function, tried out at random."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def idle_is_neutral(agreed: Callable[..., StepPlan], case: Case) -> bool:
 
 
 def all_are_cut_or_none(agreed: Callable[..., StepPlan], case: Case) -> bool:
-    """Every busy shard has two halves with rows, an idle one two without, and together they are what it has."""
+    """Every busy shard has two halves with rows, an idle one two without, and together they are
+    what it has."""
     votes, terms, _ = case
     plan = agreed(votes, terms)
     busy = [vote for vote in votes if vote.rows != (0,)]
@@ -224,7 +226,8 @@ def test_a_prompt_goes_on_where_it_has_pages_and_emits_where_it_ends() -> None:
 
 
 def test_the_other_forwards_of_a_step_have_rows_of_their_own() -> None:
-    """Two requests that verify three proposals beside two prompts, of which one ends here, beside nobody."""
+    """Two requests that verify three proposals beside two prompts, of which one ends here, beside
+    nobody."""
     counts: dict[str, Any] = {"emitting": (2, 1, 0), "verifying": (2, 0, 0), "going_on": (0, 2, 0)}
     plan = StepPlan((8, 11, 0), bucket=8, cuts=(4, 5, 0), **counts).of_shard(1)
     forwards = plan.of_emitting(), plan.with_emitting(), plan.from_before(2), plan.before_prompts(2)

@@ -72,7 +72,8 @@ def test_it_is_chosen_by_what_came_of_every_shard(
 
 
 def test_requests_and_what_was_right_are_counted_in_all_shards() -> None:
-    """Of two requests in one shard all proposals are right, of one in another none, and of five in the last one the first."""
+    """Of two requests in one shard all proposals are right, of one in another none, and of five in
+    the last one the first."""
     agreed = made((2, 4))
     number, proposals = agreed.begin([step(2), step(1), None, step(5)])
     agreed.end(number, [result([4, 4]), result([0]), result([1] * 5)])

@@ -1,4 +1,5 @@
-"""Nobody starves: under endless streams of newcomers the old finish within a bound that does not depend on them."""
+"""Nobody starves: under endless streams of newcomers the old finish within a bound that does not
+depend on them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ ENDLESS = 200
 
 
 def finish_under_a_stream(drive: Drive, watched: Request, *, prompt: int, max_tokens: int, most: int) -> int:
-    """Steps until `watched` ends while one new request arrives in every step; fails after `most`."""
+    """Steps until `watched` ends while one new request arrives in every step; fails after
+    `most`."""
     for count in range(most):
         if watched.finish_reason is not None:
             return count

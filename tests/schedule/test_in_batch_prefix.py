@@ -1,4 +1,5 @@
-"""A common prefix of prompts that come at once is computed once; nobody waits for little, or for who stopped computing."""
+"""A common prefix of prompts that come at once is computed once; nobody waits for little, or for
+who stopped computing."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ def test_a_request_of_one_token_is_waited_for_until_its_step_is_collected() -> N
 
 
 def test_nobody_waits_for_who_publishes_nothing_more() -> None:
-    """Two who share a page compute it both; the second one's pages are its own from there on, while the first runs."""
+    """Two who share a page compute it both; the second one's pages are its own from there on, while
+    the first runs."""
     drive = wide(max_batch_tokens=60, max_model_len=700, num_pages=800)
     page, alike = COMMON[:8], [2 + index % 3 for index in range(400)]
     for rid, rest, most in (("first", [1] * 20, 30), ("duplicate", alike, 1), ("third", [*alike, 0], 3)):

@@ -1,5 +1,5 @@
-"""Grammars in the schedule: a mask is made of all tokens of its row and of no other, whatever else happens; who is free
-loses no overlap by it."""
+"""Grammars in the schedule: a mask is made of all tokens of its row and of no other, whatever else
+happens; who is free loses no overlap by it."""
 
 from __future__ import annotations
 

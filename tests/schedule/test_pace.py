@@ -1,5 +1,6 @@
-"""What running requests feel of a long prompt by slices, in a time of its own: at most twice what they feel without it, whatever a layer
-costs and whoever runs beside whom; and the prompt takes no longer than that forces."""
+"""What running requests feel of a long prompt by slices, in a time of its own: at most twice what
+they feel without it, whatever a layer costs and whoever runs beside whom; and the prompt takes no
+longer than that forces."""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ def test_a_device_that_waits_for_the_host_beside_slices_is_caught(name: str, mon
 
 
 def most_seconds(costs: Costs, quiet: float) -> float:
-    """The prompt's own time, of which SHARE of a decode step passes with each, and as much again as whole layers leave of it; and a step for each chunk."""
+    """The prompt's own time, of which SHARE of a decode step passes with each, and as much again as
+    whole layers leave of it; and a step for each chunk."""
     device, host = LAYERS * costs.token * LONG, LAYERS * (costs.launch * LONG / 2048 + costs.slicing)
     work = max(device, host) if costs.is_ahead else device + host
     return 1.6 * work * (1 + 1 / Pace.SHARE) + quiet * (LONG / 2048 + 2)
@@ -136,7 +138,8 @@ def test_under_prompts_without_end_both_go_on(name: str, monkeypatch: pytest.Mon
 
 
 class LearnsBesideSlices(Slicing):
-    """A decode step takes no longer alone than the shortest that was seen, though the host was elsewhere while it ran."""
+    """A decode step takes no longer alone than the shortest that was seen, though the host was
+    elsewhere while it ran."""
 
     def _observe_period(self, record: BatchRecord, is_decode: bool, has_launched: bool) -> None:
         if is_decode and self.pace.decode_seconds > (record.seconds or 0.0):

@@ -1,4 +1,5 @@
-"""The radix tree on pages alone: matching, locking, eviction order; compared with a plain set of prefixes."""
+"""The radix tree on pages alone: matching, locking, eviction order; compared with a plain set of
+prefixes."""
 
 from __future__ import annotations
 

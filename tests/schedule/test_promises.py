@@ -1,4 +1,5 @@
-"""What is promised is kept: pages for who runs, pages that hold what they say, scores that are taken once."""
+"""What is promised is kept: pages for who runs, pages that hold what they say, scores that are
+taken once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Shards of requests side by side: each step all of them take part, in one plan, and every request ends as if it ran alone."""
+"""Shards of requests side by side: each step all of them take part, in one plan, and every request
+ends as if it ran alone."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ class AsPlanned(FakeSpeculativeWorker):
 
 
 class Ranks:
-    """A checking worker for each shard. A step of one runs once those of all others are there, as ranks that wait for each
-    other do, and only if all of them have the same plan, which counts the rows that each has."""
+    """A checking worker for each shard. A step of one runs once those of all others are there, as
+    ranks that wait for each other do, and only if all of them have the same plan, which counts the
+    rows that each has."""
 
     def __init__(self, limits: Limits, count: int) -> None:
         self.limits = limits
@@ -151,7 +153,8 @@ class AtRandom(LengthController):
 
 
 def play(rng: Random, loop: type[ShardLoop] = ShardLoop, **limits: Any) -> Drive:
-    """A random trace: arrivals of prompts that share beginnings, aborts, and everybody ends as if alone."""
+    """A random trace: arrivals of prompts that share beginnings, aborts, and everybody ends as if
+    alone."""
     drive = Drive(rng.randint(1, 4), loop, rng.random() < 0.7, max_batch_tokens=rng.choice([8, 16]), **limits)
     if limits:
         drive.loop._length._length = AtRandom(Random(rng.random()))

@@ -1,5 +1,5 @@
-"""Random traces on a worker that takes prompts by slices of layers, between decode steps; and schedulers with one planted
-bug, which the traces must catch."""
+"""Random traces on a worker that takes prompts by slices of layers, between decode steps; and
+schedulers with one planted bug, which the traces must catch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def draw_crowd(rnd: Random) -> Trace:
 
 
 def draw(seed: int) -> Trace:
-    """A trace by slices: of single prompts, of conversations with states and windows, or of a crowd."""
+    """A trace by slices: of single prompts, of conversations with states and windows, or of a
+    crowd."""
     rnd = Random(seed)
     kind = rnd.random()
     trace = draw_conversations(seed) if kind < 0.3 else draw_crowd(rnd) if kind < 0.6 else draw_trace(rnd)

@@ -1,4 +1,5 @@
-"""What an open prompt does to the plan of others: who waits for its tokens, and for the pages of those of it that left."""
+"""What an open prompt does to the plan of others: who waits for its tokens, and for the pages of
+those of it that left."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def test_pages_of_who_left_an_open_prompt_are_awaited_and_nobody_gives_way_for_t
 
 @pytest.mark.parametrize(("length", "room"), [(10, 28), (14, 18)])
 def test_who_gives_way_while_its_layers_run_has_computed_nothing_and_comes_back(length: int, room: int) -> None:
-    """With a prompt that is whole with its last slice, and one of which more chunks follow. Another of the open prompt stays."""
+    """With a prompt that is whole with its last slice, and one of which more chunks follow. Another
+    of the open prompt stays."""
     found = Beside(14, max_batch_tokens=room)
     staying, gone = found.add("staying", 8, 2), found.add("gone", length, 2)
     while not found.worker.waits:

@@ -1,6 +1,8 @@
-"""Requests that keep a state share prefixes by snapshots of it: where they are taken, who begins with them, who gives way.
+"""Requests that keep a state share prefixes by snapshots of it: where they are taken, who begins
+with them, who gives way.
 
-The fake worker keeps a state for each slot and fails where a forward continues another one than that of its prefix.
+The fake worker keeps a state for each slot and fails where a forward continues another one than
+that of its prefix.
 """
 
 from __future__ import annotations
@@ -198,7 +200,8 @@ def test_a_request_has_one_spare_however_long_it_runs() -> None:
 
 @pytest.mark.parametrize(("length", "most", "cached"), [(43, 1, 40), (43, 9, 48), (44, 1, 44), (44, 9, 52)])
 def test_what_no_node_can_have_yet_is_the_requests_own_until_it_ends(length: int, most: int, cached: int) -> None:
-    """The first prompt's pages are in use, so the second one's are published at its end only, with the state of most tokens."""
+    """The first prompt's pages are in use, so the second one's are published at its end only, with
+    the state of most tokens."""
     drive = make_drive()
     drive.add("first", [*SYSTEM[:20], *[9] * 9], 150)
     drive.step(8)

@@ -1,5 +1,5 @@
-"""Random traces on the worker that verifies proposals, whatever share of them is right; and schedulers with one planted bug,
-which the traces must catch."""
+"""Random traces on the worker that verifies proposals, whatever share of them is right; and
+schedulers with one planted bug, which the traces must catch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SEEDS = range(3000, 3400)
 
 
 def draw(seed: int) -> Trace:
-    """A trace in which proposals are verified. Some who come late go on with what an earlier one said; in every second trace the
-    pages are too few for who runs."""
+    """A trace in which proposals are verified. Some who come late go on with what an earlier one
+    said; in every second trace the pages are too few for who runs."""
     rnd = Random(seed)
     trace = with_proposals(rnd, draw_trace(rnd), rnd.choice([1, 3, 5]))
     truth, most = Truth(trace.limits.vocab_size), trace.limits.max_model_len - 2
@@ -106,7 +106,8 @@ def test_a_request_takes_as_many_steps_as_proposals_are_wrong(accepts: Accepts, 
     drive.worker.accepts = accepts
     request = drive.add("a", 6, 1 + 12)
     drive.run()
-    # The step that is planned before the last one is known runs for nothing, unless its number is known beforehand.
+    # The step that is planned before the last one is known runs for nothing, unless its number is
+    # known beforehand.
     late = overlap and accepts == "all"
     assert drive.scheduler.stats().steps == steps + late and request.output_ids == drive.alone(request)
 
@@ -359,7 +360,8 @@ NEAREST = MappingProxyType(
         TakesTheProposalsOfOthers: 3011,
     }
 )
-"""Seeds that have caught what most others pass by. They are tried first, and all the others after them."""
+"""Seeds that have caught what most others pass by. They are tried first, and all the others after
+them."""
 
 
 @pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)

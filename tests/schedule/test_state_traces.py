@@ -1,5 +1,6 @@
-"""Random traces of requests that keep a state, on the worker that fails where a forward continues another one than that
-of its prefix; and schedulers with one planted bug, which the traces must catch."""
+"""Random traces of requests that keep a state, on the worker that fails where a forward continues
+another one than that of its prefix; and schedulers with one planted bug, which the traces must
+catch."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ SEEDS = range(1000, 1300)
 
 
 def draw(seed: int) -> Trace:
-    """A trace in which requests keep a state and share what they can: most of those that come late go on with what an
-    earlier one said."""
+    """A trace in which requests keep a state and share what they can: most of those that come late
+    go on with what an earlier one said."""
     rnd = Random(seed)
     trace = draw_trace(rnd)
     truth = Truth(trace.limits.vocab_size)
@@ -79,7 +80,8 @@ class RestoresAtEachChunk(BatchBuilder):
 
 
 class SavesAgainInTheNextStep(BatchBuilder):
-    """A steady batch keeps what an earlier step said of states: the snapshot is one of more tokens."""
+    """A steady batch keeps what an earlier step said of states: the snapshot is one of more
+    tokens."""
 
     def build_decode(self, step: int, rows, collected: int, saves: Ints | None = None) -> ScheduleBatch:
         before = self._steady
@@ -153,7 +155,8 @@ class KeepsWhatWasEvicted(Snapshots):
 
 
 class RenewsWhatItPublished(Snapshots):
-    """The place of a published snapshot is the request's spare besides, and is given away once more."""
+    """The place of a published snapshot is the request's spare besides, and is given away once
+    more."""
 
     def publish(self, request: Request, end: int, node: Node) -> None:
         place = request.snapshots[end]
@@ -237,7 +240,8 @@ NEAREST = MappingProxyType(
         PublishesWhatFailed: 1164,
     }
 )
-"""Seeds that have caught what most others pass by. They are tried first, and all the others after them."""
+"""Seeds that have caught what most others pass by. They are tried first, and all the others after
+them."""
 
 
 @pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)

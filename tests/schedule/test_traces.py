@@ -1,4 +1,5 @@
-"""Laws over random traces: pages and slots are conserved, everybody ends once, outputs equal those of a run alone.
+"""Laws over random traces: pages and slots are conserved, everybody ends once, outputs equal those
+of a run alone.
 
 Every law has mutants: schedulers with one planted bug, which the same traces must catch.
 """
@@ -312,7 +313,8 @@ NEAREST = MappingProxyType(
         PublishesBeforeLookahead: 18,
     }
 )
-"""Seeds that have caught what most others pass by. They are tried first, and all the others after them."""
+"""Seeds that have caught what most others pass by. They are tried first, and all the others after
+them."""
 
 
 @pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)

@@ -1,5 +1,6 @@
-"""Random traces on a worker that keeps window pages, which fails where a row's list does not hold what the window sees of
-exactly its prefix; and schedulers with one planted bug, which the traces must catch."""
+"""Random traces on a worker that keeps window pages, which fails where a row's list does not hold
+what the window sees of exactly its prefix; and schedulers with one planted bug, which the traces
+must catch."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ SEEDS = (*RARE, *range(2000, 2300))
 
 
 def draw(seed: int) -> Trace:
-    """A trace with a window; most of those that come late go on with what an earlier one said, some keep a state too."""
+    """A trace with a window; most of those that come late go on with what an earlier one said, some
+    keep a state too."""
     trace, rnd = draw_conversations(seed), Random(seed)
     limits = trace.limits if rnd.random() < 0.2 else replace(trace.limits, keeps_state=False, num_snapshots=0)
     return replace(trace, limits=with_windows(rnd, limits))

@@ -1,6 +1,8 @@
-"""Window pages: how many a request holds, when they go back, and which prefixes are shared by what the cache has of them.
+"""Window pages: how many a request holds, when they go back, and which prefixes are shared by what
+the cache has of them.
 
-The fake worker keeps their cells and fails where a list does not hold what the window sees of exactly the row's prefix.
+The fake worker keeps their cells and fails where a list does not hold what the window sees of
+exactly the row's prefix.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ def test_a_list_is_sent_when_a_page_is_begun_and_at_no_other_time() -> None:
 
 
 def test_a_long_prompt_s_pages_go_back_before_the_next_step_takes_any() -> None:
-    """Two prompts in chunks of 16 tokens, with the window pages of one window each and of one step's tokens."""
+    """Two prompts in chunks of 16 tokens, with the window pages of one window each and of one
+    step's tokens."""
     drive = make_drive(window=5, max_batch_tokens=16, num_window_pages=9, prefix_cache=False)
     requests = [drive.add(rid, 150, 3) for rid in "ab"]
     drive.run()
@@ -115,7 +118,8 @@ def test_a_prompt_that_comes_again_begins_at_its_last_page(length: int, cached: 
 
 @pytest.mark.parametrize("suffix", [2, 9, 60])
 def test_a_shared_beginning_is_a_hit_from_the_third_prompt_on(suffix: int) -> None:
-    """Where the first one's suffix is longer than the window, the second finds pages without windows, and leaves those."""
+    """Where the first one's suffix is longer than the window, the second finds pages without
+    windows, and leaves those."""
     drive = make_drive()
     prompts = [[*SYSTEM[:40], *[own] * suffix] for own in range(4)]
     cached = [run_one(drive, f"r{own}", prompt, 3).cached_tokens for own, prompt in enumerate(prompts)]
@@ -225,8 +229,8 @@ def test_a_retracted_request_goes_on_from_its_last_full_page(lookahead: int) -> 
 
 
 def test_kept_window_pages_are_on_their_way_back() -> None:
-    """The second prompt keeps two for whoever branches off where it does, and one for whoever has the same tokens, until its
-    step was collected."""
+    """The second prompt keeps two for whoever branches off where it does, and one for whoever has
+    the same tokens, until its step was collected."""
     drive = make_drive()
     run_one(drive, "first", [*SYSTEM[:40], *[1] * 60], 3)
     drive.add("second", [*SYSTEM[:40], *[2] * 60], 9)
@@ -350,7 +354,8 @@ def test_a_state_and_a_window_are_shared_where_both_are() -> None:
 
 
 def test_the_deepest_state_that_has_its_window_is_gone_on_from() -> None:
-    """After the fourth page a window is missing, which is there after the sixth, where no state is."""
+    """After the fourth page a window is missing, which is there after the sixth, where no state
+    is."""
     memory = make_drive(keeps_state=True, num_snapshots=16).scheduler._running.memory
     path = [Node(None, b"", page) for page in range(1, 7)]
     for index in (0, 1, 4, 5):

@@ -1,4 +1,5 @@
-"""A worker in time of its own: what it is given takes so long on the host, and so long on a device, which it waits for at collect."""
+"""A worker in time of its own: what it is given takes so long on the host, and so long on a device,
+which it waits for at collect."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ LAYERS = 32
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds: of a decode step on the device; of a layer over a chunk, by its launch on the host and by each token on the device;
-    of planning a step on the host, of a slice beside that, and of telling what a step brought. `is_ahead`: the device runs beside the host. `has_lane`: prompts run beside decode steps, each at
-    this share of its speed while both run."""
+    """Seconds: of a decode step on the device; of a layer over a chunk, by its launch on the host
+    and by each token on the device; of planning a step on the host, of a slice beside that, and of
+    telling what a step brought. `is_ahead`: the device runs beside the host. `has_lane`: prompts
+    run beside decode steps, each at this share of its speed while both run."""
 
     decode: float
     launch: float

@@ -1,6 +1,8 @@
-"""Random traces of a scheduler: arrivals, aborts, stops, failures and tiny pools, played against the checking worker.
+"""Random traces of a scheduler: arrivals, aborts, stops, failures and tiny pools, played against
+the checking worker.
 
-A trace is drawn from anything that has `randint`, `choice` and `random`: a seeded generator or hypothesis.
+A trace is drawn from anything that has `randint`, `choice` and `random`: a seeded generator or
+hypothesis.
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ def with_windows(rnd: Random, limits: Limits) -> Limits:
 
 
 def with_proposals(rnd: Random, trace: Trace, draft_tokens: int, *, grammars: float = 0.1) -> Trace:
-    """The trace on a worker that verifies so many proposals a row (0: the trace as it is), with this share of grammars."""
+    """The trace on a worker that verifies so many proposals a row (0: the trace as it is), with
+    this share of grammars."""
     if not draft_tokens:
         return trace
     for _, request in trace.arrivals:
@@ -198,7 +201,8 @@ def check_caught(
     message: str,
     nearest: int | None = None,
 ) -> None:
-    """Fail unless the trace of some seed ends in an error that says `message`. `nearest`: one that did before, tried first."""
+    """Fail unless the trace of some seed ends in an error that says `message`. `nearest`: one that
+    did before, tried first."""
     for seed in (*(() if nearest is None else (nearest,)), *seeds):
         try:
             play(draw(seed), planted)
@@ -210,7 +214,8 @@ def check_caught(
 
 
 def most_ticks(trace: Trace) -> int:
-    """More steps than the worst trace should need: each request alone, token by token, recomputed now and then."""
+    """More steps than the worst trace should need: each request alone, token by token, recomputed
+    now and then."""
     return 40 + 2 * trace.limits.max_model_len * len(trace.arrivals)
 
 
@@ -314,7 +319,8 @@ def _check_scores(request: Request) -> None:
 
 
 def _join_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
-    """One record for all tokens of `parts` (all with the same number of alternatives); None if there is nothing."""
+    """One record for all tokens of `parts` (all with the same number of alternatives); None if
+    there is nothing."""
     if not parts:
         return None
     return TokenLogprobs(

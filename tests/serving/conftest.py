@@ -1,4 +1,5 @@
-"""The servers that tests share: one of the embedded model, one whose template has tools, one of an encoder."""
+"""The servers that tests share: one of the embedded model, one whose template has tools, one of an
+encoder."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ Answer with <tool_call>
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>
 {% endif %}{% endif %}"""
-"""A chat template for the embedded model that knows tools in the manner of Hermes, and thinking when asked for it."""
+"""A chat template for the embedded model that knows tools in the manner of Hermes, and thinking
+when asked for it."""
 
 
 SAME_TEXT = ("--dtype", "float32")

@@ -1,4 +1,5 @@
-"""An event loop whose clock runs only while it waits: a machine that is slow to run it uses up nobody's time limit."""
+"""An event loop whose clock runs only while it waits: a machine that is slow to run it uses up
+nobody's time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A whole server in the test's own process: the frontend on an event loop in one thread, its engine in another."""
+"""A whole server in the test's own process: the frontend on an event loop in one thread, its engine
+in another."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class ThreadLauncher:
 
 @contextmanager
 def served_here(folder: Path | None, server: ServerConfig | None = None, **settings: Any) -> Iterator[str]:
-    """Serve a checkpoint (None: the embedded one) with these settings of EngineConfig; gives the address once its engine answers."""
+    """Serve a checkpoint (None: the embedded one) with these settings of EngineConfig; gives the
+    address once its engine answers."""
     config = EngineConfig(model=None if folder is None else str(folder), **settings)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

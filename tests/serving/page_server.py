@@ -1,4 +1,5 @@
-"""A server with the page and scripted answers: what it will say is set by the test, what it was asked is kept."""
+"""A server with the page and scripted answers: what it will say is set by the test, what it was
+asked is kept."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ INFO = {
 
 @dataclass
 class Script:
-    """What the server says, and what it was asked. `chunks` end with [DONE] unless `is_cut`; `hold` keeps a stream open."""
+    """What the server says, and what it was asked. `chunks` end with [DONE] unless `is_cut`; `hold`
+    keeps a stream open."""
 
     chunks: list[dict[str, Any]] = field(default_factory=list)
     is_cut: bool = False

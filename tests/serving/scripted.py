@@ -1,4 +1,5 @@
-"""A server whose model says what a test wrote down, delta by delta: reasoning and calls in any order, ends of any kind."""
+"""A server whose model says what a test wrote down, delta by delta: reasoning and calls in any
+order, ends of any kind."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ CACHED = 2
 
 @dataclass
 class Script:
-    """What the model says next, one list of deltas a token (for a server with a format of its own: a token's text), and how
-    it ends; `rendered`, `prompts` and `params` are what it was asked.
+    """What the model says next, one list of deltas a token (for a server with a format of its own:
+    a token's text), and how it ends; `rendered`, `prompts` and `params` are what it was asked.
 
-    `fault` is raised after the last delta instead of an end; `ignored` are the variables that the template does not read.
-    `turns`: what the requests that follow say one after the other, until the last. `fingerprint` of the engine that says it.
+    `fault` is raised after the last delta instead of an end; `ignored` are the variables that the
+    template does not read. `turns`: what the requests that follow say one after the other, until
+    the last. `fingerprint` of the engine that says it.
     """
 
     says: Sequence[Sequence[Delta] | str] = ()
@@ -59,7 +61,8 @@ class Stage:
         self.url, self.script = url, script
 
     def speak(self, *says: Sequence[Delta] | str, **ending: Any) -> Script:
-        """Each of `says` is a token's deltas; `ending` are fields of Script. Returns what keeps the questions."""
+        """Each of `says` is a token's deltas; `ending` are fields of Script. Returns what keeps the
+        questions."""
         fresh = Script(says=says, **ending)
         for item in fields(Script):
             setattr(self.script, item.name, getattr(fresh, item.name))
@@ -217,8 +220,8 @@ class ScriptedFrontend:
 def staged(
     config: ServerConfig, form: ChatFormat | None = None, checks: AnswerChecks | None = None, **sampling: float
 ) -> Iterator[Stage]:
-    """The server in a thread; with a format, texts are said and read by that. `sampling` is what the checkpoint says of it; `checks`
-    are those of answers."""
+    """The server in a thread; with a format, texts are said and read by that. `sampling` is what
+    the checkpoint says of it; `checks` are those of answers."""
     script = Script()
     frontend = ScriptedFrontend(script, config, form, sampling, checks)
     try:

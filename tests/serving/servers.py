@@ -1,4 +1,5 @@
-"""Servers as people start them: a process of `sglcore serve` on a free port, with its log in a file."""
+"""Servers as people start them: a process of `sglcore serve` on a free port, with its log in a
+file."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Server:
 
 
 def start_server(folder: Path, *flags: str, environ: Mapping[str, str] | None = None) -> Server:
-    """Start `sglcore serve` with the flags, and wait until it says that it serves; fails with its log if it ends."""
+    """Start `sglcore serve` with the flags, and wait until it says that it serves; fails with its
+    log if it ends."""
     stderr = folder / "stderr.txt"
     with stderr.open("w") as log:
         process = subprocess.Popen(
@@ -85,8 +87,8 @@ def start_server(folder: Path, *flags: str, environ: Mapping[str, str] | None = 
 
 
 def nearly(found: Any, wanted: Any) -> bool:
-    """Whether two values of JSON are the same but for the last bits of numbers: where tokens are proposed, how many rows a step has
-    goes by how long steps take."""
+    """Whether two values of JSON are the same but for the last bits of numbers: where tokens are
+    proposed, how many rows a step has goes by how long steps take."""
     if isinstance(wanted, float):
         return isinstance(found, float) and abs(found - wanted) < 1e-3
     if isinstance(wanted, dict):

@@ -1,4 +1,5 @@
-"""A supervisor whose engines are played by the test: they say what they are told to, over the real channel, and end when told."""
+"""A supervisor whose engines are played by the test: they say what they are told to, over the real
+channel, and end when told."""
 
 from __future__ import annotations
 

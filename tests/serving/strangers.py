@@ -12,7 +12,8 @@ import pytest
 
 @contextmanager
 def kept_at_home(environ: Mapping[str, str]) -> Iterator[list[str]]:
-    """Set these variables, and refuse to look up other hosts; gives their names, and fails if there are any at the end."""
+    """Set these variables, and refuse to look up other hosts; gives their names, and fails if there
+    are any at the end."""
     found: list[str] = []
     lookup = socket.getaddrinfo
 

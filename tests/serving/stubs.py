@@ -1,4 +1,5 @@
-"""A frontend without an engine: one generation that says what a test wrote down, or the error that it wants."""
+"""A frontend without an engine: one generation that says what a test wrote down, or the error that
+it wants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""OpenAI's agents, Pydantic AI and Instructor work with this server as they are: tools, handoffs, forms, retries, streams."""
+"""OpenAI's agents, Pydantic AI and Instructor work with this server as they are: tools, handoffs,
+forms, retries, streams."""
 
 from __future__ import annotations
 

@@ -179,7 +179,8 @@ def test_a_form_that_is_none_is_refused(kind: str, body: bytes, said: str) -> No
 
 
 def upload(folder: Path, size: int, **settings: Any) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of the answer to a form with a file of so many bytes, behind all that stands before the app."""
+    """Status and JSON of the answer to a form with a file of so many bytes, behind all that stands
+    before the app."""
 
     async def play() -> tuple[int, dict[str, Any]]:
         frontend: Any = make_frontend()
@@ -248,7 +249,8 @@ def test_what_a_killed_server_had_answered_is_kept_and_the_rest_is_run_by_the_ne
     async def call(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
         asked.append(body)
         deaths = sum(each == body for each in asked)
-        # An engine that died once is asked again; one that dies of a request each time is not asked for ever.
+        # An engine that died once is asked again; one that dies of a request each time is not asked
+        # for ever.
         if deaths == 1 and body == b'{"n":7}':
             return 429, b"{}"
         if deaths == 1 or body == b'{"n":8}':

@@ -1,4 +1,5 @@
-"""What one request may cost: wrong bodies are not read to their end, and amounts have limits that say their number."""
+"""What one request may cost: wrong bodies are not read to their end, and amounts have limits that
+say their number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What an operator does to the requests of others: ends them, holds them up, empties the prefix cache."""
+"""What an operator does to the requests of others: ends them, holds them up, empties the prefix
+cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Real engine processes that are killed, can not start, or lose their parent, on the loop that the server runs on."""
+"""Real engine processes that are killed, can not start, or lose their parent, on the loop that the
+server runs on."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ WHOLE = SamplingParams(max_tokens=300, ignore_eos=True, seed=11)
 
 @asynccontextmanager
 async def running_frontend(**settings: object) -> AsyncIterator[Frontend]:
-    """A frontend whose engines are ready, each with two places; afterwards none of its processes is left."""
+    """A frontend whose engines are ready, each with two places; afterwards none of its processes is
+    left."""
     config = EngineConfig(dtype="float32", max_requests=2, threads=1, kv_cache_memory=64 << 20)
     frontend = Frontend(config, ServerConfig(**settings))  # pyright: ignore[reportArgumentType]
     pids: set[int] = set()
@@ -195,7 +197,8 @@ def test_an_engine_whose_frontend_is_killed_ends_by_itself() -> None:
 
 
 async def ended(pid: int) -> None:
-    """Wait until a process has ended that is no child; raises ProcessLookupError if it is gone already."""
+    """Wait until a process has ended that is no child; raises ProcessLookupError if it is gone
+    already."""
     descriptor, seen = os.pidfd_open(pid), asyncio.Event()
     asyncio.get_running_loop().add_reader(descriptor, seen.set)
     await asyncio.wait_for(seen.wait(), PATIENCE)

@@ -1,4 +1,5 @@
-"""What is told at an end: what has happened, whether the server comes back, and what to do, as it then is."""
+"""What is told at an end: what has happened, whether the server comes back, and what to do, as it
+then is."""
 
 from __future__ import annotations
 

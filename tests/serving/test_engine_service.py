@@ -53,7 +53,8 @@ LIMITS = Limits(64, 4, 4, 32, 16, 50, takes_masks=True)
 
 
 class Counting:
-    """A device whose tokens are 7, and whose steps fail when `fails` says so, and take `seconds`."""
+    """A device whose tokens are 7, and whose steps fail when `fails` says so, and take
+    `seconds`."""
 
     def __init__(self) -> None:
         self.limits = LIMITS

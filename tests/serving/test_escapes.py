@@ -1,4 +1,5 @@
-"""Text that becomes a part of a regular expression stands for itself and for nothing else, whatever letters it has."""
+"""Text that becomes a part of a regular expression stands for itself and for nothing else, whatever
+letters it has."""
 
 from __future__ import annotations
 

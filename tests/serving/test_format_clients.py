@@ -1,4 +1,5 @@
-"""Whole ways from a model's text to the `openai` client and back, for formats whose answers are no plain text."""
+"""Whole ways from a model's text to the `openai` client and back, for formats whose answers are no
+plain text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The frontend over played engines: what it lets in, and what becomes of it when the server stops."""
+"""The frontend over played engines: what it lets in, and what becomes of it when the server
+stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A disk that is full: what was to be written is told as not written, with the reason, and everything else goes on."""
+"""A disk that is full: what was to be written is told as not written, with the reason, and
+everything else goes on."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class Database:
 
 @contextmanager
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *, where: str) -> Iterator[tuple[BatchStore, Disk]]:
-    """A store, and what fills its disk, or makes room again: `where` it is full for files, for the database, or for both."""
+    """A store, and what fills its disk, or makes room again: `where` it is full for files, for the
+    database, or for both."""
     store = BatchStore(folder)
     database = Database(store._database)
     store._database = cast(sqlite3.Connection, database)

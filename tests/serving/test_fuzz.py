@@ -1,4 +1,5 @@
-"""Whatever is sent that our own OpenAPI document allows, or nearly allows, is answered as that document says."""
+"""Whatever is sent that our own OpenAPI document allows, or nearly allows, is answered as that
+document says."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def shortened(body: Any, path: str) -> Any:
 
 
 def check_answer(server: Server, case: Case, statuses: list[int] | None = None) -> None:
-    """Send it and note the status; the answer is one that the document has, and an error has the schema of the endpoint's clients."""
+    """Send it and note the status; the answer is one that the document has, and an error has the
+    schema of the endpoint's clients."""
     case.body = shortened(case.body, case.path)
     answer = case.call(base_url=server.url, timeout=60)
     kind = answer.headers["content-type"][0].partition(";")[0]
@@ -111,7 +113,8 @@ def check_answer(server: Server, case: Case, statuses: list[int] | None = None) 
 
 
 def check_events(text: str) -> None:
-    """Events of JSON, or the mark of the end; the document says no more of a stream than that it is text."""
+    """Events of JSON, or the mark of the end; the document says no more of a stream than that it is
+    text."""
     assert text.endswith("\n\n")
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert data and all(each == "[DONE]" or isinstance(json.loads(each), dict) for each in data)

@@ -1,4 +1,5 @@
-"""A generation on its way: what it counts, and that replies of an engine leave the loop to others."""
+"""A generation on its way: what it counts, and that replies of an engine leave the loop to
+others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Replicas that hang: no sign of life, or one step that never ends. Others take their place, and nobody waits for ever."""
+"""Replicas that hang: no sign of life, or one step that never ends. Others take their place, and
+nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def run(play: Coroutine[None, None, None]) -> None:
 
 @asynccontextmanager
 async def beating(count: int = 2, **settings: Any) -> AsyncIterator[tuple[Stage, list[PlayedEngine]]]:
-    """A supervisor whose played engines are ready and have beaten once; only the test looks at them."""
+    """A supervisor whose played engines are ready and have beaten once; only the test looks at
+    them."""
     settings = {"heartbeat_timeout": float(SILENCE), "step_timeout": float(STEP), **settings}
     async with staged(replicas=count, **settings) as stage:
         assert stage.supervisor._looks is not None
@@ -62,7 +64,8 @@ async def beat(stage: Stage, engine: PlayedEngine, rounds: int) -> None:
 
 
 async def next_prompt(engine: PlayedEngine) -> str:
-    """The id of the next prompt that it is given; whether it is paused, one that is heard again is told as well."""
+    """The id of the next prompt that it is given; whether it is paused, one that is heard again is
+    told as well."""
     while not isinstance(request := await asyncio.wait_for(engine.requests.get(), PATIENCE), GenerateRequest):
         assert request == Pause(request.request_id, False) if isinstance(request, Pause) else False, request
     return request.request_id

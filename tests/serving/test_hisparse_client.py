@@ -1,5 +1,5 @@
-"""The `openai` client of a server whose rows lie in host memory sees what it sees of one that has them on the device, by whomever it
-is asked meanwhile; prompts find what others have computed."""
+"""The `openai` client of a server whose rows lie in host memory sees what it sees of one that has
+them on the device, by whomever it is asked meanwhile; prompts find what others have computed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompts() -> list[list[int]]:
-    """Of a few beginnings of some pages and what follows, by length far below, at and beyond what a token reads."""
+    """Of a few beginnings of some pages and what follows, by length far below, at and beyond what a
+    token reads."""
     beginnings = random_prompts(4, (LONG, 33, 48, 7))
     return [beginnings[place % 4] + tail for place, tail in enumerate(random_prompts(5, range(1, AT_ONCE + 1)))]
 
@@ -56,7 +57,8 @@ def client_of(url: str) -> openai.OpenAI:
 
 
 def asked(client: openai.OpenAI, prompt: list[int]) -> tuple[str, list[float], int]:
-    """Text and log-probabilities of some greedy tokens, and the tokens of the prompt that were there already."""
+    """Text and log-probabilities of some greedy tokens, and the tokens of the prompt that were
+    there already."""
     given: Any = {"model": "v4", "prompt": prompt, "max_tokens": 6, "temperature": 0.0, "logprobs": 1}
     answer = client.completions.create(**given, extra_body={"ignore_eos": True})
     (choice,), usage = answer.choices, answer.usage

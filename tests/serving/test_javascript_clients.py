@@ -1,4 +1,5 @@
-"""JavaScript's clients, from npm, work with this server as they are: each runs a script that tells what it got."""
+"""JavaScript's clients, from npm, work with this server as they are: each runs a script that tells
+what it got."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def run(*command: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """The scripts beside the packages that package-lock.json names, which the first process that asks installs."""
+    """The scripts beside the packages that package-lock.json names, which the first process that
+    asks installs."""
     found = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SCRIPTS.iterdir()))).hexdigest()[:16]
     made, begun = BUILT / found, BUILT / "begun"
     BUILT.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""Limits that stand one behind the other, each by itself: where one hides the other, neither would be missed."""
+"""Limits that stand one behind the other, each by itself: where one hides the other, neither would
+be missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Lists that come in pages: whoever follows them to the last one has everything once, and the last one says that it is."""
+"""Lists that come in pages: whoever follows them to the last one has everything once, and the last
+one says that it is."""
 
 from __future__ import annotations
 

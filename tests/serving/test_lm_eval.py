@@ -19,7 +19,8 @@ DOCS = (
     {"context": "She lived in a small", "endings": ["city near the market", "moon"], "label": 0},
     {"context": "é ü 漢字", "endings": ["rain", "ü 🙂"], "label": 1},
 )
-"""The first ending of the second one ends a story, so that the token drawn after it is the one that ends texts."""
+"""The first ending of the second one ends a story, so that the token drawn after it is the one that
+ends texts."""
 
 TASK = """\
 task: endings

@@ -91,7 +91,8 @@ class Counted:
 async def refusals(
     bodies: dict[str, dict[str, Any]], labels: int | None = None
 ) -> dict[str, tuple[int, Any, int, str]]:
-    """Status, code and characters read of each answer, by a model that generates, or one that has so many labels (0: embeds)."""
+    """Status, code and characters read of each answer, by a model that generates, or one that has
+    so many labels (0: embeds)."""
     stage = Stage(is_remote=False)
     frontend = ChatFrontend(EngineConfig(), ServerConfig(), launcher=stage)
     stage.supervisor = frontend.supervisor

@@ -1,4 +1,5 @@
-"""/v1/messages: blocks to a conversation and back, events in their order, errors in their schema. By Anthropic's client."""
+"""/v1/messages: blocks to a conversation and back, events in their order, errors in their schema.
+By Anthropic's client."""
 
 from __future__ import annotations
 

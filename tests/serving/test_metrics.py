@@ -270,7 +270,8 @@ def test_the_same_numbers_stand_under_the_names_of_vllm_where_that_is_asked_for(
 
 
 def test_connections_and_requests_in_flight_are_those_of_now(server: Server) -> None:
-    """One more connection while another client keeps one open; the one request in flight is that which asks."""
+    """One more connection while another client keeps one open; the one request in flight is that
+    which asks."""
 
     def asked(client: httpx.Client) -> tuple[float, float]:
         page = client.get("/metrics").raise_for_status().text

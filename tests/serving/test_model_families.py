@@ -1,4 +1,5 @@
-"""Every family of models behind the server, by the `openai` client: numbers, streams, forms, and calls where it has them."""
+"""Every family of models behind the server, by the `openai` client: numbers, streams, forms, and
+calls where it has them."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ MODELS = {
 
 
 def write(folder: Path, served: Served) -> tuple[Any, Any]:
-    """A tiny checkpoint with a tokenizer and a chat template; the model that it was made of, and its codec."""
+    """A tiny checkpoint with a tokenizer and a chat template; the model that it was made of, and
+    its codec."""
     family = FAMILIES[served.chat]
     codec = make_codec(folder, family.template, family.special, family.added)
     start, end = (codec.tokenizer.token_to_id(text) for text in ("<s>", family.special[-1]))
@@ -155,7 +157,8 @@ def told(client: openai.OpenAI, name: str) -> tuple[str, str]:
 
 
 def forced(codec: Any) -> dict[str, Any]:
-    """Reasoning that the prompt has opened ends at once: nothing else bounds what a random model thinks."""
+    """Reasoning that the prompt has opened ends at once: nothing else bounds what a random model
+    thinks."""
     mark = codec.tokenizer.token_to_id("</think>")
     return {"max_tokens": 300, "seed": 5, "logit_bias": {} if mark is None else {str(mark): 100}}
 
@@ -169,7 +172,8 @@ def check_form(create: Any, name: str, served: Served, codec: Any) -> None:
 
 
 def check_call(create: Any, name: str, served: Served, codec: Any) -> None:
-    """A call of the named tool, whose result goes back; a family without a place for tools says so."""
+    """A call of the named tool, whose result goes back; a family without a place for tools says
+    so."""
     given = {"model": name, "tools": TOOLS, **forced(codec)}
     choice = {"type": "function", "function": {"name": "weather"}}
     if FAMILIES[served.chat].tools is None:

@@ -1,4 +1,5 @@
-"""Clients that speak HTTP/1.0, or HTTP wrongly, as bytes on a socket: each gets an answer that it can read."""
+"""Clients that speak HTTP/1.0, or HTTP wrongly, as bytes on a socket: each gets an answer that it
+can read."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def asked(server: Server, *parts: bytes) -> tuple[list[str], bytes]:
 
 
 def post(version: str, body: Any, *headers: str) -> bytes:
-    """A request of an HTTP version, without its length where `headers` say how its body is coded."""
+    """A request of an HTTP version, without its length where `headers` say how its body is
+    coded."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     length = () if any("encoding" in each.lower() for each in headers) else (f"content-length: {len(data)}",)
     lines = (

@@ -1,4 +1,5 @@
-"""Ollama's protocol below /api: by its own client, by the shapes of its documentation, and by the endpoints that say the same."""
+"""Ollama's protocol below /api: by its own client, by the shapes of its documentation, and by the
+endpoints that say the same."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ COUNTS = {
     "eval_count",
     "eval_duration",
 }
-"""What the last object of every answer has, by the documentation: whole numbers, times in nanoseconds."""
+"""What the last object of every answer has, by the documentation: whole numbers, times in
+nanoseconds."""
 OURS = {"seed_used", "system_fingerprint"}
 """What answers of this server say in every protocol."""
 

@@ -1,4 +1,5 @@
-"""The `openai` client, as people install it, runs what it knows: whole and streamed, blocking and not."""
+"""The `openai` client, as people install it, runs what it knows: whole and streamed, blocking and
+not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""LiteLLM and LangChain's OpenAI classes work with this server as they are, and reach no other host."""
+"""LiteLLM and LangChain's OpenAI classes work with this server as they are, and reach no other
+host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Engines in the actors of a Ray cluster that is this machine alone: the same promises as for children."""
+"""Engines in the actors of a Ray cluster that is this machine alone: the same promises as for
+children."""
 
 from __future__ import annotations
 

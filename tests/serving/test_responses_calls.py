@@ -1,4 +1,5 @@
-"""Outputs of calls that the model made at once: they may come in one request or in several, in any order, each to its own call."""
+"""Outputs of calls that the model made at once: they may come in one request or in several, in any
+order, each to its own call."""
 
 from __future__ import annotations
 

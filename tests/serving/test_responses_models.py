@@ -1,4 +1,5 @@
-"""/v1/responses of real models, by OpenAI's client: every way of asking gives the same, and conversations go on."""
+"""/v1/responses of real models, by OpenAI's client: every way of asking gives the same, and
+conversations go on."""
 
 from __future__ import annotations
 

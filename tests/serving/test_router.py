@@ -1,4 +1,5 @@
-"""Where prompts are sent: never to a replica that is not ready or too busy, and else to where their beginning is cached."""
+"""Where prompts are sent: never to a replica that is not ready or too busy, and else to where their
+beginning is cached."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def prompts(groups: int, count: int, seed: int, shared: int = 12 * PAGE) -> list
 
 
 def hit_share(choose: Choose, replicas: int, sent_prompts: Sequence[bytes], *, lasts: int = 8) -> float:
-    """Pages that were cached where their prompt was sent, of all; a request ends after `lasts` more have come."""
+    """Pages that were cached where their prompt was sent, of all; a request ends after `lasts` more
+    have come."""
     targets = [Played(number) for number in range(replicas)]
     for now, prompt in enumerate(sent_prompts):
         for target in targets:
@@ -72,7 +74,8 @@ def hit_share(choose: Choose, replicas: int, sent_prompts: Sequence[bytes], *, l
 
 
 def holds_prefixes_together(make: Callable[[], Choose]) -> bool:
-    """The law: with groups of shared prefixes, several replicas find nearly as much cached as one does."""
+    """The law: with groups of shared prefixes, several replicas find nearly as much cached as one
+    does."""
     sent_prompts = prompts(groups=24, count=400, seed=1)
     return hit_share(make(), 4, sent_prompts) > 0.9 * hit_share(make(), 1, sent_prompts)
 

@@ -1,4 +1,5 @@
-"""What a checkpoint says of sampling holds for requests of every protocol that say nothing of it."""
+"""What a checkpoint says of sampling holds for requests of every protocol that say nothing of
+it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def published() -> Path:
 
 @contextmanager
 def classifier(folder: Path, **config: Any) -> Iterator[tuple[httpx.Client, Any, Any]]:
-    """A server of a tiny classifier with a published tokenizer, transformers' model of it, and its tokenizer."""
+    """A server of a tiny classifier with a published tokenizer, transformers' model of it, and its
+    tokenizer."""
     from transformers import AutoTokenizer
 
     oracle = bert("BertForSequenceClassification", vocab_size=30522, **config)

@@ -1,4 +1,5 @@
-"""A server without a tokenizer: token ids in, token ids out; what needs text is refused with the reason and the remedy."""
+"""A server without a tokenizer: token ids in, token ids out; what needs text is refused with the
+reason and the remedy."""
 
 from __future__ import annotations
 

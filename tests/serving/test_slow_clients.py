@@ -1,4 +1,5 @@
-"""Clients that are slow, too many, too large or gone cost what the bounds say, and others do not notice them."""
+"""Clients that are slow, too many, too large or gone cost what the bounds say, and others do not
+notice them."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def whole(reader: asyncio.StreamReader) -> bytes:
-    """An answer of the length that it announces; what happens to the connection afterwards does not matter."""
+    """An answer of the length that it announces; what happens to the connection afterwards does not
+    matter."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
     return head + await reader.readexactly(int(length.partition(b":")[2]))
@@ -364,7 +366,8 @@ class TestReaders:
     def test_the_rest_of_a_last_answer_is_not_kept_for_ever_for_who_does_not_take_it(
         self, keeps: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """However little it is: too little for the server to stop writing. The connection closes behind it, or would be kept."""
+        """However little it is: too little for the server to stop writing. The connection closes
+        behind it, or would be kept."""
         lost = asyncio.Event()
 
         class Roomy(Connection):

@@ -1,4 +1,5 @@
-"""The folder of a server's sockets: short enough, and not left for ever by a server that was killed."""
+"""The folder of a server's sockets: short enough, and not left for ever by a server that was
+killed."""
 
 from __future__ import annotations
 

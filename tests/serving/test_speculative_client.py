@@ -1,4 +1,5 @@
-"""The `openai` client of a server that verifies proposals sees what it sees of one that does not; who leaves early leaves nothing."""
+"""The `openai` client of a server that verifies proposals sees what it sees of one that does not;
+who leaves early leaves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Replicas that start, die, come back and are given up, and what becomes of the requests that they had."""
+"""Replicas that start, die, come back and are given up, and what becomes of the requests that they
+had."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ def collector() -> Iterator[Collector]:
 
 
 def ask(traces: Traces, path: str = "/v1/completions", status: int = 200, **headers: str) -> None:
-    """One request with a prompt of five tokens and an answer of three, through the outermost middleware."""
+    """One request with a prompt of five tokens and an answer of three, through the outermost
+    middleware."""
     metrics = Metrics("demo", "0", lambda: [])
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -1,5 +1,5 @@
-"""What of a schema is not enforced is looked at when an answer has ended: in every protocol, whole and streamed, and no answer fails
-or waits for another's check."""
+"""What of a schema is not enforced is looked at when an answer has ended: in every protocol, whole
+and streamed, and no answer fails or waits for another's check."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def stage(checks: AnswerChecks) -> Iterator[Stage]:
 
 
 def ask(stage: Stage, path: str, body: Any, *, streams: bool = False) -> tuple[str, list[Any]]:
-    """What the header says of ignored fields, and every field `warnings` in the body or the events, in order."""
+    """What the header says of ignored fields, and every field `warnings` in the body or the events,
+    in order."""
     own = {} if path == "/generate" else {"model": MODEL}
     answer = httpx.post(stage.url + path, json={**own, **body, "stream": streams}, trust_env=False, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text

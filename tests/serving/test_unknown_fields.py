@@ -1,4 +1,5 @@
-"""Fields that nobody knows break no client; those that mean something elsewhere are refused by their names."""
+"""Fields that nobody knows break no client; those that mean something elsewhere are refused by
+their names."""
 
 from __future__ import annotations
 

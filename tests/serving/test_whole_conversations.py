@@ -1,5 +1,5 @@
-"""A conversation reaches the template whole, each part of it once and in its order, whatever protocol it came in and whatever form
-the template wants."""
+"""A conversation reaches the template whole, each part of it once and in its order, whatever
+protocol it came in and whatever form the template wants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ FRONTEND = make_frontend()
 
 
 class Said(NamedTuple):
-    """A part of a conversation: what it is (`user`, `result`, `thought`, `text` or `call`), its words, and the id of its call."""
+    """A part of a conversation: what it is (`user`, `result`, `thought`, `text` or `call`), its
+    words, and the id of its call."""
 
     kind: str
     words: str

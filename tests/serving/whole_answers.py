@@ -1,6 +1,7 @@
 """Whole answers of every protocol to scripted models, as they go over the wire.
 
-`python -m tests.serving.whole_answers` writes them anew after a change that is meant; the difference is read like code.
+`python -m tests.serving.whole_answers` writes them anew after a change that is meant; the
+difference is read like code.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def cases(protocol: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]
 
 
 def answer(stage: Stage, protocol: str, script: Mapping[str, Any], body: Mapping[str, Any], streams: bool) -> Any:
-    """The status, and the answer as a reader of JSON, of server-sent events or of lines sees it; waits for its end."""
+    """The status, and the answer as a reader of JSON, of server-sent events or of lines sees it;
+    waits for its end."""
     says = script["says"]
     if protocol in TEXTS:
         says = ["".join(delta.text for delta in token) for token in says]
@@ -119,8 +121,8 @@ def _events(found: httpx.Response) -> list[Any]:
 
 
 def steady(value: Any) -> Any:
-    """The same answer with what differs from one run to the next named by its kind: times, and ids by the order of their
-    first mention."""
+    """The same answer with what differs from one run to the next named by its kind: times, and ids
+    by the order of their first mention."""
     return _steady(value, {})
 
 

@@ -75,8 +75,9 @@ async def call(
     asked_again: Exception | None = None,
     pause: float = 0.0,
 ) -> Answered:
-    """One request; without `ends` the body goes on for ever, in silence. `asked_again` is raised where somebody waits for what
-    comes after its end. `pause`: seconds before each part of the body."""
+    """One request; without `ends` the body goes on for ever, in silence. `asked_again` is raised
+    where somebody waits for what comes after its end. `pause`: seconds before each part of the
+    body."""
     named = {"host": "localhost", **(headers or {})}
     if chunks and "content-length" not in named:
         named["transfer-encoding"] = "chunked"

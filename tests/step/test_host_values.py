@@ -1,4 +1,5 @@
-"""What is read of a host batch: values that are there, one-shot values once, and mirrors of whatever is read."""
+"""What is read of a host batch: values that are there, one-shot values once, and mirrors of
+whatever is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What sampling needs of a batch: nothing where it is known, the new state where it is not, targets, masks and history."""
+"""What sampling needs of a batch: nothing where it is known, the new state where it is not,
+targets, masks and history."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2]
 
 
 def scored(last: int, chunks: bool = False) -> dict[int, Logprobs[Any]]:
-    """Scores of a row beside one that asks for none; each hidden state is its token, each score says what it was made of."""
+    """Scores of a row beside one that asks for none; each hidden state is its token, each score
+    says what it was made of."""
     batch = make_batch(
         {6: [7, 7], 4: PROMPT, 3: [8, 8]}, prompt_logprobs=ints([-1, 2, 0]), next_ids=ints([-1, last, 6])
     )
@@ -75,7 +77,8 @@ def scored(last: int, chunks: bool = False) -> dict[int, Logprobs[Any]]:
 @pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize("last", [6, -1])
 def test_each_token_of_an_asking_row_predicts_the_next_however_it_is_cut(last: int, chunks: bool) -> None:
-    """A chunk in the middle of a prompt knows the token after it; that after the prompt is sampled, and not scored."""
+    """A chunk in the middle of a prompt knows the token after it; that after the prompt is sampled,
+    and not scored."""
     found = scored(last, chunks)
     after = [*PROMPT[1:], last] if last >= 0 else PROMPT[1:]
     assert found[1].ranks.tolist() == after

@@ -1,4 +1,5 @@
-"""How many pages and how long a context: from what is free, what a token costs, and what was asked for."""
+"""How many pages and how long a context: from what is free, what a token costs, and what was asked
+for."""
 
 from __future__ import annotations
 
@@ -211,7 +212,8 @@ def test_one_request_of_the_whole_context_always_fits_into_what_was_allowed(
     assert 1 <= found.max_requests <= min(max_requests, found.num_pages)
 
 
-# -- the pools that are made with these sizes --------------------------------------------------------------------------
+# -- the pools that are made with these sizes
+# --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [MHATokenToKVPool, PageMajorTokenToKVPool])
@@ -243,7 +245,8 @@ def test_page_table_differences_are_appended_row_by_row() -> None:
 
 
 def last_page_fits(kind: type[ReqToTokenPool]) -> bool:
-    """The law: a slot takes the pages of a whole context and of the token that is drawn after it, and no more."""
+    """The law: a slot takes the pages of a whole context and of the token that is drawn after it,
+    and no more."""
     for pages in (4, 5):
         table, desk = kind(2, 12, 4, "cpu"), Desk()
         try:
@@ -319,7 +322,8 @@ RING = 5 * PAGE_BYTES
 
 
 def with_rings(pages: float, state: int = 0, **wanted: Any) -> tuple[MemorySizes, Any]:
-    """The same of a model whose requests have rings, of which there are no snapshots, and maybe states beside them."""
+    """The same of a model whose requests have rings, of which there are no snapshots, and maybe
+    states beside them."""
     ledger = DecisionLedger()
     found = size_pools(
         EngineConfig(**{"max_requests": 4, **wanted}),
@@ -394,7 +398,8 @@ LEAST = 5
 
 
 def with_windows(pages: float, cell: int = CELL, **wanted: Any) -> tuple[MemorySizes, Any]:
-    """The same of a model that keeps a `cell` of every token, and another CELL of each of the last 20."""
+    """The same of a model that keeps a `cell` of every token, and another CELL of each of the last
+    20."""
     ledger = DecisionLedger()
     found = size_pools(
         EngineConfig(**{"max_requests": 4, "max_batch_tokens": STEP, **wanted}),

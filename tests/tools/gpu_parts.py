@@ -1,4 +1,5 @@
-"""Parts that measure nothing, for tests of how parts run: `python -m tests.tools.gpu_parts FILE NAME,... SECONDS` runs them."""
+"""Parts that measure nothing, for tests of how parts run: `python -m tests.tools.gpu_parts FILE
+NAME,... SECONDS` runs them."""
 
 from __future__ import annotations
 

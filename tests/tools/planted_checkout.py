@@ -1,4 +1,5 @@
-"""Checkouts with made-up devices, and an environment whose pip does what a test says, for the tests of the installer."""
+"""Checkouts with made-up devices, and an environment whose pip does what a test says, for the tests
+of the installer."""
 
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ def offer(index: str, version: str, machine: Machine) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the installer would do: the choice of torch, and the words of each command after the options that all have."""
+    """What the installer would do: the choice of torch, and the words of each command after the
+    options that all have."""
 
     choice: Choice
     commands: list[str]
@@ -179,7 +181,8 @@ def commands(ran: subprocess.CompletedProcess[str], constraints: str = "constrai
 class Environment:
     """An environment of its own with a pip that is told what to do.
 
-    `answers`: for the first of these words that a command has, its exit status, what it prints, and a program that it runs.
+    `answers`: for the first of these words that a command has, its exit status, what it prints, and
+    a program that it runs.
     """
 
     folder: Path

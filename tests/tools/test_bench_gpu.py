@@ -1,5 +1,5 @@
-"""The benchmark of an accelerator: parts that end alone, results that are kept as they come, and every path on a simulated device,
-so that minutes on a real one are not lost to a typo."""
+"""The benchmark of an accelerator: parts that end alone, results that are kept as they come, and
+every path on a simulated device, so that minutes on a real one are not lost to a typo."""
 
 from __future__ import annotations
 
@@ -159,7 +159,8 @@ def words(*names: str) -> list[str]:
 
 
 def dry_run(folder: Path, *words: str, root: Path = ROOT) -> tuple[dict[str, Any], str, int]:
-    """The benchmark on the simulated device of a machine: its file, what it printed, its exit code."""
+    """The benchmark on the simulated device of a machine: its file, what it printed, its exit
+    code."""
     file = folder / "gpu.json"
     command = (sys.executable, "-m", "sglcore_sim", "cuda", sys.executable, str(root / "benchmarks" / "gpu.py"))
     ran = subprocess.run(
@@ -201,7 +202,8 @@ def test_a_model_its_kernels_and_its_peer_go_through_on_a_simulated_device(model
     assert set(parts) == {"bounds", *names}
     whose = {entry for row in parts[f"profile-{model}"]["rows"] for entry in row["entries"]}
     assert {"linear", "attention", "rms_norm", "embedding"} <= whose
-    # transformers draws the same weights by their names: what the engine computes is the same model.
+    # transformers draws the same weights by their names: what the engine computes is the same
+    # model.
     assert parts[f"peer-{model}"]["rows"][0]["first_tokens_alike"] == "6 of 6"
 
 

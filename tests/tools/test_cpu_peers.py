@@ -1,4 +1,5 @@
-"""The pure parts of the comparison with other engines: ratios, shares, tables, bounds, and what is said of a missing peer."""
+"""The pure parts of the comparison with other engines: ratios, shares, tables, bounds, and what is
+said of a missing peer."""
 
 from __future__ import annotations
 
@@ -247,7 +248,8 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str = SCRI
 
 
 def becomes_stopped(process: int) -> bool:
-    """Whether it is in the state T before long; a signal takes effect when the process next has a core."""
+    """Whether it is in the state T before long; a signal takes effect when the process next has a
+    core."""
     file = Path(f"/proc/{process}/stat")
     for _ in range(2000 if file.exists() else 0):
         if file.read_text().rpartition(")")[2].split()[0] == "T":
@@ -289,7 +291,8 @@ def test_one_case_that_kills_an_engine_leaves_the_others(tmp_path: Path, monkeyp
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, asked: str) -> dict[str, float]:
-    """What a runner says to one question whose engine makes `new` tokens of each prompt; nothing of it stays imported."""
+    """What a runner says to one question whose engine makes `new` tokens of each prompt; nothing of
+    it stays imported."""
     monkeypatch.syspath_prepend(str(HERE))
     runner = importlib.import_module("runner")
 

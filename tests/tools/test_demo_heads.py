@@ -1,4 +1,5 @@
-"""The shipped draft heads have the published names, the size of a wheel, and the acceptance that their record tells."""
+"""The shipped draft heads have the published names, the size of a wheel, and the acceptance that
+their record tells."""
 
 import json
 import shutil
@@ -170,7 +171,8 @@ def test_attention_of_the_first_depth_is_causal_attention() -> None:
 
 @pytest.mark.parametrize("kind", UNROLLED)
 def test_unrolled_depths_are_what_drafting_step_by_step_gives(kind: str) -> None:
-    """A draft's cells hold true features up to the root and the head's own behind it, in one causal pass each."""
+    """A draft's cells hold true features up to the root and the head's own behind it, in one causal
+    pass each."""
     head, target = UNROLLED[kind](FOLDER), load_target(FOLDER)
     ids = torch.randint(7, 2000, (1, 12), generator=torch.Generator().manual_seed(2))
     features, _ = read(head, target, ids)

@@ -1,4 +1,5 @@
-"""Trees of the shipped heads bring at least the tokens of a step that chains of as many forwards do."""
+"""Trees of the shipped heads bring at least the tokens of a step that chains of as many forwards
+do."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The installer reads a checkout in which nothing is installed, and prints what it would do and why."""
+"""The installer reads a checkout in which nothing is installed, and prints what it would do and
+why."""
 
 from __future__ import annotations
 

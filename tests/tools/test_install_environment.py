@@ -1,4 +1,5 @@
-"""The environment is made by the Python that is given, kept while it works, and made again where it was left half made."""
+"""The environment is made by the Python that is given, kept while it works, and made again where it
+was left half made."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def made(folder: Path, python: str, packages: str) -> str:
 
 
 def plant_pip(folder: Path, is_whole: bool = True) -> Path:
-    """An environment with a pip that nobody runs, made as the real one is: INSTALLER is written last."""
+    """An environment with a pip that nobody runs, made as the real one is: INSTALLER is written
+    last."""
     venv.create(folder, symlinks=True)
     info = next(folder.glob("lib/python*/site-packages")) / "pip-99.dist-info"
     info.mkdir()

@@ -1,6 +1,8 @@
-"""Whatever goes wrong while something is installed is one line that says what to do, and the second try succeeds.
+"""Whatever goes wrong while something is installed is one line that says what to do, and the second
+try succeeds.
 
-Pip's own words come from the real pip where it says them without a network, and from what it was seen to say elsewhere.
+Pip's own words come from the real pip where it says them without a network, and from what it was
+seen to say elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which torch is taken: by what an index has, what pip is told, what is installed already, and what a vendor has put there."""
+"""Which torch is taken: by what an index has, what pip is told, what is installed already, and what
+a vendor has put there."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def results(name: str) -> dict[str, Any]:
 
 
 def cells(label: str) -> list[str]:
-    """The cells of a row of the README's tables, after the first; the best as it stands, between stars."""
+    """The cells of a row of the README's tables, after the first; the best as it stands, between
+    stars."""
     (row,) = [line for line in README.splitlines() if line.startswith(f"| {label} |")]
     return [cell.strip() for cell in row.strip("|").split("|")[1:]]
 

@@ -1,7 +1,9 @@
-"""How many drafts of a head the demo model accepts: a walk over what the model writes after held-out prompts.
+"""How many drafts of a head the demo model accepts: a walk over what the model writes after
+held-out prompts.
 
-A draft is accepted where it equals the token that the model draws, so one pass over a written text, with the draws of the
-engine's sampler and its noise, gives the steps that the engine would make. `acceptance.json` beside the model holds them.
+A draft is accepted where it equals the token that the model draws, so one pass over a written text,
+with the draws of the engine's sampler and its noise, gives the steps that the engine would make.
+`acceptance.json` beside the model holds them.
 """
 
 import json
@@ -32,7 +34,8 @@ TEMPERATURES = (0.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt of `prompt` tokens and what the model wrote after it at `temperature` with `seed`."""
+    """A prompt of `prompt` tokens and what the model wrote after it at `temperature` with
+    `seed`."""
 
     ids: list[int]
     prompt: int
@@ -42,7 +45,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The verify steps over one text, and by depth how many drafts were reached and how many were right."""
+    """The verify steps over one text, and by depth how many drafts were reached and how many were
+    right."""
 
     tokens: int
     steps: int
@@ -56,7 +60,8 @@ def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def held_out(tokenizer: Tokenizer, count: int = PROMPTS) -> dict[int, list[int]]:
-    """By the number of the document, the beginnings of the first ones of the test split that are at least twice as long."""
+    """By the number of the document, the beginnings of the first ones of the test split that are at
+    least twice as long."""
     found: dict[int, list[int]] = {}
     index = 0
     while len(found) < count:
@@ -68,7 +73,8 @@ def held_out(tokenizer: Tokenizer, count: int = PROMPTS) -> dict[int, list[int]]
 
 
 def asked(count: int, temperature: float, most: int = WRITTEN, to_the_end: bool = True) -> list[SamplingParams]:
-    """How each of `count` prompts is continued: by `most` tokens always, or not beyond the end token. Its place is its seed."""
+    """How each of `count` prompts is continued: by `most` tokens always, or not beyond the end
+    token. Its place is its seed."""
     return [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=most, ignore_eos=to_the_end)
         for seed in range(count)
@@ -85,7 +91,8 @@ def written(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingPar
 
 
 def drawn(logits: Tensor, text: Text, tables: RaceTables) -> Tensor:
-    """The engine's draws, int[cells], from logits float32[cells, V] of the tokens from the text's third on."""
+    """The engine's draws, int[cells], from logits float32[cells, V] of the tokens from the text's
+    third on."""
     if not text.temperature:
         return logits.argmax(-1)
     cells = len(logits)
@@ -97,7 +104,8 @@ def drawn(logits: Tensor, text: Text, tables: RaceTables) -> Tensor:
 
 @torch.no_grad()
 def hits(head: Head, target: Decoder, text: Text, drafts: int = DRAFTS) -> np.ndarray:
-    """bool[drafts, cells]: whether the draft of a cell, at each depth, is the token that the text has there."""
+    """bool[drafts, cells]: whether the draft of a cell, at each depth, is the token that the text
+    has there."""
     ids = torch.tensor([text.ids])
     vocab_size = target.embed_tokens.num_embeddings
     tables = make_race_tables(vocab_size, ids.device)
@@ -111,8 +119,8 @@ def hits(head: Head, target: Decoder, text: Text, drafts: int = DRAFTS) -> np.nd
 
 
 def walk(hit: np.ndarray, prompt: int) -> Walk:
-    """Over one text, of bool[drafts, cells]: the first written token is the prompt's own, and the last step ends where the text
-    does."""
+    """Over one text, of bool[drafts, cells]: the first written token is the prompt's own, and the
+    last step ends where the text does."""
     drafts, last = hit.shape[0], hit.shape[1] + 1
     reached, right = [0] * drafts, [0] * drafts
     root, steps = prompt, 0
@@ -139,15 +147,16 @@ def tau(found: Sequence[Walk]) -> float:
 
 
 def measured(found: Sequence[Walk]) -> dict[str, object]:
-    """What the record has of a head at one temperature: `tau`, the share of right drafts among those reached `by_depth`, and
-    the `steps` of each prompt."""
+    """What the record has of a head at one temperature: `tau`, the share of right drafts among
+    those reached `by_depth`, and the `steps` of each prompt."""
     reached, right = (np.sum([getattr(one, name) for one in found], axis=0) for name in ("reached", "right"))
     shares = [round(float(share), 4) for share in right / np.maximum(reached, 1)]
     return {"tau": round(tau(found), 3), "by_depth": shares, "steps": [one.steps for one in found]}
 
 
 def measured_head(kind: str, head: Head, target: Decoder, texts: Sequence[Text]) -> dict[str, object]:
-    """The same, and beside it that of whole blocks, by their number of drafts, where the head proposes such."""
+    """The same, and beside it that of whole blocks, by their number of drafts, where the head
+    proposes such."""
     found = measured(walks(head, target, texts))
     if kind != "dflash":
         return found

@@ -1,8 +1,8 @@
-"""The DFlash head of the demo model (arXiv 2602.06036): masks behind a root, filled in at once from the target's features
-before it. Parameter names as published.
+"""The DFlash head of the demo model (arXiv 2602.06036): masks behind a root, filled in at once from
+the target's features before it. Parameter names as published.
 
-A block's rows attend to what is injected in the cells before its root, and to each other. Row j predicts the token j places
-behind the root.
+A block's rows attend to what is injected in the cells before its root, and to each other. Row j
+predicts the token j places behind the root.
 """
 
 import json
@@ -24,13 +24,15 @@ SIZE = 8
 MASK = "<|pad|>"
 """The token that stands for one to be found: no text has it."""
 READ_LAYERS = (2, 4, 6)
-"""The layers whose input the head reads, the last being none; files name the layers whose output it is, 1, 3 and 5."""
+"""The layers whose input the head reads, the last being none; files name the layers whose output it
+is, 1, 3 and 5."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of `SIZE` rows: `roots` int64[rows, blocks] is the cell of each one's first token. Turns are cosines and sines, of
-    the blocks' rows [rows, 1, blocks * SIZE, head_dim / 2] and of the injected cells [length, head_dim / 2]."""
+    """Blocks of `SIZE` rows: `roots` int64[rows, blocks] is the cell of each one's first token.
+    Turns are cosines and sines, of the blocks' rows [rows, 1, blocks * SIZE, head_dim / 2] and of
+    the injected cells [length, head_dim / 2]."""
 
     roots: Tensor
     own_turns: tuple[Tensor, Tensor]
@@ -97,8 +99,8 @@ class DFlash(Head):
         return F.linear(self.norm(recurrent), target.embed_tokens.weight)
 
     def blocks(self, target: Decoder, ids: Tensor, features: Tensor, roots: Tensor) -> Tensor:
-        """Logits [rows, blocks, SIZE - 1, V] of what follows roots int64[rows, blocks], each 1 at least, in ids int64[rows, length]
-        with the target's features [rows, length, F]."""
+        """Logits [rows, blocks, SIZE - 1, V] of what follows roots int64[rows, blocks], each 1 at
+        least, in ids int64[rows, length] with the target's features [rows, length, F]."""
         dtype, (rows, count) = features.dtype, roots.shape
         places = (roots[..., None] + torch.arange(SIZE)).flatten(1)
         own_turns = target.cosine[places][:, None].to(dtype), target.sine[places][:, None].to(dtype)
@@ -147,7 +149,8 @@ def save_dflash(head: DFlash, folder: Path) -> None:
 
 
 def load_dflash(folder: Path) -> DFlash:
-    """The shipped head of the model in `folder`, in float32. Raises RuntimeError if names or shapes are not as published."""
+    """The shipped head of the model in `folder`, in float32. Raises RuntimeError if names or shapes
+    are not as published."""
     config = json.loads((folder / FOLDER / "config.json").read_text())
     shape = DemoConfig(
         config["vocab_size"], layers=config["num_hidden_layers"], intermediate=config["intermediate_size"]

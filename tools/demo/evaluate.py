@@ -1,6 +1,8 @@
-"""Measure the demo model on text it has not seen: loss and next-token accuracy by category, exact answers by task.
+"""Measure the demo model on text it has not seen: loss and next-token accuracy by category, exact
+answers by task.
 
-Runs the shipped folder through transformers in greedy mode, and prints two tables for the model card.
+Runs the shipped folder through transformers in greedy mode, and prints two tables for the model
+card.
 """
 
 import argparse
@@ -27,7 +29,8 @@ BATCH = 50
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt with its special tokens, and the text that must follow; `kind` says how the two are compared."""
+    """A prompt with its special tokens, and the text that must follow; `kind` says how the two are
+    compared."""
 
     prompt: str
     wanted: str
@@ -125,7 +128,8 @@ def is_right(question: Question, answer: str) -> bool:
 
 
 def is_right_record(question: Question, answer: str) -> bool:
-    """Whether the answer parses, has the wanted keys, and agrees in the values that the request mentions."""
+    """Whether the answer parses, has the wanted keys, and agrees in the values that the request
+    mentions."""
     try:
         found = json.loads(answer)
     except json.JSONDecodeError:
@@ -138,7 +142,8 @@ def is_right_record(question: Question, answer: str) -> bool:
 
 
 def same_function(wanted: str, answer: str) -> bool:
-    """Whether both blocks hold the same function up to its docstring and the names of its parameters."""
+    """Whether both blocks hold the same function up to its docstring and the names of its
+    parameters."""
     try:
         return shape_of(wanted) == shape_of(answer)
     except SyntaxError:

@@ -1,8 +1,9 @@
-"""The draft heads of the demo model, EAGLE-3 and one next-token layer (MTP): parameter names as published, unrolled for
-training as drafting runs them.
+"""The draft heads of the demo model, EAGLE-3 and one next-token layer (MTP): parameter names as
+published, unrolled for training as drafting runs them.
 
-Cell i of a head holds the pair (token i + 1, feature of cell i) at position i and predicts token i + 2. At depth 0 the
-feature is the target's; at depth j it is what depth j - 1 gave for cell i - 1 (EAGLE-3, arXiv 2503.01840, section 3.2).
+Cell i of a head holds the pair (token i + 1, feature of cell i) at position i and predicts token i
++ 2. At depth 0 the feature is the target's; at depth j it is what depth j - 1 gave for cell i - 1
+(EAGLE-3, arXiv 2503.01840, section 3.2).
 """
 
 import json
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from tools.demo.model import MLP, Decoder, DemoConfig, DemoModel, RMSNorm, rotate, save_weights
 
 AUX_LAYERS = (1, 3, 5)
-"""The layers whose input EAGLE-3 reads; published files name the layers whose output it is, 0, 2 and 4."""
+"""The layers whose input EAGLE-3 reads; published files name the layers whose output it is, 0, 2
+and 4."""
 DRAFT = "draft"
 """The folder of the EAGLE-3 head, in the model's."""
 KEPT_BITS = 4
-"""Significant bits of the shipped weights of a head: the rest of bfloat16's eight is zero, which a wheel compresses."""
+"""Significant bits of the shipped weights of a head: the rest of bfloat16's eight is zero, which a
+wheel compresses."""
 
 Memory = list[tuple[Tensor, Tensor]]
 """Keys and values [rows, heads, length, head_dim] of the depths so far, the first depth first."""
@@ -35,8 +38,9 @@ def delayed(x: Tensor, cells: int, dim: int = -2) -> Tensor:
 
 
 def unrolled_attention(q: Tensor, memory: Memory) -> Tensor:
-    """What depth j = len(memory) - 1 attends to from cell i: depth 0 up to cell i - j, then depth m at cell i - j + m for
-    m = 1..j, as the cells of a draft lie. q and the result: [rows, heads, length, head_dim]; cells before j hold garbage."""
+    """What depth j = len(memory) - 1 attends to from cell i: depth 0 up to cell i - j, then depth m
+    at cell i - j + m for m = 1..j, as the cells of a draft lie. q and the result: [rows, heads,
+    length, head_dim]; cells before j hold garbage."""
     depth, length = len(memory) - 1, q.shape[2]
     (first_k, first_v), *later = memory
     late = [(delayed(k, depth - m), delayed(v, depth - m)) for m, (k, v) in enumerate(later, 1)]
@@ -106,7 +110,8 @@ class Eagle3Layer(HeadLayer):
 
 
 class Head(nn.Module):
-    """What heads are to the training: `ids` int64[V_d] are the target's ids of the draft vocabulary."""
+    """What heads are to the training: `ids` int64[V_d] are the target's ids of the draft
+    vocabulary."""
 
     ids: Tensor
 
@@ -188,7 +193,8 @@ class SharedHead(nn.Module):
 
 
 class NextToken(HeadLayer, Head):
-    """One next-token layer as DeepSeek-V3 has it (arXiv 2412.19437, section 2.2), with the target's embedding and head."""
+    """One next-token layer as DeepSeek-V3 has it (arXiv 2412.19437, section 2.2), with the target's
+    embedding and head."""
 
     def __init__(self, config: DemoConfig) -> None:
         super().__init__(config, config.hidden)
@@ -221,15 +227,16 @@ class NextToken(HeadLayer, Head):
 
 @torch.no_grad()
 def read(head: Head, target: Decoder, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of ids int64[rows, length], what the head reads of the target [rows, length, F] and the target's logits
-    [rows, length, V]."""
+    """Of ids int64[rows, length], what the head reads of the target [rows, length, F] and the
+    target's logits [rows, length, V]."""
     streams = target.streams(ids)
     return head.features(target, streams), F.linear(target.norm(streams[-1]), target.embed_tokens.weight)
 
 
 def unroll(head: Head, target: Decoder, ids: Tensor, features: Tensor, depths: int) -> list[Tensor]:
-    """Draft logits [rows, length - 1, V_d] of each depth for ids int64[rows, length] and the target's features
-    [rows, length, F]: cell i predicts token i + 2; at depth j the cells before j hold garbage."""
+    """Draft logits [rows, length - 1, V_d] of each depth for ids int64[rows, length] and the
+    target's features [rows, length, F]: cell i predicts token i + 2; at depth j the cells before j
+    hold garbage."""
     embedded = target.embed_tokens(ids[:, 1:]).to(features.dtype)
     length = embedded.shape[1]
     turns = target.cosine[:length].to(features.dtype), target.sine[:length].to(features.dtype)
@@ -254,7 +261,8 @@ def published(head: Head) -> dict[str, Tensor]:
 
 
 def save_eagle3(head: Eagle3, folder: Path) -> None:
-    """Write config.json and model.safetensors of an EAGLE-3 head, as published ones are, into the model's folder."""
+    """Write config.json and model.safetensors of an EAGLE-3 head, as published ones are, into the
+    model's folder."""
     base = json.loads((folder / "config.json").read_text())
     taken = ("model_type", "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     taken += ("hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "attention_bias", "mlp_bias")
@@ -277,7 +285,8 @@ def save_eagle3(head: Eagle3, folder: Path) -> None:
 
 
 def save_next_token(head: NextToken, folder: Path) -> None:
-    """Put the layer into the target's own file, after its last one, and say so in its config.json."""
+    """Put the layer into the target's own file, after its last one, and say so in its
+    config.json."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "num_nextn_predict_layers": 1}, indent=2) + "\n")
@@ -288,7 +297,8 @@ def save_next_token(head: NextToken, folder: Path) -> None:
 
 
 def load_eagle3(folder: Path) -> Eagle3:
-    """The shipped head of the model in `folder`, in float32. Raises RuntimeError if names or shapes are not as published."""
+    """The shipped head of the model in `folder`, in float32. Raises RuntimeError if names or shapes
+    are not as published."""
     config = json.loads((folder / DRAFT / "config.json").read_text())
     weights = load_file(folder / DRAFT / "model.safetensors")
     shape = DemoConfig(vocab_size=config["vocab_size"], intermediate=config["intermediate_size"])

@@ -1,8 +1,9 @@
-"""The draft head of several next-token layers (arXiv 2412.19437, section 2.2), of which each proposes one token. Parameter names as
-published: the layers behind the model's last, in a file of their own.
+"""The draft head of several next-token layers (arXiv 2412.19437, section 2.2), of which each
+proposes one token. Parameter names as published: the layers behind the model's last, in a file of
+their own.
 
-Cell i of layer j, from 0, holds the token i + 1 + j and what layer j - 1 made of cell i, the first layer what the target did; it
-predicts token i + 2 + j.
+Cell i of layer j, from 0, holds the token i + 1 + j and what layer j - 1 made of cell i, the first
+layer what the target did; it predicts token i + 2 + j.
 """
 
 import json
@@ -55,7 +56,8 @@ class NextTokenLayers(Head):
 
 
 def save_layers(head: NextTokenLayers, folder: Path) -> None:
-    """Write config.json and model.safetensors into the model's folder: a checkpoint like the model's with these layers alone."""
+    """Write config.json and model.safetensors into the model's folder: a checkpoint like the
+    model's with these layers alone."""
     base = json.loads((folder / "config.json").read_text())
     own = {"intermediate_size": head.config.intermediate, "num_nextn_predict_layers": head.config.layers}
     (folder / FOLDER).mkdir(exist_ok=True)
@@ -69,7 +71,8 @@ def save_layers(head: NextTokenLayers, folder: Path) -> None:
 
 
 def load_layers(folder: Path) -> NextTokenLayers:
-    """The shipped head of the model in `folder`, in float32. Raises RuntimeError if names or shapes are not as published."""
+    """The shipped head of the model in `folder`, in float32. Raises RuntimeError if names or shapes
+    are not as published."""
     config = json.loads((folder / FOLDER / "config.json").read_text())
     count, first = config["num_nextn_predict_layers"], config["num_hidden_layers"]
     head = NextTokenLayers(DemoConfig(config["vocab_size"], layers=count, intermediate=config["intermediate_size"]))

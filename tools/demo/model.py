@@ -1,4 +1,5 @@
-"""A compact Llama for training: the parameter names are those of the published checkpoints, the files those of transformers."""
+"""A compact Llama for training: the parameter names are those of the published checkpoints, the
+files those of transformers."""
 
 import json
 from collections.abc import Mapping
@@ -44,7 +45,8 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary embedding of x [rows, heads, length, head_dim], halves paired as in the published Llama checkpoints."""
+    """Rotary embedding of x [rows, heads, length, head_dim], halves paired as in the published
+    Llama checkpoints."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
@@ -119,7 +121,8 @@ class Decoder(nn.Module):
         self.register_buffer("sine", angles.sin(), persistent=False)
 
     def streams(self, ids: Tensor) -> list[Tensor]:
-        """The residual stream [rows, length, hidden] before each layer and after the last; ids: [rows, length] int64."""
+        """The residual stream [rows, length, hidden] before each layer and after the last; ids:
+        [rows, length] int64."""
         x = self.embed_tokens(ids).to(
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
         )
@@ -187,7 +190,8 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def save_model(model: DemoModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write config.json, generation_config.json and model.safetensors (bfloat16); each file is replaced in one move."""
+    """Write config.json, generation_config.json and model.safetensors (bfloat16); each file is
+    replaced in one move."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(transformers_config(model.config, tokenizer), indent=2) + "\n")
     generation = {**special_ids(tokenizer), "do_sample": False, "max_new_tokens": 256}

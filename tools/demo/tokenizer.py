@@ -1,4 +1,5 @@
-"""The tokenizer of the demo model: byte-level BPE learnt from the generated text, one token per digit, and a chat template."""
+"""The tokenizer of the demo model: byte-level BPE learnt from the generated text, one token per
+digit, and a chat template."""
 
 import json
 from pathlib import Path
@@ -37,7 +38,8 @@ def split_special(text: str) -> list[str]:
 
 
 def make_tokenizer(seed: int, count: int = 20000) -> Tokenizer:
-    """Learn the tokenizer; the same seed gives the same file. Encoding starts with <|bos|> unless told otherwise."""
+    """Learn the tokenizer; the same seed gives the same file. Encoding starts with <|bos|> unless
+    told otherwise."""
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])

@@ -1,7 +1,9 @@
-"""Train a draft head of the demo model and ship it beside it: python -m tools.demo.train_heads mtp --minutes 10; eagle3, dflash, mtp-layers.
+"""Train a draft head of the demo model and ship it beside it: python -m tools.demo.train_heads mtp
+--minutes 10; eagle3, dflash, mtp-layers.
 
-A head learns the target's softmax, unrolled over the depths that drafting uses or in blocks behind random tokens, on the generated text and on what the
-target itself writes, greedily and at temperature 1. The learning rate follows the processor's clock.
+A head learns the target's softmax, unrolled over the depths that drafting uses or in blocks behind
+random tokens, on the generated text and on what the target itself writes, greedily and at
+temperature 1. The learning rate follows the processor's clock.
 """
 
 import argparse
@@ -53,7 +55,8 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 def training_texts(llm: LLM, tokenizer: Tokenizer, seed: int, count: int) -> list[list[int]]:
-    """Documents that the training of the target has not seen, cut somewhere and continued by it: half of them greedily."""
+    """Documents that the training of the target has not seen, cut somewhere and continued by it:
+    half of them greedily."""
     prompts = []
     for index in range(count):
         rng = random.Random(f"heads:{seed}:{index}")
@@ -94,8 +97,9 @@ def draft_ids(texts: Sequence[list[int]], vocab_size: int) -> Tensor:
 
 
 def unrolled_loss(head: Head, target: Decoder, ids: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy against the target's softmax on the draft vocabulary, in nats, summed over the depths with their
-    weights. Cells whose likeliest token the head can not draft count for nothing."""
+    """The cross entropy against the target's softmax on the draft vocabulary, in nats, summed over
+    the depths with their weights. Cells whose likeliest token the head can not draft count for
+    nothing."""
     features, logits = read(head, target, ids)
     wanted = logits[:, 1:].float()
     can_draft = torch.isin(wanted.argmax(-1), head.ids) & (targets[:, 1:] != IGNORED)
@@ -110,8 +114,8 @@ def unrolled_loss(head: Head, target: Decoder, ids: Tensor, targets: Tensor) -> 
 
 
 def block_loss(head: DFlash, target: Decoder, ids: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy against the target's softmax in blocks behind random tokens, in nats, a mean in which each place of a
-    block has its weight (arXiv 2602.06036, section 4)."""
+    """The cross entropy against the target's softmax in blocks behind random tokens, in nats, a
+    mean in which each place of a block has its weight (arXiv 2602.06036, section 4)."""
     features, logits = read(head, target, ids)
     rows, length = ids.shape
     roots = torch.rand(rows, length - SIZE).argsort(1)[:, : length // TOKENS_A_BLOCK] + 1

@@ -1,8 +1,9 @@
-"""Train the demo model that sglcore ships, from nothing but this repository: python -m tools.demo.train_model --minutes 40.
+"""Train the demo model that sglcore ships, from nothing but this repository: python -m
+tools.demo.train_model --minutes 40.
 
-Writes the folder of a Llama-architecture model that transformers can load. The learning rate follows the clock, so that
-a run ends well whatever the speed of the machine; --resume continues from the last checkpoint. On a machine that is
-busy with other work, set OMP_WAIT_POLICY=PASSIVE.
+Writes the folder of a Llama-architecture model that transformers can load. The learning rate
+follows the clock, so that a run ends well whatever the speed of the machine; --resume continues
+from the last checkpoint. On a machine that is busy with other work, set OMP_WAIT_POLICY=PASSIVE.
 """
 
 import argparse
@@ -66,14 +67,16 @@ class Packer:
         self.bos = tokenizer.encode("").ids[0]
 
     def tokens(self, index: int, is_long: bool) -> list[int]:
-        """One document. One in ten has no <|bos|> and one in twenty has two, so that neither confuses the model."""
+        """One document. One in ten has no <|bos|> and one in twenty has two, so that neither
+        confuses the model."""
         make = long_document if is_long else document
         ids = self.tokenizer.encode(make(self.seed, index).text, add_special_tokens=False).ids
         chance = random.Random(f"bos:{self.seed}:{index}").random()
         return ids[1:] if chance < 0.1 else [self.bos, *ids] if chance > 0.95 else ids
 
     def row(self, length: int, is_long: bool) -> list[int]:
-        """Up to `length` + 1 tokens: a long document first where wanted, then whole documents while they fit."""
+        """Up to `length` + 1 tokens: a long document first where wanted, then whole documents while
+        they fit."""
         found: list[int] = []
         misses = 0
         while misses < 3:
@@ -86,7 +89,8 @@ class Packer:
         return found
 
     def batch(self, rows: int, length: int, is_long: bool) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each [rows, length] int64; targets of padding are ignored by the loss."""
+        """Inputs and targets, each [rows, length] int64; targets of padding are ignored by the
+        loss."""
         inputs = torch.zeros(rows, length, dtype=torch.int64)
         targets = torch.full((rows, length), IGNORED, dtype=torch.int64)
         for place in range(rows):
@@ -105,7 +109,8 @@ def batches(packer: Packer, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def learning_rate(done: float, peak: float) -> float:
-    """The rate when the share `done` (0 to 1) of the time has passed: linear warm-up, then a cosine down to `FLOOR`."""
+    """The rate when the share `done` (0 to 1) of the time has passed: linear warm-up, then a cosine
+    down to `FLOOR`."""
     if done < WARM_UP:
         return peak * (done + 0.001) / (WARM_UP + 0.001)
     phase = min(1.0, (done - WARM_UP) / (1 - WARM_UP))
@@ -113,7 +118,8 @@ def learning_rate(done: float, peak: float) -> float:
 
 
 def make_optimizers(model: nn.Module, rate: float) -> Optimizers:
-    """Muon for the matrices of the layers, AdamW for gains and rows of tokens; both with steps of the same size."""
+    """Muon for the matrices of the layers, AdamW for gains and rows of tokens; both with steps of
+    the same size."""
     of_tokens = ("embed_tokens.weight", "lm_head.weight")
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and not name.endswith(of_tokens)]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or name.endswith(of_tokens)]
@@ -122,7 +128,8 @@ def make_optimizers(model: nn.Module, rate: float) -> Optimizers:
 
 
 def save_checkpoint(folder: Path, model: DemoModel, optimizers: Optimizers, progress: Progress) -> None:
-    """Write everything that --resume needs, replacing the old checkpoint only when the new one is complete."""
+    """Write everything that --resume needs, replacing the old checkpoint only when the new one is
+    complete."""
     folder.mkdir(parents=True, exist_ok=True)
     states = [optimizer.state_dict() for optimizer in optimizers]
     state = {"model": model.state_dict(), "optimizers": states, "progress": asdict(progress)}
@@ -191,7 +198,8 @@ class Trainer:
         save_checkpoint(self.work, self.model, self.optimizers, self.progress)
 
     def run(self) -> None:
-        """Train until the time is over, with a line every 50 steps and a checkpoint every 5 minutes."""
+        """Train until the time is over, with a line every 50 steps and a checkpoint every 5
+        minutes."""
         self.save()
         source = batches(Packer(self.tokenizer, self.plan.seed, self.progress), self.plan)
         before, saved, recent = time.monotonic(), self.progress.seconds, []

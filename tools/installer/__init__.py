@@ -1,6 +1,8 @@
-"""What installs sglcore from this checkout: which torch, which pip commands, and what went wrong in words. Standard library only.
+"""What installs sglcore from this checkout: which torch, which pip commands, and what went wrong in
+words. Standard library only.
 
-Importing it ends the process with one line where the interpreter is not one that is served, before anything newer is read.
+Importing it ends the process with one line where the interpreter is not one that is served, before
+anything newer is read.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""Which torch is installed, from where, and why. It asks indexes by what it is given, and installs nothing."""
+"""Which torch is installed, from where, and why. It asks indexes by what it is given, and installs
+nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ TRITON = re.compile(r"(pytorch-)?triton\b", re.I)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """A torch that the interpreter finds. `is_own`: it lies in this environment, not in the interpreter below it."""
+    """A torch that the interpreter finds. `is_own`: it lies in this environment, not in the
+    interpreter below it."""
 
     version: str
     is_own: bool
@@ -82,8 +84,9 @@ def installed() -> Installed | None:
 
 
 def choose(wanted: Wanted, present: Installed | None, sources: Sources, ask: Asker, may_fail: bool = True) -> Choice:
-    """The torch for what is wanted. Raises InstallError where none can be had; with `may_fail` false, as in a dry run, the
-    preferred build is taken all the same, and its line says what was wrong."""
+    """The torch for what is wanted. Raises InstallError where none can be had; with `may_fail`
+    false, as in a dry run, the preferred build is taken all the same, and its line says what was
+    wrong."""
     needs = _needs(wanted)
     if present is not None and not present.is_own and _is_supported(present, needs, wanted.version):
         return _kept(present, needs)
@@ -122,7 +125,8 @@ def choose(wanted: Wanted, present: Installed | None, sources: Sources, ask: Ask
 
 
 def version_for(needs: Sequence[TorchNeeds], asked: str) -> str:
-    """The version that all support, preferred by the last; raises InstallError where there is none, or not the one asked."""
+    """The version that all support, preferred by the last; raises InstallError where there is none,
+    or not the one asked."""
     common = [version for version in needs[-1].versions if all(version in each.versions for each in needs)]
     names = " and ".join(each.package for each in needs)
     if asked and asked not in common:
@@ -145,7 +149,8 @@ def has_any(names: Sequence[str]) -> bool:
 
 
 def _needs(wanted: Wanted) -> tuple[TorchNeeds, ...]:
-    """The host's, then those of the devices; raises InstallError where two devices need different builds."""
+    """The host's, then those of the devices; raises InstallError where two devices need different
+    builds."""
     if wanted.only_processor or not wanted.devices:
         return (wanted.host,)
     builds = {each.builds for each in wanted.devices}

@@ -11,7 +11,8 @@ from tools.installer.choice import Choice
 
 CONSTRAINTS = "constraints.txt"
 TESTS = "constraints-tests.txt"
-"""Versions that hold in the tests' environment alone, where nothing asks for others: Triton's, beside a torch that brings none."""
+"""Versions that hold in the tests' environment alone, where nothing asks for others: Triton's,
+beside a torch that brings none."""
 TEST = "test"
 """The extra with which the tests' environment is installed."""
 BUILDER = "setuptools>=77"
@@ -48,7 +49,8 @@ def of_triton(root: Path, constraints: str) -> tuple[Command, ...]:
 
 
 def of_checkout(root: Path, folders: Sequence[Path], extra: str, constraints: str) -> tuple[Command, ...]:
-    """What builds packages, once for all of them; then the core and the packages from this checkout."""
+    """What builds packages, once for all of them; then the core and the packages from this
+    checkout."""
     editable = (*pip(constraints), "--no-build-isolation", "-e")
     checkouts = tuple(word for folder in folders for word in ("-e", with_extra(root, folder, extra)))[1:]
     core = f".[{extra}]" if extra else "."
@@ -69,7 +71,8 @@ def with_extra(root: Path, folder: Path, extra: str) -> str:
 
 
 def constraints_for(root: Path, number: str) -> str:
-    """The file of constraints with this torch: the checkout's own, or one below `build` with another version."""
+    """The file of constraints with this torch: the checkout's own, or one below `build` with
+    another version."""
     lines = (root / CONSTRAINTS).read_text().splitlines()
     if f"torch=={number}" in lines:
         return CONSTRAINTS

@@ -1,4 +1,5 @@
-"""What went wrong, in one line that says what to do: by what pip said, and by what the machine has."""
+"""What went wrong, in one line that says what to do: by what pip said, and by what the machine
+has."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ Pages = Callable[[str, Sources], str]
 
 
 def explain(said: str, sources: Sources, machine: Machine, log: Path, pages: Pages = page) -> str:
-    """Pip's words in one line with the remedy; what it does not know is shown by pip's own last words. What pip said long
-    before its end, it has tried again."""
+    """Pip's words in one line with the remedy; what it does not know is shown by pip's own last
+    words. What pip said long before its end, it has tried again."""
     said = "\n".join(said.strip().splitlines()[-HEARD:])
     proxy = sources.proxy or os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or "the proxy"
     known = (
@@ -68,7 +69,8 @@ def is_spoiled(said: str) -> bool:
 
 
 def _missing(requirement: str, sources: Sources, machine: Machine, pages: Pages) -> str:
-    """A package that pip does not find: no network, an index that is none, or no wheel that fits."""
+    """A package that pip does not find: no network, an index that is none, or no wheel that
+    fits."""
     project = re.split(r"[^\w.-]", requirement)[0]
     address = f"{sources.index.rstrip('/')}/{re.sub(r'[-_.]+', '-', project).lower()}/"
     try:
@@ -87,7 +89,8 @@ def check_space(
     what: str,
     free: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
 ) -> None:
-    """Raises InstallError where a disk has less than what all folders on it need, in megabytes, before anything is fetched."""
+    """Raises InstallError where a disk has less than what all folders on it need, in megabytes,
+    before anything is fetched."""
     disks: dict[int, list[tuple[Path, int]]] = {}
     for path, megabytes in needed:
         there = next(each for each in (path, *path.parents) if each.exists())

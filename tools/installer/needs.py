@@ -1,4 +1,5 @@
-"""What a device package says about torch in its `pyproject.toml`, `[tool.sglcore.torch]`: versions, builds, what goes beside it."""
+"""What a device package says about torch in its `pyproject.toml`, `[tool.sglcore.torch]`: versions,
+builds, what goes beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ RANGE = re.compile(r"torch\s*>=\s*(\d+)\.(\d+)\s*,\s*<\s*(\d+)\.(\d+)")
 
 
 class InstallError(Exception):
-    """An installation that can not go on: one line that says what was found, what was wanted and what to do."""
+    """An installation that can not go on: one line that says what was found, what was wanted and
+    what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,8 @@ class Build:
     megabytes: tuple[int, int]
     """About how much is downloaded with all that it brings, and how much that is on disk."""
     versions: tuple[str, ...] = ()
-    """Those that it serves, where something beside torch asks for another build of the others; empty: all."""
+    """Those that it serves, where something beside torch asks for another build of the others;
+    empty: all."""
     brings_triton: bool = True
     """It asks for the Triton that belongs to it."""
 
@@ -46,8 +49,9 @@ class Build:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchNeeds:
-    """The table of one package. Builds are in the order in which they are tried: the next one serves where the index of one
-    does not answer, so the last has none unless nothing else serves."""
+    """The table of one package. Builds are in the order in which they are tried: the next one
+    serves where the index of one does not answer, so the last has none unless nothing else
+    serves."""
 
     package: str
     versions: tuple[str, ...]
@@ -56,13 +60,15 @@ class TorchNeeds:
     beside: tuple[str, ...] = ()
     """Requirements that go with torch, with {torch} for its version."""
     vendor: tuple[str, ...] = ()
-    """Distributions of the vendor's: where one is installed, the torch there is the vendor's too."""
+    """Distributions of the vendor's: where one is installed, the torch there is the vendor's
+    too."""
     note: str = ""
     """What else a person has to install where none of them is."""
 
 
 def needs_of(folder: Path) -> TorchNeeds | None:
-    """What the package in a folder says; None: it needs no torch. Raises InstallError for a table that can not be read."""
+    """What the package in a folder says; None: it needs no torch. Raises InstallError for a table
+    that can not be read."""
     declared = settings(folder).get("torch")
     if declared is None:
         return None
@@ -89,7 +95,8 @@ def settings(folder: Path) -> Mapping[str, Any]:
 
 
 def takes(folder: Path, version: str) -> bool:
-    """Whether the dependencies of the package in a folder allow a torch; one that names none allows all."""
+    """Whether the dependencies of the package in a folder allow a torch; one that names none allows
+    all."""
     asked = tomllib.loads((folder / "pyproject.toml").read_text()).get("project", {}).get("dependencies", ())
     found = [match for text in asked if (match := RANGE.match(text))]
     release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -45,7 +45,8 @@ def find(root: Path) -> tuple[Found, ...]:
 
 
 def examine(folder: Path) -> Found:
-    """Load the declaration of one package from its folder and call its probe; what raises is kept."""
+    """Load the declaration of one package from its folder and call its probe; what raises is
+    kept."""
     from sglcore.device.candidate import run_probe
     from sglcore.device.discovery import GROUP, discover
 
@@ -61,8 +62,8 @@ def examine(folder: Path) -> Found:
 
 
 def chosen(found: Sequence[Found], names: Sequence[str]) -> tuple[Found, ...]:
-    """The accelerators that are to be usable: those that were named, or else those that are seen. Raises InstallError for a
-    name that no package has."""
+    """The accelerators that are to be usable: those that were named, or else those that are seen.
+    Raises InstallError for a name that no package has."""
     known = {item.folder.name: item for item in found}
     unknown = [name for name in names if name not in known]
     if unknown:

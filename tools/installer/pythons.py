@@ -1,4 +1,5 @@
-"""Which interpreters are served. An old one reads this file, so nothing here is newer than Python 3.8."""
+"""Which interpreters are served. An old one reads this file, so nothing here is newer than Python
+3.8."""
 
 import re
 import shutil
@@ -16,7 +17,8 @@ def served(root=ROOT):
 
 
 def refusal(version, executable, root=ROOT, which=shutil.which):
-    """Why an interpreter of this version can not be used, and what to do, in one line; "" where it can."""
+    """Why an interpreter of this version can not be used, and what to do, in one line; "" where it
+    can."""
     known = served(root)
     own = "{}.{}".format(*version)
     if not known or own in known:

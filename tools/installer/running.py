@@ -1,4 +1,5 @@
-"""Runs pip and what packages compile ahead, and leaves nothing half done: a second try goes on where the first ended."""
+"""Runs pip and what packages compile ahead, and leaves nothing half done: a second try goes on
+where the first ended."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ TELL_EVERY = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an installation runs. `scratch`: a folder on the checkout's disk in which pip unpacks; `log`: all that pip says."""
+    """Where an installation runs. `scratch`: a folder on the checkout's disk in which pip unpacks;
+    `log`: all that pip says."""
 
     root: Path
     scratch: Path
@@ -47,7 +49,8 @@ class Building:
 
 @contextmanager
 def place(root: Path, sources: Sources, machine: Machine) -> Iterator[Place]:
-    """A scratch folder that is gone afterwards; one that a killed installation left is removed first."""
+    """A scratch folder that is gone afterwards; one that a killed installation left is removed
+    first."""
     build = root / "build"
     build.mkdir(exist_ok=True)
     for left in build.glob(f"{SCRATCH}*"):
@@ -74,7 +77,8 @@ def _is_running(number: str) -> bool:
 
 
 def run(command: Sequence[str], here: Place, megabytes: int = 0) -> None:
-    """One pip command; raises InstallError with one line when it fails. `megabytes`: about what it downloads, 0: little."""
+    """One pip command; raises InstallError with one line when it fails. `megabytes`: about what it
+    downloads, 0: little."""
     print("+", " ".join(command[2:]), flush=True)
     status, said = _once(command, here, megabytes)
     if status and is_spoiled(said):
@@ -127,7 +131,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def check_disk(choice: Choice, here: Place) -> None:
-    """Raises InstallError where what torch brings has no place: pip keeps a download twice until it is unpacked."""
+    """Raises InstallError where what torch brings has no place: pip keeps a download twice until it
+    is unpacked."""
     download, disk = choice.megabytes
     cache = cache_folder()
     scratch = Path(os.environ.get("TMPDIR") or here.scratch)
@@ -143,9 +148,11 @@ def cache_folder() -> Path | None:
 
 
 def forget_half_installed(packages: Path) -> list[str]:
-    """The names of packages that pip was interrupted at, so that it installs them again; what it was taking away is removed.
+    """The names of packages that pip was interrupted at, so that it installs them again; what it
+    was taking away is removed.
 
-    Pip writes INSTALLER after a package's files, and takes one that has a folder of metadata for installed.
+    Pip writes INSTALLER after a package's files, and takes one that has a folder of metadata for
+    installed.
     """
     for left in packages.glob("~*"):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
@@ -157,8 +164,9 @@ def forget_half_installed(packages: Path) -> list[str]:
 
 @contextmanager
 def building(folders: Sequence[Path], here: Place) -> Iterator[list[Building]]:
-    """Programs of packages, as their `[tool.sglcore] early-build` names them, that compile ahead what an installation would.
-    Those that still run at the end of the block are ended, with what they started."""
+    """Programs of packages, as their `[tool.sglcore] early-build` names them, that compile ahead
+    what an installation would. Those that still run at the end of the block are ended, with what
+    they started."""
     begun: list[Building] = []
     try:
         for folder in folders:
@@ -180,7 +188,8 @@ def _begin(folder: Path, words: Sequence[str], said: Path) -> Building:
 
 
 def wait_for(begun: Sequence[Building]) -> None:
-    """Until all have ended. One that failed is said with what serves without it: no error, for the installation goes on."""
+    """Until all have ended. One that failed is said with what serves without it: no error, for the
+    installation goes on."""
     for each in begun:
         if each.child.wait():
             lines = each.said.read_text(errors="replace").strip().splitlines() or ["it failed"]

@@ -1,4 +1,5 @@
-"""Where pip looks for packages, as it is configured, and whether an index has the file that is wanted. It installs nothing."""
+"""Where pip looks for packages, as it is configured, and whether an index has the file that is
+wanted. It installs nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ PAGE = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What wheels must fit: `system` and `machine` as `platform` names them, `python` as wheels do."""
+    """What wheels must fit: `system` and `machine` as `platform` names them, `python` as wheels
+    do."""
 
     system: str
     machine: str
@@ -75,7 +77,8 @@ def configured(python: str = sys.executable) -> Sources:
 
 
 def from_listing(text: str) -> Sources:
-    """What `pip config list` printed. Of a setting with one value, a variable counts before a file."""
+    """What `pip config list` printed. Of a setting with one value, a variable counts before a
+    file."""
     found: dict[str, list[str]] = {}
     for line in sorted(text.splitlines(), key=lambda line: not line.startswith(":env:")):
         key, _, value = line.partition("=")
@@ -98,7 +101,8 @@ def _folder(word: str) -> Path | None:
 
 
 def page(address: str, sources: Sources, seconds: float = SECONDS) -> str:
-    """What an address answers; raises OSError, TimeoutError among them, where that is nothing within these seconds."""
+    """What an address answers; raises OSError, TimeoutError among them, where that is nothing
+    within these seconds."""
     answers: list[str | Exception] = []
 
     def ask() -> None:
@@ -107,7 +111,8 @@ def page(address: str, sources: Sources, seconds: float = SECONDS) -> str:
         except Exception as error:
             answers.append(error)
 
-    # A name that nobody resolves takes longer than any limit of a socket, so another thread waits for it.
+    # A name that nobody resolves takes longer than any limit of a socket, so another thread waits
+    # for it.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(seconds)
@@ -142,7 +147,8 @@ def wheels(text: str, project: str) -> list[str]:
 
 
 Asker = Callable[[str, str, Machine], str]
-"""Of an index, a version of torch and a machine: why that is not to be had there; "" where it is."""
+"""Of an index, a version of torch and a machine: why that is not to be had there; "" where it
+is."""
 
 
 def asker(sources: Sources) -> Asker:

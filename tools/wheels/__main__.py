@@ -1,4 +1,5 @@
-"""`python -m tools.wheels build | check | try | version`: what is released, also on a desk (`make wheels` builds and checks)."""
+"""`python -m tools.wheels build | check | try | version`: what is released, also on a desk (`make
+wheels` builds and checks)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Source distributions and wheels of a checkout, the same bytes for the same commit, compiler and pins.
+"""Source distributions and wheels of a checkout, the same bytes for the same commit, compiler and
+pins.
 
-Each distribution is built from a copy of the files that git knows: what lies about in a checkout is in no wheel.
+Each distribution is built from a copy of the files that git knows: what lies about in a checkout is
+in no wheel.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ CORE = ("sglcore/", "pyproject.toml", "README.md", LICENSE)
 
 
 def build(out: Path, names: Sequence[str] = (), root: Path = ROOT, say: Callable[[str], None] = print) -> list[Path]:
-    """Build all distributions, or those named, into a folder, which keeps nothing else. Waits, minutes where the native
-    kernels are not compiled yet. Raises ReleaseError."""
+    """Build all distributions, or those named, into a folder, which keeps nothing else. Waits,
+    minutes where the native kernels are not compiled yet. Raises ReleaseError."""
     chosen = [each for each in distributions(root) if not names or each.name in names]
     if unknown := set(names) - {each.name for each in chosen}:
         known = ", ".join(each.name for each in distributions(root))
@@ -71,13 +73,15 @@ def _environment(epoch: int) -> dict[str, str]:
 
 
 def _epoch(root: Path) -> int:
-    """The commit's time, or what SOURCE_DATE_EPOCH says. Raises ReleaseError where there is neither."""
+    """The commit's time, or what SOURCE_DATE_EPOCH says. Raises ReleaseError where there is
+    neither."""
     given = os.environ.get("SOURCE_DATE_EPOCH")
     return int(given) if given else int(_git(root, "log", "-1", "--format=%ct").strip())
 
 
 def _git(root: Path, *words: str) -> str:
-    """What git says of a checkout, whoever it belongs to; raises ReleaseError where there is none."""
+    """What git says of a checkout, whoever it belongs to; raises ReleaseError where there is
+    none."""
     try:
         command = ("git", "-c", "safe.directory=*", *words)
         ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -106,7 +110,8 @@ def _belongs(name: str, is_core: bool) -> bool:
 
 
 def _make_portable(made: Path, python: Path, environ: Mapping[str, str]) -> None:
-    """Name the machines that a wheel with native code runs on, as auditwheel finds it: by the symbols that it needs."""
+    """Name the machines that a wheel with native code runs on, as auditwheel finds it: by the
+    symbols that it needs."""
     (wheel,) = made.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     if not any(name.endswith(".so") for name in names):

@@ -1,7 +1,8 @@
-"""What must hold of every distribution that is published: the files that are in it, their metadata and their size.
+"""What must hold of every distribution that is published: the files that are in it, their metadata
+and their size.
 
-A file is in a wheel exactly if git knows it in the package's folder; so a forgotten pattern of package data and a stray file
-are both found, with no list to keep.
+A file is in a wheel exactly if git knows it in the package's folder; so a forgotten pattern of
+package data and a stray file are both found, with no list to keep.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Wheel:
 
 
 def problems(folder: Path, names: Sequence[str] = (), root: Path = ROOT) -> list[str]:
-    """What is wrong with the distributions in a folder, one line each; all that the checkout has, or those named, must be
-    there. Raises ReleaseError where a tool can not be run."""
+    """What is wrong with the distributions in a folder, one line each; all that the checkout has,
+    or those named, must be there. Raises ReleaseError where a tool can not be run."""
     wanted, found = version(root), []
     for each in distributions(root):
         if names and each.name not in names:
@@ -73,7 +74,8 @@ def problems(folder: Path, names: Sequence[str] = (), root: Path = ROOT) -> list
 
 
 def undeclared(each: Distribution) -> list[str]:
-    """Files of a distribution's packages that are no Python and that no pattern of its package data names."""
+    """Files of a distribution's packages that are no Python and that no pattern of its package data
+    names."""
     data, found = each.declared["tool"]["setuptools"]["package-data"], []
     for target, folder in _packaged(each).items():
         base = each.folder / folder
@@ -96,7 +98,8 @@ def wheel_problems(path: Path, each: Distribution) -> list[str]:
 
 
 def source_problems(path: Path, each: Distribution) -> list[str]:
-    """What is wrong with one source distribution: it has all that the wheel is made of, and no tests."""
+    """What is wrong with one source distribution: it has all that the wheel is made of, and no
+    tests."""
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tracked = git_files(each.folder, ".")
@@ -109,7 +112,8 @@ def source_problems(path: Path, each: Distribution) -> list[str]:
 
 
 def git_files(folder: Path, *below: str) -> list[str]:
-    """The files of a folder that git knows and that are there, or those below some of its folders."""
+    """The files of a folder that git knows and that are there, or those below some of its
+    folders."""
     command = ("git", "-c", "safe.directory=*", "ls-files", "-z", *below)
     try:
         listed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout

@@ -16,7 +16,8 @@ ENTRY = re.compile(r"^## (\S+) (\(.*\))$", re.MULTILINE)
 """How an entry of the changes begins: its version, and the day of its release."""
 DAY = re.compile(r"\(\d{4}-\d\d-\d\d\)")
 WHERE = "sglcore/__init__.py"
-"""The file that says the version; the others repeat it, because a package is also built alone, from its own folder."""
+"""The file that says the version; the others repeat it, because a package is also built alone, from
+its own folder."""
 
 
 class ReleaseError(RuntimeError):
@@ -52,7 +53,8 @@ def distributions(root: Path = ROOT) -> tuple[Distribution, ...]:
 
 
 def version(root: Path = ROOT) -> str:
-    """The one version. Raises ReleaseError where a package, or the first entry of the changes, has another."""
+    """The one version. Raises ReleaseError where a package, or the first entry of the changes, has
+    another."""
     wanted = _found(root / WHERE)
     others = {file: _found(file) for file in _repeated(root)} | {root / CHANGES: _newest_entry(root)[0]}
     for file, found in others.items():
@@ -63,7 +65,8 @@ def version(root: Path = ROOT) -> str:
 
 
 def check_tag(tag: str, root: Path = ROOT) -> str:
-    """The version, if a tag is of it and the changes have the day of its release. Raises ReleaseError."""
+    """The version, if a tag is of it and the changes have the day of its release. Raises
+    ReleaseError."""
     found = version(root)
     if tag != f"v{found}":
         raise ReleaseError(f"found the tag {tag} at version {found}; wanted v{found}")
@@ -73,7 +76,8 @@ def check_tag(tag: str, root: Path = ROOT) -> str:
 
 
 def write_version(new: str, root: Path = ROOT) -> None:
-    """Write it where it stands. The changes are written by hand. Raises ReleaseError for what is no version."""
+    """Write it where it stands. The changes are written by hand. Raises ReleaseError for what is no
+    version."""
     if not RELEASED.fullmatch(new):
         raise ReleaseError(f"found the version {new!r}; wanted one such as 1.2.3 or 1.2.3rc1")
     for file in (root / WHERE, *_repeated(root)):

@@ -1,4 +1,5 @@
-"""The environment of the tools that build: pinned, below `build/`, made when first needed and again when the pins change."""
+"""The environment of the tools that build: pinned, below `build/`, made when first needed and again
+when the pins change."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Wheels as a user has them: installed into an empty environment away from the checkout, without a compiler, and used.
+"""Wheels as a user has them: installed into an empty environment away from the checkout, without a
+compiler, and used.
 
-What is tried: text from the embedded model by the native kernels, a server with its page and an answer, the conformance kit
-on the processor, and a new device package. Standard library only, so that any Python can run it.
+What is tried: text from the embedded model by the native kernels, a server with its page and an
+answer, the conformance kit on the processor, and a new device package. Standard library only, so
+that any Python can run it.
 """
 
 from __future__ import annotations
@@ -49,13 +51,15 @@ class Place:
         return self.folder / "work"
 
     def environ(self) -> dict[str, str]:
-        """A home of its own, and no program but the environment's: no compiler, no git, no variable of whoever calls."""
+        """A home of its own, and no program but the environment's: no compiler, no git, no variable
+        of whoever calls."""
         passed = {name: value for name, value in os.environ.items() if name.lower().startswith(PASSED)}
         home = {"HOME": str(self.folder / "home"), "TMPDIR": str(self.folder / "scratch")}
         return {**passed, **home, "PATH": str(self.programs), "CXX": "no-compiler-here", "COLUMNS": "200"}
 
     def run(self, step: str, *command: str, limit: float = SECONDS) -> str:
-        """What a command printed, both streams; raises ReleaseError with its last words if it fails."""
+        """What a command printed, both streams; raises ReleaseError with its last words if it
+        fails."""
         began = time.monotonic()
         out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
         try:
@@ -75,9 +79,10 @@ class Place:
 def install(
     dist: Path, folder: Path, python: str, names: Sequence[str], torch: Sequence[str] = (), linked: Path | None = None
 ) -> Place:
-    """Make the environment and install distributions of a folder into it by their names, which may have extras. Everything else
-    is fetched, torch first and as pip is told here; or it is there already in `linked`, a folder of packages, and nothing is
-    fetched. Waits. Raises ReleaseError."""
+    """Make the environment and install distributions of a folder into it by their names, which may
+    have extras. Everything else is fetched, torch first and as pip is told here; or it is there
+    already in `linked`, a folder of packages, and nothing is fetched. Waits. Raises
+    ReleaseError."""
     place = Place(folder, {})
     for part in ("work", "home", "scratch"):
         (folder / part).mkdir(parents=True)
@@ -105,7 +110,8 @@ def links(packages: Path, folder: Path) -> Path:
 
 
 def use(place: Place) -> str:
-    """Try everything; the text that was generated. Raises ReleaseError for the first thing that is not as it should be."""
+    """Try everything; the text that was generated. Raises ReleaseError for the first thing that is
+    not as it should be."""
     text = generate(place)
     with serving(place) as (url, say):
         began = time.monotonic()
@@ -131,7 +137,8 @@ def generate(place: Place) -> str:
 
 @contextmanager
 def serving(place: Place) -> Iterator[tuple[str, Callable[[str, float], None]]]:
-    """A server on a free port, ended afterwards; its address, and a function that keeps the seconds of a step."""
+    """A server on a free port, ended afterwards; its address, and a function that keeps the seconds
+    of a step."""
     began = time.monotonic()
     log = place.work / "serve.txt"
     with log.open("wb") as file:

@@ -1,4 +1,5 @@
-"""The processor itself as a device: chosen when no accelerator is present. Nothing is imported but the declaration."""
+"""The processor itself as a device: chosen when no accelerator is present. Nothing is imported but
+the declaration."""
 
 from sglcore.device.package import DevicePackage
 from sglcore.device.topology import Communication

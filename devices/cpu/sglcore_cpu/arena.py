@@ -1,6 +1,7 @@
 """Memory for what is read from end to end at every step: on huge pages where the system gives them.
 
-With pages of 4 KiB a stream of weights misses the address cache at every page; with 2 MiB it is a tenth faster.
+With pages of 4 KiB a stream of weights misses the address cache at every page; with 2 MiB it is a
+tenth faster.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ SETTING = "sys/kernel/mm/transparent_hugepage/enabled"
 
 
 def huge_empty(num_bytes: int) -> Tensor:
-    """Return uint8 [num_bytes] of zeros without memory pages yet, aligned to 2 MiB if it is that large.
+    """Return uint8 [num_bytes] of zeros without memory pages yet, aligned to 2 MiB if it is that
+    large.
 
-    The memory goes back to the system with its last tensor. Raises MemoryError where the system refuses.
+    The memory goes back to the system with its last tensor. Raises MemoryError where the system
+    refuses.
     """
     if num_bytes < HUGE_PAGE or sys.platform != "linux":
         return torch.zeros(num_bytes, dtype=torch.uint8)

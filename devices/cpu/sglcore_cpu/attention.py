@@ -1,5 +1,5 @@
-"""Attention over the paged pool by the native kernels. Slots, lengths and pages are read when a kernel runs, so a recorded
-decode step serves whatever its buffers hold."""
+"""Attention over the paged pool by the native kernels. Slots, lengths and pages are read when a
+kernel runs, so a recorded decode step serves whatever its buffers hold."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ if TYPE_CHECKING:
     from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
 
 CELL_TYPES: Mapping[torch.dtype, int] = MappingProxyType({**TYPES, torch.uint8: 2})
-"""Element types as the kernels count them; cells of bytes hold codes of 8 bits, each head's with its scale behind."""
+"""Element types as the kernels count them; cells of bytes hold codes of 8 bits, each head's with
+its scale behind."""
 
 
 @dataclass(slots=True)
 class PagedPlan(AttentionPlan):
-    """The first `singles` rows bring one token each (None: every row that the batch shows, padding too); `starts`
-    int32[N + 1] are the first tokens of the rows after them and the end of the last, None if there are none."""
+    """The first `singles` rows bring one token each (None: every row that the batch shows, padding
+    too); `starts` int32[N + 1] are the first tokens of the rows after them and the end of the last,
+    None if there are none."""
 
     singles: int | None = None
     starts: Tensor | None = None
 
 
 class PagedAttention(AttentionBackend[PagedPlan]):
-    """Serves every page size, head size, window, softcap and sink in float32 and bfloat16, over cells of either or of 8 bits."""
+    """Serves every page size, head size, window, softcap and sink in float32 and bfloat16, over
+    cells of either or of 8 bits."""
 
     facts = AttentionFacts(
         dtypes=("bfloat16", "float32"),
@@ -79,7 +82,8 @@ class PagedAttention(AttentionBackend[PagedPlan]):
         return plan
 
     def capture_plan(self, bucket: Bucket) -> PagedPlan:
-        """Every row brings one token; what is in the buffers says the rest. Raises ValueError for another bucket."""
+        """Every row brings one token; what is in the buffers says the rest. Raises ValueError for
+        another bucket."""
         if bucket.num_tokens != bucket.batch_size:
             raise ValueError(f"found {bucket.num_tokens} tokens of {bucket.batch_size} requests; wanted one of each")
         return PagedPlan(self, self.token_to_kv_pool.generation)
@@ -88,7 +92,8 @@ class PagedAttention(AttentionBackend[PagedPlan]):
         """Nothing: the kernel reads the buffers."""
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: PagedPlan) -> Tensor:
-        """Rows of padding come out as zero. Raises TypeError or ValueError for what no kernel serves."""
+        """Rows of padding come out as zero. Raises TypeError or ValueError for what no kernel
+        serves."""
         q = q if q.stride(-1) == 1 else q.contiguous()
         out = self._engine.empty(*q.shape, dtype=q.dtype)
         singles = min(len(batch.req_pool_indices), q.shape[0]) if plan.singles is None else plan.singles
@@ -104,7 +109,8 @@ class PagedAttention(AttentionBackend[PagedPlan]):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One layer's attention, checked: q [T, heads * D] to out, `slots` and `seq_lens` int32 of the rows."""
+    """One layer's attention, checked: q [T, heads * D] to out, `slots` and `seq_lens` int32 of the
+    rows."""
 
     backend: PagedAttention
     layer: Attention
@@ -114,7 +120,8 @@ class Call:
     seq_lens: Tensor
 
     def run(self, kernel: BoundKernel, first: int, rows: int, tokens: int, **more: int) -> None:
-        """The rows [first, first + rows); tokens of out up to `tokens` that belong to none become zero."""
+        """The rows [first, first + rows); tokens of out up to `tokens` that belong to none become
+        zero."""
         layer, pool = self.layer, self.backend.req_to_token_pool
         keys, values = self.backend.token_to_kv_pool.kv(layer.layer_id)
         sinks = layer.sinks

@@ -1,4 +1,5 @@
-"""The processor's bring-up: the standard order, with threads bound before the weights and memory read from the system."""
+"""The processor's bring-up: the standard order, with threads bound before the weights and memory
+read from the system."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 
 PAGED = "paged"
 SMALL_WEIGHTS = 64 << 20
-"""Below this many bytes the weights stay in cache, and a second thread waits at barriers longer than it works."""
+"""Below this many bytes the weights stay in cache, and a second thread waits at barriers longer
+than it works."""
 
 
 def processor_world(
@@ -86,8 +88,8 @@ def sums_of_ranks(
 
 
 def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger, place: Place | None = None) -> Placement:
-    """Plan where threads run and keep this process there, before any memory is touched. Ranks of one machine have cores of their
-    own."""
+    """Plan where threads run and keep this process there, before any memory is touched. Ranks of
+    one machine have cores of their own."""
     size = weight_bytes(model_path, config)
     asked, reason = config.threads, ""
     if asked is None and size < SMALL_WEIGHTS:
@@ -106,7 +108,8 @@ def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger, plac
 
 
 def room(config: EngineConfig, model_path: Path) -> int:
-    """Bytes that the weights will take, about; raises ConfigError where this process may not take that many."""
+    """Bytes that the weights will take, about; raises ConfigError where this process may not take
+    that many."""
     needed = weight_bytes(model_path, config)
     available, evidence = available_memory()
     if needed > available:
@@ -125,7 +128,8 @@ def processor_kernels(
     ledger: DecisionLedger,
     device: torch.device,
 ) -> KernelTable:
-    """The native table, or another of the package's; a compiler traces torch's only, and reads plain weights."""
+    """The native table, or another of the package's; a compiler traces torch's only, and reads
+    plain weights."""
     asked = package.kernels_for(config.kernels, "reference", *NAMES)
     is_traced = facts.graph_kind(config.graph) == "compiled"
     extension = find_extension(torch.__version__)
@@ -153,7 +157,8 @@ def kernel_choices(config: EngineConfig, facts: Facts, model: LoadedModel, ledge
 
 
 def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, ledger: DecisionLedger) -> PoolKind:
-    """Cells of the model's type, or of 8 bits where the native kernels read them; all take memory only as they are used."""
+    """Cells of the model's type, or of 8 bits where the native kernels read them; all take memory
+    only as they are used."""
     if config.kv_cache_dtype == "auto" or any(layer.rows for layer in model.attention_layers):
         return PoolKind(partial(MHATokenToKVPool, zeros=huge_zeros), cell_bytes)
     if config.kv_cache_dtype != INT8_POOL.kv_cache_dtype:
@@ -170,8 +175,9 @@ def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, le
 
 
 def library_threads(model: LoadedModel, kernels: KernelTable, threads: Placement, ledger: DecisionLedger) -> int:
-    """How many threads torch's own operations take. One where they stand between native kernels: those threads wait for the
-    next kernel by spinning, and the two pools would take the cores from each other."""
+    """How many threads torch's own operations take. One where they stand between native kernels:
+    those threads wait for the next kernel by spinning, and the two pools would take the cores from
+    each other."""
     if not model.calls_library or not is_native(kernels) or threads.threads == 1:
         return threads.threads
     torch.set_num_threads(1)
@@ -181,7 +187,8 @@ def library_threads(model: LoadedModel, kernels: KernelTable, threads: Placement
 
 
 def spread_cells(pools: Pools, threads: Placement) -> int:
-    """Over the memory nodes that the threads are near: how many tensors of keys and values were spread."""
+    """Over the memory nodes that the threads are near: how many tensors of keys and values were
+    spread."""
     kinds = [pools.token_to_kv] if pools.windows is None else [pools.token_to_kv, pools.windows.token_to_kv]
     cells = [part for pool in kinds for layer in range(pool.num_layers) for part in pool.kv(layer)]
     return sum(interleave(part.data_ptr(), part.nbytes, threads.nodes) for part in cells)
@@ -245,7 +252,8 @@ def processor_runner(
 
 
 def reason_against_recording(kernels: KernelTable, attention: AttentionBackend) -> str:
-    """Why a step of this table and attention can not be replayed as a list of kernel calls; empty if it can."""
+    """Why a step of this table and attention can not be replayed as a list of kernel calls; empty
+    if it can."""
     if attention.shape.is_encoder:
         return "an encoder does not decode"
     if not is_native(kernels):

@@ -1,4 +1,5 @@
-"""Which kernels serve: the native ones of the highest instruction set that the processor announces, or torch's."""
+"""Which kernels serve: the native ones of the highest instruction set that the processor announces,
+or torch's."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ BUILD_ALL = "python -m sglcore_cpu.compile --sets all"
 
 @functools.cache
 def load_library() -> Library:
-    """This installation's library, compiled first where it has none. It never changes while a process runs."""
+    """This installation's library, compiled first where it has none. It never changes while a
+    process runs."""
     return find_library()
 
 
 def engine_of_one(load: Callable[[], Library] = load_library) -> Engine:
-    """The kernels of the highest instruction set that the processor announces, for one thread. Raises NativeUnavailable."""
+    """The kernels of the highest instruction set that the processor announces, for one thread.
+    Raises NativeUnavailable."""
     library = load()
     return library.engine(_instruction_set("auto", library), 1)
 

@@ -1,8 +1,9 @@
-"""Builds the native library: every topic's kernels once for each instruction set, with one C interface over them.
+"""Builds the native library: every topic's kernels once for each instruction set, with one C
+interface over them.
 
-It runs when the package is installed, at the first start where an installation has no library, and by hand as
-`python -m sglcore_cpu.compile`. Standard library only: nothing of this package or of any other is imported, for an
-installer has neither.
+It runs when the package is installed, at the first start where an installation has no library, and
+by hand as `python -m sglcore_cpu.compile`. Standard library only: nothing of this package or of any
+other is imported, for an installer has neither.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ PLAIN = ("api.cpp", "pool.cpp", PROCESSOR)
 
 HERE, ALL, NONE = "here", "all", "none"
 SETTING = "SGLCORE_CPU_BUILD"
-"""The environment variable by which an installation is told what to compile: the instruction sets that this processor needs
-(here, the default), all of this kind of machine, or none (the first start compiles)."""
+"""The environment variable by which an installation is told what to compile: the instruction sets
+that this processor needs (here, the default), all of this kind of machine, or none (the first start
+compiles)."""
 SECONDS_PER_SET = 95
-"""What the kernels of one instruction set take one core of 2 GHz, measured on a Xeon with g++ 12."""
+"""What the kernels of one instruction set take one core of 2 GHz, measured on a Xeon with g++
+12."""
 LONGEST_SECONDS = 900
 """A compiler that takes longer for one file hangs: the longest takes 20."""
 
@@ -80,8 +83,9 @@ ARM = (InstructionSet("neon", 1, ("-march=armv8.2-a+bf16+i8mm+dotprod+fp16",)),)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is built: `emulate` builds the levels above avx512 from its instructions alone; `sanitize` with the address
-    and undefined-behaviour sanitizers; `topics` and `names` only some topics and instruction sets (none: all)."""
+    """What is built: `emulate` builds the levels above avx512 from its instructions alone;
+    `sanitize` with the address and undefined-behaviour sanitizers; `topics` and `names` only some
+    topics and instruction sets (none: all)."""
 
     compiler: str = "c++"
     machine: str = field(default_factory=platform.machine)
@@ -127,8 +131,8 @@ def source_digest(sources: Path = SOURCES) -> str:
 
 
 def build(target: Path, variant: Variant = Variant(), cache: Path | None = None, sources: Path = SOURCES) -> Path:
-    """Compile and link to `target`; raises `BuildError`. `cache` keeps compiled files by their content, and the library by
-    what it is made of. Waits, minutes."""
+    """Compile and link to `target`; raises `BuildError`. `cache` keeps compiled files by their
+    content, and the library by what it is made of. Waits, minutes."""
     variant = understood(variant)
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -143,8 +147,8 @@ def build(target: Path, variant: Variant = Variant(), cache: Path | None = None,
 
 
 def as_asked(variant: Variant, asked: str, sources: Path = SOURCES) -> Variant:
-    """The variant with the instruction sets of `SETTING`'s value, or of a list of names with commas between them. Raises
-    `BuildError` for another value, and where this processor has none."""
+    """The variant with the instruction sets of `SETTING`'s value, or of a list of names with commas
+    between them. Raises `BuildError` for another value, and where this processor has none."""
     if asked == HERE:
         return for_this_processor(variant, sources)
     known = {one.name for one in variant.instruction_sets}
@@ -157,8 +161,9 @@ def as_asked(variant: Variant, asked: str, sources: Path = SOURCES) -> Variant:
 
 
 def for_this_processor(variant: Variant, sources: Path = SOURCES) -> Variant:
-    """The lowest and the highest of the instruction sets that this processor announces and the compiler knows: what serves
-    here, and what serves on most machines that the installation may be moved to. All of another kind of machine."""
+    """The lowest and the highest of the instruction sets that this processor announces and the
+    compiler knows: what serves here, and what serves on most machines that the installation may be
+    moved to. All of another kind of machine."""
     variant = understood(variant)
     if variant.machine != platform.machine():
         return variant
@@ -171,7 +176,8 @@ def for_this_processor(variant: Variant, sources: Path = SOURCES) -> Variant:
 
 
 def _processor_level(variant: Variant, sources: Path) -> int:
-    """What the library would find, by a program of the same source; as much as there is where it can not be run."""
+    """What the library would find, by a program of the same source; as much as there is where it
+    can not be run."""
     most = max(one.level for one in variant.instruction_sets)
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -186,8 +192,8 @@ def _processor_level(variant: Variant, sources: Path) -> int:
 
 
 def understood(variant: Variant) -> Variant:
-    """Without the instruction sets whose flags an older compiler does not know. Raises `BuildError` if none is left, there is
-    no compiler, or there are no kernels for the machine."""
+    """Without the instruction sets whose flags an older compiler does not know. Raises `BuildError`
+    if none is left, there is no compiler, or there are no kernels for the machine."""
     if shutil.which(variant.compiler) is None:
         raise NoCompiler(f"there is no C++ compiler {variant.compiler!r} here")
     if not variant.instruction_sets:
@@ -241,7 +247,8 @@ def _place(library: Path, target: Path) -> None:
 
 
 def cores() -> int:
-    """Compilers at a time: one for each core that this process may use, and few enough for their memory."""
+    """Compilers at a time: one for each core that this process may use, and few enough for their
+    memory."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return min(usable, 8)
 

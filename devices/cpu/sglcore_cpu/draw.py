@@ -11,14 +11,16 @@ from sglcore_cpu.native import TYPES, Engine
 
 
 class NativeDraw:
-    """The table's entry `draw`. Float16 logits, and ones whose vocabulary is strided, go to `draw_rows`."""
+    """The table's entry `draw`. Float16 logits, and ones whose vocabulary is strided, go to
+    `draw_rows`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._draw = engine.kernel("draw").bind()
 
     def __call__(self, logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tensor, Tensor]:
-        """As the table says: logits float[B, V] -> tokens int32[B], bad bool[B]. Waits until they are drawn."""
+        """As the table says: logits float[B, V] -> tokens int32[B], bad bool[B]. Waits until they
+        are drawn."""
         if logits.dtype not in TYPES or logits.stride(1) != 1:
             return draw_rows(logits, state, tables)
         return self._run(
@@ -36,7 +38,8 @@ class NativeDraw:
         )
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The table's entry `greedy`; what else the kernel takes of a row does not change what a greedy one gives."""
+        """The table's entry `greedy`; what else the kernel takes of a row does not change what a
+        greedy one gives."""
         if logits.dtype not in TYPES or logits.stride(1) != 1:
             return draw_greedy(logits)
         all_rows = torch.ones(logits.shape[0], dtype=torch.bool)

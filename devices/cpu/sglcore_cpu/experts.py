@@ -1,7 +1,7 @@
 """Routing to experts, and mixtures of them over plain weights, by the native kernels.
 
-Models get them in float32 and bfloat16 (`table.takes`); tensors that lie otherwise than the kernels read them go to the
-reference.
+Models get them in float32 and bfloat16 (`table.takes`); tensors that lie otherwise than the kernels
+read them go to the reference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ GATED, CLAMPED, SQUARED = 0, 1, 2
 
 
 class Experts:
-    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its result is there."""
+    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its
+    result is there."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty

@@ -1,5 +1,5 @@
-"""Intel's extension for PyTorch: whether it is installed and fits the torch that runs, read from their files. Importing one
-that does not fit fails, so nothing here imports it."""
+"""Intel's extension for PyTorch: whether it is installed and fits the torch that runs, read from
+their files. Importing one that does not fit fails, so nothing here imports it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def release(version: str) -> str:
 
 
 def extension_row(found: Extension, asked: bool, traced: bool) -> Row:
-    """What the ledger says of it, `asked` for or not; `traced`: a compiler serves, which takes kernels of its own."""
+    """What the ledger says of it, `asked` for or not; `traced`: a compiler serves, which takes
+    kernels of its own."""
     name = f"{DISTRIBUTION} {found.version}"
     if found.gap:
         return Row("extension", "auto", "not used", f"{name} {found.gap}; {ENDED}", f"pip uninstall {DISTRIBUTION}")

@@ -1,7 +1,9 @@
-"""The native library of an installation: the one beside this package, else one that the first start compiles here.
+"""The native library of an installation: the one beside this package, else one that the first start
+compiles here.
 
-A wheel for this kind of machine brings the library with every instruction set; an installation from sources compiled it.
-Where neither is so (a wheel without it, a compiler that came later) it is compiled once, into the user's cache.
+A wheel for this kind of machine brings the library with every instruction set; an installation from
+sources compiled it. Where neither is so (a wheel without it, a compiler that came later) it is
+compiled once, into the user's cache.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ def cache_folder() -> Path:
 
 
 def _compile(library: Path, variant: Variant, sources: Path) -> None:
-    """Compile for this processor, unless another process has just done so. What a start that was interrupted, or failed, has
-    compiled is kept, and the next goes on from there."""
+    """Compile for this processor, unless another process has just done so. What a start that was
+    interrupted, or failed, has compiled is kept, and the next goes on from there."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with _alone(library.parent / "lock"):
         if library.exists():

@@ -1,4 +1,5 @@
-"""The processor's graph: one compiled callable per bucket. Attention stays one opaque call inside it."""
+"""The processor's graph: one compiled callable per bucket. Attention stays one opaque call inside
+it."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ class CompiledStep:
     """A forward of one bucket, compiled for its exact shapes."""
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
-        # A bucket never changes, so nothing is guarded: its code is found by its own entry, and what another user of
-        # torch does to the process (threads, for one) recompiles nothing while requests wait.
+        # A bucket never changes, so nothing is guarded: its code is found by its own entry, and
+        # what another user of torch does to the process (threads, for one) recompiles nothing while
+        # requests wait.
         self._step = torch.compile(  # pyright: ignore[reportCallIssue]  the overloads lack isolate_recompiles
             step, fullgraph=True, dynamic=False, isolate_recompiles=True, options={"guard_filter_fn": _no_guards}
         )

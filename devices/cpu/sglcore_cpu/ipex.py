@@ -1,5 +1,5 @@
-"""The kernels of Intel's extension for PyTorch, by the operators that it registers: norms, rotary embedding and linear
-layers, over torch's. Nothing of it is imported before the table is made."""
+"""The kernels of Intel's extension for PyTorch, by the operators that it registers: norms, rotary
+embedding and linear layers, over torch's. Nothing of it is imported before the table is made."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from sglcore_cpu.kernels import takes_whole_heads, torch_kernels
 from sglcore_cpu.packed import ClosedWeight
 
 PACKED = (torch.float32, torch.bfloat16)
-"""Element types whose weights the extension packs on every processor that it serves; float16 wants newer ones."""
+"""Element types whose weights the extension packs on every processor that it serves; float16 wants
+newer ones."""
 
 
 def ipex_kernels() -> KernelTable:
-    """The table; raises ConfigError where the extension is not installed or was built for another torch, DeviceError where
-    it can not be imported."""
+    """The table; raises ConfigError where the extension is not installed or was built for another
+    torch, DeviceError where it can not be imported."""
     check_installed()
     try:
         import_module("intel_extension_for_pytorch")
@@ -55,7 +56,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """One operator, which leaves the sum in the residual; it writes that as if its rows lay together."""
+    """One operator, which leaves the sum in the residual; it writes that as if its rows lay
+    together."""
     total = residual.contiguous()
     return torch.ops.torch_ipex.add_rmsnorm(x, total, weight, eps, True), total
 
@@ -79,7 +81,8 @@ def _rotated(x: Tensor, sin_cos: Tensor, first: Tensor, head_dim: int) -> Tensor
 
 
 class Blocks:
-    """A weight in the blocks that the extension chose for this processor, with the `context` that reads them."""
+    """A weight in the blocks that the extension chose for this processor, with the `context` that
+    reads them."""
 
     name = "blocks of ipex"
 
@@ -113,7 +116,8 @@ def pack_linear(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The operator adds the bias that was packed, whichever it is given: there is none, and it is added here."""
+    """The operator adds the bias that was packed, whichever it is given: there is none, and it is
+    added here."""
     if not isinstance(weight, BlockedWeight):
         return torch.nn.functional.linear(x, weight, bias)
     found = weight.form.multiply(x, weight.shape[0])

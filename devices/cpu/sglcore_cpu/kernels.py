@@ -1,7 +1,8 @@
-"""Torch's kernels: the reference, with entries replaced where fewer calls of torch mean the same. They serve where the
-native ones do not.
+"""Torch's kernels: the reference, with entries replaced where fewer calls of torch mean the same.
+They serve where the native ones do not.
 
-At batch 1 a call costs more than its arithmetic, so every entry here is about calls, not about flops.
+At batch 1 a call costs more than its arithmetic, so every entry here is about calls, not about
+flops.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_c
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """One fused call: the layer norm of (x, -x), whose mean is 0 and whose variance is the mean square of x."""
+    """One fused call: the layer norm of (x, -x), whose mean is 0 and whose variance is the mean
+    square of x."""
     size = x.shape[-1]
     normed = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), None, None, eps)
     return normed[..., :size] * weight
@@ -51,14 +53,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """Blocked for the processor's bfloat16 instructions, which then stream it: up to twice as fast at one token."""
+    """Blocked for the processor's bfloat16 instructions, which then stream it: up to twice as fast
+    at one token."""
     if weight.dtype is not torch.bfloat16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
 
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """Only the chosen experts. A compiler takes grouped products of bfloat16 alone, and gets the reference for others."""
+    """Only the chosen experts. A compiler takes grouped products of bfloat16 alone, and gets the
+    reference for others."""
     if torch.compiler.is_compiling() and hidden.dtype is not torch.bfloat16:
         return reference_moe(hidden, weights, ids, w13, w2)
     return grouped_moe(hidden, weights, ids, w13, w2)
@@ -127,10 +131,12 @@ def takes_whole_heads(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Te
 
 
 class Rotary:
-    """Rotary embedding as x * cos + swapped(x) * sin over q and k at once where they are neighbours in memory.
+    """Rotary embedding as x * cos + swapped(x) * sin over q and k at once where they are neighbours
+    in memory.
 
-    Of heads that are rotated whole. A compiler fuses the reference better than this, so it gets that. Keeps, for each
-    cos/sin cache and dtype, a table with both halves written out: rows of [cos, cos, -sin, sin].
+    Of heads that are rotated whole. A compiler fuses the reference better than this, so it gets
+    that. Keeps, for each cos/sin cache and dtype, a table with both halves written out: rows of
+    [cos, cos, -sin, sin].
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,8 @@
-"""Cells of 8 bits: a head's keys or values as signed bytes, and behind them their scale, so that one tensor says it all.
+"""Cells of 8 bits: a head's keys or values as signed bytes, and behind them their scale, so that
+one tensor says it all.
 
-Half the memory of bfloat16, and half the traffic of a long context. x = code * scale, scale = largest magnitude / 127.
+Half the memory of bfloat16, and half the traffic of a long context. x = code * scale, scale =
+largest magnitude / 127.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def _wider(layers: LayerShapes) -> LayerShapes:
 
 
 class Int8TokenToKVPool(MHATokenToKVPool):
-    """Cells of bytes, as many for keys as for values, on huge pages, whatever the type of the model."""
+    """Cells of bytes, as many for keys as for values, on huge pages, whatever the type of the
+    model."""
 
     layout: ClassVar[str] = INT8
 
@@ -77,8 +80,8 @@ class Int8Store:
         self._store = engine.kernel("store_kv_int8").bind()
 
     def __call__(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-        """As the table says: row t of key and value [T, kv_heads, D] into cell out_cache_loc[t], int64 [T]. Raises
-        TypeError for another type of rows or locations."""
+        """As the table says: row t of key and value [T, kv_heads, D] into cell out_cache_loc[t],
+        int64 [T]. Raises TypeError for another type of rows or locations."""
         if key.dtype not in TYPES or value.dtype is not key.dtype or out_cache_loc.dtype is not torch.int64:
             raise TypeError(
                 f"found keys of {key.dtype}, values of {value.dtype} at {out_cache_loc.dtype} cells; wanted float32 or "

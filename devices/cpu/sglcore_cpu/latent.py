@@ -1,5 +1,6 @@
-"""The entries around latent attention by the native kernels: norms, rotations and stores of rows, a product for each group,
-and hyper-connections. Tensors that lie otherwise than the kernels read them go to the reference.
+"""The entries around latent attention by the native kernels: norms, rotations and stores of rows, a
+product for each group, and hyper-connections. Tensors that lie otherwise than the kernels read them
+go to the reference.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from sglcore_cpu.sparse import address, are_indices, form_of, is_known, last_is_
 
 
 class Latent:
-    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its result is there."""
+    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its
+    result is there."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty
@@ -211,7 +213,8 @@ class Latent:
 
 
 def takes_store(x: Tensor, weight: Tensor, *others: object) -> str:
-    """Of stores: norms in float32, rows of a pool that the kernels write: numbers, or bytes of a codec."""
+    """Of stores: norms in float32, rows of a pool that the kernels write: numbers, or bytes of a
+    codec."""
     floats = [each.dtype for each in others if isinstance(each, Tensor) and each.ndim == 2]
     rows = floats[-1]
     wide = weight.dtype is torch.float32

@@ -1,4 +1,5 @@
-"""How much memory this process may take: the machine's, or less where a control group says so; and what weights take."""
+"""How much memory this process may take: the machine's, or less where a control group says so; and
+what weights take."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ UNLIMITED = 1 << 60
 
 
 def weight_bytes(model: Path, asked: EngineConfig = EngineConfig()) -> int:
-    """About how many bytes the weights of a checkpoint, a folder or one file, take once they are loaded as asked; 0 where
-    files are missing, and the size of files that are damaged: the loader names both."""
+    """About how many bytes the weights of a checkpoint, a folder or one file, take once they are
+    loaded as asked; 0 where files are missing, and the size of files that are damaged: the loader
+    names both."""
     raw = {} if model.is_file() else _config(model)
     try:
         files = (model,) if model.is_file() else checkpoint_files(model)
@@ -44,7 +46,8 @@ def total_memory(root: Path = Path("/")) -> tuple[int, str]:
 
 
 def available_memory(root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes that may still be taken: the smaller of what the machine has free and what the control group leaves."""
+    """Bytes that may still be taken: the smaller of what the machine has free and what the control
+    group leaves."""
     free = _meminfo_available(root)
     limit, used, where = _cgroup(root)
     left = max(limit - used, 0)
@@ -64,7 +67,8 @@ def _meminfo_available(root: Path) -> int:
 
 
 def _cgroup(root: Path) -> tuple[int, int, str]:
-    """(limit, use that can not be dropped, file) of the tightest control group; version 2, then version 1."""
+    """(limit, use that can not be dropped, file) of the tightest control group; version 2, then
+    version 1."""
     tightest = (UNLIMITED, 0, "no control group")
     for folder in _cgroup_folders(root):
         limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")

@@ -1,6 +1,8 @@
-"""The native library: found, checked and called. Nothing here knows a kernel; each names itself and its arguments.
+"""The native library: found, checked and called. Nothing here knows a kernel; each names itself and
+its arguments.
 
-A kernel's arguments are words of eight bytes in the order of its layout: addresses, integers, doubles.
+A kernel's arguments are words of eight bytes in the order of its layout: addresses, integers,
+doubles.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Recorder(Protocol):
         ...
 
     def host(self, function: Callable[..., object], *arguments: object) -> None:
-        """Keep a call of Python that is no operation of torch, at its place among the others; its result is dropped."""
+        """Keep a call of Python that is no operation of torch, at its place among the others; its
+        result is dropped."""
         ...
 
 
@@ -53,7 +56,8 @@ recorder: ContextVar[Recorder | None] = ContextVar("sglcore_cpu_recorder", defau
 
 
 class Library:
-    """One built library, loaded; raises `NativeUnavailable` if it is missing, damaged, or older than `sources`."""
+    """One built library, loaded; raises `NativeUnavailable` if it is missing, damaged, or older
+    than `sources`."""
 
     def __init__(self, path: Path = SOURCES.parent / LIBRARY, sources: Path = SOURCES) -> None:
         self.path = path
@@ -76,20 +80,22 @@ class Library:
 
     @property
     def processor_level(self) -> int:
-        """The level of this processor, as `isa.h` counts them; 0 where it has none that the library is built for."""
+        """The level of this processor, as `isa.h` counts them; 0 where it has none that the library
+        is built for."""
         return int(self._c.sgl_processor_level())
 
     def usable(self) -> tuple[str, ...]:
-        """The instruction sets that this processor announces, ascending; with emulation, all that avx512 can stand for."""
+        """The instruction sets that this processor announces, ascending; with emulation, all that
+        avx512 can stand for."""
         most = self.processor_level
         if self.emulates and most >= 3:
             most = 6
         return tuple(name for name, level in self.levels.items() if level <= most)
 
     def engine(self, instruction_set: str, threads: int, cores: Sequence[Sequence[int]] = ()) -> Engine:
-        """Kernels of one instruction set with their own threads; `threads` counts the caller. Thread i may run on
-        cores[i] only, the caller and who has none anywhere. It is not checked whether
-        this processor announces the instruction set."""
+        """Kernels of one instruction set with their own threads; `threads` counts the caller.
+        Thread i may run on cores[i] only, the caller and who has none anywhere. It is not checked
+        whether this processor announces the instruction set."""
         place = tuple(self.levels).index(instruction_set)
         flat = [core for one in cores for core in (*one, -1)]
         array = (ctypes.c_int * len(flat))(*flat)
@@ -100,9 +106,11 @@ class Library:
 
 
 class Engine:
-    """Kernels by name, as attributes of nothing: `engine.kernel("linear")` is called with its arguments by name.
+    """Kernels by name, as attributes of nothing: `engine.kernel("linear")` is called with its
+    arguments by name.
 
-    One engine belongs to one thread at a time. Calls wait until the kernel is done, and let other threads of Python run.
+    One engine belongs to one thread at a time. Calls wait until the kernel is done, and let other
+    threads of Python run.
     """
 
     def __init__(self, c: ctypes.CDLL, handle: int, instruction_set: str, threads: int) -> None:
@@ -122,7 +130,8 @@ class Engine:
         return self.kernels[name]
 
     def call(self, number: int, arguments: bytes) -> None:
-        """Run one kernel, or hand the call to who records. Raises MemoryError, and RuntimeError if another thread is in it."""
+        """Run one kernel, or hand the call to who records. Raises MemoryError, and RuntimeError if
+        another thread is in it."""
         recording = recorder.get()
         if recording is not None:
             recording.add(self, number, arguments)
@@ -130,7 +139,8 @@ class Engine:
             check(self._c.sgl_call(self._handle, number, arguments))
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A new tensor for a kernel's result, contiguous, at a multiple of 64 bytes; undefined content."""
+        """A new tensor for a kernel's result, contiguous, at a multiple of 64 bytes; undefined
+        content."""
         recording = recorder.get()
         if recording is not None:
             return recording.empty(shape, dtype)
@@ -168,7 +178,8 @@ class NativeKernel:
 
 
 class BoundKernel:
-    """A kernel that is called with every argument by name: addresses and integers as int, reals as float."""
+    """A kernel that is called with every argument by name: addresses and integers as int, reals as
+    float."""
 
     __slots__ = ("_call", "_names", "_number", "_pack")
 
@@ -179,7 +190,8 @@ class BoundKernel:
         self._call = kernel.engine.call
 
     def __call__(self, **arguments: float) -> None:
-        """Run it. Raises KeyError for a missing argument, TypeError for one too many, MemoryError."""
+        """Run it. Raises KeyError for a missing argument, TypeError for one too many,
+        MemoryError."""
         if len(arguments) != len(self._names):
             raise TypeError(f"found {', '.join(arguments)}; wanted {', '.join(self._names)}")
         self._call(self._number, self._pack(*[arguments[name] for name in self._names]))
@@ -201,7 +213,8 @@ class Program:
         return int(self._c.sgl_program_size(self._handle))
 
     def run(self, first: int, last: int) -> None:
-        """The calls [first, last). Waits; raises MemoryError, and RuntimeError if another thread is in the engine."""
+        """The calls [first, last). Waits; raises MemoryError, and RuntimeError if another thread is
+        in the engine."""
         check(self._c.sgl_program_run(self._handle, first, last))
 
     def __del__(self) -> None:

@@ -1,4 +1,5 @@
-"""The processor's own graph: a decode step as one list of kernel calls, run without Python between its layers."""
+"""The processor's own graph: a decode step as one list of kernel calls, run without Python between
+its layers."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from sglcore_cpu.recording import Part, Recording, StepArena
 
 @dataclass(frozen=True, slots=True)
 class NativeStep:
-    """A recorded forward and its output buffer. `step` holds what the calls read: model, batch, plan;
-    `arena` where they write."""
+    """A recorded forward and its output buffer. `step` holds what the calls read: model, batch,
+    plan; `arena` where they write."""
 
     parts: tuple[Part, ...]
     output: Tensor
@@ -25,7 +26,8 @@ class NativeStep:
 
     @torch.inference_mode()
     def replay(self, update: object | None) -> Tensor:
-        """Run it on what the buffers hold; the output is overwritten by the next replay of any bucket."""
+        """Run it on what the buffers hold; the output is overwritten by the next replay of any
+        bucket."""
         for part in self.parts:
             part.run()
         return self.output
@@ -40,7 +42,8 @@ class NativeGraphs:
         self._arena = StepArena()
 
     def capture(self, step: Callable[[], Tensor]) -> NativeStep:
-        """Walk through it once and keep what it calls. Raises NotCapturable if it reads a result on the host."""
+        """Walk through it once and keep what it calls. Raises NotCapturable if it reads a result on
+        the host."""
         with Recording(self._arena) as recording:
             output = step()
         return NativeStep(tuple(recording.parts), output, step, self._arena)

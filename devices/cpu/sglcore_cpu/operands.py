@@ -1,4 +1,5 @@
-"""Which tensors the native kernels of small operations take, and how their arguments describe them."""
+"""Which tensors the native kernels of small operations take, and how their arguments describe
+them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from sglcore_cpu.native import TYPES
 INDEX_BYTES: Mapping[torch.dtype, int] = MappingProxyType({torch.int32: 4, torch.int64: 8})
 
 Rows = tuple[int, int, int, int, int]
-"""Number of rows; elements from one outer row to the next; inner rows of each; elements between those; row width."""
+"""Number of rows; elements from one outer row to the next; inner rows of each; elements between
+those; row width."""
 
 
 def same_dtype(first: Tensor, *others: Tensor) -> bool:
@@ -41,7 +43,8 @@ def rows_of(x: Tensor) -> Rows | None:
 
 
 def can_rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> bool:
-    """q and k [T, heads * D] are of one dtype that the kernels compute in, rows without gaps in them."""
+    """q and k [T, heads * D] are of one dtype that the kernels compute in, rows without gaps in
+    them."""
     return (
         q.dtype in TYPES
         and k.dtype is q.dtype

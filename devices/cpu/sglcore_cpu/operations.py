@@ -1,7 +1,8 @@
-"""The small operations of the kernel table by the native kernels: norms, activations, rotation, cells.
+"""The small operations of the kernel table by the native kernels: norms, activations, rotation,
+cells.
 
-Models get them in float32 and bfloat16 (`table.takes`); what else may reach them, such as rows whose last dimension is not
-contiguous, goes to the reference.
+Models get them in float32 and bfloat16 (`table.takes`); what else may reach them, such as rows
+whose last dimension is not contiguous, goes to the reference.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from sglcore_cpu.operands import INDEX_BYTES, can_rotate, can_store, rows_of, ty
 
 
 class Operations:
-    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its result is there."""
+    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its
+    result is there."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty

@@ -1,4 +1,5 @@
-"""A linear layer's weight in a form of some kernels' own: a tensor to whom only moves it, closed to any other operation."""
+"""A linear layer's weight in a form of some kernels' own: a tensor to whom only moves it, closed to
+any other operation."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ class Form(Held, Protocol):
     """One of the native kernels, and what reads it."""
 
     def multiply(self, x: Tensor, bias: Tensor | None, wide: bool = False) -> Tensor:
-        """x [T, in] times the weight's transpose, plus bias [out]: [T, out] in x's dtype; `wide`: the same values as
-        float32."""
+        """x [T, in] times the weight's transpose, plus bias [out]: [T, out] in x's dtype; `wide`:
+        the same values as float32."""
         ...
 
     def multiply_gated(self, x: Tensor) -> Tensor | None:
-        """silu(x @ gate) * (x @ up) [T, out / 2] where the weight is gate over up, with the reference's casts; None where
-        this form can not."""
+        """silu(x @ gate) * (x @ up) [T, out / 2] where the weight is gate over up, with the
+        reference's casts; None where this form can not."""
         ...
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,7 +42,8 @@ class Form(Held, Protocol):
 
 
 class ClosedWeight(Tensor):
-    """A weight that shows the shape and dtype it had, and holds its `form`. Any operation of torch on it raises TypeError."""
+    """A weight that shows the shape and dtype it had, and holds its `form`. Any operation of torch
+    on it raises TypeError."""
 
     form: Held
 

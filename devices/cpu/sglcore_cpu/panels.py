@@ -18,8 +18,9 @@ ALIGNMENT = 64
 
 
 def pack(engine: Engine, weight: Tensor) -> PackedWeight:
-    """A copy of `weight` [out, in] float32 or bf16 in panels, by the engine's threads; it may lie at any address, in a
-    mapped file too, with rows apart. Raises ValueError for another type or shape, MemoryError. Waits.
+    """A copy of `weight` [out, in] float32 or bf16 in panels, by the engine's threads; it may lie
+    at any address, in a mapped file too, with rows apart. Raises ValueError for another type or
+    shape, MemoryError. Waits.
     """
     if weight.dtype not in TYPES or weight.dim() != 2 or not weight.numel() or not _has_plain_rows(weight):
         raise ValueError(
@@ -32,8 +33,9 @@ def pack(engine: Engine, weight: Tensor) -> PackedWeight:
 
 
 def pack_parts(engine: Engine, parts: Sequence[Tensor], done: Callable[[int], None]) -> PackedWeight | None:
-    """`pack` of the parts [rows, in] one below the other; None where they are not of one type and width that it takes, or
-    one but the last ends within a panel. `done(place)` when a part is read. Raises MemoryError. Waits."""
+    """`pack` of the parts [rows, in] one below the other; None where they are not of one type and
+    width that it takes, or one but the last ends within a panel. `done(place)` when a part is read.
+    Raises MemoryError. Waits."""
     first = parts[0]
     alike = all(part.dtype is first.dtype and part.shape[1:] == first.shape[1:] for part in parts)
     whole = all(part.shape[0] % ROWS == 0 for part in parts[:-1])
@@ -50,7 +52,8 @@ def pack_parts(engine: Engine, parts: Sequence[Tensor], done: Callable[[int], No
 
 
 class PanelForm:
-    """A weight [out_features, in_features] as panels: a `packed.Form`. Rows are padded to 16, bf16 inputs to 32."""
+    """A weight [out_features, in_features] as panels: a `packed.Form`. Rows are padded to 16, bf16
+    inputs to 32."""
 
     def __init__(self, engine: Engine, out_features: int, in_features: int, dtype: torch.dtype) -> None:
         self.engine = engine
@@ -83,8 +86,9 @@ class PanelForm:
         return "float32 panels" if self.dtype is torch.float32 else "bf16 panels"
 
     def multiply(self, x: Tensor, bias: Tensor | None, wide: bool = False) -> Tensor:
-        """x [T, in] of the weight's dtype, rows apart as they like, times the weight's transpose, plus bias [out] of the
-        same dtype: [T, out], rounded once from float32 sums. `wide`: the same values as float32. Raises ValueError.
+        """x [T, in] of the weight's dtype, rows apart as they like, times the weight's transpose,
+        plus bias [out] of the same dtype: [T, out], rounded once from float32 sums. `wide`: the
+        same values as float32. Raises ValueError.
         """
         self._check(x)
         out = self.engine.empty(x.shape[0], self.out_features, dtype=torch.float32 if wide else x.dtype)
@@ -104,8 +108,8 @@ class PanelForm:
         return out
 
     def multiply_gated(self, x: Tensor) -> Tensor | None:
-        """silu(x @ gate) * (x @ up) [T, out / 2] where the weight is gate over up, with the reference's casts; None where
-        out is no multiple of 32. Raises ValueError.
+        """silu(x @ gate) * (x @ up) [T, out / 2] where the weight is gate over up, with the
+        reference's casts; None where out is no multiple of 32. Raises ValueError.
         """
         if self.out_features % (2 * ROWS):
             return None
@@ -125,8 +129,8 @@ class PanelForm:
         return out
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows int32 or int64 [T] of the weight as [T, in] of `dtype`, float32 or bf16. A row that the weight lacks is NaN:
-        nothing waits to look at the ids. Raises ValueError.
+        """Rows int32 or int64 [T] of the weight as [T, in] of `dtype`, float32 or bf16. A row that
+        the weight lacks is NaN: nothing waits to look at the ids. Raises ValueError.
         """
         if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or not ids.is_contiguous():
             raise ValueError(f"found ids {list(ids.shape)} of {ids.dtype}; wanted contiguous int32 or int64 [T]")

@@ -1,8 +1,8 @@
 """How many threads run, where, and near which memory. Standard library only.
 
-A memory node is read fast by its own cores only. Weights lie near their readers by themselves: the thread that packs a
-part touches it first, on its own node, and reads that part ever after. Cells of keys and values are read by every thread,
-so they are spread over the nodes page by page.
+A memory node is read fast by its own cores only. Weights lie near their readers by themselves: the
+thread that packs a part touches it first, on its own node, and reads that part ever after. Cells of
+keys and values are read by every thread, so they are spread over the nodes page by page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sglcore.device.errors import ConfigError
 from sglcore_cpu.topology import Topology, core_ranges
 
 WORTH_SPREADING = 512 << 20
-"""Bytes of weights for each node, from which reading them takes longer than the nodes wait for each other."""
+"""Bytes of weights for each node, from which reading them takes longer than the nodes wait for each
+other."""
 SHARE_OF_NODE = 0.8
 """Of a node's free memory that weights may take; the rest is for keys, values and all else."""
 _MBIND = MappingProxyType({"x86_64": 237, "aarch64": 235})
@@ -28,7 +29,8 @@ _INTERLEAVE, _MOVE = 3, 2
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`threads` run on `cores`, for a reason; thread i on `of_threads[i]` only (empty: anywhere among `cores`).
+    """`threads` run on `cores`, for a reason; thread i on `of_threads[i]` only (empty: anywhere
+    among `cores`).
 
     `nodes` are the system's numbers of the memory nodes that they are near.
     """
@@ -46,11 +48,13 @@ class Placement:
 
 
 def plan_placement(topology: Topology, asked_threads: int | None, weight_bytes: int = 0) -> Placement:
-    """One thread per physical core, no more than the CPU quota; `asked_threads` overrides the count.
+    """One thread per physical core, no more than the CPU quota; `asked_threads` overrides the
+    count.
 
-    On a machine with several memory nodes: the largest alone, or as many as it takes where the weights do not fit its
-    memory, where more threads are asked for than it has, or where each node's share of them is worth its waits. Raises
-    ConfigError where more threads are asked for than there are cores.
+    On a machine with several memory nodes: the largest alone, or as many as it takes where the
+    weights do not fit its memory, where more threads are asked for than it has, or where each
+    node's share of them is worth its waits. Raises ConfigError where more threads are asked for
+    than there are cores.
     """
     every = sum(len(node) for node in topology.nodes)
     if asked_threads is not None and asked_threads > every:
@@ -71,16 +75,19 @@ def plan_placement(topology: Topology, asked_threads: int | None, weight_bytes: 
 
 
 def bind_process(placement: Placement, alone: bool = True) -> None:
-    """Keep this process on the placement's cores where the machine has more than one memory node, or others like it have the other
-    cores. To be called before threads are made and memory is touched."""
+    """Keep this process on the placement's cores where the machine has more than one memory node,
+    or others like it have the other cores. To be called before threads are made and memory is
+    touched."""
     if (placement.of_threads or not alone) and sys.platform == "linux":
         os.sched_setaffinity(0, placement.cores)
 
 
 def interleave(address: int, num_bytes: int, nodes: tuple[int, ...]) -> bool:
-    """Spread the whole pages of [address, address + num_bytes) over memory nodes, page by page; content stays.
+    """Spread the whole pages of [address, address + num_bytes) over memory nodes, page by page;
+    content stays.
 
-    False where there is nothing to spread over, or the system refuses: then pages lie where they were touched first.
+    False where there is nothing to spread over, or the system refuses: then pages lie where they
+    were touched first.
     """
     number = _MBIND.get(platform.machine())
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -135,14 +142,15 @@ def _threads(topology: Topology, chosen: list[int], asked: int | None) -> tuple[
 
 
 def _pool(topology: Topology, node: int, threads: int, count: int) -> tuple[int, ...]:
-    """The cores of a node that its threads run on: one of each physical core where those are enough."""
+    """The cores of a node that its threads run on: one of each physical core where those are
+    enough."""
     physical = topology.physical(node)
     return physical if len(physical) * count >= threads else topology.nodes[node]
 
 
 def _spread(pools: list[tuple[int, ...]], threads: int) -> tuple[tuple[int, ...], ...]:
-    """Each thread's cores: threads in a row share a node, as their shares of the weights are in a row, and each node has
-    as many as its part of the cores."""
+    """Each thread's cores: threads in a row share a node, as their shares of the weights are in a
+    row, and each node has as many as its part of the cores."""
     total, before, ends = sum(len(pool) for pool in pools), 0, []
     for pool in pools:
         before += len(pool)

@@ -33,7 +33,8 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 
 def processor(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
-    """The processor's name and those of its instruction sets that matter here, as the operating system tells them."""
+    """The processor's name and those of its instruction sets that matter here, as the operating
+    system tells them."""
     fields = _fields(cpuinfo)
     flags = frozenset((fields.get("flags") or fields.get("Features") or "").split())
     model = fields.get("model name") or fields.get("Model") or _brand() or f"{platform.machine()} processor"
@@ -54,7 +55,8 @@ def usable_cores() -> int:
 
 
 def _fields(cpuinfo: Path) -> dict[str, str]:
-    """The fields of the first core that `cpuinfo` describes, and those that stand after the last one."""
+    """The fields of the first core that `cpuinfo` describes, and those that stand after the last
+    one."""
     try:
         text = cpuinfo.read_text(errors="replace")
     except OSError:

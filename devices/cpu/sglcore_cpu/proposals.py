@@ -1,4 +1,5 @@
-"""Placing and accepting proposals by the native kernels, on the calling thread but for very many."""
+"""Placing and accepting proposals by the native kernels, on the calling thread but for very
+many."""
 
 from __future__ import annotations
 

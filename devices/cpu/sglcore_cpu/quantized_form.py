@@ -1,7 +1,9 @@
-"""Linear weights of 8 and 4 bits for the native kernels: packed from a checkpoint's codes, or quantised here.
+"""Linear weights of 8 and 4 bits for the native kernels: packed from a checkpoint's codes, or
+quantised here.
 
-A weight is scale * (code - zero) with one scale, and perhaps one zero, for each group of columns of a row. Activations are
-quantised to signed bytes, by token and group, inside the kernels; sums are exact integers within a group.
+A weight is scale * (code - zero) with one scale, and perhaps one zero, for each group of columns of
+a row. Activations are quantised to signed bytes, by token and group, inside the kernels; sums are
+exact integers within a group.
 """
 
 from __future__ import annotations
@@ -22,16 +24,17 @@ PANEL = 16
 COLUMNS = 64
 GROUPS = (128, 64, 32)
 DEFAULT_GROUP: Mapping[int, int] = MappingProxyType({8: 64, 4: 32})
-"""By bits. Activations share the groups: at 8 bits 64 keeps one large value from coarsening more than its 64, and groups of
-128 are 1.5 % fewer bytes only. At 4 bits the weight's own error decides: 8.1 % in groups of 32, 9.0 % in groups of 64."""
+"""By bits. Activations share the groups: at 8 bits 64 keeps one large value from coarsening more
+than its 64, and groups of 128 are 1.5 % fewer bytes only. At 4 bits the weight's own error decides:
+8.1 % in groups of 32, 9.0 % in groups of 64."""
 MOST_ZERO = 65504.0
 """The largest float16."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayout:
-    """How a weight [rows, columns] lies in one block of memory: codes, then float16 scales, then float16 zeros if there
-    are any, each in panels of 16 rows and at a multiple of 64 bytes."""
+    """How a weight [rows, columns] lies in one block of memory: codes, then float16 scales, then
+    float16 zeros if there are any, each in panels of 16 rows and at a multiple of 64 bytes."""
 
     rows: int
     columns: int
@@ -85,7 +88,8 @@ class QuantizedLayout:
 
 
 class QuantizedForm:
-    """A quantised weight in memory, with the kernels that read it. `Form` says what the methods take."""
+    """A quantised weight in memory, with the kernels that read it. `Form` says what the methods
+    take."""
 
     __slots__ = ("_engine", "_gated", "_linear", "_rows", "_weight", "layout", "memory", "multiplier")
 
@@ -153,7 +157,8 @@ class QuantizedForm:
             )
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows int32 or int64 [T] as [T, in] float32 or bfloat16; a number that the weight lacks makes a row of NaN."""
+        """Rows int32 or int64 [T] as [T, in] float32 or bfloat16; a number that the weight lacks
+        makes a row of NaN."""
         if (
             ids.dtype not in (torch.int32, torch.int64)
             or ids.dim() != 1
@@ -193,10 +198,10 @@ def pack_quantized(
     group: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> PackedWeight:
-    """A weight from its codes uint8 [N, K], one a byte, scales [N, groups] and zeros [N, groups] in codes' units, or None
-    for zeros of 128 or 8. `group`: columns of a scale; one that 128, 64 or 32 divides is split, and a scale for the whole
-    row is repeated. `dtype` is what the weight shows. Scales and zeros are kept as float16, scales times a power of two.
-    Waits; raises ValueError."""
+    """A weight from its codes uint8 [N, K], one a byte, scales [N, groups] and zeros [N, groups] in
+    codes' units, or None for zeros of 128 or 8. `group`: columns of a scale; one that 128, 64 or 32
+    divides is split, and a scale for the whole row is repeated. `dtype` is what the weight shows.
+    Scales and zeros are kept as float16, scales times a power of two. Waits; raises ValueError."""
     _check_codes(codes, bits)
     unit, repeats = _split(codes.shape[1], group)
     groups = -(-codes.shape[1] // unit)
@@ -218,8 +223,9 @@ def pack_quantized(
 def quantize(
     engine: Engine, weight: Tensor, bits: int, group: int | None = None, has_zeros: bool = False
 ) -> PackedWeight:
-    """A weight [N, K] of float32 or bfloat16 quantised to `bits` (8 or 4): each code the nearest, each scale of 4 bits (and
-    zero, with `has_zeros`) searched for the least squared error. Waits; raises ValueError."""
+    """A weight [N, K] of float32 or bfloat16 quantised to `bits` (8 or 4): each code the nearest,
+    each scale of 4 bits (and zero, with `has_zeros`) searched for the least squared error. Waits;
+    raises ValueError."""
     group = DEFAULT_GROUP.get(bits, 0) if group is None else group
     if bits not in DEFAULT_GROUP or group not in GROUPS:
         raise ValueError(f"found {bits} bits in groups of {group}; wanted 8 or 4 bits in groups of 32, 64 or 128")

@@ -1,8 +1,9 @@
 """A step as a list: kernel calls as they were made, and between them what torch itself computed.
 
-Kernels do not run while a step is recorded: their results are zeros, so that recording a large batch costs no more than a
-small one. Views are addresses and cost nothing at replay. Results of kernels share an arena: memory whose last tensor is gone serves
-a later result of the same step, as it would have in the step itself.
+Kernels do not run while a step is recorded: their results are zeros, so that recording a large
+batch costs no more than a small one. Views are addresses and cost nothing at replay. Results of
+kernels share an arena: memory whose last tensor is gone serves a later result of the same step, as
+it would have in the step itself.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class NotCapturable(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class HostCall:
-    """What torch or Python did between two kernels: at replay it is done again, into the same `results`."""
+    """What torch or Python did between two kernels: at replay it is done again, into the same
+    `results`."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -132,7 +134,8 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Torch asks it while the class is made; yes would import its compiler, a second of every start.
+        # Torch asks it while the class is made; yes would import its compiler, a second of every
+        # start.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,7 +176,8 @@ class Recording:
         self._end_kernels()
 
     def add(self, engine: Engine, kernel: int, arguments: bytes) -> None:
-        """A kernel call. Raises NotCapturable if it belongs to another engine than the one before."""
+        """A kernel call. Raises NotCapturable if it belongs to another engine than the one
+        before."""
         if self._engine is None or self._program is None:
             self._engine, self._program = engine, engine.program()
         if self._engine is not engine:
@@ -189,7 +193,8 @@ class Recording:
         return None if self._engine is None else self._engine.kernel(name).bind()
 
     def host(self, function: Callable[..., object], *arguments: object) -> None:
-        """A call of Python; it is not made now. The memory of tensors among its arguments serves nothing else of the step."""
+        """A call of Python; it is not made now. The memory of tensors among its arguments serves
+        nothing else of the step."""
         self._end_kernels()
         self.parts.append(HostCall(function, arguments, {}, ()))
 

@@ -1,4 +1,5 @@
-"""The entries of recurrent layers by the native kernels: a state for each request, in a pool, read and written in place.
+"""The entries of recurrent layers by the native kernels: a state for each request, in a pool, read
+and written in place.
 
 Models get them in float32 and bfloat16 (`table.takes`).
 """
@@ -13,7 +14,8 @@ from sglcore_cpu.native import TYPES, Engine
 
 
 class Recurrent:
-    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its result is there."""
+    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its
+    result is there."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty

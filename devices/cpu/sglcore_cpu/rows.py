@@ -1,4 +1,5 @@
-"""What the processor's kernels do with this model, as rows of the ledger: nothing falls back unseen."""
+"""What the processor's kernels do with this model, as rows of the ledger: nothing falls back
+unseen."""
 
 from __future__ import annotations
 

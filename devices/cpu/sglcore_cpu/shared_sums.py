@@ -1,7 +1,9 @@
-"""Sums and tokens of ranks on one machine, through memory that they share: what is small goes round in microseconds.
+"""Sums and tokens of ranks on one machine, through memory that they share: what is small goes round
+in microseconds.
 
-Every rank writes its part, says so, waits for the others' word, and adds all parts in the order of the ranks, so that each has the
-same sum to the bit. The waiting is native: who waits for long sleeps, and is woken, so that a core that others want is theirs.
+Every rank writes its part, says so, waits for the others' word, and adds all parts in the order of
+the ranks, so that each has the same sum to the bit. The waiting is native: who waits for long
+sleeps, and is woken, so that a core that others want is theirs.
 """
 
 from __future__ import annotations
@@ -25,18 +27,20 @@ from sglcore_cpu.meeting import Meeting, memory_size
 from sglcore_cpu.native import TYPES, Engine, recorder
 
 MOST = 1 << 20
-"""Bytes that go this way at once. Larger sums go in pieces, and what else is larger by the back end."""
+"""Bytes that go this way at once. Larger sums go in pieces, and what else is larger by the back
+end."""
 NATIVE = "native"
 """The kind of graph that is a recorded step."""
 FILE = "file://"
 
 
 class SharedSums(Group):
-    """A group whose sums, and small gathers and broadcasts, go through shared memory; recorded steps hold them."""
+    """A group whose sums, and small gathers and broadcasts, go through shared memory; recorded
+    steps hold them."""
 
     def __init__(self, *parts: Any, path: Path, make_engine: Callable[[], Engine], **checks: Any) -> None:
-        """`path` is that of the memory, zeros, the same one for every rank; `make_engine` makes an engine that belongs to the group.
-        The others are those of `Group`."""
+        """`path` is that of the memory, zeros, the same one for every rank; `make_engine` makes an
+        engine that belongs to the group. The others are those of `Group`."""
         super().__init__(*parts, **checks)
         self._path, self._make_engine = path, make_engine
         self._memory = _opened(path, self.size)
@@ -130,8 +134,8 @@ class SharedSums(Group):
         return SharedSums(*parts, path=path, make_engine=make, checks=self._checks, in_graphs=self._in_graphs)
 
     def _exchanged(self, x: Tensor) -> list[Tensor]:
-        """Everybody's, by rank, flat, readable until the call after the next. Waits for all; before that another half of the batch
-        runs, if there is one."""
+        """Everybody's, by rank, flat, readable until the call after the next. Waits for all; before
+        that another half of the batch runs, if there is one."""
         pause()
         half = self._meeting.exchange(x)
         return [place[: x.nbytes].view(x.dtype) for place in self._places[half]]
@@ -146,7 +150,8 @@ def is_recorded(function: Callable[..., object], *arguments: object) -> bool:
 
 
 def sums_for(place: Place, make_engine: Callable[[], Engine]) -> Callable[..., Group] | None:
-    """How a group at this place is made, with engines of its own; None where its ranks share no memory."""
+    """How a group at this place is made, with engines of its own; None where its ranks share no
+    memory."""
     if place.neighbours != place.topology.world or not place.meeting.startswith(FILE):
         return None
 

@@ -1,7 +1,9 @@
-"""The entries of attention over listed rows by the native kernels: latent rows, chosen or compressed.
+"""The entries of attention over listed rows by the native kernels: latent rows, chosen or
+compressed.
 
-Slots, positions, lengths, lists and tables are read when a kernel runs, so that a recorded step serves whatever they hold.
-Tensors that lie otherwise than the kernels read them go to the reference.
+Slots, positions, lengths, lists and tables are read when a kernel runs, so that a recorded step
+serves whatever they hold. Tensors that lie otherwise than the kernels read them go to the
+reference.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ GROUP_UNIT = 16
 
 
 class SparseAttention:
-    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its result is there."""
+    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its
+    result is there."""
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty
@@ -282,7 +285,8 @@ def takes_state(kv_gate: Tensor, state: Tensor, ape: Tensor, *others: object) ->
 
 
 def refusal(x: Tensor, *rows: Tensor) -> str:
-    """Why x, or rows of a pool beside it, are of no type that the kernels compute in; "" if they are."""
+    """Why x, or rows of a pool beside it, are of no type that the kernels compute in; "" if they
+    are."""
     if x.dtype not in TYPES:
         return f"it computes in float32 and bfloat16, not in {x.dtype}"
     if any(each.dtype is not rows[0].dtype for each in rows) or any(each.dtype not in ROW_TYPES for each in rows):

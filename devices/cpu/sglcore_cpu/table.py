@@ -43,7 +43,8 @@ SERVED = (torch.float32, torch.bfloat16)
 
 
 class NativeLinear:
-    """Products with packed weights. Plain ones go to torch, but for a few rows, for which calling it takes longer."""
+    """Products with packed weights. Plain ones go to torch, but for a few rows, for which calling
+    it takes longer."""
 
     def __init__(self, engine: Engine, operations: Operations, latent: Latent) -> None:
         self.engine = engine
@@ -119,8 +120,8 @@ def check_served(dtype: torch.dtype) -> None:
 
 
 class NativeExperts:
-    """Prompts go to torch's grouped products where those use tiles and take the call; a recorded step always to the native
-    kernel, which needs no memory of its own in the record."""
+    """Prompts go to torch's grouped products where those use tiles and take the call; a recorded
+    step always to the native kernel, which needs no memory of its own in the record."""
 
     def __init__(
         self, native: Callable[..., Tensor], grouped: Callable[..., Tensor], takes: Callable[..., str]
@@ -135,7 +136,8 @@ class NativeExperts:
 
 
 ACTIVATION_BITS = 8
-"""What products of integer codes multiply them with, a scale for each token and group: whole numbers are summed."""
+"""What products of integer codes multiply them with, a scale for each token and group: whole
+numbers are summed."""
 
 
 def native_table(engine: Engine) -> KernelTable:
@@ -239,7 +241,8 @@ def is_native(kernels: KernelTable) -> bool:
 
 
 def engine_of(kernels: KernelTable) -> Engine:
-    """The engine of a native table; raises Unavailable for any other, so that attention is chosen among the rest."""
+    """The engine of a native table; raises Unavailable for any other, so that attention is chosen
+    among the rest."""
     owner = _owner(kernels)
     if owner is None:
         raise Unavailable("it needs the native kernels, which do not serve here; the row `kernels` says why")

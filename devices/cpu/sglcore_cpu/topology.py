@@ -10,10 +10,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`nodes`: the allowed logical cores of each memory node; `siblings`: logical cores that share a physical one.
+    """`nodes`: the allowed logical cores of each memory node; `siblings`: logical cores that share
+    a physical one.
 
-    `quota` is the control group's limit in cores. `numbers` are the system's names for the nodes, and `memory` the bytes
-    that each has free; both are empty where the system does not say.
+    `quota` is the control group's limit in cores. `numbers` are the system's names for the nodes,
+    and `memory` the bytes that each has free; both are empty where the system does not say.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -30,8 +31,9 @@ class Topology:
 
 
 def share_of(whole: Topology, part: int, parts: int) -> Topology:
-    """What one of `parts` processes on the machine may use: physical cores in a row, node by node, or logical ones if those are too
-    few, and its part of the quota. Where there are fewer cores than processes they share all of them."""
+    """What one of `parts` processes on the machine may use: physical cores in a row, node by node,
+    or logical ones if those are too few, and its part of the quota. Where there are fewer cores
+    than processes they share all of them."""
     groups = [
         tuple(core for core in group if core in node)
         for node in whole.nodes
@@ -91,7 +93,8 @@ def _quota(root: Path) -> float | None:
 
 
 def _free(meminfo: str) -> int:
-    """Bytes, from a node's text; what holds files that were read counts, for the system gives it up."""
+    """Bytes, from a node's text; what holds files that were read counts, for the system gives it
+    up."""
     words = {line.split()[2].rstrip(":"): int(line.split()[3]) << 10 for line in meminfo.splitlines() if line}
     return words.get("MemFree", 0) + words.get("FilePages", 0)
 

@@ -1,6 +1,8 @@
-"""How much memory a checkpoint's weights take once they are loaded, estimated from the headers of its files alone.
+"""How much memory a checkpoint's weights take once they are loaded, estimated from the headers of
+its files alone.
 
-Near, not exact: padding of panels is left out, and so are layers whose parts are widened to be joined.
+Near, not exact: padding of panels is left out, and so are layers whose parts are widened to be
+joined.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ CODES = ("qweight", "weight_packed", "weight")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How weights are kept: bytes of a `plain` element, and of one of a matrix that is `rounded` on load; `codes`: whether
-    the integers of a quantised layer stay as they are."""
+    """How weights are kept: bytes of a `plain` element, and of one of a matrix that is `rounded` on
+    load; `codes`: whether the integers of a quantised layer stay as they are."""
 
     plain: int
     rounded: float
@@ -55,7 +57,8 @@ class Kept:
 
 
 def folder_bytes(files: Sequence[Path], raw: Mapping[str, Any], asked: EngineConfig) -> int:
-    """Of safetensors files whose `config.json` is `raw`; raises `CheckpointError` for a damaged one."""
+    """Of safetensors files whose `config.json` is `raw`; raises `CheckpointError` for a damaged
+    one."""
     quantization = read_quantization(raw)
     kept = Kept.of(asked, str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."))
     entries = [entry for file in files for entry in read_entries(file)]
@@ -79,7 +82,8 @@ class _OutOfOrder:
     names: Collection[str]
 
     def has(self, module: str, scheme: Scheme) -> bool:
-        """GPTQ's files always have the groups of columns, and its settings say whether they mean anything."""
+        """GPTQ's files always have the groups of columns, and its settings say whether they mean
+        anything."""
         if scheme.kind != "gptq":
             return f"{module}.weight_g_idx" in self.names
         return bool(_settings(self.raw).get("desc_act")) and scheme.block[1] is not None
@@ -105,7 +109,8 @@ def _entry_bytes(entry: Entry, kept: Kept, quantization: Quantization | None, ou
 
 
 def _tensor_bytes(tensor: GgufTensor, kept: Kept, is_tied: bool) -> float:
-    """Experts are tensors of three dimensions; they and an embedding that is nothing else are kept as values."""
+    """Experts are tensors of three dimensions; they and an embedding that is nothing else are kept
+    as values."""
     count, is_matrix = math.prod(tensor.shape), len(tensor.shape) == 2
     if tensor.type in GGUF_PLAIN:
         return kept.values(count, is_matrix)

@@ -1,7 +1,9 @@
-"""The model laws in bfloat16, the type that most people run: eager and recorded steps, forced instruction sets.
+"""The model laws in bfloat16, the type that most people run: eager and recorded steps, forced
+instruction sets.
 
-Log-probabilities are compared with transformers' in float32 on the same rounded weights; rounding activations to bfloat16
-moves them by up to a tenth or two, a wrong mask, page or row by whole units.
+Log-probabilities are compared with transformers' in float32 on the same rounded weights; rounding
+activations to bfloat16 moves them by up to a tenth or two, a wrong mask, page or row by whole
+units.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Rounded:
         self.folder = save(self.oracle, folder)
 
     def check(self, **settings: Any) -> set[str]:
-        """Ragged requests in chunks that join late and share prefixes; gives the paths of the steps."""
+        """Ragged requests in chunks that join late and share prefixes; gives the paths of the
+        steps."""
         defaults: dict[str, Any] = {
             "dtype": "bfloat16",
             "max_batch_tokens": 24,
@@ -60,7 +63,8 @@ class Rounded:
 
 
 def choosing_all(oracle: Any) -> Any:
-    """The model with every expert chosen for every token: which of two is would turn on a rounding."""
+    """The model with every expert chosen for every token: which of two is would turn on a
+    rounding."""
     config = oracle.config
     counts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
     if not any(counts):

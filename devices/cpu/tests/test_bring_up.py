@@ -1,4 +1,5 @@
-"""The processor's bring-up: what the standard order lacks, and a wrong order, fail before any work."""
+"""The processor's bring-up: what the standard order lacks, and a wrong order, fail before any
+work."""
 
 from __future__ import annotations
 

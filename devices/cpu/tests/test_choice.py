@@ -1,4 +1,5 @@
-"""Which kernels serve is said and never changes in silence: native where they can run, torch's with the reason elsewhere."""
+"""Which kernels serve is said and never changes in silence: native where they can run, torch's with
+the reason elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from sglcore_cpu.table import is_native
 
 @dataclass
 class Announced:
-    """The real library on a processor that announces only some of its instruction sets; with `built`, built for no others."""
+    """The real library on a processor that announces only some of its instruction sets; with
+    `built`, built for no others."""
 
     names: tuple[str, ...]
     built: tuple[str, ...] = ()

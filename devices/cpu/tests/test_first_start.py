@@ -1,5 +1,5 @@
-"""An installation without compiled kernels compiles them at its first start, says so in one line, and goes on without them
-where it can not."""
+"""An installation without compiled kernels compiles them at its first start, says so in one line,
+and goes on without them where it can not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def sources(tmp_path: Path) -> Path:
 
 
 def fake(folder: Path, broken: str = "nothing-is-broken") -> str:
-    """The path of a compiler that refuses files of that name; `log` beside it has a line for each call."""
+    """The path of a compiler that refuses files of that name; `log` beside it has a line for each
+    call."""
     program = folder / "fake-compiler"
     names = {name: folder / name for name in ("log", "level", "linked")}
     program.write_text(FAKE.format(broken=broken, **names))

@@ -1,4 +1,5 @@
-"""Intel's extension for PyTorch: its kernels are right where it fits this torch; elsewhere it is said and never imported."""
+"""Intel's extension for PyTorch: its kernels are right where it fits this torch; elsewhere it is
+said and never imported."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "site", FITS, monkeypatch)
 
 
-# -- its kernels -------------------------------------------------------------------------------------------------------
+# -- its kernels
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("installed")
@@ -73,7 +75,8 @@ def test_the_kit_holds_the_table_against_the_reference_and_the_engine_runs_on_it
 
 
 def calls() -> Iterator[tuple[str, ast.Call, dict[str, ast.expr]]]:
-    """Every call of an operator of the extension, by its name, with the values that names have in its function."""
+    """Every call of an operator of the extension, by its name, with the values that names have in
+    its function."""
     tree = ast.parse(inspect.getsource(ipex))
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         given = {
@@ -107,7 +110,8 @@ def test_the_stand_in_has_the_arguments_of_the_recorded_operators() -> None:
         assert len(mine) == len(parameters(operator)), operator
 
 
-# -- what would be wrong -----------------------------------------------------------------------------------------------
+# -- what would be wrong
+# -----------------------------------------------------------------------------------------------
 
 
 def strided_residual(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -165,11 +169,13 @@ def test_the_law_of_kernels_catches(entry: str, defect: Callable[..., Any], told
         )
 
 
-# -- whether it serves -------------------------------------------------------------------------------------------------
+# -- whether it serves
+# -------------------------------------------------------------------------------------------------
 
 
 def start(kernels: str, graph: str = "off") -> tuple[KernelTable, tuple[Row, ...]]:
-    """The table that serves when these kernels are asked for, and the rows of the ledger that speak of the extension."""
+    """The table that serves when these kernels are asked for, and the rows of the ledger that speak
+    of the extension."""
     ledger = DecisionLedger()
     threads = Placement(1, (), "asked for")
     table = processor_kernels(

@@ -1,4 +1,5 @@
-"""What runs every instruction set is of a group: on a processor that has few, the others wait for the group's whole run."""
+"""What runs every instruction set is of a group: on a processor that has few, the others wait for
+the group's whole run."""
 
 from __future__ import annotations
 

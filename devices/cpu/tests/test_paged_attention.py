@@ -1,4 +1,5 @@
-"""The native attention backend is the reference, over every pool, in every batch, eagerly and recorded."""
+"""The native attention backend is the reference, over every pool, in every batch, eagerly and
+recorded."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ HEADS = st.builds(
 PAGES = st.sampled_from((1, 3, 4, 16))
 LAW = settings(deadline=None, max_examples=40, derandomize=True)
 INT8_BOUND = 0.03
-"""Absolute error of attention over cells of 8 bits, where keys and values are normal and 127 codes span 3 deviations."""
+"""Absolute error of attention over cells of 8 bits, where keys and values are normal and 127 codes
+span 3 deviations."""
 KINDS = (PagedAttention, ReferenceAttention)
 
 
@@ -133,7 +135,8 @@ def test_layers_with_and_without_a_window_share_one_plan(engine: Engine) -> None
     torch.testing.assert_close(found, case.dense())
 
 
-# -- padding -----------------------------------------------------------------------------------------------------------
+# -- padding
+# --------------------------------------------------------------------------------------------------
 
 
 def padded(case: Case, extra: int, garbage: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,7 +171,8 @@ def test_a_batch_without_rows_gives_nothing_and_one_of_padding_zeros(engine: Eng
     assert not case.run(wild, wild[:, :16], wild[:, :16]).any()
 
 
-# -- recorded steps ----------------------------------------------------------------------------------------------------
+# -- recorded steps
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_recorded_step_serves_every_batch_of_its_bucket(engine: Engine) -> None:
@@ -193,7 +197,8 @@ def test_a_recorded_step_serves_every_batch_of_its_bucket(engine: Engine) -> Non
 
 
 def move(source: Case, target: Case) -> None:
-    """What one decode case holds, into the buffers of another; rows that it has no more become padding."""
+    """What one decode case holds, into the buffers of another; rows that it has no more become
+    padding."""
     source.run()
     for to, mine in zip(target.backend.token_to_kv_pool.kv(0), source.backend.token_to_kv_pool.kv(0), strict=True):
         to.copy_(mine)
@@ -211,7 +216,8 @@ def test_a_bucket_of_several_tokens_a_row_is_refused(engine: Engine) -> None:
         case.backend.capture_plan(Bucket(2, 4))
 
 
-# -- cells of 8 bits ---------------------------------------------------------------------------------------------------
+# -- cells of 8 bits
+# --------------------------------------------------------------------------------------------------
 
 
 def int8_pool(
@@ -279,7 +285,8 @@ def test_a_cell_of_8_bits_takes_what_is_counted(engine: Engine) -> None:
     assert held == pool.num_cells * INT8_POOL.cell_bytes(layers, torch.float32)
 
 
-# -- what it refuses ---------------------------------------------------------------------------------------------------
+# -- what it refuses
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_it_can_not_serve_is_refused_by_its_facts() -> None:

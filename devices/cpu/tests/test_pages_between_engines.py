@@ -1,4 +1,5 @@
-"""Cells of 8 bits go between engines as they are: a page of them is bytes in a row, with its scales."""
+"""Cells of 8 bits go between engines as they are: a page of them is bytes in a row, with its
+scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The processor is described from what the operating system says, on x86, on Arm, and when it says nothing."""
+"""The processor is described from what the operating system says, on x86, on Arm, and when it says
+nothing."""
 
 from __future__ import annotations
 

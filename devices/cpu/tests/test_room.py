@@ -1,4 +1,5 @@
-"""Weights that do not fit are refused before they are read, with what there is and what would fit."""
+"""Weights that do not fit are refused before they are read, with what there is and what would
+fit."""
 
 from __future__ import annotations
 

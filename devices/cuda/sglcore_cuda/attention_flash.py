@@ -1,4 +1,5 @@
-"""FlashAttention 3 over the paged pool, where it is installed and the GPU is the one that it is written for."""
+"""FlashAttention 3 over the paged pool, where it is installed and the GPU is the one that it is
+written for."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ except (ImportError, OSError) as error:
 
 
 class FlashAttention(PageRowsAttention):
-    """Decoder attention with or without windows and softcaps, in half precision: one call for decode and prefill."""
+    """Decoder attention with or without windows and softcaps, in half precision: one call for
+    decode and prefill."""
 
     facts = AttentionFacts(
         head_dims=(64, 96, 128, 192, 256),

@@ -1,8 +1,9 @@
-"""FlashInfer over the paged pool: its plan/run wrappers for decode and prefill, and its graph-mode wrappers for capture.
+"""FlashInfer over the paged pool: its plan/run wrappers for decode and prefill, and its graph-mode
+wrappers for capture.
 
-A wrapper is planned for one geometry (kv_heads, head_dim, window, softcap). Its plan needs lengths on the host and copies them
-through pinned memory of its own, which the device may still be reading while the next step is planned: so each plan
-takes the other wrapper of a pair.
+A wrapper is planned for one geometry (kv_heads, head_dim, window, softcap). Its plan needs lengths
+on the host and copies them through pinned memory of its own, which the device may still be reading
+while the next step is planned: so each plan takes the other wrapper of a pair.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ except (ImportError, OSError) as error:
     raise Unavailable(f"{error}: pip install 'sglcore-cuda[flashinfer]'") from error
 
 FLOAT_WORKSPACE = 256 << 20
-"""Bytes for partial results of split sequences; a plan that needs more raises, naming what it needs."""
+"""Bytes for partial results of split sequences; a plan that needs more raises, naming what it
+needs."""
 INT_WORKSPACE = 8 << 20
 """Bytes of one plan, as the wrappers allocate themselves."""
 TENSOR_CORE_GROUP = 4
-"""With at least this many query heads per KV head, decode runs on the prefill kernels: it fills their tiles."""
+"""With at least this many query heads per KV head, decode runs on the prefill kernels: it fills
+their tiles."""
 
 Geometry = tuple[int, int, int | None, float | None]
 """(kv_heads, head_dim, sliding window, softcap)."""
@@ -50,8 +53,8 @@ Wrapper = Any
 
 @dataclass(slots=True)
 class FlashInferPlan(AttentionPlan):
-    """The planned wrapper of each geometry. `num_tokens`: real ones. `twins`: of a captured plan, the other planners
-    over the same device memory; `turn` counts its refreshes."""
+    """The planned wrapper of each geometry. `num_tokens`: real ones. `twins`: of a captured plan,
+    the other planners over the same device memory; `turn` counts its refreshes."""
 
     wrappers: Mapping[Geometry, Wrapper] = field(default_factory=dict)
     num_tokens: int = 0
@@ -61,7 +64,8 @@ class FlashInferPlan(AttentionPlan):
 
 @dataclass(slots=True)
 class GraphMemory:
-    """What the captured wrappers of every bucket share; each is refreshed just before its replay, on the same stream."""
+    """What the captured wrappers of every bucket share; each is refreshed just before its replay,
+    on the same stream."""
 
     starts: Tensor
     last_lengths: Tensor
@@ -70,8 +74,8 @@ class GraphMemory:
 
 
 class FlashInferAttention(AttentionBackend[FlashInferPlan]):
-    """Decoder attention with or without windows and softcaps, in half precision. Sinks are not among what these wrappers
-    hand to their kernels."""
+    """Decoder attention with or without windows and softcaps, in half precision. Sinks are not
+    among what these wrappers hand to their kernels."""
 
     facts = AttentionFacts(
         head_dims=(64, 128, 256),
@@ -127,7 +131,8 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         return plan
 
     def refresh(self, plan: FlashInferPlan, batch: ForwardBatch) -> None:
-        """Write the captured buffers on the device, then plan from the memory that the step before last used. One copy."""
+        """Write the captured buffers on the device, then plan from the memory that the step before
+        last used. One copy."""
         assert self._graph_memory is not None
         size, memory, page_size = plan.num_tokens, self._graph_memory, self.token_to_kv_pool.page_size
         plan.turn += 1
@@ -160,7 +165,8 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
         page_size = self.token_to_kv_pool.page_size
         queries = q.view(-1, layer.num_heads, layer.head_dim)
-        # The wrappers scale by 1 / sqrt(head_dim); a factor reaches another scale without a plan for each layer.
+        # The wrappers scale by 1 / sqrt(head_dim); a factor reaches another scale without a plan
+        # for each layer.
         factor = layer.scaling * math.sqrt(layer.head_dim)
         out = wrapper.run(
             queries[: plan.num_tokens],

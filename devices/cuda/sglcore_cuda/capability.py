@@ -1,4 +1,5 @@
-"""What an NVIDIA GPU can do, as its driver says; launch configurations and refusals follow from these values."""
+"""What an NVIDIA GPU can do, as its driver says; launch configurations and refusals follow from
+these values."""
 
 from __future__ import annotations
 

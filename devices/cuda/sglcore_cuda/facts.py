@@ -11,8 +11,8 @@ BFLOAT16: tuple[int, int] = (8, 0)
 
 
 def facts(index: int = 0) -> Facts:
-    """Streams, graphs and pinned memory; number formats by the compute capability of the GPU, if it is there. FlashInfer plans
-    each replay on the host."""
+    """Streams, graphs and pinned memory; number formats by the compute capability of the GPU, if it
+    is there. FlashInfer plans each replay on the host."""
     capability = torch.cuda.get_device_capability(index) if torch.cuda.device_count() > index else BFLOAT16
     has_bfloat16 = capability >= BFLOAT16
     return Facts(

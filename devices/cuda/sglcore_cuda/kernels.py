@@ -1,5 +1,5 @@
-"""The kernel table of an NVIDIA GPU: the core's Triton kernels, launched as this GPU's capability wants, and before them
-what libraries bring for DeepSeek's attention."""
+"""The kernel table of an NVIDIA GPU: the core's Triton kernels, launched as this GPU's capability
+wants, and before them what libraries bring for DeepSeek's attention."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 ASYNC_COPIES = (8, 0)
 """From this compute capability on, loads of a loop can be kept in flight without registers."""
 WIDE_PRODUCTS = frozenset({9, 10})
-"""Major versions with matrix products of 64 rows that read both operands from shared memory. They also
-have enough shared memory for 64 heads."""
+"""Major versions with matrix products of 64 rows that read both operands from shared memory. They
+also have enough shared memory for 64 heads."""
 
 LIBRARIES = MappingProxyType(
     {
@@ -27,7 +27,8 @@ LIBRARIES = MappingProxyType(
         "flashinfer": ("index_top_k", "sglcore_cuda.sparse_flashinfer:entry"),
     }
 )
-"""For each library, the entry that it serves and the function that makes the entry for a capability."""
+"""For each library, the entry that it serves and the function that makes the entry for a
+capability."""
 
 
 def kernels() -> KernelTable:

@@ -1,4 +1,5 @@
-"""Streams that run their kernels on some of a GPU's multiprocessors: green contexts, through torch."""
+"""Streams that run their kernels on some of a GPU's multiprocessors: green contexts, through
+torch."""
 
 from __future__ import annotations
 
@@ -37,5 +38,6 @@ def partition(device: torch.device) -> Partition:
 
 @cache
 def _context(index: int, units: int) -> Any:
-    """The first `units` multiprocessors of a GPU. It lives as long as the process: torch ends its streams with it."""
+    """The first `units` multiprocessors of a GPU. It lives as long as the process: torch ends its
+    streams with it."""
     return green_contexts.GreenContext.create(num_sms=units, device_id=index)

@@ -1,4 +1,5 @@
-"""What the system says about NVIDIA GPUs: device nodes, the PCI bus, the driver, the torch build. Nothing is imported."""
+"""What the system says about NVIDIA GPUs: device nodes, the PCI bus, the driver, the torch build.
+Nothing is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from sglcore_cuda import package
 
 NODES = "/dev/nvidia[0-9]*"
 PARAVIRTUAL = "/dev/dxg"
-"""The node by which a Linux guest of Windows reaches the host's GPU; PCI and /proc show nothing there."""
+"""The node by which a Linux guest of Windows reaches the host's GPU; PCI and /proc show nothing
+there."""
 DRIVER_VERSION = "/proc/driver/nvidia/version"
 GUEST_LIBRARIES = "/usr/lib/wsl/lib"
 INFORMATION = "/proc/driver/nvidia/gpus/*/information"
@@ -21,7 +23,8 @@ INFORMATION = "/proc/driver/nvidia/gpus/*/information"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 OLDEST_DRIVER: Mapping[int, int] = MappingProxyType({11: 450, 12: 525, 13: 580})
-"""The oldest driver branch that runs a CUDA runtime of each major version ("CUDA Compatibility", minor versions)."""
+"""The oldest driver branch that runs a CUDA runtime of each major version ("CUDA Compatibility",
+minor versions)."""
 TORCH = (
     "pip install torch==2.13.0 on Linux gives a build with CUDA; replace a processor-only build with --force-reinstall"
 )

@@ -1,5 +1,5 @@
-"""FlashInfer's choice of the largest scores for the kernel table's `index_top_k`. What it chooses it gives in no order, so
-its places in the text say which."""
+"""FlashInfer's choice of the largest scores for the kernel table's `index_top_k`. What it chooses
+it gives in no order, so its places in the text say which."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ except (ImportError, OSError) as error:
     raise Unavailable(f"{error}: {UPGRADE}") from error
 
 MAJORS = (8, 9, 10)
-"""The major compute capabilities of GPUs that have the 128 KiB of shared memory which its kernel takes: those with minor 0 of
-the first."""
+"""The major compute capabilities of GPUs that have the 128 KiB of shared memory which its kernel
+takes: those with minor 0 of the first."""
 MOST = 2048
 """Scores that its kernel chooses at most where a graph may hold it."""
 LARGEST_PAGE = 1 << 30
@@ -30,7 +30,8 @@ NEEDED = frozenset({"row_to_batch", "tie_break", "dsa_graph_safe", "page_size", 
 
 
 def entry(capability: Capability) -> Limited:
-    """`index_top_k` on a GPU of this capability; raises `Unavailable` for others, and of a library that is too old."""
+    """`index_top_k` on a GPU of this capability; raises `Unavailable` for others, and of a library
+    that is too old."""
     major, minor = capability.version
     if major not in MAJORS or (major == MAJORS[0] and minor):
         raise Unavailable(f"it is for GPUs of compute capability 8.0, 9.0 and 10, this one is {capability}")
@@ -49,7 +50,8 @@ def takes(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows
 
 
 def index_top_k(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int) -> Tensor:
-    """As the table says. Sizes alone decide what is launched, so a graph may hold it; waits for nothing."""
+    """As the table says. Sizes alone decide what is launched, so a graph may hold it; waits for
+    nothing."""
     places = torch.empty(logits.shape[0], k, dtype=torch.int32, device=logits.device)
     if not logits.shape[0]:
         return places

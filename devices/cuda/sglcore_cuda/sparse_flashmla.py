@@ -1,7 +1,8 @@
-"""FlashMLA's sparse attention for the kernel table's `sparse_mqa`: rows that lists name, in bfloat16.
+"""FlashMLA's sparse attention for the kernel table's `sparse_mqa`: rows that lists name, in
+bfloat16.
 
-The library reads one pool a call. Of two lists each is attended by itself, and the weights of both, which it gives as
-logarithms of sums, say how much of the result is whose.
+The library reads one pool a call. Of two lists each is attended by itself, and the weights of both,
+which it gives as logarithms of sums, say how much of the result is whose.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ HEADS = (64, 128)
 SIZES = (512, 576)
 VALUES = 512
 SHORT = 512
-"""Elements of rows for which its newer kernels are, on `BLACKWELL`; the older ones serve the rest."""
+"""Elements of rows for which its newer kernels are, on `BLACKWELL`; the older ones serve the
+rest."""
 STEP = 128
 """Its kernels look at so many entries of a list at a time."""
 
 
 def entry(capability: Capability) -> Limited:
-    """`sparse_mqa` on a GPU of this capability; raises `Unavailable` where the library has no kernels for it."""
+    """`sparse_mqa` on a GPU of this capability; raises `Unavailable` where the library has no
+    kernels for it."""
     major = capability.version[0]
     if major not in (HOPPER, BLACKWELL):
         raise Unavailable(f"it is for GPUs of compute capability 9.0 and 10, this one is {capability}")
@@ -79,7 +82,8 @@ def sparse_mqa(
     *,
     is_newer: bool,
 ) -> Tensor:
-    """As the table says. Sizes alone decide what is launched, so a graph may hold it; waits for nothing."""
+    """As the table says. Sizes alone decide what is launched, so a graph may hold it; waits for
+    nothing."""
     if not q.shape[0]:
         return q.new_empty(0, q.shape[1], value_size)
     is_legacy = not is_newer or q.shape[2] != SHORT
@@ -118,8 +122,8 @@ def _lengths(lists: Tensor) -> Tensor | None:
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], sinks: Tensor | None) -> Tensor:
-    """Both results [T, H, V] by their shares of all weights, in the memory of the first. A list without entries has the sum
-    +inf and the result 0."""
+    """Both results [T, H, V] by their shares of all weights, in the memory of the first. A list
+    without entries has the sum +inf and the result 0."""
     sums = torch.stack((one[1], other[1]))
     sums = sums.masked_fill(sums == torch.inf, -torch.inf)
     total = torch.logsumexp(sums, dim=0)

@@ -1,4 +1,5 @@
-"""Launches follow the GPU's properties; what is missing is refused with what to install, and nothing falls back unseen."""
+"""Launches follow the GPU's properties; what is missing is refused with what to install, and
+nothing falls back unseen."""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ def test_a_torch_without_green_contexts_is_refused_with_the_remedy(monkeypatch: 
 
 @pytest.mark.needs("partition", "simulator")
 def test_a_context_is_made_once_for_each_gpu_and_number_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch ends its streams with it, so it is kept. Numbers of units that no other test asks for."""
+    """Torch ends its streams with it, so it is kept. Numbers of units that no other test asks
+    for."""
     made = list[tuple[int, int]]()
 
     def create(num_sms: int, device_id: int) -> Any:

@@ -1,4 +1,5 @@
-"""What FlashAttention, FlashInfer and FlashMLA refuse, their references refuse too, so that no call of this package may come to it."""
+"""What FlashAttention, FlashInfer and FlashMLA refuse, their references refuse too, so that no call
+of this package may come to it."""
 
 from __future__ import annotations
 

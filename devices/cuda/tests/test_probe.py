@@ -1,4 +1,5 @@
-"""NVIDIA machines as they are found: complete, in containers, with old drivers, hidden, or with a torch for others."""
+"""NVIDIA machines as they are found: complete, in containers, with old drivers, hidden, or with a
+torch for others."""
 
 from __future__ import annotations
 

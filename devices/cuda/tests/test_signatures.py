@@ -1,4 +1,5 @@
-"""The calls to FlashInfer, FlashAttention and FlashMLA bind to the true signatures, which are kept here with their version."""
+"""The calls to FlashInfer, FlashAttention and FlashMLA bind to the true signatures, which are kept
+here with their version."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""DeepSeek's attention through the libraries: what they take and refuse, what is said of them where they are not there, and
-that they give the reference's values, in graphs too."""
+"""DeepSeek's attention through the libraries: what they take and refuse, what is said of them where
+they are not there, and that they give the reference's values, in graphs too."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ def test_rows_are_chosen_by_what_a_graph_may_hold(monkeypatch: pytest.MonkeyPatc
 
 
 def check(module: ModuleType, entry: str, tokens: int) -> None:
-    """The kit's calls that the module takes, and one with more entries than a step of its kernels; AssertionError where a
-    result is not the reference's."""
+    """The kit's calls that the module takes, and one with more entries than a step of its kernels;
+    AssertionError where a result is not the reference's."""
     function: Callable[..., Tensor] = module.entry(read_capability()).function
     inputs = getattr(kernel_inputs_sparse, entry)(Draw(3, torch.bfloat16), tokens, False)
     made = [args for args in inputs if not module.takes(*args)]
@@ -184,7 +184,8 @@ def check(module: ModuleType, entry: str, tokens: int) -> None:
 
 
 def long_lists() -> list[Any]:
-    """A token with both lists, one with each of them, one with none; more than a step of entries; no sinks."""
+    """A token with both lists, one with each of them, one with none; more than a step of entries;
+    no sinks."""
     drawn, given = Draw(7, torch.bfloat16), []
     for width, sizes in ((130, (130, 3, 0, 0)), (9, (5, 0, 9, 0))):
         lists = torch.stack([drawn.permutation(200)[:width] for _ in sizes]).int()
@@ -261,7 +262,8 @@ MODELS = {
     ),
     "deepseek-v4": (deepseek_v4, COMPRESSED, "compressed"),
 }
-"""With the heads and rows of the published ones; every row and expert is chosen, so that rounding changes no choice."""
+"""With the heads and rows of the published ones; every row and expert is chosen, so that rounding
+changes no choice."""
 
 HOST = f'{{"device_buffer_size": {CONTEXT}, "host_to_device_ratio": 8}}'
 """Rows in host memory, of which the device has room for all that a token reads."""
@@ -280,8 +282,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def errors(
     model: tuple[Oracle, Path, str], monkeypatch: pytest.MonkeyPatch, graph: str, hisparse: str | None = None
 ) -> np.ndarray:
-    """Of the log-probabilities of ragged requests in chunks, against transformers in float32. The libraries serve, and behind
-    them the reference, but for what reaches host memory."""
+    """Of the log-probabilities of ragged requests in chunks, against transformers in float32. The
+    libraries serve, and behind them the reference, but for what reaches host memory."""
     reaching = () if hisparse is None else REACHING
 
     def behind(tuning: Tuning) -> KernelTable:

@@ -1,6 +1,8 @@
-"""AITER over the paged pool: its paged decode over page rows, its batched prefill over lists of cells.
+"""AITER over the paged pool: its paged decode over page rows, its batched prefill over lists of
+cells.
 
-What the installed AITER offers is read from its functions, and what the GPU takes from its properties.
+What the installed AITER offers is read from its functions, and what the GPU takes from its
+properties.
 """
 
 from __future__ import annotations
@@ -38,12 +40,14 @@ if MISSING:
 DECODES_WINDOWS = "sliding_window" in inspect.signature(aiter.paged_attention_v1).parameters
 """Versions before 2026 decode without windows."""
 PARTITION = 256
-"""Tokens of a sequence that one workgroup attends to; partial results of all partitions are kept, then joined."""
+"""Tokens of a sequence that one workgroup attends to; partial results of all partitions are kept,
+then joined."""
 
 
 @dataclass(slots=True)
 class AiterPlan(AttentionPlan):
-    """What one batch needs: rows of pages if each row brings one token, else lists of cells. `num_tokens`: real ones."""
+    """What one batch needs: rows of pages if each row brings one token, else lists of cells.
+    `num_tokens`: real ones."""
 
     num_tokens: int
     rows: PageRows | None = None
@@ -52,8 +56,8 @@ class AiterPlan(AttentionPlan):
 
 @dataclass(frozen=True, slots=True)
 class PageRows:
-    """Pages int32[B, pages], lengths int32[B], query offsets int32[B + 1], the longest sequence that may come, and memory
-    for partial results of that many tokens."""
+    """Pages int32[B, pages], lengths int32[B], query offsets int32[B + 1], the longest sequence
+    that may come, and memory for partial results of that many tokens."""
 
     pages: Tensor
     seq_lens: Tensor
@@ -64,7 +68,8 @@ class PageRows:
 
 @dataclass(frozen=True, slots=True)
 class CellLists:
-    """Query offsets int32[B + 1], cell offsets int32[B + 1], cells int32[total], and the longest of both sides."""
+    """Query offsets int32[B + 1], cell offsets int32[B + 1], cells int32[total], and the longest of
+    both sides."""
 
     query_starts: Tensor
     cell_starts: Tensor
@@ -74,7 +79,8 @@ class CellLists:
 
 
 class AiterAttention(AttentionBackend[AiterPlan]):
-    """Decoder attention with or without softcaps, in half precision; windows where the installed version decodes with them."""
+    """Decoder attention with or without softcaps, in half precision; windows where the installed
+    version decodes with them."""
 
     facts = AttentionFacts(
         page_sizes=(16, 32),
@@ -113,7 +119,8 @@ class AiterAttention(AttentionBackend[AiterPlan]):
         return AiterPlan(self, generation, int(extends.sum()), lists=lists)
 
     def capture_plan(self, bucket: Bucket) -> AiterPlan:
-        """Fixed page rows and lengths, which `refresh` writes; memory for the longest request that the pool takes."""
+        """Fixed page rows and lengths, which `refresh` writes; memory for the longest request that
+        the pool takes."""
         pool, size = self.req_to_token_pool, bucket.batch_size
         pages = pool.page_table.new_zeros(size, pool.max_pages)
         rows = self._rows(pages, torch.ones_like(pages[:, 0]), pool.max_pages * pool.page_size)
@@ -184,7 +191,8 @@ class AiterAttention(AttentionBackend[AiterPlan]):
         )
 
     def _rows(self, pages: Tensor, seq_lens: Tensor, longest: int) -> PageRows:
-        """Memory for each row, head and partition: a partial result in the cells' dtype, its sum and maximum in float32."""
+        """Memory for each row, head and partition: a partial result in the cells' dtype, its sum
+        and maximum in float32."""
         count = len(seq_lens)
         dim = max(head_dim for _, head_dim in self.shape.layers)
         each = dim * self.token_to_kv_pool.kv(0)[0].element_size() + 2 * 4

@@ -1,4 +1,5 @@
-"""The bring-up of an AMD GPU: the standard order, with what the GPU can do said in the ledger, and its memory asked."""
+"""The bring-up of an AMD GPU: the standard order, with what the GPU can do said in the ledger, and
+its memory asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What an AMD GPU can do, as its driver says; launch configurations and refusals follow from these values."""
+"""What an AMD GPU can do, as its driver says; launch configurations and refusals follow from these
+values."""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ WIDE_WAVE = 64
 """Lanes of a wave of the compute architecture; the graphics architecture has 32."""
 
 CONVERTED: Mapping[tuple[int, int], str] = MappingProxyType({(9, 4): E4M3FNUZ, (9, 5): E4M3FN})
-"""By generation, for those for which kernels that read them so were compiled and looked at (CDNA 3 and CDNA 4 instruction sets,
-`V_CVT_PK_F32_FP8`)."""
+"""By generation, for those for which kernels that read them so were compiled and looked at (CDNA 3
+and CDNA 4 instruction sets, `V_CVT_PK_F32_FP8`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """The properties of one GPU that decide something. `target`: what compilers call it, for people."""
+    """The properties of one GPU that decide something. `target`: what compilers call it, for
+    people."""
 
     name: str
     target: str

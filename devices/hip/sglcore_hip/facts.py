@@ -1,4 +1,5 @@
-"""The facts of an AMD GPU. torch calls its devices by the other vendor's name, on purpose; these are its own names."""
+"""The facts of an AMD GPU. torch calls its devices by the other vendor's name, on purpose; these
+are its own names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The kernel table of an AMD GPU: the core's Triton kernels, launched in waves of the size that this GPU has."""
+"""The kernel table of an AMD GPU: the core's Triton kernels, launched in waves of the size that
+this GPU has."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def tuning(capability: Capability) -> Tuning:
     """Return how kernels are launched on a GPU of this capability.
 
     A kernel gets two programs for each compute unit. Launches count threads, so a program has half
-    the waves where waves are wide; attention has four waves in both cases. Attention loads one tile of keys and values at a time: 64 KiB of local memory hold no second.
+    the waves where waves are wide; attention has four waves in both cases. Attention loads one tile
+    of keys and values at a time: 64 KiB of local memory hold no second.
     """
     from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
 

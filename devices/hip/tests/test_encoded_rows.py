@@ -1,4 +1,5 @@
-"""Rows in eight bits, kept in the floats that the GPU converts, hold the numbers that they hold in others."""
+"""Rows in eight bits, kept in the floats that the GPU converts, hold the numbers that they hold in
+others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where AITER would read or write elsewhere, or refuses, its references refuse, so that no call of this package may come to it."""
+"""Where AITER would read or write elsewhere, or refuses, its references refuse, so that no call of
+this package may come to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""AMD machines as they are found: servers, desktops, processors with graphics, containers, and a torch for others."""
+"""AMD machines as they are found: servers, desktops, processors with graphics, containers, and a
+torch for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Apple silicon by MLX, a lazy array library: a worker of its own, without torch. Only the declaration is imported."""
+"""Apple silicon by MLX, a lazy array library: a worker of its own, without torch. Only the
+declaration is imported."""
 
 from sglcore.device.package import DevicePackage
 

@@ -1,4 +1,5 @@
-"""The order of a start on MLX: a thread of its own, weights, memory, attention, and the worker over them."""
+"""The order of a start on MLX: a thread of its own, weights, memory, attention, and the worker over
+them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ from sglcore_mlx.worker import MlxWorker
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """How steps run: `compiles` the decode step, or queues each operation by itself; `compiles_draw`: the draw too."""
+    """How steps run: `compiles` the decode step, or queues each operation by itself;
+    `compiles_draw`: the draw too."""
 
     compiles: bool
     compiles_draw: bool
@@ -57,7 +59,8 @@ def stream_thread() -> StreamThread:
 
 
 def hardware(stream_thread: StreamThread, config: EngineConfig, ledger: DecisionLedger) -> Hardware:
-    """What MLX computes on here, and on how many of the processor's cores where it is the processor."""
+    """What MLX computes on here, and on how many of the processor's cores where it is the
+    processor."""
     found = stream_thread.call(open_hardware, config.threads)
     ledger.record(*found.rows)
     return found
@@ -110,7 +113,8 @@ def computing(config: EngineConfig, hardware: Hardware, ledger: DecisionLedger) 
     if asked != "off":
         why = "one rank waits for no other"
         ledger.record(Row("two-batch overlap", asked, "off", why, "--two-batch-overlap off", downgrade=asked == "on"))
-    # A processor's draw is compiled by its C++ compiler, for seconds, at the first request of each kind.
+    # A processor's draw is compiled by its C++ compiler, for seconds, at the first request of each
+    # kind.
     return Computing(compiles, compiles and hardware.kind != "cpu")
 
 
@@ -130,7 +134,8 @@ def model(
     ledger: DecisionLedger,
     progress: Callable[[str, int, int], None],
 ) -> Model:
-    """The model with its weights in memory. Raises ConfigError where proposals can not be verified on it."""
+    """The model with its weights in memory. Raises ConfigError where proposals can not be verified
+    on it."""
     model_config, _ = choose_implementation(config.model_impl, model_path, ledger, has_torch=False, task=config.task)
     check_context(config.max_model_len, model_config)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts)
@@ -182,7 +187,8 @@ def sizes(
 
 
 def pools(stream_thread: StreamThread, config: EngineConfig, model: Model, sizes: MemorySizes) -> DeviceState:
-    """The cells of every layer, the states and tokens of every slot. Poisoned cells show whoever reads what nobody wrote."""
+    """The cells of every layer, the states and tokens of every slot. Poisoned cells show whoever
+    reads what nobody wrote."""
     fill = float("nan") if config.poison else 0.0
 
     def make() -> DeviceState:
@@ -219,8 +225,8 @@ def attention(
 
 
 def slices(config: EngineConfig, model: Model, speculation: Speculation | None, ledger: DecisionLedger) -> int | None:
-    """Token·layers of a slice of a prompt, 0: by the clock; None: prompts come whole. Raises ConfigError for a setting that can not be
-    read."""
+    """Token·layers of a slice of a prompt, 0: by the clock; None: prompts come whole. Raises
+    ConfigError for a setting that can not be read."""
     asked = config.prompt_slices
     budget = slice_budget(asked)
     if budget is None:

@@ -1,4 +1,5 @@
-"""The cells of a started device for sglcore's conformance kit, which reads and writes them as arrays on the host."""
+"""The cells of a started device for sglcore's conformance kit, which reads and writes them as
+arrays on the host."""
 
 from __future__ import annotations
 

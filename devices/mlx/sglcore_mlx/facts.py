@@ -10,8 +10,8 @@ from sglcore_mlx.probe import mlx_build
 
 
 def facts(index: int = 0) -> Facts:
-    """Memory is one for host and device; MLX orders its own work, so the core keeps no streams. Nothing is imported:
-    the device's kind follows from the build that is installed."""
+    """Memory is one for host and device; MLX orders its own work, so the core keeps no streams.
+    Nothing is imported: the device's kind follows from the build that is installed."""
     return Facts(
         tensor_device=device_kind(),
         index_dtype="int32",

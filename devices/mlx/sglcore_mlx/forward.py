@@ -22,7 +22,8 @@ from sglcore_mlx.pool import DeviceState, PageTable, store
 
 @dataclass(frozen=True, slots=True)
 class DecodeForward:
-    """Rows of one token, all of them their slot's last. A pure function of arrays, so that it can be compiled."""
+    """Rows of one token, all of them their slot's last. A pure function of arrays, so that it can
+    be compiled."""
 
     model: Model
     attention: DecodeAttention
@@ -36,14 +37,15 @@ class DecodeForward:
         cells: list[mx.array],
         states: list[States],
     ) -> tuple[mx.array, list[mx.array], list[States]]:
-        """Logits float32 [B, V], the cells with the new keys and values, and the states after the tokens; B rows, as
-        `DecodeInputs`."""
+        """Logits float32 [B, V], the cells with the new keys and values, and the states after the
+        tokens; B rows, as `DecodeInputs`."""
         return self.rows({**fields, "input_ids": last[fields["req_pool_indices"]]}, page_table, cells, states)
 
     def rows(
         self, fields: dict[str, mx.array], page_table: mx.array, cells: list[mx.array], states: list[States]
     ) -> tuple[mx.array, list[mx.array], list[States]]:
-        """The same of rows whose `input_ids` are among the fields; several neighbouring ones may be of one row of the page table."""
+        """The same of rows whose `input_ids` are among the fields; several neighbouring ones may be
+        of one row of the page table."""
         plan = self.attention.plan(DecodeRows(page_table, fields["seq_lens"]))
         step = _Decoding(plan, fields["out_cache_loc"], self.model.layers, list(cells), list(states))
         rows = fields["seq_lens"].shape[0]
@@ -119,7 +121,8 @@ def extend_forward(
     state: DeviceState,
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> mx.array:
-    """Hidden states [T, H] of any batch that writes to cells; in `state`, keys, values and states of requests go on."""
+    """Hidden states [T, H] of any batch that writes to cells; in `state`, keys, values and states
+    of requests go on."""
     extend = begin_extend(attention, model.layers, batch, table, state, batch_type)
     hidden = model(extend.forward)
     extend.leave(state)
@@ -134,7 +137,8 @@ def embed_forward(model: Model, batch: ScheduleBatch, batch_type: type[ForwardBa
 
 
 def resolve_ids(input_ids: NDArray[np.int32], last: mx.array) -> mx.array:
-    """int32 [T]: a negative id -s becomes the last token of slot s, whatever has become of the step that samples it."""
+    """int32 [T]: a negative id -s becomes the last token of slot s, whatever has become of the step
+    that samples it."""
     ids = mx.array(input_ids)
     if not (input_ids < 0).any():
         return ids

@@ -1,4 +1,5 @@
-"""One forward's inputs as arrays. Each field is declared once (see sglcore/step/forward_inputs.py); staging follows."""
+"""One forward's inputs as arrays. Each field is declared once (see sglcore/step/forward_inputs.py);
+staging follows."""
 
 from __future__ import annotations
 
@@ -15,24 +16,28 @@ from sglcore.step.host_values import HostReader, Values
 from sglcore_mlx.layers.rotary import Rotary, Rotate
 
 States: TypeAlias = list[mx.array]
-"""What one layer keeps of N requests: arrays [N, *shape], in the order in which it declares them."""
+"""What one layer keeps of N requests: arrays [N, *shape], in the order in which it declares
+them."""
 
 Attend: TypeAlias = Callable[[int, mx.array, mx.array, mx.array], mx.array]
-"""`attend(layer_id, q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, D])` gives [T, heads, D]; q and k come rotated."""
+"""`attend(layer_id, q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, D])` gives [T, heads, D];
+q and k come rotated."""
 
 
 Advance: TypeAlias = Callable[..., tuple[mx.array, States]]
-"""`advance(states, *inputs)`: from states [N, *shape] and inputs [N, L, ...] of N rows with L tokens each to results [N, L, ...]
-and the states after them."""
+"""`advance(states, *inputs)`: from states [N, *shape] and inputs [N, L, ...] of N rows with L
+tokens each to results [N, L, ...] and the states after them."""
 
 Recur: TypeAlias = Callable[..., mx.array]
-"""`recur(layer_id, advance, *inputs)` gives the results [T, ...] of inputs [T, ...]: each row goes on from its own states."""
+"""`recur(layer_id, advance, *inputs)` gives the results [T, ...] of inputs [T, ...]: each row goes
+on from its own states."""
 
 
 @batch_record(ScheduleBatch)
 class ForwardBatch(ForwardInputs[mx.array]):
-    """The inputs as arrays, attention over their tokens, and the states of their requests. Each rotary embedding is opened for their positions once. What
-    is compiled has no values of the host but the sizes and the kind of step."""
+    """The inputs as arrays, attention over their tokens, and the states of their requests. Each
+    rotary embedding is opened for their positions once. What is compiled has no values of the host
+    but the sizes and the kind of step."""
 
     attend: Attend = batch_field(axis=Axis.NONE, split=Split.COPY, owner="attention")
     recur: Recur = batch_field(axis=Axis.NONE, split=Split.COPY, owner="layers")

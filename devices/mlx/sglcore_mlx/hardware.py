@@ -13,13 +13,15 @@ import mlx.core as mx
 from sglcore.device.ledger import Row
 
 PROCESSOR_STREAMS = 2
-"""Linear layers and attention of a processor are split over this many streams, each of which is a thread."""
+"""Linear layers and attention of a processor are split over this many streams, each of which is a
+thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """`kind` is "metal", "gpu" or "cpu". `streams` share the work of a processor (none: one stream does it all);
-    `compiles`: decode steps are compiled unless it is asked otherwise. `rows` go to the ledger."""
+    """`kind` is "metal", "gpu" or "cpu". `streams` share the work of a processor (none: one stream
+    does it all); `compiles`: decode steps are compiled unless it is asked otherwise. `rows` go to
+    the ledger."""
 
     kind: str
     streams: tuple[mx.Stream, ...]
@@ -34,7 +36,8 @@ class Hardware:
 
 
 def open_hardware(threads: int | None) -> Hardware:
-    """Ask MLX what it computes on; belongs on the stream's thread. `threads`: what was asked for."""
+    """Ask MLX what it computes on; belongs on the stream's thread. `threads`: what was asked
+    for."""
     kind = mx.default_device().type.name
     if kind == "gpu" and mx.metal.is_available():
         kind = "metal"

@@ -20,7 +20,8 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """B rows of one token, padded with rows of slot 0: `fields` by their names, [B] each, and `page_table` int32 [B, n]."""
+    """B rows of one token, padded with rows of slot 0: `fields` by their names, [B] each, and
+    `page_table` int32 [B, n]."""
 
     fields: dict[str, NDArray]
     page_table: Ints
@@ -29,7 +30,8 @@ class DecodeInputs:
 def decode_inputs(
     batch_type: type[ForwardBatch], batch: ScheduleBatch, table: PageTable, rows: int, pages: int
 ) -> DecodeInputs:
-    """Rows that bring their last token, padded to `rows` rows and `pages` columns of the page table."""
+    """Rows that bring their last token, padded to `rows` rows and `pages` columns of the page
+    table."""
     reader = host_reader(batch_type, is_decode=True)
     values = reader.read(batch)
     fields = {spec.name: padded(spec, values[spec.name], rows) for spec in reader.staged if spec.name in values}
@@ -40,9 +42,10 @@ def decode_inputs(
 
 @dataclass(frozen=True, slots=True)
 class WideInputs:
-    """B requests of several tokens each, padded with slot 0, of which the device knows where each token is: `fields` of all their
-    rows, and of the requests `slots`, `limits` (cells in their pages) and `nodes` (tokens that may be verified, None: all) int32 [B],
-    and `page_table` int32 [B, n]."""
+    """B requests of several tokens each, padded with slot 0, of which the device knows where each
+    token is: `fields` of all their rows, and of the requests `slots`, `limits` (cells in their
+    pages) and `nodes` (tokens that may be verified, None: all) int32 [B], and `page_table` int32
+    [B, n]."""
 
     fields: dict[str, NDArray]
     slots: Ints
@@ -88,7 +91,8 @@ class SingleRows:
 
 
 def parts_of(batch: ScheduleBatch, table: PageTable) -> list[SingleRows | PromptRow]:
-    """The batch's rows in order of their tokens: runs of rows with one token, and rows with several, each by itself."""
+    """The batch's rows in order of their tokens: runs of rows with one token, and rows with
+    several, each by itself."""
     counts = np.diff(batch.token_offsets)
     parts: list[SingleRows | PromptRow] = []
     row = 0
@@ -110,15 +114,16 @@ def parts_of(batch: ScheduleBatch, table: PageTable) -> list[SingleRows | Prompt
 
 
 def extend_values(reader: HostReader, batch: ScheduleBatch, table: PageTable) -> Values:
-    """What the host gives of a step that brings tokens, by the names of the fields, and the cells of its tokens."""
+    """What the host gives of a step that brings tokens, by the names of the fields, and the cells
+    of its tokens."""
     values = reader.read(batch)
     values["out_cache_loc"] = table.cells(np.repeat(batch.slots, np.diff(batch.token_offsets)), values["positions"])
     return values
 
 
 def bucket(count: int, most: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds `count`, at most `most`: at most half of it is padding,
-    and few sizes are compiled."""
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds `count`, at most `most`: at most
+    half of it is padding, and few sizes are compiled."""
     size = 1
     while size < count:
         middle = size + size // 2
@@ -130,5 +135,6 @@ def bucket(count: int, most: int) -> int:
 
 
 def row_bucket(count: int, buckets: tuple[int, ...], most: int) -> int:
-    """The smallest of the configured sizes that holds `count` rows, or else the next of `bucket`."""
+    """The smallest of the configured sizes that holds `count` rows, or else the next of
+    `bucket`."""
     return next((size for size in sorted(buckets) if size >= count), bucket(count, max(most, count)))

@@ -1,4 +1,5 @@
-"""Which function does what on this device, as the ledger shows it. Models and samplers of this package call them directly."""
+"""Which function does what on this device, as the ledger shows it. Models and samplers of this
+package call them directly."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ OWN: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class KernelNames:
-    """Names only: nothing outside this package calls these functions, which take arrays of its own."""
+    """Names only: nothing outside this package calls these functions, which take arrays of its
+    own."""
 
     origin: Mapping[str, str] = field(default_factory=lambda: OWN)
 

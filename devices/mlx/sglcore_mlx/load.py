@@ -1,5 +1,5 @@
-"""From a checkpoint folder to a model: the files say what there is, the model says what it wants, every difference is an
-error, and then the weights are read one at a time."""
+"""From a checkpoint folder to a model: the files say what there is, the model says what it wants,
+every difference is an error, and then the weights are read one at a time."""
 
 from __future__ import annotations
 
@@ -71,11 +71,13 @@ def load_model(
     architectures: Mapping[str, str] = EMPTY,
     check: Callable[[Architecture], None] = lambda model: None,
 ) -> Model:
-    """The model of a checkpoint folder in `dtype`, for positions below `max_positions`; waits until every weight is read.
+    """The model of a checkpoint folder in `dtype`, for positions below `max_positions`; waits until
+    every weight is read.
 
-    `progress` is called with the bytes of weights that are there and of all; `architectures` adds to the registry; `check` sees the model before a weight is read. Memory beyond the weights is that of the
-    largest one. Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a
-    model or a quantisation that is not supported.
+    `progress` is called with the bytes of weights that are there and of all; `architectures` adds
+    to the registry; `check` sees the model before a weight is read. Memory beyond the weights is
+    that of the largest one. Raises `CheckpointError` for files that are missing, damaged, or not
+    this model's, `ConfigError` for a model or a quantisation that is not supported.
     """
     model_type = model_class(config.architecture, architectures)
     quantization = read_quantization(config.raw, model_type.own_name)
@@ -100,7 +102,8 @@ def _harmless(model: Architecture) -> tuple[str, ...]:
 
 
 def _tensors(files: tuple[Path, ...], own_name: Callable[[str], str]) -> tuple[dict[str, Entry], dict[str, mx.array]]:
-    """The tensors of all files by the model's names; raises `CheckpointError` for one that is in two files."""
+    """The tensors of all files by the model's names; raises `CheckpointError` for one that is in
+    two files."""
     entries: dict[str, Entry] = {}
     arrays: dict[str, mx.array] = {}
     for file in files:
@@ -119,7 +122,8 @@ def _tensors(files: tuple[Path, ...], own_name: Callable[[str], str]) -> tuple[d
 
 
 def _map(file: Path, entries: Iterable[Entry]) -> dict[str, mx.array]:
-    """The tensors of a file, none of them read yet; raises `CheckpointError` for a type or a file that MLX refuses."""
+    """The tensors of a file, none of them read yet; raises `CheckpointError` for a type or a file
+    that MLX refuses."""
     for entry in entries:
         if entry.dtype not in MAPPED:
             raise CheckpointError(

@@ -1,4 +1,5 @@
-"""How much memory KV cells may take where the GPU and the system share it, and where MLX runs on the processor."""
+"""How much memory KV cells may take where the GPU and the system share it, and where MLX runs on
+the processor."""
 
 from __future__ import annotations
 
@@ -13,15 +14,18 @@ from sglcore.step.sizing import MemoryBudget, size_text
 from sglcore_mlx import sysctl
 
 OWN_SHARE = 0.8
-"""The share of a GPU's own memory for cells: the rest is for activations, which the allocator keeps for the next step."""
+"""The share of a GPU's own memory for cells: the rest is for activations, which the allocator keeps
+for the next step."""
 UNIFIED_SHARE = 0.6
-"""The share of memory that a GPU has in common with the system: people work on these machines while they serve."""
+"""The share of memory that a GPU has in common with the system: people work on these machines while
+they serve."""
 PROCESSOR_SHARE = 0.5
 """The share of a processor's: everything else on the machine takes from the same memory."""
 
 
 def device_memory(model: object) -> MemoryBudget:
-    """A bring-up step: what is left for cells once the weights are in. Weights that were not evaluated do not count yet.
+    """A bring-up step: what is left for cells once the weights are in. Weights that were not
+    evaluated do not count yet.
 
     Memory that MLX keeps cached for later arrays is released first, so that it counts as free.
     """
@@ -30,8 +34,8 @@ def device_memory(model: object) -> MemoryBudget:
 
 
 def budget(info: Mapping[str, str | int], active: int, system: System) -> MemoryBudget:
-    """From what MLX says of its device and the bytes of its living arrays: a GPU's share of unified memory, a GPU's own
-    memory, or the processor's."""
+    """From what MLX says of its device and the bytes of its living arrays: a GPU's share of unified
+    memory, a GPU's own memory, or the processor's."""
     recommended = int(info.get("max_recommended_working_set_size", 0))
     if recommended:
         return unified(int(info["memory_size"]), recommended, active, system)
@@ -43,9 +47,11 @@ def budget(info: Mapping[str, str | int], active: int, system: System) -> Memory
 
 
 def unified(physical: int, recommended: int, active: int, system: System) -> MemoryBudget:
-    """Bytes that the GPU may keep resident, less what living arrays hold, and never more than the system has free.
+    """Bytes that the GPU may keep resident, less what living arrays hold, and never more than the
+    system has free.
 
-    Metal slows down, and macOS may swap, beyond `recommended`. The system's own share of free memory is in percent.
+    Metal slows down, and macOS may swap, beyond `recommended`. The system's own share of free
+    memory is in percent.
     """
     usable = max(recommended - active, 0)
     parts = [f"{size_text(physical)} physical", f"{size_text(usable)} usable by the GPU"]
@@ -58,15 +64,17 @@ def unified(physical: int, recommended: int, active: int, system: System) -> Mem
 
 
 def total_memory(system: System) -> int:
-    """Bytes this process may use in all: the machine's, or the smallest limit of its control groups."""
+    """Bytes this process may use in all: the machine's, or the smallest limit of its control
+    groups."""
     physical = _field(system.read("/proc/meminfo"), "MemTotal:")
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if physical is None else physical * 1024
     return min((physical, *(limit for limit, _, _ in _groups(system))))
 
 
 def available_memory(system: System) -> tuple[int, str]:
-    """Bytes that may still be taken, and the evidence: what the machine has available, or what the tightest control group
-    leaves. A machine that does not say is taken to have half of its memory available."""
+    """Bytes that may still be taken, and the evidence: what the machine has available, or what the
+    tightest control group leaves. A machine that does not say is taken to have half of its memory
+    available."""
     known = _field(system.read("/proc/meminfo"), "MemAvailable:")
     free = total_memory(system) // 2 if known is None else known * 1024
     found = [(max(limit - used, 0), limit, group) for limit, used, group in _groups(system)]
@@ -77,7 +85,8 @@ def available_memory(system: System) -> tuple[int, str]:
 
 
 def _groups(system: System) -> Iterator[tuple[int, int, str]]:
-    """(limit, bytes that can not be dropped, folder) of every control group above this process that has a limit."""
+    """(limit, bytes that can not be dropped, folder) of every control group above this process that
+    has a limit."""
     for folder in _group_folders(system.read("/proc/self/cgroup") or ""):
         limit = _number(system, f"{folder}/memory.max", f"{folder}/memory.limit_in_bytes")
         if limit is None or limit >= 1 << 60:

@@ -1,4 +1,5 @@
-"""What a worker keeps between steps: KV cells of every layer, the page table, each slot's last token and its history."""
+"""What a worker keeps between steps: KV cells of every layer, the page table, each slot's last
+token and its history."""
 
 from __future__ import annotations
 
@@ -23,21 +24,23 @@ def cell_bytes(layers: Sequence[LayerShape], dtype: mx.Dtype) -> int:
 
 
 def make_cells(layers: Sequence[LayerShape], dtype: mx.Dtype, num_cells: int, fill: float) -> list[mx.array]:
-    """One array a layer, [num_cells, 2, kv_heads, head_dim]: keys, then values. Allocates; waits."""
+    """One array a layer, [num_cells, 2, kv_heads, head_dim]: keys, then values. Allocates;
+    waits."""
     cells = [mx.full((num_cells, 2, layer.num_kv_heads, layer.head_dim), fill, dtype) for layer in layers]
     mx.eval(cells)
     return cells
 
 
 def store(cells: mx.array, out_cache_loc: mx.array, k: mx.array, v: mx.array) -> mx.array:
-    """`cells` with k and v [T, kv_heads, D] in the cells int32 [T]; in the same memory, if nothing else holds it."""
+    """`cells` with k and v [T, kv_heads, D] in the cells int32 [T]; in the same memory, if nothing
+    else holds it."""
     cells[out_cache_loc] = mx.stack([k, v], axis=1).astype(cells.dtype)
     return cells
 
 
 class PageTable:
-    """`rows` int32 [slots + 1, pages]: the pages of each slot. On the host, because memory is the device's as well: a step
-    hands over only the rows that it needs. Page 0 belongs to padding."""
+    """`rows` int32 [slots + 1, pages]: the pages of each slot. On the host, because memory is the
+    device's as well: a step hands over only the rows that it needs. Page 0 belongs to padding."""
 
     def __init__(self, sizes: MemorySizes) -> None:
         self.page_size = sizes.page_size
@@ -58,8 +61,9 @@ class PageTable:
 
 @dataclass(slots=True)
 class DeviceState:
-    """Lazy arrays that one step hands to the next: `cells` of each layer, `states` of requests, `last` int32 [slots + 1], the token last sampled
-    for each slot, and `history` int32 [slots + 1, context + 1], made when sampling first looks back. `drafts`, where tokens are proposed."""
+    """Lazy arrays that one step hands to the next: `cells` of each layer, `states` of requests,
+    `last` int32 [slots + 1], the token last sampled for each slot, and `history` int32 [slots + 1,
+    context + 1], made when sampling first looks back. `drafts`, where tokens are proposed."""
 
     cells: list[mx.array]
     states: StatePool

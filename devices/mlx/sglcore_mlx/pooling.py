@@ -1,4 +1,5 @@
-"""Pooling: one vector of each request's hidden states, as the core's `checkpoint/pooling.py` describes it."""
+"""Pooling: one vector of each request's hidden states, as the core's `checkpoint/pooling.py`
+describes it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Rows = Mapping[str, mx.array]
 def pool(
     pooling: Pooling, classify: Callable[[mx.array], mx.array], hidden: mx.array, batch: ScheduleBatch
 ) -> mx.array:
-    """hidden [T, H] to float32 [B, len(modes) * H], or to float32 [B, labels] by the model's head."""
+    """hidden [T, H] to float32 [B, len(modes) * H], or to float32 [B, labels] by the model's
+    head."""
     rows = {name: mx.array(values) for name, values in pooled_rows(batch).items()}
     wide = hidden.astype(mx.float32)
     pooled = mx.concatenate([POOLS[mode](wide, rows) for mode in pooling.modes], axis=-1)

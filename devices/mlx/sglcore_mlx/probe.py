@@ -1,4 +1,5 @@
-"""What the system says about MLX: Apple silicon under macOS, or by name a build of MLX for Linux. Nothing is imported."""
+"""What the system says about MLX: Apple silicon under macOS, or by name a build of MLX for Linux.
+Nothing is imported."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ APPLE = "use a Mac with Apple silicon"
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """The installed MLX: its version ("" if unknown), the distribution that brings its library, and that one's version.
+    """The installed MLX: its version ("" if unknown), the distribution that brings its library, and
+    that one's version.
 
     The backend is "source" for a library that none of BACKENDS brought, and "" if there is none.
     """
@@ -44,7 +46,8 @@ class Build:
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Answer from what is seen through `system`. Other machines than Macs count only if the device was named."""
+    """Answer from what is seen through `system`. Other machines than Macs count only if the device
+    was named."""
     macos, build = macos_version(system), mlx_build(system)
     if macos is not None:
         hardware, driver = _apple_silicon(system), _macos(macos)
@@ -80,7 +83,8 @@ def macos_version(system: System) -> str | None:
 
 
 def mlx_build(system: System) -> Build | None:
-    """The installed MLX, from the metadata of its distributions; None if there is no module `mlx`."""
+    """The installed MLX, from the metadata of its distributions; None if there is no module
+    `mlx`."""
     folders = _folders(system)
     if not folders:
         return None
@@ -146,7 +150,8 @@ def _processor(named: bool, system: System) -> tuple[Fact, Fact]:
 
 
 def _name(system: System, build: Build | None) -> str:
-    """What MLX takes by itself: the Mac's chip, the first GPU of a build for CUDA, or the processor."""
+    """What MLX takes by itself: the Mac's chip, the first GPU of a build for CUDA, or the
+    processor."""
     nodes = system.glob(CUDA_NODES) if build is not None and build.is_cuda else ()
     chip = sysctl.text(system, "machdep.cpu.brand_string")
     return chip or next(iter(nodes), None) or processor_name(system) or "a processor"
@@ -184,6 +189,7 @@ def _runtime(system: System, build: Build | None, is_mac: bool) -> Fact:
 
 
 def _numbers(found: str) -> tuple[int, int]:
-    """The first two numbers of a version; of one that names none, the largest, because nothing speaks against it."""
+    """The first two numbers of a version; of one that names none, the largest, because nothing
+    speaks against it."""
     numbers = re.match(r"(\d+)(?:\.(\d+))?", found)
     return (int(numbers.group(1)), int(numbers.group(2) or 0)) if numbers else (1 << 30, 0)

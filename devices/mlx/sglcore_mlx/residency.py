@@ -1,4 +1,5 @@
-"""Keeps an Apple GPU's memory resident: macOS would otherwise page weights out between steps that come far apart."""
+"""Keeps an Apple GPU's memory resident: macOS would otherwise page weights out between steps that
+come far apart."""
 
 from __future__ import annotations
 
@@ -10,15 +11,17 @@ from sglcore.device.ledger import Row
 from sglcore.step.sizing import size_text
 
 CACHE_SHARE = 16
-"""MLX may keep one part in so many of the GPU's memory for arrays to come: prompts of many lengths would fill it all."""
+"""MLX may keep one part in so many of the GPU's memory for arrays to come: prompts of many lengths
+would fill it all."""
 
 SetLimit = Callable[[int], int]
 """Sets a limit of the whole process, and gives the one before."""
 
 
 class Residency:
-    """Limits of the whole process, taken at a start and given back at its end. Of several workers in one process the first
-    that ends gives back what it took; memory stays correct without, only slower."""
+    """Limits of the whole process, taken at a start and given back at its end. Of several workers
+    in one process the first that ends gives back what it took; memory stays correct without, only
+    slower."""
 
     def __init__(
         self,
@@ -26,7 +29,8 @@ class Residency:
         set_wired: SetLimit = mx.set_wired_limit,
         set_cache: SetLimit = mx.set_cache_limit,
     ) -> None:
-        """`info` is what MLX says of its device; without a recommended working set (no Apple GPU) nothing is changed."""
+        """`info` is what MLX says of its device; without a recommended working set (no Apple GPU)
+        nothing is changed."""
         recommended = int(info.get("max_recommended_working_set_size", 0))
         self.row: Row | None = None
         self._undo: list[Callable[[], int]] = []

@@ -50,8 +50,8 @@ class SampleStep:
         arrived: Arrays,
         state: DeviceState,
     ) -> SampledTokens[mx.array]:
-        """Draw a token for each of the logits [N, V] of the emitting rows, and remember it as its slot's last; `arrived`
-        are the arrays of `inputs`."""
+        """Draw a token for each of the logits [N, V] of the emitting rows, and remember it as its
+        slot's last; `arrived` are the arrays of `inputs`."""
         host, parts = self._take(inputs, arrived)
         positions = mx.array(batch.seq_lens) if rows.emitting is None else arrived["positions"]
         history = self._history_of(parts["slots"], positions, batch, rows, state) if host.needs.any_penalty else None
@@ -70,15 +70,16 @@ class SampleStep:
         state: DeviceState,
         positions: mx.array,
     ) -> SampledTokens[mx.array]:
-        """Draw a token for each of the logits [N, V], as token number `positions` int32[N] of its text. The history has all tokens
-        before; nothing is remembered."""
+        """Draw a token for each of the logits [N, V], as token number `positions` int32[N] of its
+        text. The history has all tokens before; nothing is remembered."""
         host, parts = self._take(inputs, arrived)
         longest = host.longest(batch, rows) if host.needs.any_penalty else 0
         history = state.made_history[parts["slots"], :longest] if longest else None
         return self._draw(logits, positions, arrived, history)
 
     def is_steady(self, number: int) -> bool:
-        """The last draw was of this composition, and nothing of it depends on the host's lengths."""
+        """The last draw was of this composition, and nothing of it depends on the host's
+        lengths."""
         return self._known[0].number == number and not self._known[0].needs.any_penalty
 
     def make_history(self, state: DeviceState) -> None:
@@ -105,10 +106,11 @@ class SampleStep:
     def _history_of(
         self, slots: mx.array, positions: mx.array, batch: ScheduleBatch, rows: RowPlan, state: DeviceState
     ) -> mx.array:
-        """int32 [N, longest]: the tokens so far, counted anew each step, so that nothing can be counted twice.
+        """int32 [N, longest]: the tokens so far, counted anew each step, so that nothing can be
+        counted twice.
 
-        A row's newest token, which this step brought, is written first: nothing reads the table after that, so that the
-        next step writes to it in place.
+        A row's newest token, which this step brought, is written first: nothing reads the table
+        after that, so that the next step writes to it in place.
         """
         history = self._history(state)
         history[slots, positions - 1] = resolve_ids(batch.input_ids[last_tokens(batch, rows)], state.last)

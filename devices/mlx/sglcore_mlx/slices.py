@@ -1,4 +1,5 @@
-"""A prompt by slices of layers: what its layers hand on, while decode steps run between two slices."""
+"""A prompt by slices of layers: what its layers hand on, while decode steps run between two
+slices."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class OpenPrompt:
     done: int = 0
 
     def run(self, model: SlicedModel, state: DeviceState, first: int, last: int) -> mx.array | None:
-        """The layers first <= i < last; with the last one its hidden states [T, H]. Raises ValueError for layers that are not the next
-        ones. Queues only."""
+        """The layers first <= i < last; with the last one its hidden states [T, H]. Raises
+        ValueError for layers that are not the next ones. Queues only."""
         if first != self.done or not first < last <= model.sliced_layers:
             ran = f"{self.done} of {model.sliced_layers} have run"
             raise ValueError(f"a slice wants the layers from {first} to {last} of a prompt; {ran}")

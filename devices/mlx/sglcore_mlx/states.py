@@ -1,7 +1,9 @@
-"""What layers keep of each request as a whole: pools by slot and snapshot, and the rows that steps compute with.
+"""What layers keep of each request as a whole: pools by slot and snapshot, and the rows that steps
+compute with.
 
-A step takes its rows out of the pools and leaves new ones, which are written when a step is built that wants others. Nothing
-reads the pools any more by then, so that they are written in their own memory. While the same requests decode, nothing moves.
+A step takes its rows out of the pools and leaves new ones, which are written when a step is built
+that wants others. Nothing reads the pools any more by then, so that they are written in their own
+memory. While the same requests decode, nothing moves.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ def state_bytes(layers: Sequence[Sequence[StateShape]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """The states after a step, by layer: of `slots` int32[N], where 0 is padding. Rows `kept` are also wanted in the pools'
-    rows `copies`."""
+    """The states after a step, by layer: of `slots` int32[N], where 0 is padding. Rows `kept` are
+    also wanted in the pools' rows `copies`."""
 
     states: list[States]
     slots: Ints
@@ -41,22 +43,24 @@ class _Left:
 
 
 class StatePool:
-    """For each array of each layer one of [1 + max_requests + num_snapshots, *shape]: row s is slot s's, row max_requests + n
-    is snapshot n. Row 0 is zeros: requests begin with it, and padding rows read it."""
+    """For each array of each layer one of [1 + max_requests + num_snapshots, *shape]: row s is slot
+    s's, row max_requests + n is snapshot n. Row 0 is zeros: requests begin with it, and padding
+    rows read it."""
 
     def __init__(
         self, layers: Sequence[Sequence[StateShape]], max_requests: int, num_snapshots: int, poison: bool = False
     ) -> None:
-        """Allocates; waits. `poison`: what was never written is NaN, and a slot that is given to a request reads as NaN unless
-        it is zeroed or restored, so that a move that is missing is seen."""
+        """Allocates; waits. `poison`: what was never written is NaN, and a slot that is given to a
+        request reads as NaN unless it is zeroed or restored, so that a move that is missing is
+        seen."""
         self._max_requests, self._rows, self._poison = max_requests, 1 + max_requests + num_snapshots, poison
         self._pools = [[self._make(each) for each in layer] for layer in layers]
         self._left = _Left([], NONE, NONE, NONE)
         mx.eval(self.arrays())
 
     def take(self, batch: ScheduleBatch, rows: int) -> list[States]:
-        """The states of a batch's requests before its tokens, by layer, as `rows` rows, zeros behind the last request. Queues
-        only."""
+        """The states of a batch's requests before its tokens, by layer, as `rows` rows, zeros
+        behind the last request. Queues only."""
         if not self._pools:
             return []
         left, sources = self._left, self._sources(batch, rows)
@@ -68,7 +72,8 @@ class StatePool:
         return [[pool[found] for pool in pools] for pools in self._pools]
 
     def settle(self) -> None:
-        """What the last step left goes into the pools, before another that took its rows earlier leaves its own. Queues only."""
+        """What the last step left goes into the pools, before another that took its rows earlier
+        leaves its own. Queues only."""
         self._write_left()
         self._left = _Left([], NONE, NONE, NONE)
 

@@ -1,8 +1,9 @@
-"""Builds each step as a lazy graph while the one before it runs, and starts it when that one has ended.
+"""Builds each step as a lazy graph while the one before it runs, and starts it when that one has
+ended.
 
-A graph is started only when nothing reads the cells any more: MLX writes into an array's own memory only if no queued work
-holds it, and would copy a whole pool otherwise. Until then the next step, which takes the token of the step before as a
-lazy array, is built and waits.
+A graph is started only when nothing reads the cells any more: MLX writes into an array's own memory
+only if no queued work holds it, and would copy a whole pool otherwise. Until then the next step,
+which takes the token of the step before as a lazy array, is built and waits.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ Launched: TypeAlias = tuple[StepOutput[mx.array], Future[None]]
 
 
 class Health:
-    """Whether every step so far did what it should: after one that failed on the device, what the cells hold is unknown."""
+    """Whether every step so far did what it should: after one that failed on the device, what the
+    cells hold is unknown."""
 
     def __init__(self) -> None:
         self._failure = ""
 
     def fail(self, error: BaseException) -> None:
-        """A step failed on the device; the first one is remembered, as text, because an error holds whatever it passed."""
+        """A step failed on the device; the first one is remembered, as text, because an error holds
+        whatever it passed."""
         self._failure = self._failure or repr(error)
 
     def check(self) -> None:
@@ -51,7 +54,8 @@ class Health:
 
 
 class Stepper:
-    """One model with its cells and tokens. Belongs to one thread, on which all its work is queued."""
+    """One model with its cells and tokens. Belongs to one thread, on which all its work is
+    queued."""
 
     def __init__(
         self,
@@ -65,8 +69,9 @@ class Stepper:
         row_buckets: tuple[int, ...] = (),
         batch_type: type[ForwardBatch] = ForwardBatch,
     ) -> None:
-        """`compiles` the decode step, once for each number of rows (of `row_buckets` first) and of pages, and
-        `compiles_draw` the draw, once for each kind of sampling. Models are given batches of `batch_type`."""
+        """`compiles` the decode step, once for each number of rows (of `row_buckets` first) and of
+        pages, and `compiles_draw` the draw, once for each kind of sampling. Models are given
+        batches of `batch_type`."""
         self._model = model
         self._attention = attention
         self._state = state
@@ -86,10 +91,11 @@ class Stepper:
         self.health = Health()
 
     def launch(self, batch: ScheduleBatch) -> Launched:
-        """Build a step, `finish` the one before and start it; with its output, the future of its end.
+        """Build a step, `finish` the one before and start it; with its output, the future of its
+        end.
 
-        Raises what building raises; other steps go on. Raises RuntimeError once a step has failed on the device: what
-        the cells hold is unknown then.
+        Raises what building raises; other steps go on. Raises RuntimeError once a step has failed
+        on the device: what the cells hold is unknown then.
         """
         self.health.check()
         if batch.layers is not None:
@@ -110,8 +116,8 @@ class Stepper:
     def finish(self, step: Future[None]) -> None:
         """Wait for the end of this step, unless that was done, and settle its future.
 
-        An error that comes before MLX waits for it stays with the stream, and only synchronising raises it: the arrays
-        can be read then, and are wrong.
+        An error that comes before MLX waits for it stays with the stream, and only synchronising
+        raises it: the arrays can be read then, and are wrong.
         """
         if step.done():
             return
@@ -139,7 +145,8 @@ class Stepper:
         return StepOutput(rows, path, self._sampling.run(batch, rows, logits, inputs, arrived, self._state), prompt)
 
     def _slice(self, batch: ScheduleBatch, first: int, last: int) -> StepOutput[mx.array]:
-        """Some layers of the open prompt; with the last one, tokens. The batch that runs the first layers opens it."""
+        """Some layers of the open prompt; with the last one, tokens. The batch that runs the first
+        layers opens it."""
         if first == 0:
             self._open = self._begin(batch)
         if (prompt := self._open) is None:
@@ -197,6 +204,7 @@ class Stepper:
         return self._model.config.vocab_size
 
     def close(self) -> None:
-        """Wait for what was started, and drop what was compiled: MLX keeps it by thread, and the thread ends next."""
+        """Wait for what was started, and drop what was compiled: MLX keeps it by thread, and the
+        thread ends next."""
         self.finish(self._running)
         del self._decode, self._sampling

@@ -1,6 +1,8 @@
-"""What macOS says of itself through `sysctlbyname`, without a process or an import that costs. Standard library only.
+"""What macOS says of itself through `sysctlbyname`, without a process or an import that costs.
+Standard library only.
 
-Below another root than `/`, the file `sysctl/NAME` stands for the answer, as `site-packages` stands for modules.
+Below another root than `/`, the file `sysctl/NAME` stands for the answer, as `site-packages` stands
+for modules.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def number(system: System, name: str) -> int | None:
 
 
 def _raw(name: str) -> bytes | None:
-    """The bytes that the kernel gives; None on other systems than macOS, and for a name it does not know."""
+    """The bytes that the kernel gives; None on other systems than macOS, and for a name it does not
+    know."""
     if sys.platform != "darwin":
         return None
     call = ctypes.CDLL(None).sysctlbyname

@@ -1,4 +1,5 @@
-"""The one thread that queues work: MLX binds streams to threads, and on a processor queueing waits for running."""
+"""The one thread that queues work: MLX binds streams to threads, and on a processor queueing waits
+for running."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class StreamThread:
 
     @property
     def is_running(self) -> bool:
-        """Calls can be posted: it is not closed, and this is not a forked child, in which threads do not go on."""
+        """Calls can be posted: it is not closed, and this is not a forked child, in which threads
+        do not go on."""
         return not self._closed and self._thread.is_alive()
 
     def post(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
@@ -48,7 +50,8 @@ class StreamThread:
 
 
 def _serve(jobs: SimpleQueue[Job | None]) -> None:
-    """Until None comes. What a call raises goes to its future; the frame keeps nothing of a call that has ended."""
+    """Until None comes. What a call raises goes to its future; the frame keeps nothing of a call
+    that has ended."""
     while (job := jobs.get()) is not None:
         future, call, args, kwargs = job
         try:

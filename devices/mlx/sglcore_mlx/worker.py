@@ -1,4 +1,5 @@
-"""The worker contract on MLX: host data in, a ticket out, host results at collect. No torch, no streams to order."""
+"""The worker contract on MLX: host data in, a ticket out, host results at collect. No torch, no
+streams to order."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from sglcore_mlx.thread import StreamThread
 
 
 class MlxWorker:
-    """Generation and embedding on one stepper, all of whose work is queued on one thread. One scheduler owns it."""
+    """Generation and embedding on one stepper, all of whose work is queued on one thread. One
+    scheduler owns it."""
 
     def __init__(
         self, stepper: Stepper, thread: StreamThread, limits: Limits, at_close: Callable[[], None] = lambda: None
     ) -> None:
-        """`at_close` is called once, when everything has ended. A worker that is dropped, or alive when the interpreter
-        ends, is closed then: MLX must not be at work while Python goes away."""
+        """`at_close` is called once, when everything has ended. A worker that is dropped, or alive
+        when the interpreter ends, is closed then: MLX must not be at work while Python goes
+        away."""
         self._end = weakref.finalize(self, _end, stepper, thread, at_close)
         self._stepper: Stepper | None = stepper
         self._health = stepper.health
@@ -36,10 +39,11 @@ class MlxWorker:
         return self._limits
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Hand a step to the thread that builds and starts it; does not wait. The worker keeps `batch`.
+        """Hand a step to the thread that builds and starts it; does not wait. The worker keeps
+        `batch`.
 
-        Raises RuntimeError once closed, and ValueError for what this worker can not hand back. What building or starting
-        a step raises comes out of its `collect`.
+        Raises RuntimeError once closed, and ValueError for what this worker can not hand back. What
+        building or starting a step raises comes out of its `collect`.
         """
         if self._stepper is None:
             raise RuntimeError("this worker is closed; start another")
@@ -50,7 +54,8 @@ class MlxWorker:
         return self._thread.post(stepper.launch, batch)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for a step and give its results; a ticket is collected once. Raises what the step raised."""
+        """Wait for a step and give its results; a ticket is collected once. Raises what the step
+        raised."""
         output, ended = take_payload(ticket, Future).result()
         if self._stepper is not None and not ended.done():
             self._thread.post(self._stepper.finish, ended)

@@ -1,4 +1,5 @@
-"""Cases of paged decode attention, and what is right for them: scattered pages, and NaN in every cell that does not count."""
+"""Cases of paged decode attention, and what is right for them: scattered pages, and NaN in every
+cell that does not count."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ NO_PAGE = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The sizes of one call, and the seed of its numbers. `strength` multiplies the queries; `pages` is the table's width."""
+    """The sizes of one call, and the seed of its numbers. `strength` multiplies the queries;
+    `pages` is the table's width."""
 
     lengths: tuple[int, ...]
     heads: int = 4
@@ -98,7 +100,8 @@ def one_row(inputs: Inputs, row: int, width: int) -> Inputs:
 
 
 def made(case: Case) -> Inputs:
-    """The case's arrays. Pages lie in a drawn order; cells and pages that do not count hold NaN and NO_PAGE."""
+    """The case's arrays. Pages lie in a drawn order; cells and pages that do not count hold NaN and
+    NO_PAGE."""
     rng = np.random.default_rng([case.seed, 1])
     rows, width, size = len(case.lengths), case.width, case.page_size
     pages = 1 + rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
@@ -120,7 +123,8 @@ def made(case: Case) -> Inputs:
 
 
 def expected(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """What is right, in float64 [B, heads, D], and by how much float32 and the result's type may miss it."""
+    """What is right, in float64 [B, heads, D], and by how much float32 and the result's type may
+    miss it."""
     q, kv = _float64(inputs.q), _float64(inputs.kv)
     table = np.array(inputs.page_table)
     right, bound = np.empty_like(q), np.empty_like(q)
@@ -142,7 +146,8 @@ def expected(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_right(case: Case, inputs: Inputs, got: mx.array) -> None:
-    """Hold a result against `expected`; AssertionError with the case and the place of the worst element."""
+    """Hold a result against `expected`; AssertionError with the case and the place of the worst
+    element."""
     right, bound = expected(case, inputs)
     assert got.dtype == case.dtype and got.shape == right.shape, (got.dtype, got.shape, case)
     excess = np.nan_to_num(np.abs(_float64(got) - right), nan=np.inf) - bound

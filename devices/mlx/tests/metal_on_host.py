@@ -1,7 +1,9 @@
-"""Metal kernels on the processor: the text that MLX makes of a launch, built by g++ against `metal_host.h` and run.
+"""Metal kernels on the processor: the text that MLX makes of a launch, built by g++ against
+`metal_host.h` and run.
 
-MLX writes a kernel's signature and text also without Metal, when a function is exported; that text is what is built
-here, so that a body which disagrees with its declared names does not compile. No Metal compiler has seen it.
+MLX writes a kernel's signature and text also without Metal, when a function is exported; that text
+is what is built here, so that a body which disagrees with its declared names does not compile. No
+Metal compiler has seen it.
 """
 
 from __future__ import annotations
@@ -45,12 +47,14 @@ ATTRIBUTES = (
 
 
 class HostFailure(AssertionError):
-    """A kernel that does not compile, reads or writes what is not its own, races, or waits for threads that never come."""
+    """A kernel that does not compile, reads or writes what is not its own, races, or waits for
+    threads that never come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a generated kernel: `kind` is "input", "shape", "output" or "attribute"; `type` as C++ has it."""
+    """One parameter of a generated kernel: `kind` is "input", "shape", "output" or "attribute";
+    `type` as C++ has it."""
 
     kind: str
     type: str
@@ -59,7 +63,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The text that MLX makes: the header and function, its parameters, and `name<constants>` to call it by."""
+    """The text that MLX makes: the header and function, its parameters, and `name<constants>` to
+    call it by."""
 
     text: str
     parameters: tuple[Parameter, ...]
@@ -125,7 +130,8 @@ def _parameter(line: str, inputs: Sequence[str], outputs: Sequence[str]) -> Para
 
 
 def main_program(made: Generated, guard: int) -> str:
-    """C++ that reads the case named by its first argument, runs the grid, and writes the outputs to the second.
+    """C++ that reads the case named by its first argument, runs the grid, and writes the outputs to
+    the second.
 
     Arguments: case, outputs, threadgroups in x, y and z, threads, seed.
     """
@@ -169,7 +175,8 @@ def _argument(one: Parameter, index: int, guard: int) -> str:
 class Host:
     """Runs launches here. `folder` keeps what was built; `sanitizer` is "", "address" or "thread".
 
-    `edit` changes the generated text before it is built (a planted defect); `seed` draws the order of threads.
+    `edit` changes the generated text before it is built (a planted defect); `seed` draws the order
+    of threads.
     """
 
     folder: Path
@@ -178,7 +185,8 @@ class Host:
     edit: Callable[[str], str] = str
 
     def launch(self, launch: Launch, inputs: Sequence[Any]) -> list[mx.array]:
-        """The launch's outputs. HostFailure: see there; also an output's guards that were written."""
+        """The launch's outputs. HostFailure: see there; also an output's guards that were
+        written."""
         mx.eval([value for value in inputs if isinstance(value, mx.array)])
         program = launch.program
         made = parse(self.edit(generated_text(launch, inputs)), program.inputs, program.outputs)

@@ -1,4 +1,5 @@
-"""What the tests of models share: a model loaded from a folder, and its log-probabilities under attention of their own."""
+"""What the tests of models share: a model loaded from a folder, and its log-probabilities under
+attention of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Engines for this package's laws: tokens in and out of a started device, tiny checkpoints, and comparisons. No torch."""
+"""Engines for this package's laws: tokens in and out of a started device, tiny checkpoints, and
+comparisons. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ VOCAB = 97
 CONTEXT = 128
 FIRST_TOKEN = 3
 SPOILED = (0, 1)
-"""Tokens whose embeddings are not numbers, in a checkpoint written with `spoiled=True`; padding rows hold the first."""
+"""Tokens whose embeddings are not numbers, in a checkpoint written with `spoiled=True`; padding
+rows hold the first."""
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"threads": 1, "dtype": "float32", "max_requests": 6, "page_size": 4, "max_batch_tokens": 64, "graph": "off"}
@@ -69,7 +71,8 @@ HYBRID: Mapping[str, Any] = MappingProxyType(
 
 
 def write_tiny(folder: Path, seed: int = 0, *, spoiled: bool = False, hybrid: bool = False) -> Path:
-    """Write a random decoder of two layers, or a hybrid of three, as a float32 checkpoint, by numpy alone; returns the folder."""
+    """Write a random decoder of two layers, or a hybrid of three, as a float32 checkpoint, by numpy
+    alone; returns the folder."""
     rng = np.random.default_rng(seed)
     weights: dict[str, np.ndarray] = {}
     for name, shape in (_hybrid_shapes() if hybrid else _shapes()).items():
@@ -122,7 +125,8 @@ def _shapes() -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One request's end: its tokens, the log-probability of each, those of its prompt where it was scored."""
+    """One request's end: its tokens, the log-probability of each, those of its prompt where it was
+    scored."""
 
     prompt: list[int]
     tokens: list[int]
@@ -134,8 +138,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
-    """How requests are run. `stagger`: one joins every so many steps (0: all at once). `chunk`: tokens of a step. `pages`:
-    fewer than there are. `scramble`: the seed of the order in which pages are handed out."""
+    """How requests are run. `stagger`: one joins every so many steps (0: all at once). `chunk`:
+    tokens of a step. `pages`: fewer than there are. `scramble`: the seed of the order in which
+    pages are handed out."""
 
     overlap: bool = True
     stagger: int = 0
@@ -146,7 +151,8 @@ class Drive:
 
 
 class Session:
-    """One scheduler over a worker that serves one after another; further prompts see the pages of the earlier ones."""
+    """One scheduler over a worker that serves one after another; further prompts see the pages of
+    the earlier ones."""
 
     def __init__(self, recorder: RecordingWorker, drive: Drive) -> None:
         recorder.next_scheduler()
@@ -167,7 +173,8 @@ class Session:
         grammars: Sequence[int | None] = (),
         **sampling: Any,
     ) -> list[Result]:
-        """Run prompts to their end; greedy unless said. `grammars`: the seed of each prompt's, None for a free one. Waits."""
+        """Run prompts to their end; greedy unless said. `grammars`: the seed of each prompt's, None
+        for a free one. Waits."""
         values = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True, **sampling}
         params = SamplingParams(**values, max_tokens=max_tokens, prompt_logprobs=0 if score_prompts else None)
         requests = [self._request(prompt, params) for prompt in prompts]
@@ -193,7 +200,8 @@ class Session:
 
 
 class TokenEngine:
-    """A started device over a checkpoint, without text. Also a context manager; `close` frees the device."""
+    """A started device over a checkpoint, without text. Also a context manager; `close` frees the
+    device."""
 
     def __init__(self, folder: Path, device: str = "mlx", **settings: Any) -> None:
         config = resolve_config({**DEFAULTS, **settings, "device": device, "model": str(folder)}, {})

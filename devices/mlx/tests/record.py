@@ -1,6 +1,7 @@
-"""What the processor's device says of the embedded model in float32, written down for machines that have no torch.
+"""What the processor's device says of the embedded model in float32, written down for machines that
+have no torch.
 
-python devices/mlx/tests/record.py    # writes recorded/embedded.json.gz
+python devices/mlx/tests/record.py # writes recorded/embedded.json.gz
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def read(file: Path = FILE) -> dict[str, list[list[Answer]]]:
 
 
 def differences(found: Sequence[Sequence[Answer]], wanted: Sequence[Sequence[Answer]], tolerance: float) -> list[str]:
-    """How answers differ: in a token, in the text, in the end, or by more than the tolerance in a log-probability."""
+    """How answers differ: in a token, in the text, in the end, or by more than the tolerance in a
+    log-probability."""
     told: list[str] = []
     for place, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         for index, (one, other) in enumerate(zip(mine, theirs, strict=True)):

@@ -1,4 +1,5 @@
-"""Short ways to draw in tests of the sampler, random batches, and copies of a module with a planted defect."""
+"""Short ways to draw in tests of the sampler, random batches, and copies of a module with a planted
+defect."""
 
 import inspect
 import random
@@ -28,7 +29,8 @@ def make_state(
     masks: Masks[mx.array] | None = None,
     needs: SamplingNeeds | None = None,
 ) -> SamplingState:
-    """The state of a host batch at positions int32[B]. `needs` may be wider than the batch's own."""
+    """The state of a host batch at positions int32[B]. `needs` may be wider than the batch's
+    own."""
     needs = needs or host.needs
     arrays = host_arrays(host, needs)
     parts = {name: mx.array(part) for name, part in arrays.items()}
@@ -36,7 +38,8 @@ def make_state(
 
 
 def staged(rows: Sequence[tuple], positions: Sequence[int], **parts) -> SamplingState:
-    """The state of rows (params, seed[, sample_index[, prompt_len[, banned_early]]]) at these positions."""
+    """The state of rows (params, seed[, sample_index[, prompt_len[, banned_early]]]) at these
+    positions."""
     return make_state(SamplingBatch.from_params(rows), mx.array(list(positions), mx.int32), **parts)
 
 
@@ -73,7 +76,8 @@ def candidate_sets(logits, params: Sequence[SamplingParams]) -> list[list[int]]:
 
 
 def random_params(rng: random.Random, vocab_size: int = 0) -> SamplingParams:
-    """Any mixture of temperature and cut-offs; with a vocabulary, of penalties, biases and bans as well."""
+    """Any mixture of temperature and cut-offs; with a vocabulary, of penalties, biases and bans as
+    well."""
     extra = {} if not vocab_size else random_extras(rng, vocab_size)
     return SamplingParams(
         temperature=rng.choice((0.0, 0.3, 1.0, 1.0, 1.7)),
@@ -99,7 +103,8 @@ def random_extras(rng: random.Random, vocab_size: int) -> dict:
 
 
 def random_logits(rng: random.Random, rows: int, vocab_size: int) -> np.ndarray:
-    """float32[rows, vocab_size]: normal numbers, or coarse ones with many ties; some tokens are -inf."""
+    """float32[rows, vocab_size]: normal numbers, or coarse ones with many ties; some tokens are
+    -inf."""
     normal = np.random.default_rng(rng.randrange(2**32)).normal(0.0, 3.0, (rows, vocab_size))
     coarse = np.array([rng.random() < 0.5 for _ in range(rows)])
     logits = np.where(coarse[:, None], np.round(normal * 2) / 2, normal).astype(np.float32)
@@ -110,7 +115,8 @@ def random_logits(rng: random.Random, rows: int, vocab_size: int) -> np.ndarray:
 
 
 def planted(module: ModuleType, sound: str, defect: str) -> ModuleType:
-    """A copy of a module in which the one occurrence of `sound` reads `defect`; the module itself stays as it is."""
+    """A copy of a module in which the one occurrence of `sound` reads `defect`; the module itself
+    stays as it is."""
     source = inspect.getsource(module)
     assert source.count(sound) == 1, f"found {source.count(sound)} times {sound!r} in {module.__name__}, wanted 1"
     copy = ModuleType(module.__name__)

@@ -1,4 +1,5 @@
-"""What the laws of proposals share: requests with samplings of their own, drafters that know the texts, and comparisons. No torch."""
+"""What the laws of proposals share: requests with samplings of their own, drafters that know the
+texts, and comparisons. No torch."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def run(
     session: Any = None,
     **how: Any,
 ) -> Ran:
-    """The prompts, each with its own sampling, once `prepare` has had all requests; `how` is `Drive`'s."""
+    """The prompts, each with its own sampling, once `prepare` has had all requests; `how` is
+    `Drive`'s."""
     session = session or engine.session(**how)
     requests: list[Request] = []
     for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
@@ -96,8 +98,8 @@ def run(
 
 
 def check_same(found: Ran, wanted: Ran) -> None:
-    """Tokens, why they end, and log-probabilities: one row rounds as several do on a processor, but for what a library of products
-    does on another one."""
+    """Tokens, why they end, and log-probabilities: one row rounds as several do on a processor, but
+    for what a library of products does on another one."""
     assert found.tokens == wanted.tokens
     assert found.reasons == wanted.reasons
     for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
@@ -118,15 +120,16 @@ def plant(engine: TokenEngine, drafter: str, wanted: Ran, prompts: Sequence[Sequ
 
 
 class Knowing:
-    """Always right. Reads what is known of each text, and so waits for the device, which no real drafter does."""
+    """Always right. Reads what is known of each text, and so waits for the device, which no real
+    drafter does."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts = [list(text) for text in texts]
         self._random = np.random.default_rng(0)
 
     def __call__(self, known: mx.array, last: mx.array, tokens: int) -> mx.array:
-        """As `ngram.propose`; NONE past the end of a text, and after one that nobody wanted: a request whose last token is drawn
-        already may go on for a step."""
+        """As `ngram.propose`; NONE past the end of a text, and after one that nobody wanted: a
+        request whose last token is drawn already may go on for a step."""
         rows = zip(np.array(known), np.array(last).tolist(), strict=True)
         return mx.array(np.stack([self.propose(row[: end + 1].tolist(), tokens) for row, end in rows]))
 

@@ -1,6 +1,8 @@
-"""The package runs without torch: every command with the embedded model, and an audit of what was imported for it.
+"""The package runs without torch: every command with the embedded model, and an audit of what was
+imported for it.
 
-Where torch is installed, this holds that nothing imports it; one lane is an environment in which it is not.
+Where torch is installed, this holds that nothing imports it; one lane is an environment in which it
+is not.
 """
 
 from __future__ import annotations

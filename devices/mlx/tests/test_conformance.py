@@ -1,4 +1,5 @@
-"""The conformance kit on this package's device. The kit's reference is torch's, so without torch there are no laws here."""
+"""The conformance kit on this package's device. The kit's reference is torch's, so without torch
+there are no laws here."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,5 @@
-"""A field that is declared, one line in each of the two batches, reaches a model here as it does on torch; padded too."""
+"""A field that is declared, one line in each of the two batches, reaches a model here as it does on
+torch; padded too."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class WiderBatch(ForwardBatch):
 
 
 def widened(batch: ScheduleBatch) -> WiderSchedule:
-    """The same step with marks 100 * slot + length, and weights of each token's position and a half."""
+    """The same step with marks 100 * slot + length, and weights of each token's position and a
+    half."""
     positions = np.repeat(batch.prefix_lens, np.diff(batch.token_offsets)) + within(batch.token_offsets)
     wider = {"marks": 100 * batch.slots + batch.seq_lens, "weights": positions.astype(np.float32) + np.float32(0.5)}
     return WiderSchedule(**{item.name: getattr(batch, item.name) for item in fields(batch)}, **wider)

@@ -1,4 +1,5 @@
-"""Whatever way a process ends, it ends with its own status: the device's thread is never at work while Python goes away."""
+"""Whatever way a process ends, it ends with its own status: the device's thread is never at work
+while Python goes away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Masks on this device: constrained beside free requests, whatever the schedule, and real grammars without torch."""
+"""Masks on this device: constrained beside free requests, whatever the schedule, and real grammars
+without torch."""
 
 from __future__ import annotations
 

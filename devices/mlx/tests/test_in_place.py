@@ -1,4 +1,5 @@
-"""A step writes its keys and values into the cells' own memory, also while the next one waits: no pool is ever copied."""
+"""A step writes its keys and values into the cells' own memory, also while the next one waits: no
+pool is ever copied."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ CELLS = 96 << 20
 
 
 def bytes_beside(built: Mapping[str, Any], prompts: int) -> int:
-    """The most bytes that were alive beside those before the first step, while prompts ran to their end, overlapped."""
+    """The most bytes that were alive beside those before the first step, while prompts ran to their
+    end, overlapped."""
     scheduler = Scheduler(built["worker"].limits)
     rng = np.random.default_rng(5)
     for number in range(prompts):
@@ -99,8 +101,8 @@ def test_cells_that_something_else_holds_are_seen_to_be_copied() -> None:
 
 
 def order_of_calls(monkeypatch: pytest.MonkeyPatch, kind: type[Stepper] = Stepper) -> list[str]:
-    """What a stepper calls, in order, while a prompt runs to its end with overlap; a start that leaves cells out, or what
-    else the next step takes, is another call."""
+    """What a stepper calls, in order, while a prompt runs to its end with overlap; a start that
+    leaves cells out, or what else the next step takes, is another call."""
     calls: list[str] = []
 
     def record(owner: Any, name: str) -> None:
@@ -126,12 +128,14 @@ def order_of_calls(monkeypatch: pytest.MonkeyPatch, kind: type[Stepper] = Steppe
 def test_a_step_is_built_while_the_one_before_runs_and_started_when_that_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a processor MLX queues few operations ahead, so that what a start too early costs shows on a GPU only."""
+    """On a processor MLX queues few operations ahead, so that what a start too early costs shows on
+    a GPU only."""
     assert is_in_turn(order_of_calls(monkeypatch))
 
 
 def is_in_turn(calls: list[str]) -> bool:
-    """Each step is built, then the one before is waited for, then it starts; the last is waited for too."""
+    """Each step is built, then the one before is waited for, then it starts; the last is waited for
+    too."""
     first, steps = ["_generate", "async_eval"], ["_generate", "synchronize", "async_eval"]
     return calls == first + steps * (len(calls) // 3 - 1) + ["synchronize"] and len(calls) > 60
 

@@ -1,4 +1,5 @@
-"""Reading checkpoints without torch: shards, ties, casts, progress, and every way in which a checkpoint can be wrong."""
+"""Reading checkpoints without torch: shards, ties, casts, progress, and every way in which a
+checkpoint can be wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory that cells may take: of a Mac's unified memory, of a GPU of its own, and of a processor in control groups."""
+"""Memory that cells may take: of a Mac's unified memory, of a GPU of its own, and of a processor in
+control groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Defects planted in the kernels' text are caught by running it: what `test_metal_kernel.py` proves is worth that much."""
+"""Defects planted in the kernels' text are caught by running it: what `test_metal_kernel.py` proves
+is worth that much."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ BARRIER = f"metal::threadgroup_barrier(metal::{FLAG});\n"
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """`old` becomes `new` at its `place`-th occurrence (counted from 0) in every kernel that has it."""
+    """`old` becomes `new` at its `place`-th occurrence (counted from 0) in every kernel that has
+    it."""
 
     old: str
     new: str

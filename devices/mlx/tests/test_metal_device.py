@@ -1,4 +1,5 @@
-"""The Metal kernels on an Apple GPU, against attention in float64 and against the backend that gathers."""
+"""The Metal kernels on an Apple GPU, against attention in float64 and against the backend that
+gathers."""
 
 from __future__ import annotations
 

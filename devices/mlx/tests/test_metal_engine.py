@@ -1,4 +1,5 @@
-"""The Metal kernels inside the engine: their text, built for the processor, serves whole requests as the gather path does."""
+"""The Metal kernels inside the engine: their text, built for the processor, serves whole requests
+as the gather path does."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ COIN = {30: 2.0**30, 31: 2.0**30}
 
 
 def run(host: Host | None, tokens: int | None = None) -> list[Request]:
-    """Three prompts, one of which is cut into chunks, to six tokens each; or to twenty, of which so many are proposed a step."""
+    """Three prompts, one of which is cut into chunks, to six tokens each; or to twenty, of which so
+    many are proposed a step."""
     proposing: dict[str, Any] = {} if tokens is None else {"speculative": "ngram", "draft_tokens": tokens}
     with running(dtype="float32", graph="off", page_size=8, max_batch_tokens=24, **proposing) as built:
         worker = built["worker"]

@@ -1,4 +1,5 @@
-"""How the Metal kernels are launched, and that their text, their names and MLX's signature agree. Needs no GPU."""
+"""How the Metal kernels are launched, and that their text, their names and MLX's signature agree.
+Needs no GPU."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ CAUSAL = (
     "nemotron-h",
     "nemotron-h-biases",
 )
-"""The names of `tests.checkpoints.CAUSAL`, which can not be imported where tests are only collected."""
+"""The names of `tests.checkpoints.CAUSAL`, which can not be imported where tests are only
+collected."""
 
 
 def saved(name: str, folder: Path) -> Any:

@@ -1,4 +1,5 @@
-"""Both ways of rotating heads against the formula, in float64: kinds, parts of a head, factors, long positions."""
+"""Both ways of rotating heads against the formula, in float64: kinds, parts of a head, factors,
+long positions."""
 
 from __future__ import annotations
 
@@ -30,12 +31,14 @@ KINDS = {
 
 
 def with_rope(kind: str, scaling: dict[str, Any], partial: float = 1.0) -> ModelConfig:
-    """The embedded model's configuration, with heads of 32 elements, and another rotary embedding."""
+    """The embedded model's configuration, with heads of 32 elements, and another rotary
+    embedding."""
     return replace(read_config(DEMO), rope=RopeConfig(10000.0, kind, partial, 256, scaling))
 
 
 def rotated(heads: np.ndarray, positions: np.ndarray, config: ModelConfig) -> np.ndarray:
-    """The definition (Su et al. 2021), the first half of the rotated part paired with the second."""
+    """The definition (Su et al. 2021), the first half of the rotated part paired with the
+    second."""
     frequencies, factor = rotary_frequencies(config, CONTEXT)
     half = frequencies.size
     angles = (positions[:, None].astype(np.float64) * frequencies.astype(np.float64))[:, None]

@@ -1,4 +1,5 @@
-"""An architecture is one file, whatever the library: the one of docs/add-a-model.md runs on torch and here, alike."""
+"""An architecture is one file, whatever the library: the one of docs/add-a-model.md runs on torch
+and here, alike."""
 
 from __future__ import annotations
 

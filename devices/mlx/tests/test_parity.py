@@ -1,4 +1,5 @@
-"""This device beside the processor's and beside transformers: whatever the schedule, the same tokens and log-probabilities.
+"""This device beside the processor's and beside transformers: whatever the schedule, the same
+tokens and log-probabilities.
 
 In float32 on tiny random checkpoints of every architecture, and on the embedded model.
 """
@@ -27,7 +28,8 @@ LENGTHS = (1, 5, 30, 17, 9)
 TO_DEVICE = 1e-3
 TO_TRANSFORMERS = 2e-4
 TO_16_BITS = 0.15
-"""Nats by which a log-probability of the embedded model in bfloat16 may differ between two orders of sums."""
+"""Nats by which a log-probability of the embedded model in bfloat16 may differ between two orders
+of sums."""
 
 
 def make_model(name: str) -> Any:
@@ -57,7 +59,8 @@ class Case:
     mlx: TokenEngine
 
     def both(self, runs: Sequence[tuple[dict[str, Any], Sequence[list[int]], int, dict[str, Any]]]) -> None:
-        """Runs of (how, prompts, tokens, sampling), each under a scheduler of its own, hold to the processor's."""
+        """Runs of (how, prompts, tokens, sampling), each under a scheduler of its own, hold to the
+        processor's."""
         for how, prompts, tokens, sampling in runs:
             found = self.mlx.session(**how).run(prompts, tokens, **sampling)
             wanted = self.host.session(**how).run(prompts, tokens, **sampling)
@@ -75,7 +78,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def check_transformers(results: Sequence[Result], model: Any) -> None:
-    """Every log-probability, of prompts too where they were scored, is transformers' for the same text."""
+    """Every log-probability, of prompts too where they were scored, is transformers' for the same
+    text."""
     import torch
 
     for result in results:
@@ -194,7 +198,8 @@ def test_a_compiled_decode_step_gives_what_the_step_gives(embedded: tuple[LLM, L
 
 
 def test_in_16_bits_texts_part_only_where_two_tokens_are_nearly_equal() -> None:
-    """Where they part is printed, with the margin between the two tokens; up to there log-probabilities agree."""
+    """Where they part is printed, with the margin between the two tokens; up to there
+    log-probabilities agree."""
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, logprobs=4)
     texts: list[list[list[TokenLogprob]]] = []
     for device in ("mlx", "cpu"):

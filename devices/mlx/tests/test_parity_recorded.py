@@ -1,4 +1,5 @@
-"""The embedded model's texts are those that the processor's device wrote down, greedy and drawn; without torch."""
+"""The embedded model's texts are those that the processor's device wrote down, greedy and drawn;
+without torch."""
 
 from __future__ import annotations
 

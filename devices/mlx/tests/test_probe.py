@@ -1,4 +1,5 @@
-"""Machines on which MLX may run, as they are found: Macs, and Linux, where it must be asked for by name."""
+"""Machines on which MLX may run, as they are found: Macs, and Linux, where it must be asked for by
+name."""
 
 from __future__ import annotations
 

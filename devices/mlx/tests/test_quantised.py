@@ -1,4 +1,5 @@
-"""Quantised checkpoints against the same weights unpacked, without torch; and forms that can not be run."""
+"""Quantised checkpoints against the same weights unpacked, without torch; and forms that can not be
+run."""
 
 from __future__ import annotations
 
@@ -161,7 +162,8 @@ def write(folder: Path, tensors: Tensors, **changes: Any) -> Path:
 
 
 def both(case: Case) -> tuple[Tensors, Tensors]:
-    """The tensors of the quantised checkpoint, and of the plain one with what the packed weights stand for."""
+    """The tensors of the quantised checkpoint, and of the plain one with what the packed weights
+    stand for."""
     packed, plain = others(), others()
     for seed, (name, shape) in enumerate(modules().items()):
         weight, form = drawn(shape, seed), case.of(name)

@@ -22,7 +22,8 @@ HYBRID = {
     "time_step_limit": [0.01, 2.0],
     "position_embedding_type": "rope",
 }
-"""What mlx_lm has of Granite 4: its norm knows no groups, and its positions are rotated unless a file calls them "nope"."""
+"""What mlx_lm has of Granite 4: its norm knows no groups, and its positions are rotated unless a
+file calls them "nope"."""
 IDS = tuple(int(token) for token in np.random.default_rng(8).integers(3, 97, 40))
 
 
@@ -53,7 +54,8 @@ def oracle(name: str) -> Any:
 
 
 def converted(name: str, folder: Path, **form: Any) -> Any:
-    """What mlx_lm makes of the oracle: its checkpoint in `folder`, quantised if a form is given, and its model."""
+    """What mlx_lm makes of the oracle: its checkpoint in `folder`, quantised if a form is given,
+    and its model."""
     from mlx_lm import utils
 
     from tests import checkpoints
@@ -69,7 +71,8 @@ def converted(name: str, folder: Path, **form: Any) -> Any:
 
 
 def name_as_published(file: Path) -> None:
-    """Give the numbers that transformers renamed the names that checkpoints were published with, which mlx_lm reads."""
+    """Give the numbers that transformers renamed the names that checkpoints were published with,
+    which mlx_lm reads."""
     config = json.loads(file.read_text())
     config["model_type"] = config["model_type"].removesuffix("_text")
     if config["model_type"] not in ("qwen3_5", "nemotron_h"):

@@ -1,4 +1,5 @@
-"""The recurrences in chunks against the same sums token after token in float64, and over many tokens whose keys are alike."""
+"""The recurrences in chunks against the same sums token after token in float64, and over many
+tokens whose keys are alike."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ Inputs = tuple[np.ndarray, ...]
 
 
 def drawn_delta(seed: int, length: int, alike: float = 0.0) -> Inputs:
-    """q, k, v, g, beta and states; `alike`: keys have so much in common, and little is forgotten."""
+    """q, k, v, g, beta and states; `alike`: keys have so much in common, and little is
+    forgotten."""
     rng = np.random.default_rng(seed)
     q, k = (rng.normal(size=(ROWS, HEADS, length, KEYS)) + 20 * alike for _ in range(2))
     q, k = (each / np.linalg.norm(each, axis=-1, keepdims=True) for each in (q, k))

@@ -1,4 +1,5 @@
-"""Log-probabilities on MLX against float64, ranks and lists with ties to the lowest id; and defects that are caught."""
+"""Log-probabilities on MLX against float64, ranks and lists with ties to the lowest id; and defects
+that are caught."""
 
 import math
 
@@ -23,7 +24,8 @@ def wanted(logits, targets, count):
 
 
 def agrees_with_float64(module):
-    """Whether a module's log-probabilities are float64's within 1e-5, and its ranks and ids exactly."""
+    """Whether a module's log-probabilities are float64's within 1e-5, and its ranks and ids
+    exactly."""
     rng = np.random.default_rng(1)
     logits = np.concatenate([rng.normal(0, 3, (6, 90)), rng.integers(-2, 3, (6, 90))]).astype(np.float32)
     logits[8:10] = np.minimum(logits[8:10], 0.0)

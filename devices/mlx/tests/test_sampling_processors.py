@@ -1,4 +1,5 @@
-"""Penalties, bias, early bans and masks on MLX against the plain formula; and defects that this law catches."""
+"""Penalties, bias, early bans and masks on MLX against the plain formula; and defects that this law
+catches."""
 
 import math
 import random
@@ -20,7 +21,8 @@ BANNED = (9, 11)
 
 
 def random_rows(count, seed):
-    """Rows with every kind of processor, their tokens so far (some of them placeholders), and logits float32[count, VOCAB]."""
+    """Rows with every kind of processor, their tokens so far (some of them placeholders), and
+    logits float32[count, VOCAB]."""
     rng = random.Random(seed)
     rows = [(SamplingParams(**random_extras(rng, VOCAB)), 1, 0, rng.randrange(1, 6), BANNED) for _ in range(count)]
     history = [[rng.randrange(-2, VOCAB + 2) for _ in range(row[3] + rng.randrange(9))] for row in rows]
@@ -45,7 +47,8 @@ def processed(module, logits, rows, history):
 
 
 def plain(logits, row, tokens):
-    """The formula, one logit at a time in float64: repetition over all tokens, the other two over the output."""
+    """The formula, one logit at a time in float64: repetition over all tokens, the other two over
+    the output."""
     params, _, _, prompt_len, banned = row
     output, result = tokens[prompt_len:], []
     for v, x in enumerate(logits.tolist()):

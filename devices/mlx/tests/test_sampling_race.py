@@ -1,4 +1,5 @@
-"""The race on MLX: the golden draws, the reference's integers, ties, bad rows; and defects that these laws catch."""
+"""The race on MLX: the golden draws, the reference's integers, ties, bad rows; and defects that
+these laws catch."""
 
 import math
 import random
@@ -56,7 +57,8 @@ def test_a_batch_draws_what_the_reference_draws(seed):
 
 
 def noise_of(module, words):
-    """Gumbel noise that a module makes of given hashes: a row key of zero and one, and ids hashed backwards."""
+    """Gumbel noise that a module makes of given hashes: a row key of zero and one, and ids hashed
+    backwards."""
     seeds = [unmixed(word) for word in words]
     tables = module.make_race_tables(1)
     keys = mx.array([[0, 1]], mx.uint32)
@@ -64,7 +66,8 @@ def noise_of(module, words):
 
 
 def unmixed(word):
-    """The word whose hash under a key of zero and one is `word`: the rounds of `token_hash` undone."""
+    """The word whose hash under a key of zero and one is `word`: the rounds of `token_hash`
+    undone."""
     inverse = pow(noise.MIX_2, -1, 1 << 32)
     word ^= word >> 16
     word = word * inverse & noise.WORD
@@ -77,7 +80,8 @@ def test_noise_is_the_references_at_every_edge():
 
 
 def draws_the_references_tokens(module):
-    """Whether hashes, keys, gaps and ties of a race module give the reference's tokens on level and steep rows."""
+    """Whether hashes, keys, gaps and ties of a race module give the reference's tokens on level and
+    steep rows."""
     rng, vocab_size = random.Random(4), 97
     logits = np.array([[0.0] * vocab_size, (HALVES * 3)[:vocab_size], [-0.25 * v for v in range(vocab_size)]])
     logits = np.tile(logits, (40, 1)).astype(np.float32)

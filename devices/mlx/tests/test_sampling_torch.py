@@ -1,5 +1,5 @@
-"""Whole batches on MLX against the torch sampler, bit for bit, as they are and inside `mx.compile`; and defects that the
-comparison catches."""
+"""Whole batches on MLX against the torch sampler, bit for bit, as they are and inside `mx.compile`;
+and defects that the comparison catches."""
 
 import random
 
@@ -19,7 +19,8 @@ BANNED = (3, 4)
 
 
 class Case:
-    """A random batch with every kind of processor: what both samplers are given, as numpy arrays."""
+    """A random batch with every kind of processor: what both samplers are given, as numpy
+    arrays."""
 
     def __init__(self, seed, vocab_size=120, plain=False):
         rng = random.Random(seed)
@@ -69,7 +70,8 @@ def by_torch(case):
 
 
 def by_mlx(case, compiled=False, own=False, module=sampler_module):
-    """The same of a sampler module on MLX; `compiled` as a whole, or the draw alone by the sampler's `own` means."""
+    """The same of a sampler module on MLX; `compiled` as a whole, or the draw alone by the
+    sampler's `own` means."""
     sampler, needs = module.Sampler(case.logits.shape[1], compiled=own), case.host.needs
 
     def draw(logits, positions, parts, more):
@@ -91,7 +93,8 @@ def by_mlx(case, compiled=False, own=False, module=sampler_module):
 
 
 def differences(found, wanted):
-    """What differs between two results: tokens, bad rows, ranks and ids in any bit; logprobs by more than 1e-5."""
+    """What differs between two results: tokens, bad rows, ranks and ids in any bit; logprobs by
+    more than 1e-5."""
     (tokens, bad, lists), (torch_tokens, torch_bad, torch_lists) = found, wanted
     names = [] if np.array_equal(tokens, torch_tokens) else ["tokens"]
     names += [] if np.array_equal(bad, torch_bad) else ["bad rows"]

@@ -1,4 +1,5 @@
-"""The HTTP server on this device: the same frontend, an engine process without torch, structured output included."""
+"""The HTTP server on this device: the same frontend, an engine process without torch, structured
+output included."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Proposals change no text: with any drafter, drawn or greedy, compiled or not, planned ahead or not, tokens and log-probabilities
-are those of plain decode."""
+"""Proposals change no text: with any drafter, drawn or greedy, compiled or not, planned ahead or
+not, tokens and log-probabilities are those of plain decode."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ def test_texts_that_repeat_take_few_steps(tmp_path: Path, tokens: int, overlap: 
 
 
 def write_circle(folder: Path, length: int) -> tuple[Path, list[int]]:
-    """A checkpoint whose greedy texts are so many tokens again and again, and these: after each token the next one."""
+    """A checkpoint whose greedy texts are so many tokens again and again, and these: after each
+    token the next one."""
     write_tiny(folder)
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():

@@ -1,4 +1,5 @@
-"""What a start verifies, and what it refuses by name: before a model is read, or before its weights are."""
+"""What a start verifies, and what it refuses by name: before a model is read, or before its weights
+are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where tokens to verify go, how far proposals are right, and what is proposed: against searches by hand, and the core's own."""
+"""Where tokens to verify go, how far proposals are right, and what is proposed: against searches by
+hand, and the core's own."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SLOTS, TOKENS, VOCAB = 9, 4, 5
 
 
 def by_hand(text: list[int], tokens: int, least: int, most: int) -> list[int]:
-    """The longest suffix first, then the latest place where it occurred; again and again where that ends."""
+    """The longest suffix first, then the latest place where it occurred; again and again where that
+    ends."""
     for length in range(min(most, len(text) - 1), least - 1, -1):
         suffix = text[len(text) - length :]
         for end in range(len(text) - 1, length - 1, -1):
@@ -31,7 +33,8 @@ def by_hand(text: list[int], tokens: int, least: int, most: int) -> list[int]:
 
 
 def texts(seed: int) -> tuple[list[list[int]], NDArray[np.int32], NDArray[np.int32], tuple[int, int, int]]:
-    """Five texts, as rows of a table with something behind their ends, their last places, and how many are looked for."""
+    """Five texts, as rows of a table with something behind their ends, their last places, and how
+    many are looked for."""
     rnd = random.Random(seed)
     found = [[rnd.randint(0, rnd.choice([1, 3, 9])) for _ in range(rnd.randint(1, 30))] for _ in range(5)]
     least = rnd.randint(1, 3)
@@ -159,7 +162,8 @@ def test_cells_of_tokens_that_are_not_verified_are_those_of_padding() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_logits_of_several_tokens_of_a_request_are_those_of_one_after_the_other(dtype: str, threads: int) -> None:
-    """How strict a law of texts can be: on this machine every row has the bits that it has alone; what is held is a bound."""
+    """How strict a law of texts can be: on this machine every row has the bits that it has alone;
+    what is held is a bound."""
     with running(dtype=dtype, threads=threads, graph="off", kv_cache_memory=32 << 20) as built:
         largest = built["stream_thread"].call(largest_difference, built, 3, 5)
     assert largest <= {"float32": 1e-4, "bfloat16": 0.1}[dtype], largest

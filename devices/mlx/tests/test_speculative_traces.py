@@ -1,5 +1,6 @@
-"""Random traces of a device that verifies proposals: arrivals, aborts, stops, shared prefixes, too few pages. A request gets the tokens
-and the log-probabilities that it gets alone, without any, and every page and slot comes back. No torch."""
+"""Random traces of a device that verifies proposals: arrivals, aborts, stops, shared prefixes, too
+few pages. A request gets the tokens and the log-probabilities that it gets alone, without any, and
+every page and slot comes back. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ MOST = 3
 
 
 class Remembering:
-    """Proposes what came after the same beginning in texts that are known, with mistakes. Waits for the device."""
+    """Proposes what came after the same beginning in texts that are known, with mistakes. Waits for
+    the device."""
 
     def __init__(self, truth: Truth) -> None:
         self._truth = truth

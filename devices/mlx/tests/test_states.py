@@ -1,5 +1,5 @@
-"""States beside cells on a hybrid: random lives with few snapshots, compiled steps whose padding is inert, pools that no step
-copies, and what a step moves. No torch.
+"""States beside cells on a hybrid: random lives with few snapshots, compiled steps whose padding is
+inert, pools that no step copies, and what a step moves. No torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from sglcore_mlx.states import NONE, StatePool, state_bytes
 
 CHANNELS = 4 * 8 + 2 * 2 * 6
 STATE = 2 * 4 * (2 * CHANNELS + 4 * 8 * 6)
-"""Bytes of a request's state: in two layers, two tokens of the convolution and a matrix of each head, in float32."""
+"""Bytes of a request's state: in two layers, two tokens of the convolution and a matrix of each
+head, in float32."""
 SNAPSHOTS = 3
 SEEDS = (3, 4, 13)
 SLICED_SEEDS = (3, 4, 13, 21, 22, 23)
@@ -173,8 +174,8 @@ def test_a_planted_defect_of_the_states_is_caught(
 
 
 def check_padding(folder: Path, patch: pytest.MonkeyPatch, pool: type[StatePool]) -> None:
-    """Padding rows compute with what is no number; a batch of one to three fills up to four. Nothing is compiled here, which
-    takes seconds for each expression."""
+    """Padding rows compute with what is no number; a batch of one to three fills up to four.
+    Nothing is compiled here, which takes seconds for each expression."""
     write_tiny(folder, spoiled=True, hybrid=True)
     never = {"logit_bias": dict.fromkeys(SPOILED, -1e9), "temperature": 0.8}
     prompts = random_prompts(7, (5, 11, 3))

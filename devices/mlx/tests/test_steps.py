@@ -1,4 +1,5 @@
-"""What may not change a number: compiled steps, their padding, and how many streams share the work."""
+"""What may not change a number: compiled steps, their padding, and how many streams share the
+work."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ LENGTHS = (3, 17, 40, 9, 33)
 
 
 def run(sampling: dict[str, Any], overlap: bool = True, **settings: Any) -> tuple[list[Request], set[str]]:
-    """Prompts that join one after the other and end at different times; the paths of their steps."""
+    """Prompts that join one after the other and end at different times; the paths of their
+    steps."""
     with running(dtype="float32", **settings) as built:
         worker, paths = built["worker"], set()
         scheduler = Scheduler(worker.limits)

@@ -1,5 +1,6 @@
-"""Random traces of a started device: arrivals, aborts, stops, shared prefixes, too few pages. Whatever happens, a request
-gets the tokens and the log-probabilities that it gets alone, and every page and slot comes back. No torch.
+"""Random traces of a started device: arrivals, aborts, stops, shared prefixes, too few pages.
+Whatever happens, a request gets the tokens and the log-probabilities that it gets alone, and every
+page and slot comes back. No torch.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ MOST_TICKS = 1500
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to come at a tick. `leader`: the place of a sibling with the same prompt, or None."""
+    """A request to come at a tick. `leader`: the place of a sibling with the same prompt, or
+    None."""
 
     tick: int
     prompt: tuple[int, ...]
@@ -162,7 +164,8 @@ def _happen(scheduler: Scheduler, life: Life, requests: Sequence[Request], tick:
 
 
 class Truth:
-    """What each request gets alone: whole prompts, all pages, one step at a time; kept, because traces meet it again."""
+    """What each request gets alone: whole prompts, all pages, one step at a time; kept, because
+    traces meet it again."""
 
     def __init__(self, recorder: RecordingWorker) -> None:
         self._recorder = recorder
@@ -177,7 +180,8 @@ class Truth:
 
 
 def check_life(life: Life, lived: Lived, truth: Callable[[Arrival], Result]) -> None:
-    """Everybody's tokens and scores are those of a run alone, up to where a request was ended from outside."""
+    """Everybody's tokens and scores are those of a run alone, up to where a request was ended from
+    outside."""
     ended = {place for _, place, _ in life.ends}
     for place, (arrival, found) in enumerate(zip(life.arrivals, lived.results, strict=True)):
         wanted = truth(arrival)
@@ -198,7 +202,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_engine(folder: Path, **settings: Any) -> TokenEngine:
-    """A device on a checkpoint, with a short context, and with work on more than one stream where it is a processor."""
+    """A device on a checkpoint, with a short context, and with work on more than one stream where
+    it is a processor."""
     fixed = {"max_model_len": CONTEXT, "max_requests": 4, "page_size": PAGE_SIZE, "poison": True, "threads": 2}
     return TokenEngine(folder, **{**fixed, **settings})
 
@@ -267,7 +272,8 @@ def test_a_prompt_in_chunks_of_one_token_is_not_taken_for_decoding(engine: Token
 
 
 def check_one_token_chunks(recorder: RecordingWorker, whole: TokenEngine) -> None:
-    """Two prompts token by token, beside each other, after another request ran in the same slots."""
+    """Two prompts token by token, beside each other, after another request ran in the same
+    slots."""
     life = Life(Drive(prefix_cache=False), tuple(_plain_arrival(0, prompt) for prompt in random_prompts(5, (9, 6))), ())
     wanted = play(whole.recorder, life, overlap=False)
     for chunk in (1, 2):
@@ -371,7 +377,8 @@ NEVER_SPOILED = {"logit_bias": dict.fromkeys(SPOILED, -1e9), "temperature": 0.8}
 
 
 def test_a_prompt_whose_numbers_are_none_ends_alone_and_leaves_no_trace(tmp_path: Path) -> None:
-    """Token 1 of this checkpoint has no number as embedding: its request ends with an error, in whatever company."""
+    """Token 1 of this checkpoint has no number as embedding: its request ends with an error, in
+    whatever company."""
     good = [_plain_arrival(tick, ids, **NEVER_SPOILED) for tick, ids in enumerate(random_prompts(6, (5, 11, 3, 8)))]
     bad = [_plain_arrival(tick, (7, SPOILED[1], 9), **NEVER_SPOILED) for tick in (0, 2, 3)]
     arrivals = (bad[0], good[0], good[1], bad[1], good[2], good[3], bad[2])
@@ -387,7 +394,8 @@ def test_a_prompt_whose_numbers_are_none_ends_alone_and_leaves_no_trace(tmp_path
 
 
 def test_padding_rows_of_compiled_steps_are_inert(tmp_path: Path) -> None:
-    """Padding rows compute with what is no number, and write it to page 0; a batch of one to three fills up to four."""
+    """Padding rows compute with what is no number, and write it to page 0; a batch of one to three
+    fills up to four."""
     prompts = random_prompts(7, (5, 11, 3))
     with open_engine(write_tiny(tmp_path, spoiled=True)) as eager:
         wanted = [eager.session().run([prompt], 12, **NEVER_SPOILED)[0] for prompt in prompts]

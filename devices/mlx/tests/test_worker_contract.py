@@ -1,5 +1,5 @@
-"""The worker contract step by step, without a scheduler: submit does not wait, tickets are collected once, a step's error
-comes out of its collect, and closing ends everything. No torch.
+"""The worker contract step by step, without a scheduler: submit does not wait, tickets are
+collected once, a step's error comes out of its collect, and closing ends everything. No torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ SECONDS = 30
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request in a step: its slot, tokens computed before, this step's tokens, and the pages that come new."""
+    """One request in a step: its slot, tokens computed before, this step's tokens, and the pages
+    that come new."""
 
     slot: int
     prefix: int
@@ -83,7 +84,8 @@ def prefill(number: int, slot: int = 1, first_page: int = 1, ids: Sequence[int] 
 
 
 def decode(number: int, length: int, slot: int = 1, new_pages: Sequence[int] = ()) -> ScheduleBatch:
-    """The next token of a slot with `length` tokens in its cells; which token it is fed, only the device knows."""
+    """The next token of a slot with `length` tokens in its cells; which token it is fed, only the
+    device knows."""
     return make_step(number, ForwardMode.DECODE, [Row(slot, length, [-slot], new_pages)])
 
 
@@ -178,8 +180,9 @@ def test_what_building_a_step_raises_comes_out_of_its_collect_and_others_go_on(w
 
 
 class Exploding:
-    """A model that divides by a singular matrix where it has three tokens: an error that only running it can raise.
-    After `further` operations MLX has the error before it waits for the step, whose arrays can be read then."""
+    """A model that divides by a singular matrix where it has three tokens: an error that only
+    running it can raise. After `further` operations MLX has the error before it waits for the step,
+    whose arrays can be read then."""
 
     further = 0
 

@@ -1,4 +1,5 @@
-"""FlashAttention over the paged pool, from whichever library of the vendor offers it by its public names.
+"""FlashAttention over the paged pool, from whichever library of the vendor offers it by its public
+names.
 
 One call serves decode and prefill: page-table rows, lengths and query offsets, all on the device.
 """

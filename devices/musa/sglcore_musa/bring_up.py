@@ -1,4 +1,5 @@
-"""The bring-up of a Moore Threads GPU: the standard order, with torch_musa imported before anything touches the device."""
+"""The bring-up of a Moore Threads GPU: the standard order, with torch_musa imported before anything
+touches the device."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SHIM = "torchada"
 
 
 def extension(ledger: DecisionLedger) -> str:
-    """Import torch_musa, which registers the device. Raises DeviceError if it was built for another torch."""
+    """Import torch_musa, which registers the device. Raises DeviceError if it was built for another
+    torch."""
     torch_musa = import_module("torch_musa")
     found = str(torch_musa.__version__)
     if not same_release(torch.__version__, found):
@@ -47,8 +49,8 @@ def kernel_choices(kernels: object, ledger: DecisionLedger) -> str:
 
 
 def device_memory(device: torch.device, model: object) -> MemoryBudget:
-    """What the GPU has left once the weights are in, by the extension's own call: those of torch's neutral interface
-    fail in its releases before 2.11.0.post2. Waits for work in flight."""
+    """What the GPU has left once the weights are in, by the extension's own call: those of torch's
+    neutral interface fail in its releases before 2.11.0.post2. Waits for work in flight."""
     musa().synchronize(device)
     musa().empty_cache()
     free, total = musa().mem_get_info(device)

@@ -1,4 +1,5 @@
-"""The kernel table of a Moore Threads GPU: the core's Triton kernels where a Triton for it is installed."""
+"""The kernel table of a Moore Threads GPU: the core's Triton kernels where a Triton for it is
+installed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What the system says about Moore Threads GPUs: device nodes, the PCI bus, the driver, torch_musa. Nothing is imported.
+"""What the system says about Moore Threads GPUs: device nodes, the PCI bus, the driver, torch_musa.
+Nothing is imported.
 
-A shim that answers for another vendor's names proves nothing here, and is only named where the real extension is missing.
+A shim that answers for another vendor's names proves nothing here, and is only named where the real
+extension is missing.
 """
 
 from __future__ import annotations
@@ -106,5 +108,6 @@ def extension_version(system: System) -> str | None:
 
 
 def same_release(torch: str, extension: str) -> bool:
-    """The extension is built on one minor version of torch's own interfaces, which are its own first two numbers."""
+    """The extension is built on one minor version of torch's own interfaces, which are its own
+    first two numbers."""
     return torch.split(".")[:2] == extension.split(".")[:2]

@@ -1,4 +1,5 @@
-"""The attention laws on this package's device; a missing or older library is refused with the reason."""
+"""The attention laws on this package's device; a missing or older library is refused with the
+reason."""
 
 from __future__ import annotations
 

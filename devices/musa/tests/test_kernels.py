@@ -1,4 +1,5 @@
-"""Which kernels run: the core's Triton kernels where a Triton for this GPU is at hand, else the reference, and why."""
+"""Which kernels run: the core's Triton kernels where a Triton for this GPU is at hand, else the
+reference, and why."""
 
 from __future__ import annotations
 

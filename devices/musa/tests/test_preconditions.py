@@ -1,4 +1,5 @@
-"""What the vendor's FlashAttention refuses, its reference refuses too, so that no call of this package may come to it."""
+"""What the vendor's FlashAttention refuses, its reference refuses too, so that no call of this
+package may come to it."""
 
 from __future__ import annotations
 

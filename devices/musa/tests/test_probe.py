@@ -1,4 +1,5 @@
-"""Moore Threads machines as they are found: complete, in containers, hidden, or with nothing but a shim."""
+"""Moore Threads machines as they are found: complete, in containers, hidden, or with nothing but a
+shim."""
 
 from __future__ import annotations
 

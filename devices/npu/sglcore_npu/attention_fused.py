@@ -1,7 +1,9 @@
-"""The vendor's fused attention over the paged pool: one operator for decode and for rows of several tokens.
+"""The vendor's fused attention over the paged pool: one operator for decode and for rows of several
+tokens.
 
-It reads pages by a table on the device and lengths from the host, so a captured call is rewritten before it runs
-(`tasks`). Decode asks in the layout BSND with one query a row; longer rows in TND, packed, with the causal mask.
+It reads pages by a table on the device and lengths from the host, so a captured call is rewritten
+before it runs (`tasks`). Decode asks in the layout BSND with one query a row; longer rows in TND,
+packed, with the causal mask.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ if not hasattr(torch.ops.npu, OPERATOR):  # foreign: operators are attributes th
 
 @dataclass(slots=True)
 class FusedPlan(AttentionPlan):
-    """Page rows int32[B, pages]; on the host each row's keys, and where its queries end (None: one query a row).
+    """Page rows int32[B, pages]; on the host each row's keys, and where its queries end (None: one
+    query a row).
 
-    A captured plan also keeps the `tasks` of its graph, and the operator's workspace for each (kv_heads, head_dim).
+    A captured plan also keeps the `tasks` of its graph, and the operator's workspace for each
+    (kv_heads, head_dim).
     """
 
     pages: Tensor
@@ -68,7 +72,8 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         self._mask = ones.triu_(1)
 
     def plan(self, batch: ForwardBatch) -> FusedPlan:
-        """Gather page rows on the device, read lengths from the host's mirrors; waits for nothing."""
+        """Gather page rows on the device, read lengths from the host's mirrors; waits for
+        nothing."""
         assert batch.seq_lens_cpu is not None
         rows = len(batch.seq_lens_cpu)
         pages = page_rows(self.req_to_token_pool, batch.req_pool_indices[:rows])
@@ -127,7 +132,8 @@ class FusedAttention(AttentionBackend[FusedPlan]):
         return out
 
     def _call(self, query: Tensor, plan: FusedPlan, layer: Attention, **layout: Any) -> dict[str, Any]:
-        """Arguments that every form of the operator takes; cells [cells, heads, dim] are pages [pages, size, heads * dim]."""
+        """Arguments that every form of the operator takes; cells [cells, heads, dim] are pages
+        [pages, size, heads * dim]."""
         size = self.token_to_kv_pool.page_size
         keys, values = self.token_to_kv_pool.kv(layer.layer_id)
         return {

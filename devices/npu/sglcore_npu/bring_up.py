@@ -1,4 +1,5 @@
-"""The NPU's bring-up: the standard order, with torch_npu imported before anything touches the device."""
+"""The NPU's bring-up: the standard order, with torch_npu imported before anything touches the
+device."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from sglcore_npu.probe import same_release
 
 
 def extension(ledger: DecisionLedger) -> str:
-    """Import torch_npu, which registers the device and its operators, and allow it the layouts that weights are kept in.
+    """Import torch_npu, which registers the device and its operators, and allow it the layouts that
+    weights are kept in.
 
     Raises DeviceError if it was built for another torch.
     """

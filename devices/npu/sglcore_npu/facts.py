@@ -12,8 +12,9 @@ RESERVED = 248
 
 
 def facts(index: int = 0) -> Facts:
-    """Cell numbers are int32, pages lie whole and are as large as the attention operator wants them, and a replay must be
-    told the lengths by the host. Generations before A2, and 310P, do not compute in bfloat16."""
+    """Cell numbers are int32, pages lie whole and are as large as the attention operator wants
+    them, and a replay must be told the lengths by the host. Generations before A2, and 310P, do not
+    compute in bfloat16."""
     npu = device_module("torch_npu", "npu", index)
     has_bfloat16 = npu is None or npu.is_bf16_supported()
     return Facts(

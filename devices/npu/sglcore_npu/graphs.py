@@ -1,4 +1,5 @@
-"""NPU graphs, and the host's update of attention at replay. No compiler for this device ships with torch."""
+"""NPU graphs, and the host's update of attention at replay. No compiler for this device ships with
+torch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from sglcore_npu.tasks import HostLengths, npu
 
 
 class NpuSegment:
-    """One captured graph. Its attention calls wait, inside the graph, for the host to tell them their lengths."""
+    """One captured graph. Its attention calls wait, inside the graph, for the host to tell them
+    their lengths."""
 
     def __init__(self, graph: Any, updates: Any) -> None:
         self._graph = graph
@@ -23,7 +25,8 @@ class NpuSegment:
             self._graph.replay()
             return
         assert isinstance(update, HostLengths)
-        # The run before must have spent its own lengths: the same tasks are rewritten, the same events recorded again.
+        # The run before must have spent its own lengths: the same tasks are rewritten, the same
+        # events recorded again.
         if self._done is not None:
             self._updates.wait_event(self._done)
         update.apply(self._updates)

@@ -1,4 +1,5 @@
-"""The NPU's kernel table: the vendor's fused operators where torch_npu registers them, the reference elsewhere."""
+"""The NPU's kernel table: the vendor's fused operators where torch_npu registers them, the
+reference elsewhere."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    """One operator for both caches; it takes pages, and a page of one cell makes its slots the cells."""
+    """One operator for both caches; it takes pages, and a page of one cell makes its slots the
+    cells."""
     if not key.shape[0]:
         return
     torch.ops.npu.npu_scatter_pa_kv_cache(
@@ -83,8 +85,8 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_
 
 
 def takes_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> str:
-    """The operator's limits, by the vendor's page on npu_rotary_mul: less than 896 elements a head and less than 1000 heads;
-    and it rotates heads whole."""
+    """The operator's limits, by the vendor's page on npu_rotary_mul: less than 896 elements a head
+    and less than 1000 heads; and it rotates heads whole."""
     rotated, heads = cos_sin_cache.shape[1], max(q.shape[1], k.shape[1]) // head_dim
     if rotated != head_dim:
         return f"{rotated} of {head_dim} elements of a head are rotated"
@@ -114,8 +116,8 @@ OPERATORS: Mapping[str, Limited] = MappingProxyType(
 
 
 def kernels() -> KernelTable:
-    """The table this device runs; an operator that this torch_npu does not register leaves its entry to the reference, and the
-    ledger says so."""
+    """The table this device runs; an operator that this torch_npu does not register leaves its
+    entry to the reference, and the ledger says so."""
     offered = {each.function.__name__: each for operator, each in OPERATORS.items() if offers(operator)}
     refused = (
         f"{operator} refused for {each.function.__name__}: this torch_npu does not register it; install a newer one"

@@ -1,4 +1,5 @@
-"""What the system says about Ascend NPUs: device nodes, the PCI bus, the driver, CANN, torch_npu. Nothing is imported."""
+"""What the system says about Ascend NPUs: device nodes, the PCI bus, the driver, CANN, torch_npu.
+Nothing is imported."""
 
 from __future__ import annotations
 
@@ -136,5 +137,6 @@ def extension_version(system: System) -> str | None:
 
 
 def same_release(torch: str, extension: str) -> bool:
-    """The extension is built on one minor version of torch's own interfaces, which are its own first two numbers."""
+    """The extension is built on one minor version of torch's own interfaces, which are its own
+    first two numbers."""
     return torch.split(".")[:2] == extension.split(".")[:2]

@@ -1,8 +1,9 @@
-"""Attention over the rows that DeepSeek-V3.2's indexer chose, as the vendor's operator for it. It takes lengths from the device, so
-a captured call is replayed as it is.
+"""Attention over the rows that DeepSeek-V3.2's indexer chose, as the vendor's operator for it. It
+takes lengths from the device, so a captured call is replayed as it is.
 
-Limits are those of the vendor's page on npu_sparse_flash_attention (docs/context of Ascend/op-plugin) and of what it rests on
-(aclnnSparseFlashAttention in cann/ops-transformer), on an A2 or A3: what all versions take.
+Limits are those of the vendor's page on npu_sparse_flash_attention (docs/context of
+Ascend/op-plugin) and of what it rests on (aclnnSparseFlashAttention in cann/ops-transformer), on an
+A2 or A3: what all versions take.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ MOST_HEADS = 128
 GATHERED = 1 << 26
 """Elements of chosen rows that exist at a time, in either of two arrangements."""
 ABSORBED = 2
-"""The attention mode in which a row is the key and the value of all heads: the only one that there is."""
+"""The attention mode in which a row is the key and the value of all heads: the only one that there
+is."""
 
 
 def sparse_mqa(
@@ -37,8 +39,9 @@ def sparse_mqa(
     value_size: int,
     codec: RowCodec | None,
 ) -> Tensor:
-    """One operator over the chosen rows of some tokens at a time. It reads keys and what holds their place apart, both
-    without gaps, and a row has them side by side: so the chosen ones are gathered first."""
+    """One operator over the chosen rows of some tokens at a time. It reads keys and what holds
+    their place apart, both without gaps, and a row has them side by side: so the chosen ones are
+    gathered first."""
     out = q.new_empty(*q.shape[:2], value_size)
     step = max(1, GATHERED // (chosen.shape[1] * rows.shape[1]))
     for first in range(0, q.shape[0], step):

@@ -22,7 +22,8 @@ def npu() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One captured call: the driver's handle of it, the event that it waits for, and every argument but the lengths."""
+    """One captured call: the driver's handle of it, the event that it waits for, and every argument
+    but the lengths."""
 
     handle: Any
     event: Any
@@ -31,15 +32,18 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class HostLengths:
-    """What a replay must be told: `lengths` of every row's keys, for each of the graph's `tasks`, in their order."""
+    """What a replay must be told: `lengths` of every row's keys, for each of the graph's `tasks`,
+    in their order."""
 
     tasks: Sequence[Task]
     lengths: list[int]
 
     def apply(self, stream: Any) -> None:
-        """Rewrite every task on `stream`, a stream of the extension; returns when the last is queued.
+        """Rewrite every task on `stream`, a stream of the extension; returns when the last is
+        queued.
 
-        What fails is raised, and no run of the graph may pass the events of the tasks that were rewritten.
+        What fails is raised, and no run of the graph may pass the events of the tasks that were
+        rewritten.
         """
         with npu().stream(stream):
             for place, task in enumerate(self.tasks):
@@ -57,7 +61,8 @@ class HostLengths:
 
 
 def record(call: dict[str, Any], lengths: list[int]) -> Task:
-    """Queue a call on the current stream, which is capturing, so that its lengths can be rewritten."""
+    """Queue a call on the current stream, which is capturing, so that its lengths can be
+    rewritten."""
     stream = npu().current_stream()
     event = npu().ExternalEvent()
     event.wait(stream)

@@ -1,4 +1,5 @@
-"""The package's own calls over the Meta kernels of the real torch_npu: what they give, or what they raise."""
+"""The package's own calls over the Meta kernels of the real torch_npu: what they give, or what they
+raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The fused operator equals the dense oracle, and is refused where the vendor's documentation says it does not serve."""
+"""The fused operator equals the dense oracle, and is refused where the vendor's documentation says
+it does not serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The package's stream capture, and the lengths that the host rewrites: stale, unordered or missing ones are caught."""
+"""The package's stream capture, and the lengths that the host rewrites: stale, unordered or missing
+ones are caught."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Decode:
         self.segment = captured(step, self.stream)
 
     def refresh(self, placed: Placed) -> HostLengths:
-        """Fill the buffers with a case over the same pools and refresh the plan, on the stream that replays."""
+        """Fill the buffers with a case over the same pools and refresh the plan, on the stream that
+        replays."""
         given = placed.batch
         with self.stream:
             for name, idle in (("req_pool_indices", 0), ("seq_lens", 1), ("out_cache_loc", 0)):

@@ -1,4 +1,5 @@
-"""The vendor's operators give what the reference gives, for any number of tokens; the layout of weights pays where it is used."""
+"""The vendor's operators give what the reference gives, for any number of tokens; the layout of
+weights pays where it is used."""
 
 from __future__ import annotations
 

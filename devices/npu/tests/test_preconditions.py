@@ -1,5 +1,5 @@
-"""What the vendor's operators refuse by their documentation, the references refuse too, so that no call of this package may
-come to it."""
+"""What the vendor's operators refuse by their documentation, the references refuse too, so that no
+call of this package may come to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def half(*shape: int) -> Tensor:
 
 
 def attend(packed: bool, sizes: tuple[int, int, int, int], cut: Any, **given: Any) -> Any:
-    """The operator over two rows, of one query or packed; `sizes` are those of a head and a page, and the heads of both."""
+    """The operator over two rows, of one query or packed; `sizes` are those of a head and a page,
+    and the heads of both."""
     dim, heads, kv_heads, page = sizes
     queries, pages = half(*((3,) if packed else (2, 1)), heads, dim), half(PAGES, page, kv_heads * dim)
     parts = {"query": queries, "key": pages, "value": pages.clone()}

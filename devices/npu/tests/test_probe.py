@@ -1,4 +1,5 @@
-"""Ascend machines as they are found: complete, in containers, hidden, with an old CANN, or with the wrong torch_npu."""
+"""Ascend machines as they are found: complete, in containers, hidden, with an old CANN, or with the
+wrong torch_npu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every operator that the package calls is the vendor's: by the stored schemas of the real extension, and by its wheel."""
+"""Every operator that the package calls is the vendor's: by the stored schemas of the real
+extension, and by its wheel."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def beside(name: str) -> ModuleType:
 
 
 def called() -> set[str]:
-    """The operators that the sources call as `torch.ops.npu.NAME` or `torch.ops.npu.NAME.overload`."""
+    """The operators that the sources call as `torch.ops.npu.NAME` or
+    `torch.ops.npu.NAME.overload`."""
     calls = (node for file in SOURCES for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
     names = (ast.unparse(call.func) for call in calls)
     operators = (name.removeprefix("torch.ops.npu.") for name in names if name.startswith("torch.ops.npu."))

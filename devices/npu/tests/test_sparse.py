@@ -1,5 +1,5 @@
-"""The vendor's attention over chosen rows is the reference's, eagerly and in graphs; what it does not take is refused by its reason,
-and what is wrong with a call shows."""
+"""The vendor's attention over chosen rows is the reference's, eagerly and in graphs; what it does
+not take is refused by its reason, and what is wrong with a call shows."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ CONTEXT, PAGE = 160, 16
 ROW = {"kv_lora_rank": sparse.LATENT, "qk_rope_head_dim": sparse.ROTATED, "index_head_dim": 128}
 SMALL = {"num_hidden_layers": 2, "max_position_embeddings": CONTEXT}
 MOST = 0.02
-"""Of nine in ten log-probabilities in float16: a choice between rows, or experts, that score nearly alike may be either, which
-moves some more, on the reference's kernels too. A defect moves most."""
+"""Of nine in ten log-probabilities in float16: a choice between rows, or experts, that score nearly
+alike may be either, which moves some more, on the reference's kernels too. A defect moves most."""
 
 
-# -- the entry --------------------------------------------------------------------------------------------------------
+# -- the entry
+# --------------------------------------------------------------------------------------------------
 
 
 def hold(table: KernelTable) -> None:
@@ -129,11 +130,13 @@ def test_a_defect_is_caught(old: str, new: str) -> None:
         hold(kernels().replace(sparse_mqa=Limited(vars(defect)["sparse_mqa"], sparse.takes_sparse_mqa)))
 
 
-# -- whole engines -----------------------------------------------------------------------------------------------------
+# -- whole engines
+# --------------------------------------------------------------------------------------------------
 
 
 class Case:
-    """A checkpoint of DeepSeek-V3.2 whose weights are float16 values, with rows of the published size; its oracle."""
+    """A checkpoint of DeepSeek-V3.2 whose weights are float16 values, with rows of the published
+    size; its oracle."""
 
     def __init__(self, folder: Path) -> None:
         self.oracle = deepseek_v32(**SMALL, **ROW)
@@ -149,8 +152,8 @@ class Case:
         return TokenEngine(self.folder, scramble_pages=3, **{**given, **settings})
 
     def error_of_most(self, engine: TokenEngine) -> float:
-        """What nine in ten log-probabilities of some texts are within, of transformers'. Ragged prompts in chunks that join
-        late; texts of more tokens than are chosen."""
+        """What nine in ten log-probabilities of some texts are within, of transformers'. Ragged
+        prompts in chunks that join late; texts of more tokens than are chosen."""
         errors: list[float] = []
         for result in engine.run(random_prompts(5, (3, 19, 90)), 6, score_prompts=True, stagger=2):
             ids = result.prompt + result.tokens

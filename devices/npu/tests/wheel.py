@@ -1,7 +1,9 @@
-"""The vendor's real torch_npu on a machine without CANN: its wheel unpacked, and empty libraries in place of CANN's.
+"""The vendor's real torch_npu on a machine without CANN: its wheel unpacked, and empty libraries in
+place of CANN's.
 
-Run as a program, it imports that torch_npu in this process and prints, as JSON, what modules of these tests ask of it:
-`python wheel.py MODULE ...`, each of which has a function `answer() -> object`.
+Run as a program, it imports that torch_npu in this process and prints, as JSON, what modules of
+these tests ask of it: `python wheel.py MODULE ...`, each of which has a function `answer() ->
+object`.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def linked(file: Path) -> list[str]:
 
 
 def ask(folder: Path, *modules: str) -> list[Any]:
-    """What `answer()` of each of these modules beside this one gives in a process that has imported the unpacked torch_npu."""
+    """What `answer()` of each of these modules beside this one gives in a process that has imported
+    the unpacked torch_npu."""
     paths = [str(folder), str(Path(__file__).parent), *filter(None, sys.path)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "LD_LIBRARY_PATH": str(folder / "stubs")}
     environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"

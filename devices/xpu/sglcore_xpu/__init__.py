@@ -5,7 +5,8 @@ from sglcore.device.pci import PciClaim
 from sglcore.device.topology import Communication
 
 GRAPHICS = ":00:02.0"
-"""Where the vendor's processors have their own graphics. A virtual machine may have cards elsewhere on this bus."""
+"""Where the vendor's processors have their own graphics. A virtual machine may have cards elsewhere
+on this bus."""
 
 package = DevicePackage(
     name="xpu",
@@ -29,4 +30,5 @@ package = DevicePackage(
     communication=Communication("xccl", cluster_resource="GPU"),
     pci=frozenset({PciClaim(0x8086, frozenset({0x0300, 0x0302, 0x0380}), GRAPHICS)}),
 )
-"""What `sglcore devices` and the core read. The vendor's processing accelerators (class 1200) are no GPUs."""
+"""What `sglcore devices` and the core read. The vendor's processing accelerators (class 1200) are
+no GPUs."""

@@ -1,4 +1,5 @@
-"""The bring-up of an Intel GPU: the standard order, with what the GPU can do said in the ledger, and its memory asked."""
+"""The bring-up of an Intel GPU: the standard order, with what the GPU can do said in the ledger,
+and its memory asked."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def capability(device: torch.device, ledger: DecisionLedger) -> Capability:
 
 
 def device_memory(facts: Facts, model: object) -> MemoryBudget:
-    """As any accelerator's. Not every driver tells what is free: then all counts as free that this process has not taken."""
+    """As any accelerator's. Not every driver tells what is free: then all counts as free that this
+    process has not taken."""
     try:
         return accelerator.device_memory(facts, model)
     except RuntimeError:

@@ -9,9 +9,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """The properties of one GPU that decide something. `cores`: Xe cores (sub-slices), each with several vector engines;
-    `lanes`: the sizes that a sub-group may have, ascending; `local_bytes`: memory that a work-group shares; `has_matrix`:
-    engines that multiply matrices, whose sub-groups are of the smallest size."""
+    """The properties of one GPU that decide something. `cores`: Xe cores (sub-slices), each with
+    several vector engines; `lanes`: the sizes that a sub-group may have, ascending; `local_bytes`:
+    memory that a work-group shares; `has_matrix`: engines that multiply matrices, whose sub-groups
+    are of the smallest size."""
 
     name: str
     cores: int

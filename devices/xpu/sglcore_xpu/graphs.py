@@ -1,4 +1,5 @@
-"""SYCL graphs by torch's own names. What other threads do on other queues is no part of a capture, so it takes no error mode."""
+"""SYCL graphs by torch's own names. What other threads do on other queues is no part of a capture,
+so it takes no error mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The kernel table of an Intel GPU: the core's Triton kernels, launched in sub-groups of the sizes that this GPU has."""
+"""The kernel table of an Intel GPU: the core's Triton kernels, launched in sub-groups of the sizes
+that this GPU has."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ WIDEST = 32
 
 
 def kernels() -> KernelTable:
-    """The table for the current GPU; raises `DeviceError` if no Triton that compiles for it is installed."""
+    """The table for the current GPU; raises `DeviceError` if no Triton that compiles for it is
+    installed."""
     if missing := triton_gap(COMPILER):
         raise DeviceError(f"the kernels of this device can not be used: {missing}", remedy=TRITON)
     from sglcore.runtime.kernels.triton import triton_kernels

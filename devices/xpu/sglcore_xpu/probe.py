@@ -1,4 +1,5 @@
-"""What the system says about Intel GPUs: render nodes, the PCI bus, Level Zero, the torch build. Nothing is imported."""
+"""What the system says about Intel GPUs: render nodes, the PCI bus, Level Zero, the torch build.
+Nothing is imported."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ MOUNTS = "a container takes --device /dev/dri"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A render node that one of Intel's drivers serves. `tiles`: the devices that it is to the runtime."""
+    """A render node that one of Intel's drivers serves. `tiles`: the devices that it is to the
+    runtime."""
 
     node: str
     driver: str
@@ -39,7 +41,8 @@ class Gpu:
 
 
 def probe(named: bool, system: System) -> ProbeReport:
-    """Answer from what is seen through `system`. A processor's own graphics count only when `named`."""
+    """Answer from what is seen through `system`. A processor's own graphics count only when
+    `named`."""
     gpus = render_nodes(system)
     seen = _visible(system, gpus)
     return ProbeReport(
@@ -76,7 +79,8 @@ def _gpu(system: System, node: str) -> Gpu | None:
 
 
 def _visible(system: System, gpus: tuple[Gpu, ...]) -> Visible:
-    """What torch counts: cards only, where there is one. None is listed where a variable chooses them by what no file tells."""
+    """What torch counts: cards only, where there is one. None is listed where a variable chooses
+    them by what no file tells."""
     environ = {name: value for name in (SELECTOR, MASK) if (value := system.environ.get(name))}
     if environ.get(MASK) == "default":
         del environ[MASK]
@@ -94,8 +98,8 @@ def _visible(system: System, gpus: tuple[Gpu, ...]) -> Visible:
 
 
 def selects_none(selector: str) -> bool:
-    """Whether a selector leaves torch nothing, which takes devices of Level Zero alone. Terms with a ! take devices away,
-    from all where no other term is there."""
+    """Whether a selector leaves torch nothing, which takes devices of Level Zero alone. Terms with
+    a ! take devices away, from all where no other term is there."""
     terms = [term.strip().lower() for term in selector.split(";") if term.strip()]
     taken = [term for term in terms if not term.startswith("!")]
     away = {term[1:] for term in terms if term.startswith("!")}

@@ -1,4 +1,5 @@
-"""The bring-up: a GPU is described before anything is made for it, and a driver that does not tell what is free stops nothing."""
+"""The bring-up: a GPU is described before anything is made for it, and a driver that does not tell
+what is free stops nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Intel machines as they are found: cards, processors with graphics, containers, parts of several tiles, a torch for others."""
+"""Intel machines as they are found: cards, processors with graphics, containers, parts of several
+tiles, a torch for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The simulated Intel GPU: torch.xpu runs its own shipped code on it, and it offers no name that torch.xpu lacks."""
+"""The simulated Intel GPU: torch.xpu runs its own shipped code on it, and it offers no name that
+torch.xpu lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every form in which a cluster may hold a model, the fastest for some load first, with the command that starts it."""
+"""Every form in which a cluster may hold a model, the fastest for some load first, with the command
+that starts it."""
 
 from __future__ import annotations
 
@@ -154,7 +155,8 @@ def _advice(costs: Costs, load: Load) -> Advice:
 
 
 def text_of(found: Sequence[Advice], model: str, cluster: Cluster, top: int) -> str:
-    """A table of the first `top`, then the command of the winner. Forms without room for one request are counted."""
+    """A table of the first `top`, then the command of the winner. Forms without room for one
+    request are counted."""
     fitting = [each for each in found if each.running]
     per_host = cluster.links.per_host
     if not fitting:

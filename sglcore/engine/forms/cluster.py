@@ -1,4 +1,5 @@
-"""A cluster as numbers, from a small TOML file: what a device does, what links carry, how many there are."""
+"""A cluster as numbers, from a small TOML file: what a device does, what links carry, how many
+there are."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from sglcore.device.links import Link, Links
 
 @dataclass(frozen=True, slots=True)
 class DeviceNumbers:
-    """Bytes of `memory`, bytes a second from it (`bandwidth`), operations a second with elements of 16 bits (`flops`) and with
-    weights of 8 bits (`flops_8bit`), and seconds from one kernel to the next (`launch`)."""
+    """Bytes of `memory`, bytes a second from it (`bandwidth`), operations a second with elements of
+    16 bits (`flops`) and with weights of 8 bits (`flops_8bit`), and seconds from one kernel to the
+    next (`launch`)."""
 
     memory: float
     bandwidth: float
@@ -27,8 +29,9 @@ class DeviceNumbers:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Alike `hosts`, each with `links.per_host` devices. Rows go to experts in `bytes_out` an element (None: as they are), one copy
-    for each host and there for each rank that has some of their experts (`is_copy_per_rank`), or one for each expert; the rank with most of them has
+    """Alike `hosts`, each with `links.per_host` devices. Rows go to experts in `bytes_out` an
+    element (None: as they are), one copy for each host and there for each rank that has some of
+    their experts (`is_copy_per_rank`), or one for each expert; the rank with most of them has
     `imbalance` times the mean."""
 
     device: DeviceNumbers
@@ -53,11 +56,13 @@ _TABLES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyTyp
         "experts": ((), ("copies", "bytes_out", "imbalance")),
     }
 )
-"""The tables of a file: the names that each must have, and those that it may have. `gb_s` is what one rank sends a second."""
+"""The tables of a file: the names that each must have, and those that it may have. `gb_s` is what
+one rank sends a second."""
 
 
 def read_cluster(file: Path) -> Cluster:
-    """A cluster's file. Raises ConfigError for one that is not there, no TOML, or has other names or values than are known."""
+    """A cluster's file. Raises ConfigError for one that is not there, no TOML, or has other names
+    or values than are known."""
     try:
         given = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

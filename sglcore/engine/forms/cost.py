@@ -1,7 +1,8 @@
-"""How long a step takes in each form of ranks, predicted: a roofline of each layer, and what its collectives cost.
+"""How long a step takes in each form of ranks, predicted: a roofline of each layer, and what its
+collectives cost.
 
-A prediction is a bound that no kernel goes below by the numbers it is given: good for comparing forms, not for promising times.
-Experts are chosen evenly, and shards have equally many rows.
+A prediction is a bound that no kernel goes below by the numbers it is given: good for comparing
+forms, not for promising times. Experts are chosen evenly, and shards have equally many rows.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from sglcore.engine.forms.shape import LayerShape, ModelShape
 LAUNCHES = 10
 """Kernels of a layer that wait for each other."""
 MEMORY_SHARE = 0.9
-"""The part of a device's memory that weights and cache may take; the rest is for what a step computes."""
+"""The part of a device's memory that weights and cache may take; the rest is for what a step
+computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Seconds of a step by what they go for: reading weights, reading the cache, arithmetic, collectives, launches."""
+    """Seconds of a step by what they go for: reading weights, reading the cache, arithmetic,
+    collectives, launches."""
 
     weights: float = 0.0
     cache: float = 0.0
@@ -90,7 +93,8 @@ class Costs:
         return projected + scored + self._links(self.cluster.links.all_reduce(width, self._row_bytes(rows.count)))
 
     def blocks(self, layer: LayerShape, rows: Rows) -> Seconds:
-        """What every row passes, divided among all ranks; with it the experts, where each rank has a part of every one."""
+        """What every row passes, divided among all ranks; with it the experts, where each rank has
+        a part of every one."""
         tp, every = self.topology.tp, rows.count * self.topology.dp
         found = times(self._links(self._all_rows(rows)), self._sums(layer))
         if layer.block:
@@ -104,7 +108,8 @@ class Costs:
         return found
 
     def experts(self, layer: LayerShape, rows: Rows) -> Seconds:
-        """Whole experts on each rank: rows go there and back, and those of a shard are put together again."""
+        """Whole experts on each rank: rows go there and back, and those of a shard are put together
+        again."""
         ep, model = self.topology.ep, self.model
         if ep == 1 or not layer.expert:
             return Seconds()
@@ -124,7 +129,8 @@ class Costs:
         return work + self._links(moved + together)
 
     def carried(self, rows: float, element: float) -> float:
-        """Seconds until so many rows of each rank, of `element` bytes, are where their experts are, or back from there."""
+        """Seconds until so many rows of each rank, of `element` bytes, are where their experts are,
+        or back from there."""
         links, ep, chosen = self.cluster.links, self.topology.ep, self.model.chosen
         each = rows * self.model.hidden * element
         if not self.cluster.is_copy_per_rank:
@@ -148,7 +154,8 @@ class Costs:
         return sum(each) * self.model.row_bytes
 
     def cache_tokens(self, length: int) -> int:
-        """Tokens that fit in all shards together, in requests of that length; 0 where the weights leave no room."""
+        """Tokens that fit in all shards together, in requests of that length; 0 where the weights
+        leave no room."""
         room = MEMORY_SHARE * self.cluster.device.memory - self.weight_bytes()
         return max(int(room * length / self.request_bytes(length)), 0) * self.topology.dp
 
@@ -176,7 +183,8 @@ class Costs:
         return layer.num_blocks + (1 if layer.expert and self.topology.ep == 1 else 0)
 
     def _all_rows(self, rows: Rows) -> float:
-        """Rows of a shard to those of all, and sums of them back; with one shard that is the sum alone."""
+        """Rows of a shard to those of all, and sums of them back; with one shard that is the sum
+        alone."""
         links, topology = self.cluster.links, self.topology
         if topology.dp == 1:
             return links.all_reduce(topology.tp, self._row_bytes(rows.count))
@@ -190,7 +198,8 @@ class Costs:
         return Seconds(links=seconds)
 
     def _roofline(self, weights: float, cache: float, flops: float, element: float) -> Seconds:
-        """Bytes read or operations, whichever takes longer (Williams, Waterman and Patterson 2009)."""
+        """Bytes read or operations, whichever takes longer (Williams, Waterman and Patterson
+        2009)."""
         device = self.cluster.device
         reading = (weights + cache) / device.bandwidth
         computing = flops / (device.flops_8bit if element == 1 else device.flops)

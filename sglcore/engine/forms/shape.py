@@ -174,7 +174,8 @@ def _plain(config: ModelConfig) -> dict[str, Any]:
 
 
 def _latent(config: ModelConfig) -> dict[str, Any]:
-    """Multi-head latent attention, its keys and values absorbed into queries and outputs (DeepSeek-V2, section 2.1)."""
+    """Multi-head latent attention, its keys and values absorbed into queries and outputs
+    (DeepSeek-V2, section 2.1)."""
     words, hidden, heads = config.words, config.hidden_size, config.num_attention_heads
     kv, rope, nope, value = (
         words[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")

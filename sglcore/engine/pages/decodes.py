@@ -1,4 +1,5 @@
-"""The side that decodes: its requests get pages here first, then a prompt engine writes them, and they go on from there."""
+"""The side that decodes: its requests get pages here first, then a prompt engine writes them, and
+they go on from there."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 """Between two tries to reach a prompt engine that is gone."""
 MOST_TRIES = 3
-"""Prompt engines that may end, or fail, with the same request: one that ends each must not end them all."""
+"""Prompt engines that may end, or fail, with the same request: one that ends each must not end them
+all."""
 
 
 @dataclass(slots=True)
 class Claim:
-    """Pages of a request that a peer is to write. `tries`: peers that were asked for it, this one included."""
+    """Pages of a request that a peer is to write. `tries`: peers that were asked for it, this one
+    included."""
 
     peer: int
     request: Request
@@ -184,7 +187,8 @@ class DecodeSide:
         self._transfer.tell(peer, msgspec.msgpack.encode(ask))
 
     def _seek(self) -> None:
-        """Connect again to prompt engines that have gone; one that came back as another is told of in the log, once."""
+        """Connect again to prompt engines that have gone; one that came back as another is told of
+        in the log, once."""
         told: set[str] = set()
         while not self._is_closing.wait(RETRY_SECONDS):
             known = {self._transfer.name(peer) for peer in self._transfer.peers}

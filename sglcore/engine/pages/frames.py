@@ -1,6 +1,8 @@
-"""Frames of the TCP reference, and one connection: a thread that sends what is queued, and one that receives.
+"""Frames of the TCP reference, and one connection: a thread that sends what is queued, and one that
+receives.
 
-A frame is a head, three numbers and a body. Each side beats while it has nothing to say, so silence is a loss.
+A frame is a head, three numbers and a body. Each side beats while it has nothing to say, so silence
+is a loss.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ Parts = Sequence[bytes | memoryview]
 
 
 class Kind(IntEnum):
-    """HELLO and WELCOME (or REFUSED) open a connection; PAGES (lease, region; the pages' numbers and bytes), TOLD (a message),
-    CANCEL and DRAINED (lease)."""
+    """HELLO and WELCOME (or REFUSED) open a connection; PAGES (lease, region; the pages' numbers
+    and bytes), TOLD (a message), CANCEL and DRAINED (lease)."""
 
     HELLO = 1
     WELCOME = 2
@@ -96,8 +98,9 @@ class _Outgoing:
 
 
 class Connection:
-    """A peer's stream, after both have greeted. From `start` on, `post` is called by its threads with what came and, once and at
-    last, with its loss; what was queued and not sent has then FAILED."""
+    """A peer's stream, after both have greeted. From `start` on, `post` is called by its threads
+    with what came and, once and at last, with its loss; what was queued and not sent has then
+    FAILED."""
 
     def __init__(
         self, number: int, stream: socket.socket, name: str, silence: float, post: Callable[[Frame | Lost], None]

@@ -75,7 +75,8 @@ class PageSide(Protocol):
         ...
 
     def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """After one: send what there is to send; returns the outputs that are for this engine's own clients."""
+        """After one: send what there is to send; returns the outputs that are for this engine's own
+        clients."""
         ...
 
     def fileno(self) -> int:

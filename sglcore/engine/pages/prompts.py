@@ -138,8 +138,8 @@ class PromptSide:
         return True
 
     def _write(self, job: Job) -> None:
-        """Pages that are full, and with the first token the last one too. A request that gave way computes again what it had; it is
-        not sent again."""
+        """Pages that are full, and with the first token the last one too. A request that gave way
+        computes again what it had; it is not sent again."""
         request, size = job.request, self._engine.limits.page_size
         cells = min(request.num_cells, len(request.prompt_ids))
         full = -(-cells // size) if request.output_ids else cells // size

@@ -1,4 +1,5 @@
-"""How an engine comes to share its pages: what does not combine is refused before anything is loaded; then the two meet."""
+"""How an engine comes to share its pages: what does not combine is refused before anything is
+loaded; then the two meet."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ MEETING_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class PageOptions:
-    """An engine's part. `peers` are HOST:PORT of prompt engines, `address` is where one listens, `secret` what both know."""
+    """An engine's part. `peers` are HOST:PORT of prompt engines, `address` is where one listens,
+    `secret` what both know."""
 
     role: str = "both"
     peers: tuple[str, ...] = ()
@@ -50,8 +52,8 @@ def options_of(server: ServerConfig, replica: int = 0) -> PageOptions:
 
 
 def settled(config: EngineConfig, options: PageOptions) -> EngineConfig:
-    """The configuration of an engine that has a part. Raises ConfigError, before anything is loaded, for what does not go
-    together."""
+    """The configuration of an engine that has a part. Raises ConfigError, before anything is
+    loaded, for what does not go together."""
     _check_options(options)
     if options.role == "both":
         return config
@@ -112,7 +114,8 @@ def check_worker(started: Started) -> PageMemory:
 
 
 def open_pages(options: PageOptions, started: Started) -> Callable[[TokenEngine], PageSide] | None:
-    """What makes the engine's side, connected; None where it has no part. Waits and raises as `meet`."""
+    """What makes the engine's side, connected; None where it has no part. Waits and raises as
+    `meet`."""
     if options.role == "both":
         return None
     transfer = meet(options, started)
@@ -122,8 +125,8 @@ def open_pages(options: PageOptions, started: Started) -> Callable[[TokenEngine]
 
 
 def meet(options: PageOptions, started: Started) -> TcpPages:
-    """The transfer of an engine with a part; one that decodes waits for those that compute prompts. Raises ConfigError where the
-    model's pages cannot go elsewhere, or mean another thing there."""
+    """The transfer of an engine with a part; one that decodes waits for those that compute prompts.
+    Raises ConfigError where the model's pages cannot go elsewhere, or mean another thing there."""
     memory = check_worker(started)
     layout = layout_of(memory, identity_of(started.model_path))
     transfer = TcpPages(memory, layout, options.address, options.secret, options.silence)

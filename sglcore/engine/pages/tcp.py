@@ -1,7 +1,9 @@
-"""The reference of page transfer: over TCP, one connection for each pair of engines, by way of the host's memory.
+"""The reference of page transfer: over TCP, one connection for each pair of engines, by way of the
+host's memory.
 
-Pages that come lie on the host until the worker's own thread writes them, between two steps. It writes what comes for a lease
-that was cancelled and is not drained, as a library does that writes past the host: so who uses such pages again is found out.
+Pages that come lie on the host until the worker's own thread writes them, between two steps. It
+writes what comes for a lease that was cancelled and is not drained, as a library does that writes
+past the host: so who uses such pages again is found out.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class TcpPages:
     def __init__(
         self, memory: PageMemory, layout: Layout, listens: str = "", secret: str = "", silence: float = SILENCE
     ) -> None:
-        """`listens`: HOST:PORT (a port of 0 takes a free one); who connects must know the `secret`. Raises ConfigError."""
+        """`listens`: HOST:PORT (a port of 0 takes a free one); who connects must know the `secret`.
+        Raises ConfigError."""
         self._memory, self._layout, self._secret, self._silence = memory, layout, secret, silence
         self._connections: dict[int, Connection] = {}
         self._numbers = 0
@@ -196,7 +199,8 @@ class TcpPages:
         elif frame.kind is Kind.TOLD:
             return Told(frame.peer, bytes(frame.body))
         elif frame.kind is Kind.CANCEL:
-            # Frames are sent in order, and who is told in this thread writes no more: nothing of this lease can follow.
+            # Frames are sent in order, and who is told in this thread writes no more: nothing of
+            # this lease can follow.
             self._queue(frame.peer, Kind.DRAINED, frame.lease)
             return Told(frame.peer, cancelled=frame.lease)
         elif frame.kind is Kind.DRAINED and (lease := self._leases.get(frame.lease)) is not None:
@@ -297,7 +301,8 @@ def _name(where: tuple[str, int]) -> str:
 
 
 def wait_for(transfer: TcpPages, address: str, seconds: float) -> int:
-    """A peer that may not be up yet. Raises ConfigError if it does not come, or has another layout."""
+    """A peer that may not be up yet. Raises ConfigError if it does not come, or has another
+    layout."""
     end = time.monotonic() + seconds
     while True:
         try:

@@ -18,10 +18,11 @@ from sglcore.device.selection import Choice
 OWN = frozenset(
     {"model", "hf_token", "device", "node_rank", "leader", "join_timeout", "threads", "system_root", "sources"}
 )
-"""Settings that hosts may have each their own: where the files lie, which of its devices, who it is."""
+"""Settings that hosts may have each their own: where the files lie, which of its devices, who it
+is."""
 DECIDED = ("speculative",)
-"""Settings that the leader decides where they are left open ("auto"), by a measurement and once: a leader that starts again has
-them decided, and nodes still have them open."""
+"""Settings that the leader decides where they are left open ("auto"), by a measurement and once: a
+leader that starts again has them decided, and nodes still have them open."""
 LIBRARIES = ("torch", "numpy")
 """Whose versions must be the same as well, where they are installed."""
 BLOCK = 64 << 10
@@ -45,7 +46,8 @@ def shared_facts(config: EngineConfig, folder: Path, choice: Choice) -> dict[str
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Each thing that is not the same, with both values; nothing if all is. What the `other` leaves to the leader is."""
+    """Each thing that is not the same, with both values; nothing if all is. What the `other` leaves
+    to the leader is."""
     names = dict.fromkeys((*own, *other))
     left_open = {_flag(name) for name in DECIDED if other.get(_flag(name)) == "auto"}
     return [

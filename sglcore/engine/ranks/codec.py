@@ -45,7 +45,8 @@ _ONE_SHOT: Mapping[str, Callable[[], Any]] = MappingProxyType(
 
 
 def encode(record: Any) -> bytes:
-    """One of RECORDS. Raises TypeError for a value of another kind, and ValueError for a one-shot value that is set."""
+    """One of RECORDS. Raises TypeError for a value of another kind, and ValueError for a one-shot
+    value that is set."""
     arrays: list[np.ndarray] = []
     head = msgspec.msgpack.encode(_plain(record, arrays))
     parts = [len(head).to_bytes(8, "little"), head, bytes(-len(head) % ALIGN)]
@@ -62,8 +63,8 @@ def decode(body: bytearray) -> Any:
 
 
 def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
-    """A value as msgpack has it: an array is [code, *shape], a record is {tag: values}, a mapping of records [-1, keys, values], a
-    tuple of numbers [-2, *numbers]."""
+    """A value as msgpack has it: an array is [code, *shape], a record is {tag: values}, a mapping
+    of records [-1, keys, values], a tuple of numbers [-2, *numbers]."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -128,7 +129,8 @@ def _reader(kind: type) -> Callable[[Any], tuple[Any, ...]]:
 
 @cache
 def _makers(kind: type) -> tuple[int, tuple[tuple[int, Callable[[Any], Any]], ...]]:
-    """How many fields there are, and by its place what makes a field's value of what msgpack has of it, where that is another."""
+    """How many fields there are, and by its place what makes a field's value of what msgpack has of
+    it, where that is another."""
     named = fields(kind)
     found = [(place, _maker(item.name, str(item.type))) for place, item in enumerate(named)]
     return len(named), tuple((place, make) for place, make in found if make is not None)

@@ -1,7 +1,8 @@
 """A group of ranks as one worker: the scheduler cannot tell it from a single device.
 
-Every rank of a shard of requests receives the same encoded batch; the first of them returns the results. The leader, which is this process, never touches a
-device. What ends one rank ends them all: every open step then raises WorkerLost, at once, and only a new start helps.
+Every rank of a shard of requests receives the same encoded batch; the first of them returns the
+results. The leader, which is this process, never touches a device. What ends one rank ends them
+all: every open step then raises WorkerLost, at once, and only a new start helps.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class _Shard:
 
 
 class RankGroup:
-    """A ModelWorker of several processes. Not thread-safe: one loop owns it. Where requests are in several shards, a step of one
-    runs when those of all others have been submitted too."""
+    """A ModelWorker of several processes. Not thread-safe: one loop owns it. Where requests are in
+    several shards, a step of one runs when those of all others have been submitted too."""
 
     def __init__(
         self,
@@ -39,7 +40,8 @@ class RankGroup:
         shards: int = 1,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`steps` are the ranks' channels, by rank, and `limits` those of every rank. `at_end` is called once all have ended."""
+        """`steps` are the ranks' channels, by rank, and `limits` those of every rank. `at_end` is
+        called once all have ended."""
         self.limits = replace(limits, runs_ahead=True)
         self._watch, self._steps, self._at_end = watch, tuple(steps), at_end
         each = len(self._steps) // shards
@@ -66,8 +68,8 @@ class RankGroup:
         return Ticket(batch.step, shard)
 
     def collect(self, ticket: Ticket) -> BatchResult:
-        """Wait for a step's results; once per ticket, in order. Those of tickets that were dropped are passed over. Raises
-        WorkerLost."""
+        """Wait for a step's results; once per ticket, in order. Those of tickets that were dropped
+        are passed over. Raises WorkerLost."""
         shard, ticket.payload = ticket.payload, None
         if not isinstance(shard, _Shard):
             raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
@@ -153,7 +155,8 @@ class RankGroup:
 
 
 def end_all(watch: Watch, steps: Sequence[Channel]) -> None:
-    """Hang up, kill what still runs, and wait until it has ended: nothing of an epoch outlives it."""
+    """Hang up, kill what still runs, and wait until it has ended: nothing of an epoch outlives
+    it."""
     for channel in steps:
         channel.hang_up()
     for member in watch.members:
@@ -165,7 +168,8 @@ def end_all(watch: Watch, steps: Sequence[Channel]) -> None:
 
 
 def close_all(watch: Watch, steps: Sequence[Channel]) -> None:
-    """Give back what channels of ranks that have ended hold, once no other thread waits on one. Idempotent."""
+    """Give back what channels of ranks that have ended hold, once no other thread waits on one.
+    Idempotent."""
     watch.close()
     for channel in (*steps, *(member.control for member in watch.members)):
         channel.close()

@@ -1,6 +1,8 @@
-"""A node that is not the first: it finds the leader, starts the ranks that it is told of, and ends with them.
+"""A node that is not the first: it finds the leader, starts the ranks that it is told of, and ends
+with them.
 
-It serves nothing and loads nothing itself. Where the leader is gone, or silent, its ranks end: a model that lacks a part is none.
+It serves nothing and loads nothing itself. Where the leader is gone, or silent, its ranks end: a
+model that lacks a part is none.
 """
 
 from __future__ import annotations
@@ -74,8 +76,9 @@ class Node:
     stopping: Stopping = field(default_factory=Stopping)
 
     def follow(self) -> int:
-        """Join the leader and hold ranks until they end. The exit code: 0 if the leader has closed them. Waits. Raises WorkerLost
-        where there is no leader, and ConfigError for what keeps this node from being one of its."""
+        """Join the leader and hold ranks until they end. The exit code: 0 if the leader has closed
+        them. Waits. Raises WorkerLost where there is no leader, and ConfigError for what keeps this
+        node from being one of its."""
         host, port = self.placement.leader
         channel = Channel(reach(host, port, self.join_timeout), EPOCH)
         try:
@@ -276,8 +279,9 @@ def _resolved(host: str) -> str:
 
 
 def follow(node: Node, *, restart: bool = False) -> int:
-    """`Node.follow`, told to end by SIGTERM and SIGINT; with `restart`, again and again until the leader has closed it. A leader
-    that is not there any more is waited for as long as the first one."""
+    """`Node.follow`, told to end by SIGTERM and SIGINT; with `restart`, again and again until the
+    leader has closed it. A leader that is not there any more is waited for as long as the first
+    one."""
     with _signals(node.stopping):
         while True:
             code = node.follow()
@@ -304,7 +308,8 @@ def _signals(stopping: Stopping) -> Iterator[None]:
 
 
 def main() -> int:
-    """Be a node, with a HostSpec as one line of JSON on the standard input; when that closes, this process ends."""
+    """Be a node, with a HostSpec as one line of JSON on the standard input; when that closes, this
+    process ends."""
     with open(0, "rb", closefd=False) as given:
         spec = msgspec.json.decode(given.readline(), type=HostSpec)
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s node {spec.placement['node']}: %(message)s")

@@ -1,7 +1,9 @@
-"""The leader's side of ranks on several hosts: it waits for the other nodes, compares what they have with its own, tells each which
-ranks to start, and knows at once, or after some silence, that one is gone.
+"""The leader's side of ranks on several hosts: it waits for the other nodes, compares what they
+have with its own, tells each which ranks to start, and knows at once, or after some silence, that
+one is gone.
 
-A node speaks on one channel. The ranks that it starts speak to the leader on their own, as those of this machine do.
+A node speaks on one channel. The ranks that it starts speak to the leader on their own, as those of
+this machine do.
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ def host_spec(config: EngineConfig, placement: Placement) -> bytes:
 
 @dataclass(slots=True)
 class Joined:
-    """A node that has joined: its channel, its address, and the leader's as this node has reached it."""
+    """A node that has joined: its channel, its address, and the leader's as this node has reached
+    it."""
 
     facts: NodeFacts
     channel: Channel
@@ -239,8 +242,8 @@ class Gathering:
     """Waits for the listener and for these connections."""
 
     def wait(self, seconds: float, where: str) -> list[Joined]:
-        """All of them, by number, once all are there. Raises ConfigError for one that does not fit, and WorkerLost where some are
-        missing after so many seconds."""
+        """All of them, by number, once all are there. Raises ConfigError for one that does not fit,
+        and WorkerLost where some are missing after so many seconds."""
         self._selector.register(self.listener, selectors.EVENT_READ)
         end = time.monotonic() + seconds
         try:
@@ -334,7 +337,8 @@ class Gathering:
 def spec_at(
     order: Order, place: Mapping[str, Any], leader: str, own: str, config: dict[str, Any], chosen: str
 ) -> RankSpec:
-    """What a rank of a node is told. `leader` and `own`: the addresses of the leader, as this node reaches it, and of the node."""
+    """What a rank of a node is told. `leader` and `own`: the addresses of the leader, as this node
+    reaches it, and of the node."""
     host = f"[{leader}]" if ":" in leader else leader
     return RankSpec(
         config=config,

@@ -13,7 +13,8 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface with this address, which is one in digits; None if no interface says that it is its own."""
+    """The name of the interface with this address, which is one in digits; None if no interface
+    says that it is its own."""
     if sys.platform != "linux":
         return None
     wanted = ipaddress.ip_address(address.partition("%")[0])

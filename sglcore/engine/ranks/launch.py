@@ -108,8 +108,9 @@ def _by_hand(config: EngineConfig, node: int) -> Placement:
 
 
 def by_torchrun(environ: Mapping[str, str]) -> Placement | None:
-    """One of several processes of torchrun; None: it started none, or this one alone. Raises ConfigError for variables that are no
-    numbers. Its own store has MASTER_PORT, so the leader takes the next one."""
+    """One of several processes of torchrun; None: it started none, or this one alone. Raises
+    ConfigError for variables that are no numbers. Its own store has MASTER_PORT, so the leader
+    takes the next one."""
     if any(not environ.get(name) for name in TORCHRUN) or _number(environ, "WORLD_SIZE") == 1:
         return None
     return Placement(
@@ -145,7 +146,8 @@ def _by_ray(config: EngineConfig, cluster: str, why: str) -> Placement:
 
 
 def _agreed(config: EngineConfig, launched: Placement) -> Placement:
-    """What a launcher says, with the leader's address where a flag gives another. Raises ConfigError where flags contradict it."""
+    """What a launcher says, with the leader's address where a flag gives another. Raises
+    ConfigError where flags contradict it."""
     if config.nodes not in (1, launched.nodes):
         raise ConfigError(
             f"nodes is {config.nodes}, and {launched.launcher} has started {launched.nodes}", remedy="leave --nodes out"

@@ -1,7 +1,8 @@
-"""Other hosts by Ray: a group of places, one on each host, and in each an actor that starts a node as its child.
+"""Other hosts by Ray: a group of places, one on each host, and in each an actor that starts a node
+as its child.
 
-Ray places them and tells of their ends; all else goes over our own channels. What is here of clusters and actors serves replicas
-as well.
+Ray places them and tells of their ends; all else goes over our own channels. What is here of
+clusters and actors serves replicas as well.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ PINNED = 0.001
 
 
 class ChildActor:
-    """The actor: one process as a child of its own. The child ends when the actor does, because its input closes."""
+    """The actor: one process as a child of its own. The child ends when the actor does, because its
+    input closes."""
 
     def __init__(self, module: str, spec: bytes, variables: Mapping[str, str]) -> None:
         """`module` is run, `spec` is one line for its input."""
@@ -55,12 +57,13 @@ class ChildActor:
 
 
 class RayHosts:
-    """Places on `nodes` hosts of a cluster, this one among them, and the actors in all but this one's. Ray is spoken to on a thread
-    of our own: on the main one it would take SIGTERM for itself."""
+    """Places on `nodes` hosts of a cluster, this one among them, and the actors in all but this
+    one's. Ray is spoken to on a thread of our own: on the main one it would take SIGTERM for
+    itself."""
 
     def __init__(self, cluster: str, nodes: int, bundle: Mapping[str, float]) -> None:
-        """`cluster`: the address of its head, auto or local; `bundle`: what each host gives. Raises ConfigError where it cannot be
-        joined. Waits for it."""
+        """`cluster`: the address of its head, auto or local; `bundle`: what each host gives. Raises
+        ConfigError where it cannot be joined. Waits for it."""
         check_installed()
         self._nodes, self._bundle = nodes, dict(bundle)
         self._group: Any = None
@@ -75,8 +78,8 @@ class RayHosts:
             raise
 
     def begin(self, specs: Sequence[bytes], seconds: float) -> None:
-        """Start the other nodes, each told its line, once there is a place on so many hosts. Raises ConfigError where there is none
-        after so many seconds. Waits."""
+        """Start the other nodes, each told its line, once there is a place on so many hosts. Raises
+        ConfigError where there is none after so many seconds. Waits."""
         self._aside(lambda: self._begin(specs, seconds))
 
     def check(self) -> None:
@@ -159,8 +162,8 @@ def check_installed() -> None:
 
 
 def connect(address: str, room: int) -> bool:
-    """Join a cluster, or begin one with `room` CPUs at least; waits. False: this process was in one already. Raises
-    ConfigError.
+    """Join a cluster, or begin one with `room` CPUs at least; waits. False: this process was in one
+    already. Raises ConfigError.
 
     Not called on the main thread, where Ray would take SIGTERM for itself.
     """

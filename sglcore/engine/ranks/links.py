@@ -128,7 +128,8 @@ def fits_of(measured: Sequence[Measured], ranks: int) -> dict[str, Fit]:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Until all have ended well. Raises WorkerLost once one has not, with its last words, or when they take too long."""
+    """Until all have ended well. Raises WorkerLost once one has not, with its last words, or when
+    they take too long."""
     until = time.monotonic() + PATIENCE
     while any(process.poll() is None for process in processes):
         if time.monotonic() > until:

@@ -9,7 +9,8 @@ import threading
 
 
 def end_with_parent(code: int) -> None:
-    """From now on, end this process with exit code `code` when its standard input closes. Does not wait."""
+    """From now on, end this process with exit code `code` when its standard input closes. Does not
+    wait."""
     threading.Thread(target=_follow, args=(code,), name="parent", daemon=True).start()
 
 

@@ -1,7 +1,8 @@
-"""The process of one rank: steps from the leader in, and from the first rank of a shard their results out. It knows no scheduler.
+"""The process of one rank: steps from the leader in, and from the first rank of a shard their
+results out. It knows no scheduler.
 
-Started as `python -m sglcore.engine.ranks.rank_process`, with a RankSpec as one line of JSON on its standard input. When the
-leader is gone its channels close, and the process ends.
+Started as `python -m sglcore.engine.ranks.rank_process`, with a RankSpec as one line of JSON on its
+standard input. When the leader is gone its channels close, and the process ends.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ def run(spec: RankSpec) -> int:
 
 
 def tell_interface(spec: RankSpec, place: Place, environ: MutableMapping[str, str]) -> None:
-    """Have the libraries of collectives take the interface by which hosts reach each other, else they take whatever the host's name
-    resolves to; what a person has set stays. A launcher's variables go: ranks are told their places."""
+    """Have the libraries of collectives take the interface by which hosts reach each other, else
+    they take whatever the host's name resolves to; what a person has set stays. A launcher's
+    variables go: ranks are told their places."""
     for name in [name for name in environ if name in TORCHRUN or name.startswith("TORCHELASTIC_")]:
         del environ[name]
     is_one_host = not spec.own_address and place.neighbours == place.topology.world
@@ -99,7 +101,8 @@ def _channel(spec: RankSpec, place: Place, use: str) -> Channel:
 
 
 class Control:
-    """The channel on which a rank says how it is, from a thread of its own: whatever the forward does, beats go out."""
+    """The channel on which a rank says how it is, from a thread of its own: whatever the forward
+    does, beats go out."""
 
     def __init__(self, channel: Channel, beat: float) -> None:
         """`beat` in seconds."""
@@ -118,7 +121,8 @@ class Control:
             self.say(Kind.PROGRESS, [phase, done, total])
 
     def fail(self, error: BaseException) -> None:
-        """The last word: what happened, whether it only follows from another rank's end, and how the leader exits."""
+        """The last word: what happened, whether it only follows from another rank's end, and how
+        the leader exits."""
         follows = any(type(each).__name__ == "CollectiveError" for each in (error, error.__cause__, error.__context__))
         if isinstance(error, SglcoreError):
             text, code = str(error), error.exit_code
@@ -144,7 +148,8 @@ class Control:
 
 
 class KnownSampling:
-    """How the rows of the last composition are sampled, which the leader sends once: a step of other widths asks for it again."""
+    """How the rows of the last composition are sampled, which the leader sends once: a step of
+    other widths asks for it again."""
 
     def __init__(self) -> None:
         self._known: tuple[int, HostSampling] | None = None

@@ -57,7 +57,8 @@ class RankProcess(Protocol):
         ...
 
     def poll(self) -> int | None:
-        """Its exit code, negative for the signal that ended it; None while it runs. Does not wait."""
+        """Its exit code, negative for the signal that ended it; None while it runs. Does not
+        wait."""
         ...
 
     def wait(self, timeout: float) -> int:

@@ -54,7 +54,8 @@ class RankOptions:
 
 
 def check_ranks(config: EngineConfig, folder: Path, choice: Choice, placement: Placement = ALONE) -> None:
-    """Raise ConfigError, before any process starts, for what does not go with several ranks, or with so many."""
+    """Raise ConfigError, before any process starts, for what does not go with several ranks, or
+    with so many."""
     check_devices(config, choice, placement)
     _check_shards(config)
     if config.model_impl == "transformers":
@@ -202,7 +203,8 @@ def _rows(topology: Topology, backend: str) -> list[Row]:
 def _gather(
     listener: socket.socket, processes: Mapping[int, RankProcess], epoch: int, secret: str, patience: Patience
 ) -> dict[tuple[int, str], Channel]:
-    """The two channels of every rank, once all have connected. Raises WorkerLost where one ends before."""
+    """The two channels of every rank, once all have connected. Raises WorkerLost where one ends
+    before."""
     found: dict[tuple[int, str], Channel] = {}
     end = time.monotonic() + patience.starting
     while len(found) < 2 * len(processes):
@@ -236,7 +238,8 @@ def _greet(listener: socket.socket, epoch: int, secret: str, found: dict[tuple[i
 
 
 def _come_up(watch: Watch) -> Limits:
-    """The limits of every rank, once all are ready; what one raises on the way is raised. Waits for all at once."""
+    """The limits of every rank, once all are ready; what one raises on the way is raised. Waits for
+    all at once."""
     while not watch.is_ready:
         failure = watch.go_round()
         if failure is not None:

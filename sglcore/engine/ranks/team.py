@@ -35,8 +35,8 @@ SILENCES = 5
 
 @dataclass
 class Team:
-    """How the ranks of one start come to be. `starts` begins the processes of each node's ranks, by rank, and does not wait;
-    `hosts` are the others."""
+    """How the ranks of one start come to be. `starts` begins the processes of each node's ranks, by
+    rank, and does not wait; `hosts` are the others."""
 
     listener: socket.socket
     starts: list[Callable[[], dict[int, RankProcess]]]
@@ -137,7 +137,8 @@ class Maker:
         return Gathering(listener, self.placement.nodes, shared, look, self._check_devices).wait(seconds, where)
 
     def _told_by_cluster(self, node: int, where: str) -> bytes:
-        """What a node is told that Ray starts: this one's configuration, and any device of the same name."""
+        """What a node is told that Ray starts: this one's configuration, and any device of the same
+        name."""
         config = replace(self.config, device=self.choice.package.name)
         return host_spec(config, replace(self.placement, node=node, leader=host_and_port(where)))
 
@@ -207,8 +208,9 @@ class Maker:
             )
 
     def _listen(self, own: str) -> tuple[socket.socket, str, int]:
-        """Where nodes find this one: at the address that is given, if it is one of this machine by which others can reach it, else at
-        all of them; or at the address `own`, on a free port. Raises ConfigError."""
+        """Where nodes find this one: at the address that is given, if it is one of this machine by
+        which others can reach it, else at all of them; or at the address `own`, on a free port.
+        Raises ConfigError."""
         host, port = (own, 0) if own else self.placement.leader
         try:
             listener, address = listen(None, bindable(host), port)
@@ -222,7 +224,8 @@ class Maker:
 
 
 def advertised(joined: list[Joined]) -> str:
-    """The leader's address for everybody: one by which a node has reached it, from another machine if there is one."""
+    """The leader's address for everybody: one by which a node has reached it, from another machine
+    if there is one."""
     reached = [each.reached for each in joined]
     return next((each for each in reached if not is_loopback(each)), reached[0])
 
@@ -233,7 +236,8 @@ def _begin(remote: RemoteHost, order: Order) -> dict[int, RankProcess]:
 
 
 def bindable(host: str) -> str:
-    """What to listen at for a host's name: itself where it is an address, or one name of this machine that others can use."""
+    """What to listen at for a host's name: itself where it is an address, or one name of this
+    machine that others can use."""
     found = {str(each[4][0]) for each in _resolve(host)}
     if len(found) != 1:
         return ""

@@ -91,7 +91,8 @@ class Watch:
         return all(member.ready is not None for member in self.members)
 
     def go_round(self) -> SglcoreError | None:
-        """Take in what ranks say; waits for it, a round at most. The error that ended them all, once there is one."""
+        """Take in what ranks say; waits for it, a round at most. The error that ended them all,
+        once there is one."""
         for key, _ in self.selector.select(self.patience.round):
             self._hear(key.data)
         now = time.monotonic()
@@ -130,7 +131,8 @@ class Watch:
             member.report = tuple(values)
 
     def _cause(self) -> SglcoreError:
-        """The first failing rank's own word, or how it ended; not what followed from it in others."""
+        """The first failing rank's own word, or how it ended; not what followed from it in
+        others."""
         end = time.monotonic() + self.patience.settle
         while (cause := self._first()) is None and time.monotonic() < end:
             for key, _ in self.selector.select(self.patience.settle / 10):
@@ -138,7 +140,8 @@ class Watch:
         return cause or self._told(next(member for member in self.members if member.report or member.is_gone))
 
     def _first(self) -> SglcoreError | None:
-        """A rank that ended by itself, rather than by another's end; None: so far there are only consequences."""
+        """A rank that ended by itself, rather than by another's end; None: so far there are only
+        consequences."""
         for member in self.members:
             if member.report is not None and not member.report[1]:
                 return self._told(member)

@@ -1,4 +1,5 @@
-"""Frames on a stream socket: the same within a machine and between machines. A peer that is gone is the end of the stream.
+"""Frames on a stream socket: the same within a machine and between machines. A peer that is gone is
+the end of the stream.
 
 A frame has the epoch of the ranks that it belongs to; one of another epoch is counted and dropped.
 """
@@ -25,8 +26,9 @@ LONGEST_HELLO = 1 << 20
 
 
 class Kind(IntEnum):
-    """What a frame says. To a rank: STEP (a batch), COLLECT, CLOSE. From one: HELLO, PROGRESS, READY, BEAT, FAILED, RESULT, CLOSED.
-    To another host: ORDER (the ranks to start), BEAT, CLOSE. From one: HELLO, FAILED, BEAT, STARTED, ENDED."""
+    """What a frame says. To a rank: STEP (a batch), COLLECT, CLOSE. From one: HELLO, PROGRESS,
+    READY, BEAT, FAILED, RESULT, CLOSED. To another host: ORDER (the ranks to start), BEAT, CLOSE.
+    From one: HELLO, FAILED, BEAT, STARTED, ENDED."""
 
     HELLO = 1
     STEP = 2
@@ -74,7 +76,8 @@ class Channel:
 
     @property
     def addresses(self) -> tuple[str, str]:
-        """Of a TCP stream: the address of the other end, and that of this machine by which they speak. Raises OSError."""
+        """Of a TCP stream: the address of the other end, and that of this machine by which they
+        speak. Raises OSError."""
         return self._stream.getpeername()[0], self._stream.getsockname()[0]
 
     def send(self, kind: Kind, body: bytes | bytearray = b"") -> None:
@@ -93,8 +96,8 @@ class Channel:
             raise Gone(f"the other end of a channel is gone: {error}") from None
 
     def receive(self, most: int = LONGEST) -> Frame:
-        """The next frame of this epoch, of `most` bytes; waits for it. Raises Gone at the end of the stream, and for one that is
-        damaged or longer."""
+        """The next frame of this epoch, of `most` bytes; waits for it. Raises Gone at the end of
+        the stream, and for one that is damaged or longer."""
         until = None if self._limit is None else time.monotonic() + self._limit
         while True:
             magic, kind, epoch, size = _HEAD.unpack(self._exactly(_HEAD.size, until))
@@ -137,8 +140,9 @@ class Channel:
 
 
 def listen(folder: Path | None, host: str = "", port: int = 0) -> tuple[socket.socket, str]:
-    """A socket on which ranks find their leader, and its address: a file in `folder`, or without one TCP at an address `host` of
-    this machine, "" for all of them; port 0 is a free one. Raises OSError."""
+    """A socket on which ranks find their leader, and its address: a file in `folder`, or without
+    one TCP at an address `host` of this machine, "" for all of them; port 0 is a free one. Raises
+    OSError."""
     if folder is not None:
         stream = socket.socket(socket.AF_UNIX)
         stream.bind(str(folder / "ranks"))
@@ -156,7 +160,8 @@ def tcp_address(host: str, port: int) -> str:
 
 
 def connect(address: str, timeout: float | None = None) -> socket.socket:
-    """A stream to the leader at what `listen` gave; waits, for TCP `timeout` seconds at most. Raises OSError."""
+    """A stream to the leader at what `listen` gave; waits, for TCP `timeout` seconds at most.
+    Raises OSError."""
     kind, _, where = address.partition(":")
     if kind == "unix":
         stream = socket.socket(socket.AF_UNIX)

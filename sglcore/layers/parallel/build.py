@@ -1,9 +1,10 @@
-"""Torch's layers on several ranks, as `models/build.py` has their kinds: a model's file builds the same layers, and of each a rank
-gets its part.
+"""Torch's layers on several ranks, as `models/build.py` has their kinds: a model's file builds the
+same layers, and of each a rank gets its part.
 
-Heads, the inside of feed-forward blocks and of experts, and the vocabulary are divided; norms, gates and all that is small
-is whole on every rank. Rows are the same on all ranks between blocks: each block ends in a sum. A kind here says what a rank
-has of the checkpoint's tensors, and asks `Build` for a layer of that size. Kinds that are not here are refused by name.
+Heads, the inside of feed-forward blocks and of experts, and the vocabulary are divided; norms,
+gates and all that is small is whole on every rank. Rows are the same on all ranks between blocks:
+each block ends in a sum. A kind here says what a rank has of the checkpoint's tensors, and asks
+`Build` for a layer of that size. Kinds that are not here are refused by name.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class ShardedBuild(Scope):
         return Shard(self._every.tp.rank, self._every.tp.size)
 
     def own(self, config: ModelConfig | None = None) -> Build:
-        """The layers of one rank alone, in this scope, with this configuration (None: the model's)."""
+        """The layers of one rank alone, in this scope, with this configuration (None: the
+        model's)."""
         given = {each.name: getattr(self, each.name) for each in fields(Scope)}
         return Build(**(given if config is None else {**given, "config": config}))
 
@@ -122,12 +124,14 @@ class ShardedBuild(Scope):
     def fused(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
     ) -> Linear:
-        """Several layers as one product: what `roles` says of them, or queries, keys and values, or what has none of these."""
+        """Several layers as one product: what `roles` says of them, or queries, keys and values, or
+        what has none of these."""
         divided = sections(self.config, self.prefix, parts) or self._heads_of(parts)
         return self._outputs(parts, inputs, bias, divided, interleaved)
 
     def _heads_of(self, parts: Sequence[tuple[str, int]]) -> tuple[Section, ...]:
-        """Those of queries, keys and values, and perhaps gates: told by their sizes, as they have a name for each model."""
+        """Those of queries, keys and values, and perhaps gates: told by their sizes, as they have a
+        name for each model."""
         total = sum(count for _, count in parts)
         found = (of_attention(self.config, has_gate) for has_gate in (False, True))
         fits = next((each for each in found if sum(section.outputs for section in each) == total), ())
@@ -212,7 +216,8 @@ class ShardedBuild(Scope):
         rotary: Tensor,
         projections: OfAttention,
     ) -> CompressedAttention:
-        """The same over windows and blocks, which every rank keeps; what makes and chooses blocks is whole on each."""
+        """The same over windows and blocks, which every rank keeps; what makes and chooses blocks
+        is whole on each."""
         first, last = self.shard.part(net.heads)
         self.cut("sinks", net.heads, (first, last))
         local = replace(net, heads=last - first)
@@ -289,7 +294,8 @@ class ShardedBuild(Scope):
         parts: Sequence[str] = EXPERT_PARTS,
         is_sigmoid: bool = False,
     ) -> Block:
-        """The sparse feed-forward block: some experts whole on each rank, or of every one this rank's part of what is inside."""
+        """The sparse feed-forward block: some experts whole on each rank, or of every one this
+        rank's part of what is inside."""
         if self._every.has_experts_whole:
             routing = SigmoidRouting if is_sigmoid else SoftmaxRouting
             return dispatched(self.own().at(name), moe, gate, parts, routing, self._every)
@@ -322,7 +328,8 @@ class ShardedBuild(Scope):
         return ended(own, self._every)
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> Block:
-        """The same with biases, of codes where the kernels read them: then a group of them must lie on one rank."""
+        """The same with biases, of codes where the kernels read them: then a group of them must lie
+        on one rank."""
         self._refuse_whole("experts with biases")
         part, local = self._inside(moe)
         reads = self.kernels.mxfp4_moe is not None and has_mxfp4_experts(self.config.raw)
@@ -339,7 +346,8 @@ class ShardedBuild(Scope):
         return ended(own, self._every)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> SharedEmbedding | Embedding:
-        """A row for each id, of this rank's part of the vocabulary; a table of other things is whole."""
+        """A row for each id, of this rank's part of the vocabulary; a table of other things is
+        whole."""
         if self.prefix + name in self.given:
             return self.given[self.prefix + name]
         if rows != self.config.vocab_size:

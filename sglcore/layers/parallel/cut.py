@@ -12,8 +12,8 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Of dimension `dim`, which has `whole` entries in the checkpoint: the `ranges`, one after the other. What a target holds
-    beyond them is padding, and zero."""
+    """Of dimension `dim`, which has `whole` entries in the checkpoint: the `ranges`, one after the
+    other. What a target holds beyond them is padding, and zero."""
 
     dim: int
     whole: int

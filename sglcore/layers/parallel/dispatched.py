@@ -1,4 +1,5 @@
-"""The sparse feed-forward block with whole experts on each rank: rows go where their experts are, and come back."""
+"""The sparse feed-forward block with whole experts on each rank: rows go where their experts are,
+and come back."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class DispatchedMoe:
         groups: Groups,
         dispatcher: Dispatcher,
     ) -> None:
-        """The first are those of `SparseMoe`; the ranks of the placement are those of the group `ep`."""
+        """The first are those of `SparseMoe`; the ranks of the placement are those of the group
+        `ep`."""
         group = groups.ep
         self._groups, self._dispatcher = groups, dispatcher
         self._route = routing(build, gate, moe)
@@ -45,8 +47,8 @@ class DispatchedMoe:
         self._moe = build.kernel(KernelTable.moe, build.rows(build.config.hidden_size), *one, self.w13, self.w2)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[T, H] to the weighted sum [T, H] of the chosen experts' outputs, on each rank of the shard. Of rows that several ranks
-        have each sends a part."""
+        """[T, H] to the weighted sum [T, H] of the chosen experts' outputs, on each rank of the
+        shard. Of rows that several ranks have each sends a part."""
         moves = moves_of_shard(hidden, self._groups)
         return moves.move(self._mixed(moves.own_part(hidden)), Rows.SCATTERED, Rows.LOCAL)
 

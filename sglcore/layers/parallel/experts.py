@@ -1,4 +1,5 @@
-"""What each rank holds of experts: all of them, and of each a part of what is inside, however a checkpoint stores them."""
+"""What each rank holds of experts: all of them, and of each a part of what is inside, however a
+checkpoint stores them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from sglcore.layers.parallel.cut import Range
 from sglcore.runtime.kernels.mxfp4 import GROUP
 
 CutTensor = Callable[..., None]
-"""`cut(name, whole, *ranges, dim=0)`: of a tensor below the block's scope a rank has these ranges of one dimension."""
+"""`cut(name, whole, *ranges, dim=0)`: of a tensor below the block's scope a rank has these ranges
+of one dimension."""
 
 
 def both(part: Range, size: int) -> tuple[Range, Range]:
@@ -18,7 +20,8 @@ def both(part: Range, size: int) -> tuple[Range, Range]:
 
 
 def cut_experts(cut: CutTensor, experts: int, size: int, part: Range, parts: Sequence[str] = EXPERT_PARTS) -> None:
-    """`experts` gated ones of `size` inside, stored one by one, all in one tensor, or as two `parts`."""
+    """`experts` gated ones of `size` inside, stored one by one, all in one tensor, or as two
+    `parts`."""
     down = parts[-1]
     if len(parts) == 2:
         cut(f"{parts[0]}.weight", 2 * size, *both(part, size), dim=1)
@@ -43,7 +46,8 @@ def _cut_each(cut: CutTensor, experts: int, size: int, part: Range, rows: Sequen
 
 
 def cut_clamped(cut: CutTensor, size: int, part: Range) -> None:
-    """Those with biases, gate and up in turn, [experts, inputs, outputs]; or as codes, [experts, outputs, groups of inputs]."""
+    """Those with biases, gate and up in turn, [experts, inputs, outputs]; or as codes, [experts,
+    outputs, groups of inputs]."""
     pairs = 2 * part[0], 2 * part[1]
     cut("experts.gate_up_proj", 2 * size, pairs, dim=2)
     cut("experts.gate_up_proj_bias", 2 * size, pairs, dim=1)

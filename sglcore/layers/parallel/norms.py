@@ -33,7 +33,8 @@ class SharedNorm(RMSNorm):
 
 
 class SharedGroupNorm:
-    """As the kernel table's `gated_rms_norm` with the gate first, where each of `groups` lies on several ranks."""
+    """As the kernel table's `gated_rms_norm` with the gate first, where each of `groups` lies on
+    several ranks."""
 
     __slots__ = ("_group", "_groups")
 

@@ -1,8 +1,8 @@
-"""Which linear layers are divided among ranks, and how, by the names that a model's files give them: a layer that no rule names is
-whole on every rank, which is right whatever it is.
+"""Which linear layers are divided among ranks, and how, by the names that a model's files give
+them: a layer that no rule names is whole on every rank, which is right whatever it is.
 
-A product that is divided by its outputs has *sections*: queries of all heads, then keys of all heads, and so on. A rank has a
-run of heads of each.
+A product that is divided by its outputs has *sections*: queries of all heads, then keys of all
+heads, and so on. A rank has a run of heads of each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ OF_ALL_HEADS = ("indexer.", "compressor.")
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`count` things of `size` outputs each. Those that are `shared` are held by several ranks where there are fewer."""
+    """`count` things of `size` outputs each. Those that are `shared` are held by several ranks
+    where there are fewer."""
 
     count: int
     size: int
@@ -45,7 +46,8 @@ class Section:
 
 
 def is_by_inputs(scope: str, name: str) -> bool:
-    """What ends a block: each rank multiplies the inputs that it made, and the results are summed."""
+    """What ends a block: each rank multiplies the inputs that it made, and the results are
+    summed."""
     if scope.endswith(_HEADS_OF_SEQUENCES):
         return False
     return name in _BY_INPUTS or (name == "dense" and scope.endswith("output."))

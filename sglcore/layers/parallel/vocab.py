@@ -41,7 +41,8 @@ class SharedEmbedding:
 
 
 class SharedHead:
-    """Hidden states to logits: each rank's columns side by side, without those that only fill up the last part."""
+    """Hidden states to logits: each rank's columns side by side, without those that only fill up
+    the last part."""
 
     __slots__ = ("_group", "_own", "_vocab_size")
 

@@ -1,8 +1,10 @@
-"""Integers of compressed-tensors: signed, in words along the input features ("packed") or one a byte ("integers").
+"""Integers of compressed-tensors: signed, in words along the input features ("packed") or one a
+byte ("integers").
 
-Packed: `weight_packed` int32 [N, K * bits / 32], `weight_scale`, `weight_shape`, and for asymmetric ones
-`weight_zero_point` in words along the output features. One a byte: `weight` int8 [N, K], `weight_scale`, and
-`weight_zero_point` int8 as the scale. Words hold the integers plus 2 ** (bits - 1).
+Packed: `weight_packed` int32 [N, K * bits / 32], `weight_scale`, `weight_shape`, and for asymmetric
+ones `weight_zero_point` in words along the output features. One a byte: `weight` int8 [N, K],
+`weight_scale`, and `weight_zero_point` int8 as the scale. Words hold the integers plus 2 ** (bits -
+1).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Floats of 8 bits (e4m3) with a scale for the tensor, for each row, or for blocks.
 
-The scale is `weight_scale`, or for blocks `weight_scale_inv`, perhaps a power of two (ue8m0); both are multiplied with. The activations' own scales are
-not needed: activations stay wide.
+The scale is `weight_scale`, or for blocks `weight_scale_inv`, perhaps a power of two (ue8m0); both
+are multiplied with. The activations' own scales are not needed: activations stay wide.
 """
 
 from __future__ import annotations

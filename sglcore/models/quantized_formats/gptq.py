@@ -1,7 +1,9 @@
-"""GPTQ: words along the input features, zeros along the output features, and perhaps groups out of order.
+"""GPTQ: words along the input features, zeros along the output features, and perhaps groups out of
+order.
 
-Stored are `qweight` int32 [K * bits / 32, N], `qzeros` int32 [K / G, N * bits / 32], `scales` [K / G, N], and `g_idx` int32
-[K], the group of each column. The first version of the format stores zeros less one.
+Stored are `qweight` int32 [K * bits / 32, N], `qzeros` int32 [K / G, N * bits / 32], `scales` [K /
+G, N], and `g_idx` int32 [K], the group of each column. The first version of the format stores zeros
+less one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What all formats share: a layer's tensors with checked types and shapes, and small integers out of words."""
+"""What all formats share: a layer's tensors with checked types and shapes, and small integers out
+of words."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """The stored tensors of a linear layer, by suffix; `rows` and `columns` are those of its weight."""
+    """The stored tensors of a linear layer, by suffix; `rows` and `columns` are those of its
+    weight."""
 
     module: str
     rows: int
@@ -36,7 +38,8 @@ class LayerTensors:
         return suffix in self.stored
 
     def read(self, suffix: str, dtypes: Sequence[torch.dtype], *shapes: tuple[int, ...]) -> Tensor:
-        """A tensor on the host; raises `CheckpointError` unless it has one of the types, and one of the shapes."""
+        """A tensor on the host; raises `CheckpointError` unless it has one of the types, and one of
+        the shapes."""
         tensor = self.stored[suffix]()
         if tensor.dtype not in dtypes:
             raise self._misfit(f"{suffix}' has the type {_text(tensor.dtype)}", [_text(dtype) for dtype in dtypes])
@@ -53,7 +56,8 @@ class LayerTensors:
 
     @property
     def group(self) -> int:
-        """Columns that share a scale; raises `CheckpointError` if they do not divide the weight's."""
+        """Columns that share a scale; raises `CheckpointError` if they do not divide the
+        weight's."""
         size = self.scheme.block[1] or self.columns
         if self.columns % size:
             raise CheckpointError(
@@ -64,7 +68,8 @@ class LayerTensors:
         return size
 
     def scales(self, suffix: str, dtypes: Sequence[torch.dtype] = FLOATS) -> Tensor:
-        """float32 [rows, groups] of a scale for the tensor, for each row, or for each row's groups."""
+        """float32 [rows, groups] of a scale for the tensor, for each row, or for each row's
+        groups."""
         groups = self.columns // self.group
         if self.scheme.block[0] is None:
             return self.read(suffix, dtypes, (), (1,), (1, 1)).float().reshape(1, 1).expand(self.rows, 1).contiguous()
@@ -78,7 +83,8 @@ def _text(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The suffixes that every layer of a format has, those that some have, and how they become a weight."""
+    """The suffixes that every layer of a format has, those that some have, and how they become a
+    weight."""
 
     needs: tuple[str, ...]
     may_have: tuple[str, ...]
@@ -86,7 +92,8 @@ class Format:
 
 
 def small_integers(words: Tensor, bits: int, dim: int = -1) -> Tensor:
-    """uint8 integers of 2, 4 or 8 bits out of int32 words [a, b], lowest bits first, along dimension 0 or -1."""
+    """uint8 integers of 2, 4 or 8 bits out of int32 words [a, b], lowest bits first, along
+    dimension 0 or -1."""
     if dim == 0:
         return small_integers(words.T.contiguous(), bits).T
     packed = words.contiguous().view(torch.uint8)

@@ -1,1 +1,2 @@
-"""Captured graphs: which sizes are captured and what is padded, and capture and replay on a stream."""
+"""Captured graphs: which sizes are captured and what is padded, and capture and replay on a
+stream."""

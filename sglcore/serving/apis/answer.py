@@ -1,4 +1,5 @@
-"""What answers of all protocols share: their shape, their bytes, their headers, and how the document describes them."""
+"""What answers of all protocols share: their shape, their bytes, their headers, and how the
+document describes them."""
 
 from __future__ import annotations
 
@@ -95,8 +96,8 @@ LINES = "application/x-ndjson"
 class Stream:
     """An answer made of events as they come. `held` is left when it has ended, however it ends.
 
-    The status is sent with the first event: what is raised before it is an answer like any other, what is raised after it
-    is one more event, which `on_error` gives.
+    The status is sent with the first event: what is raised before it is an answer like any other,
+    what is raised after it is one more event, which `on_error` gives.
     """
 
     events: AsyncGenerator[bytes, None]
@@ -157,7 +158,8 @@ def shown(names: Iterable[str]) -> str:
 
 
 def warned(names: Iterable[str], outputs: Sequence[RequestOutput] = ()) -> dict[str, str]:
-    """The headers about ignored fields and about answers that the context cuts, if there are any."""
+    """The headers about ignored fields and about answers that the context cuts, if there are
+    any."""
     cut = cut_of(outputs)
     text = shown(names)
     ignored = {WARNINGS: f"ignored: {text}"} if text else {}
@@ -179,9 +181,11 @@ def documented(
     statuses: Iterable[int] = WITH_BODY,
     error: type[Answer] = ErrorAnswer,
 ) -> dict[int | str, Any]:
-    """The `responses` of an endpoint: its answer (no model: JSON of this form), its stream if it has one, its errors.
+    """The `responses` of an endpoint: its answer (no model: JSON of this form), its stream if it
+    has one, its errors.
 
-    `events` names the schema of an event's data; empty: the events have several. `lines`: the stream has an object in each line.
+    `events` names the schema of an event's data; empty: the events have several. `lines`: the
+    stream has an object in each line.
     """
     content = {} if model is not None else {"application/json": {"schema": {"type": form}}}
     if events is not None:
@@ -199,7 +203,8 @@ def documented_errors(statuses: Iterable[int], error: type[Answer] = ErrorAnswer
 
 
 def events_of(name: str) -> dict[str, Any]:
-    """A stream in the document; `name` is the schema of an event's JSON data; empty: all kinds of data."""
+    """A stream in the document; `name` is the schema of an event's JSON data; empty: all kinds of
+    data."""
     data: dict[str, Any] = {"type": "string"}
     if name:
         data |= {"contentMediaType": "application/json", "contentSchema": {"$ref": f"#/components/schemas/{name}"}}

@@ -22,7 +22,8 @@ BlockKind = Literal["reasoning", "text", "tool"]
 
 @dataclass(slots=True)
 class Block:
-    """One block: its place among all of them, and its text so far (of a tool call: the arguments, JSON)."""
+    """One block: its place among all of them, and its text so far (of a tool call: the arguments,
+    JSON)."""
 
     index: int
     kind: BlockKind
@@ -70,7 +71,8 @@ class Blocks:
         self._early: list[TokenLogprob] = []
 
     def take(self, delta: Delta | None, logprobs: Sequence[TokenLogprob] = ()) -> list[BlockChange]:
-        """The changes that a delta makes. Log-probabilities are kept for text; those of other blocks are dropped."""
+        """The changes that a delta makes. Log-probabilities are kept for text; those of other
+        blocks are dropped."""
         if delta is None:
             self._early += logprobs
             return []

@@ -26,7 +26,8 @@ T = TypeVar("T")
 Ignored = Annotated[T | None, UNUSED]
 """The type of such a field; answers tell which of them were given."""
 Items = Annotated[list[T], Field(fail_fast=True)]
-"""A list of a request. The first wrong item ends its reading: an error for each of a million would fill the memory."""
+"""A list of a request. The first wrong item ends its reading: an error for each of a million would
+fill the memory."""
 
 
 def _whole(value: Any) -> Any:
@@ -44,7 +45,8 @@ Positive = Annotated[int, Field(ge=1, le=MOST_INT32), BeforeValidator(_whole)]
 TopK = Annotated[int, Field(ge=-1, le=MOST_INT32), BeforeValidator(_whole)]
 """0 and -1 keep all tokens."""
 Seed = Annotated[int, Field(ge=-1, json_schema_extra={"maximum": MOST_SEED}), BeforeValidator(_whole)]
-"""What `SamplingParams` takes as a seed, or -1 for any; it checks the upper bound, which is no 64-bit float."""
+"""What `SamplingParams` takes as a seed, or -1 for any; it checks the upper bound, which is no
+64-bit float."""
 
 
 def entries(most: int) -> BeforeValidator:
@@ -59,8 +61,8 @@ def entries(most: int) -> BeforeValidator:
 
 
 class Body(BaseModel):
-    """A part of a request. Values are not converted; names that it does not know go to the validation's context, if that is
-    an UnknownFields."""
+    """A part of a request. Values are not converted; names that it does not know go to the
+    validation's context, if that is an UnknownFields."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
     known: ClassVar[frozenset[str]]
@@ -108,7 +110,8 @@ def kind_of(value: Any, default: str = "") -> str:
 
 
 def by_kind(words: Mapping[str, str], default: str = OTHER) -> Discriminator:
-    """A discriminator: `words` maps the `type` words to tags; a value without the word has the tag `default`."""
+    """A discriminator: `words` maps the `type` words to tags; a value without the word has the tag
+    `default`."""
 
     def choose(value: Any) -> str:
         kind = kind_of(value)

@@ -11,7 +11,8 @@ FILL = (
     ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
     ("<PRE>", "<SUF>", "<MID>"),
 )
-"""Tokens before the text, after it and in its place, by which models are trained to fill in (Bavarian et al. 2022)."""
+"""Tokens before the text, after it and in its place, by which models are trained to fill in
+(Bavarian et al. 2022)."""
 
 
 def fill_marks(frontend: Frontend) -> tuple[str, str, str] | None:
@@ -21,8 +22,9 @@ def fill_marks(frontend: Frontend) -> tuple[str, str, str] | None:
 
 
 def filled(frontend: Frontend, before: str, after: str, *, param: str, instead: str) -> str:
-    """The prompt for what stands between two texts. Raises InvalidRequest if the model has no tokens for it, TextError where no text is
-    read: `param` is the field to blame, and `instead` what to do."""
+    """The prompt for what stands between two texts. Raises InvalidRequest if the model has no
+    tokens for it, TextError where no text is read: `param` is the field to blame, and `instead`
+    what to do."""
     frontend.codec.need_text("filling in between two texts", param)
     marks = fill_marks(frontend)
     if marks is None:

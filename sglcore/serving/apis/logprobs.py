@@ -1,4 +1,5 @@
-"""Log-probabilities as OpenAI's answers write them: the records of completions, and those of chats."""
+"""Log-probabilities as OpenAI's answers write them: the records of completions, and those of
+chats."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class CompletionLogprobs:
         self._shows_special = shows_special
 
     def record(self, ids: Sequence[int], found: Sequence[TokenLogprob | None], wanted: int) -> dict[str, list[Any]]:
-        """tokens, token_logprobs, top_logprobs (the chosen token and the `wanted` most likely) and text_offset.
+        """tokens, token_logprobs, top_logprobs (the chosen token and the `wanted` most likely) and
+        text_offset.
 
         None stands for the first token of a prompt, which nothing predicts.
         """
@@ -47,7 +49,8 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(texts: TokenTexts, found: Sequence[TokenLogprob], wanted: int) -> dict[str, Any]:
-    """The record of a chat's choice: each token with its bytes and the `wanted` most likely ones."""
+    """The record of a chat's choice: each token with its bytes and the `wanted` most likely
+    ones."""
     return {
         "content": [
             {
@@ -61,7 +64,8 @@ def chat_logprobs(texts: TokenTexts, found: Sequence[TokenLogprob], wanted: int)
 
 
 def prompt_scores(texts: TokenTexts, found: Sequence[TokenLogprob | None], wanted: int) -> list[Any]:
-    """A prompt's log-probabilities: for each token a map from token ids to rank and text, null for the first."""
+    """A prompt's log-probabilities: for each token a map from token ids to rank and text, null for
+    the first."""
     return [None if item is None else _scores(texts, item, wanted) for item in found]
 
 

@@ -1,4 +1,5 @@
-"""Fields by which a request says what samples it wants, and the one place that turns them into `SamplingParams`."""
+"""Fields by which a request says what samples it wants, and the one place that turns them into
+`SamplingParams`."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ Bias = Annotated[dict[str, float], Field(max_length=MOST_IDS), entries(MOST_IDS)
 
 
 class SamplingFields(Body):
-    """How tokens are sampled, in every protocol: each field is a parameter of the same name. Those that a
-    protocol lacks are this server's."""
+    """How tokens are sampled, in every protocol: each field is a parameter of the same name. Those
+    that a protocol lacks are this server's."""
 
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -71,7 +72,8 @@ Fields = TypeVar("Fields", bound=SamplingFields)
 
 
 class StreamOptions(Body):
-    """`include_usage` adds a last chunk with the token counts; with `continuous_usage_stats` every chunk has those so far."""
+    """`include_usage` adds a last chunk with the token counts; with `continuous_usage_stats` every
+    chunk has those so far."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -114,7 +116,8 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class StructuredOutputs(Body):
-    """One way to bind the answer: a JSON schema, any JSON object, a regular expression, a grammar, or a list to choose from.
+    """One way to bind the answer: a JSON schema, any JSON object, a regular expression, a grammar,
+    or a list to choose from.
 
     A grammar with `::=` is read as EBNF, any other as Lark.
     """
@@ -158,7 +161,8 @@ class GenerationFields(SamplingFields):
     user: Ignored[str] = None
 
     def warnings(self) -> tuple[str, ...]:
-        """The ignored fields, those that only hold where the answer streams, and padding, which is never added."""
+        """The ignored fields, those that only hold where the answer streams, and padding, which is
+        never added."""
         names = [*super().warnings()]
         if self.return_progress and not self.stream:
             names.append("return_progress")
@@ -185,8 +189,8 @@ def sampling_params(body: SamplingFields, *, max_tokens: int | None, **others: A
 
 
 def alternatives(logprobs: bool | None, top_logprobs: int | None, config: ServerConfig) -> int | None:
-    """How many of the most likely tokens are shown at each place besides the chosen one; None: no log-probabilities are wanted.
-    Raises InvalidRequest."""
+    """How many of the most likely tokens are shown at each place besides the chosen one; None: no
+    log-probabilities are wanted. Raises InvalidRequest."""
     check_limit("top_logprobs", top_logprobs, config.max_logprobs)
     if logprobs:
         return top_logprobs or 0
@@ -206,10 +210,11 @@ def check_streamed(body: GenerationFields) -> None:
 def generation_params(
     body: GenerationFields, config: ServerConfig, *, max_tokens: int | None, logprobs: int | None
 ) -> tuple[SamplingParams, str]:
-    """What a completion or a chat asks for, and the field that binds the form of its answer (empty: none does).
+    """What a completion or a chat asks for, and the field that binds the form of its answer (empty:
+    none does).
 
-    `logprobs`: alternatives of each token, None for no log-probabilities. Raises InvalidRequest or SamplingError, which
-    name the field.
+    `logprobs`: alternatives of each token, None for no log-probabilities. Raises InvalidRequest or
+    SamplingError, which name the field.
     """
     check_limit("n", body.n, config.max_n)
     check_limit("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
@@ -228,7 +233,8 @@ def generation_params(
 
 
 def _form(body: GenerationFields) -> tuple[str, Grammar | None]:
-    """The field by which a request binds its answer, and the grammar; an empty name if the text is free."""
+    """The field by which a request binds its answer, and the grammar; an empty name if the text is
+    free."""
     found = {
         **_of_format(body.response_format),
         **_of_structured(body.structured_outputs),
@@ -242,7 +248,8 @@ def _form(body: GenerationFields) -> tuple[str, Grammar | None]:
 
 
 def format_grammar(kind: str, schema: Mapping[str, Any] | None, param: str) -> Grammar | None:
-    """The grammar of OpenAI's formats "text", "json_object" and "json_schema"; `param` is blamed for a missing schema."""
+    """The grammar of OpenAI's formats "text", "json_object" and "json_schema"; `param` is blamed
+    for a missing schema."""
     if kind == "text":
         return None
     if kind == "json_object":
@@ -344,7 +351,8 @@ def _schema_text(schema: Mapping[str, Any] | str, param: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """A regular expression for the text itself, with no escapes beyond those that every engine reads alike."""
+    """A regular expression for the text itself, with no escapes beyond those that every engine
+    reads alike."""
     return re.sub(r"([\\.+*?()|\[\]{}^$])", r"\\\1", text)
 
 

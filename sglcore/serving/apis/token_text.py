@@ -1,4 +1,5 @@
-"""Single tokens as text and bytes, for log-probabilities: a token may hold a part of a character only."""
+"""Single tokens as text and bytes, for log-probabilities: a token may hold a part of a character
+only."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class TokenTexts:
         return self._cached(token_id)[0]
 
     def text(self, token_id: int) -> str:
-        """The text of a token; one that is no whole text is written `bytes:\\xe2\\x80`, so that each has its own."""
+        """The text of a token; one that is no whole text is written `bytes:\\xe2\\x80`, so that
+        each has its own."""
         return self._cached(token_id)[1]
 
     def is_special(self, token_id: int) -> bool:
@@ -63,8 +65,8 @@ class TokenTexts:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letter that stands for each byte in the vocabulary of a byte-level tokenizer: printable ones for themselves, the
-    others in order from U+0100 (Radford et al. 2019, GPT-2)."""
+    """The letter that stands for each byte in the vocabulary of a byte-level tokenizer: printable
+    ones for themselves, the others in order from U+0100 (Radford et al. 2019, GPT-2)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {

@@ -1,4 +1,5 @@
-"""Fields of a request that no endpoint of ours knows: those that mean something elsewhere are refused, the others are told.
+"""Fields of a request that no endpoint of ours knows: those that mean something elsewhere are
+refused, the others are told.
 
 A field by which another server would give another text is never passed over in silence.
 """
@@ -23,7 +24,8 @@ ALIKE = 0.8
 
 @dataclass(slots=True)
 class UnknownFields:
-    """What a body has and its model does not know. Validators fill it; each name of a model counts once."""
+    """What a body has and its model does not know. Validators fill it; each name of a model counts
+    once."""
 
     found: dict[tuple[type, str], tuple[Mapping[str, Any], frozenset[str]]] = field(default_factory=dict)
 
@@ -51,8 +53,8 @@ class UnknownFields:
 
 
 def refuse_foreign(body: Any, known: Collection[str], *, generates: bool) -> None:
-    """Raise InvalidRequest about a field that means something elsewhere: what this endpoint calls otherwise and, if it
-    `generates`, what would change the text."""
+    """Raise InvalidRequest about a field that means something elsewhere: what this endpoint calls
+    otherwise and, if it `generates`, what would change the text."""
     if not isinstance(body, Mapping):
         return
     for name, value in body.items():

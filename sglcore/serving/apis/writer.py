@@ -1,4 +1,5 @@
-"""What writes the answer to a request that generates: whole, or as the events of a stream. Each protocol has its own."""
+"""What writes the answer to a request that generates: whole, or as the events of a stream. Each
+protocol has its own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Writer(ABC, Generic[Run]):
     """The answer to one request."""
 
     def __init__(self, frontend: Frontend, name: str | None = None) -> None:
-        """`name` of the model that is asked. Raises InvalidRequest if it is another or generates no text, and NotReady."""
+        """`name` of the model that is asked. Raises InvalidRequest if it is another or generates no
+        text, and NotReady."""
         self.model = check_model(frontend, name)
         check_generates(frontend)
         self._fingerprint = fingerprint(frontend)

@@ -1,8 +1,9 @@
 """Grammars that force a tool call, in the Lark dialect of llguidance.
 
-What stands around a call's name and arguments is taken from the calls that the checkpoint's template wrote in the test
-of its parser, so there is one rule for all formats with JSON arguments; tags need one of their own. Text that the
-tokenizer has as an added token is named by its number, because only that token is what the model knows.
+What stands around a call's name and arguments is taken from the calls that the checkpoint's
+template wrote in the test of its parser, so there is one rule for all formats with JSON arguments;
+tags need one of their own. Text that the tokenizer has as an added token is named by its number,
+because only that token is what the model knows.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ def _calls(
     functions: Sequence[Function],
     rules_of: Callable[[int, Function], list[str]],
 ) -> list[str]:
-    """The rules of calls with what stands around them, as Lark; `between` two of them, None if there may be but one."""
+    """The rules of calls with what stands around them, as Lark; `between` two of them, None if
+    there may be but one."""
     again = f" ({between} call){{0,{MOST_CALLS - 1}}}" if between is not None else ""
     rules = [f"calls: {before} call{again} {after}".rstrip()]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
@@ -166,7 +168,8 @@ def _with_ids(literal: _Literals, text: str) -> str:
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:
-    """The schema of a function's arguments, which are an object; raises GrammarError for one that says otherwise."""
+    """The schema of a function's arguments, which are an object; raises GrammarError for one that
+    says otherwise."""
     schema = {"type": "object", **(function.get("parameters") or {})}
     kinds = {"properties": dict, "required": list, "type": str}
     wrong = next((name for name, kind in kinds.items() if name in schema and not isinstance(schema[name], kind)), None)
@@ -206,7 +209,8 @@ def _notated_function(literal: _Literals, notation: Notation, number: int, funct
 
 
 def _series(names: Mapping[str, bool], joint: str) -> list[str]:
-    """The ways to write names in their order with joints between them; those that are not required may be left out."""
+    """The ways to write names in their order with joints between them; those that are not required
+    may be left out."""
     found: list[str] = []
     left = list(names)
     for place, first in enumerate(left):
@@ -220,7 +224,8 @@ def _series(names: Mapping[str, bool], joint: str) -> list[str]:
 def _notated_value(
     literal: _Literals, notation: Notation, name: str, schema: Mapping[str, Any]
 ) -> tuple[str, list[str]]:
-    """A parameter's value: text in the notation's own quotes, constants by its words, anything else as JSON."""
+    """A parameter's value: text in the notation's own quotes, constants by its words, anything else
+    as JSON."""
     quote = notation.quotes[0]
     if schema.get("type") == "boolean" and notation.is_list:
         return '("True" | "False")', []

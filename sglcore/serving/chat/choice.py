@@ -48,7 +48,8 @@ def content_form(template: ChatTemplate) -> MessageForm:
 def choose_tools(
     codec: TextCodec, name: str, reasoning: ReasoningFamily | None, form: MessageForm
 ) -> Choice[ToolFamily]:
-    """The first tool parser with evidence that passes; raises ConfigError if the named one does not."""
+    """The first tool parser with evidence that passes; raises ConfigError if the named one does
+    not."""
     if name in OFF:
         return Choice(None, "turned off")
     absent = _no_tools(codec.template) if codec.reads_text else SKIPPED
@@ -146,7 +147,8 @@ def _writes_calls(codec: TextCodec) -> bool:
 
 
 def _candidates(codec: TextCodec) -> list[ToolFamily]:
-    """The families with evidence; of a template that writes no calls, those that write them without it."""
+    """The families with evidence; of a template that writes no calls, those that write them without
+    it."""
     found = codec.template.literals(tools=True)
     if _writes_calls(codec):
         return [family for family in TOOLS if all(mark in found for mark in family.evidence)]

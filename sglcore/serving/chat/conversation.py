@@ -73,7 +73,8 @@ def _one_by_one(messages: Sequence[dict[str, Any]], form: MessageForm) -> Iterat
 
 
 def _number_calls(messages: list[dict[str, Any]]) -> None:
-    """Give calls, and their results, ids with the function's name and the call's place in the conversation."""
+    """Give calls, and their results, ids with the function's name and the call's place in the
+    conversation."""
     ids: dict[Any, str] = {}
     number = 0
     for message in messages:

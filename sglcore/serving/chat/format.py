@@ -1,6 +1,8 @@
-"""The chat format of a checkpoint: how a conversation becomes its prompt, and how its answers are read.
+"""The chat format of a checkpoint: how a conversation becomes its prompt, and how its answers are
+read.
 
-Chosen once, from evidence in the template and the tokenizer; every parser that is on has passed the test of itself.
+Chosen once, from evidence in the template and the tokenizer; every parser that is on has passed the
+test of itself.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class ChatFormat:
 
     @classmethod
     def detect(cls, codec: TextCodec, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ChatFormat:
-        """Choose and test the parsers; raises ConfigError if a named one is unknown or fails its test."""
+        """Choose and test the parsers; raises ConfigError if a named one is unknown or fails its
+        test."""
         reasoning = choose_reasoning(codec, reasoning_parser)
         form = content_form(codec.template)
         tools = choose_tools(codec, tool_parser, reasoning.family, form)
@@ -108,7 +111,8 @@ class ChatFormat:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """The prompt of a conversation; raises TextError if the template refuses, or tools are asked for and are off."""
+        """The prompt of a conversation; raises TextError if the template refuses, or tools are
+        asked for and are off."""
         offered = self._offered(tools, tool_choice)
         if offered and self._tools is None:
             raise TextError(f"tools are off: {self.tool_reason}", remedy="ask without tools", field="tools")
@@ -183,15 +187,15 @@ class ChatFormat:
         must_call: bool = False,
         budget: int | None = None,
     ) -> Thinking | None:
-        """The reasoning before an answer that is bound, or that has a budget for it. None: there is none, or none that tokens
-        tell from the answer."""
+        """The reasoning before an answer that is bound, or that has a budget for it. None: there is
+        none, or none that tokens tell from the answer."""
         family = self._reasoning
         if family is None or not (is_bound or budget is not None):
             return None
         start, end = family.marks
         if family.opening and not must_call:
-            # Reasoning and calls may stand anywhere before the channel of the answer. Each begins with
-            # its own channel.
+            # Reasoning and calls may stand anywhere before the channel of the answer. Each begins
+            # with its own channel.
             closing = end + family.resume + family.opening
             channel = next((text for text in self._added if text and family.opening.startswith(text)), "")
             begin = "" if rendered.reasoning_open else channel

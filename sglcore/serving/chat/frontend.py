@@ -14,7 +14,8 @@ class ChatFrontend(Frontend):
     """The frontend of every endpoint."""
 
     def __init__(self, config: EngineConfig, server: ServerConfig, **others: Any) -> None:
-        """As the frontend, and chooses the parsers; raises ConfigError for a named one that does not suit the model."""
+        """As the frontend, and chooses the parsers; raises ConfigError for a named one that does
+        not suit the model."""
         super().__init__(config, server, **others)
         self.format = ChatFormat.detect(
             self.codec, tool_parser=server.tool_parser, reasoning_parser=server.reasoning_parser

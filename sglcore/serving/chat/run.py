@@ -1,6 +1,8 @@
-"""A chat on its way: messages become a prompt, the model's text becomes reasoning, content and tool calls.
+"""A chat on its way: messages become a prompt, the model's text becomes reasoning, content and tool
+calls.
 
-All endpoints that chat, in whatever protocol, are translations to `ChatRequest` and from `ChatEvent`.
+All endpoints that chat, in whatever protocol, are translations to `ChatRequest` and from
+`ChatEvent`.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatEvent:
-    """What is new of one sample: a delta, log-probabilities and ids of tokens, or its end; or (`progress`) of the prompt."""
+    """What is new of one sample: a delta, log-probabilities and ids of tokens, or its end; or
+    (`progress`) of the prompt."""
 
     index: int
     delta: Delta | None = None
@@ -111,12 +114,14 @@ class TextParser(Protocol):
 
 
 class ChatRun(Runs):
-    """The run of one prompt, as an async iterator of ChatEvent. Iterating raises what ended it from outside. One consumer."""
+    """The run of one prompt, as an async iterator of ChatEvent. Iterating raises what ended it from
+    outside. One consumer."""
 
     def __init__(
         self, runs: Runs, request: ChatRequest, parsers: Sequence[TextParser], ignored: Sequence[str] = ()
     ) -> None:
-        """`parsers` of its samples. `ignored`: the chat_template_kwargs that the template does not read."""
+        """`parsers` of its samples. `ignored`: the chat_template_kwargs that the template does not
+        read."""
         super().__init__(runs.generations, runs.held, runs.form, runs.check)
         self.request, self.ignored = request, tuple(ignored)
         parallel = request.parallel_tool_calls
@@ -130,7 +135,8 @@ class ChatRun(Runs):
 
     @property
     def first_token_at(self) -> float | None:
-        """When its first token came, as `time.perf_counter()` counts; None as long as there is none."""
+        """When its first token came, as `time.perf_counter()` counts; None as long as there is
+        none."""
         return self.generations[0].first_token_at
 
     async def __aiter__(self) -> AsyncIterator[ChatEvent]:
@@ -157,8 +163,8 @@ class ChatRun(Runs):
             await self.check.look(sample, self.request.form, text_of(deltas, "content"))
 
     async def begin(self) -> tuple[ChatEvent, AsyncIterator[ChatEvent]]:
-        """The first event, and the others; waits for it. Raises what ended the run before it, and Unanswered if that was an
-        operator."""
+        """The first event, and the others; waits for it. Raises what ended the run before it, and
+        Unanswered if that was an operator."""
         events = aiter(self)
         first = await anext(events, None)
         if first is None:
@@ -179,7 +185,8 @@ class _Sample:
         self._unsent: tuple[int, ...] = ()
 
     def take(self, text: TextDelta, stop_cause: int | str | None) -> list[ChatEvent]:
-        """The events of new text: tokens stand with the first, the end with the last; `stop_cause` as its output has it."""
+        """The events of new text: tokens stand with the first, the end with the last; `stop_cause`
+        as its output has it."""
         deltas = self._parser.push(text.text) if text.text else []
         if text.finish_reason is not None:
             deltas = [*deltas, *self._parser.finish()]
@@ -215,7 +222,8 @@ class _Sample:
 async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
     """Render the prompt, and give it to an engine; waits for that alone.
 
-    Raises TextError for what the template refuses or tools that are off, and as `Frontend.generate`.
+    Raises TextError for what the template refuses or tools that are off, and as
+    `Frontend.generate`.
     """
     form, tools = frontend.format, tools_in_play(request)
     must_call = _must_call(request, tools)
@@ -247,7 +255,8 @@ async def start_chat(frontend: ChatFrontend, request: ChatRequest) -> ChatRun:
 
 
 def plain_run(runs: Runs, params: SamplingParams, form: str) -> ChatRun:
-    """The run of a text that is no conversation: all that comes is content, which the field `form` of the request binds."""
+    """The run of a text that is no conversation: all that comes is content, which the field `form`
+    of the request binds."""
     return ChatRun(runs, ChatRequest(messages=(), params=params, form=form), [_Content() for _ in range(params.n)])
 
 
@@ -274,7 +283,8 @@ def _params(
     *,
     must_call: bool,
 ) -> SamplingParams:
-    """What the request asks for, with what the format of the chat adds: reasoning, calls, its special tokens."""
+    """What the request asks for, with what the format of the chat adds: reasoning, calls, its
+    special tokens."""
     params = replace(request.params, thinking=_thinking(form, request, rendered, must_call=must_call))
     if tools:
         with blame("tool_choice"), blame("tools", GrammarError):
@@ -294,13 +304,15 @@ def _params(
 
 
 async def count_prompt(frontend: ChatFrontend, request: ChatRequest, param: str) -> int:
-    """How many tokens the prompt of a chat has; waits for the tokenizer. Raises InvalidRequest that blames `param`."""
+    """How many tokens the prompt of a chat has; waits for the tokenizer. Raises InvalidRequest that
+    blames `param`."""
     with blame(param):
         return len(await frontend.tokenize((await render(frontend, request)).text, special=False))
 
 
 async def render(frontend: ChatFrontend, request: ChatRequest) -> Rendered:
-    """The prompt of a chat; a long one does not hold up the event loop. Raises TextError, also where no text is read."""
+    """The prompt of a chat; a long one does not hold up the event loop. Raises TextError, also
+    where no text is read."""
     frontend.codec.need_text("a chat")
     return await asyncio.to_thread(_render, frontend, request) if _is_long(request) else _render(frontend, request)
 
@@ -374,7 +386,8 @@ def _thinking(form: ChatFormat, request: ChatRequest, rendered: Rendered, *, mus
 
 
 class _Content:
-    """The parser of an answer that is bound from its first token: it is content, whatever it holds."""
+    """The parser of an answer that is bound from its first token: it is content, whatever it
+    holds."""
 
     def push(self, text: str) -> list[Delta]:
         """The text itself."""

@@ -1,4 +1,5 @@
-"""The test of a parser on its own checkpoint: calls that the template writes are read back, however they are split."""
+"""The test of a parser on its own checkpoint: calls that the template writes are read back, however
+they are split."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A passed test: the form of messages that the template wants, its turns with one call and (or None) with two."""
+    """A passed test: the form of messages that the template wants, its turns with one call and (or
+    None) with two."""
 
     form: MessageForm
     one: Turn
@@ -54,7 +56,8 @@ class Candidate:
     skip_special_tokens: bool
 
     def parser(self, turn: Turn) -> DeltaParser:
-        """A new parser for a turn; all its calls have one id, so that two parsers give equal deltas."""
+        """A new parser for a turn; all its calls have one id, so that two parsers give equal
+        deltas."""
         return self.reader(turn, calls=self.family.calls)
 
     def reader(self, turn: Turn, *, calls: ToolScan | None = None) -> DeltaParser:
@@ -90,7 +93,8 @@ def probe_tools() -> list[dict[str, Any]]:
 
 
 def probe_calls() -> tuple[Call, Call]:
-    """A call of each; quotes, braces, a line's end and letters that are not ASCII have to survive."""
+    """A call of each; quotes, braces, a line's end and letters that are not ASCII have to
+    survive."""
     first = {"place": 'Zürich "}]\n東', "count": 3, "exact": True, "detail": {"list": [1.5, None, "a\\b"], "{": {}}}
     return (
         Call("probe_alpha", json.dumps(first, ensure_ascii=False), CALL_IDS[0]),
@@ -99,7 +103,8 @@ def probe_calls() -> tuple[Call, Call]:
 
 
 def check_tools(candidate: Candidate, form: MessageForm) -> Sample:
-    """Test a tool parser with every form of messages, the given one first; raises Failed with the first reason."""
+    """Test a tool parser with every form of messages, the given one first; raises Failed with the
+    first reason."""
     reasons: list[str] = []
     for arguments in (True, False):
         for empty in (False, True):
@@ -212,7 +217,8 @@ def _read_back(candidate: Candidate, turn: Turn, calls: Sequence[Call], places: 
 
 
 def _splits(text: str, parser: Callable[[], DeltaParser], places: Iterable[int]) -> Iterator[tuple[str, list[Delta]]]:
-    """How the text was split, and what was read: one character at a time, then in two parts at each place."""
+    """How the text was split, and what was read: one character at a time, then in two parts at each
+    place."""
     reader = parser()
     yield "one character at a time", joined([*(d for mark in text for d in reader.push(mark)), *reader.finish()])
     for place in places:
@@ -242,7 +248,8 @@ def _verify(candidate: Candidate, turn: Turn, deltas: Sequence[Delta], calls: Se
 
 
 def _verify_content(candidate: Candidate, turn: Turn, deltas: Sequence[Delta]) -> None:
-    """Content is what stands before the first call, and after the last one, without any part of a marker."""
+    """Content is what stands before the first call, and after the last one, without any part of a
+    marker."""
     marks = candidate.family.marks
     places = [place for place, delta in enumerate(deltas) if delta.kind.startswith("tool")]
     before, between, after = (

@@ -1,1 +1,2 @@
-"""HTTP: connections, the application, streams, errors. May import all other folders of the server."""
+"""HTTP: connections, the application, streams, errors. May import all other folders of the
+server."""

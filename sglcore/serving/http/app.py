@@ -68,7 +68,8 @@ async def running_app(frontend: ChatFrontend) -> AsyncIterator[FastAPI]:
 
 
 def make_app(frontend: ChatFrontend, runner: BatchRunner | None = None) -> FastAPI:
-    """All endpoints. `runner` has the files and the batches; None: there are none. Their documentation is at /openapi.json; the pages that would load scripts of other hosts are off."""
+    """All endpoints. `runner` has the files and the batches; None: there are none. Their
+    documentation is at /openapi.json; the pages that would load scripts of other hosts are off."""
     app = Application(
         needs_key=bool(frontend.config.api_key),
         responses=documented_errors((401, 403, 500)),

@@ -1,4 +1,5 @@
-"""One client's connection: a head has to arrive in time and within a size, and what is ready has to be taken in time.
+"""One client's connection: a head has to arrive in time and within a size, and what is ready has to
+be taken in time.
 
 The parser is httptools, which is compiled.
 """
@@ -32,7 +33,8 @@ LINGER_SECONDS = 1.0
 MOST_REFUSED = 128
 """So many connections over the bound are told so at once; others are cut off."""
 ANSWERING = "answering"
-"""In a request's state: the tasks that answer it, which are cancelled and taken out when its connection ends."""
+"""In a request's state: the tasks that answer it, which are cancelled and taken out when its
+connection ends."""
 OPEN_ENDED = "open-ended"
 """In a request's state: the cycle of a client without support for chunked transfer.
 
@@ -108,8 +110,8 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is there, and is measured even if it came at once; raises Refused, which the parser hands on as its own
-        error."""
+        """The head is there, and is measured even if it came at once; raises Refused, which the
+        parser hands on as its own error."""
         self._in_head = False
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.bounds.head_bytes:
@@ -124,7 +126,8 @@ class Connection(HttpToolsProtocol):
             self.scope["state"][OPEN_ENDED] = self.cycle  # pyright: ignore[reportTypedDictNotRequiredAccess]
 
     def on_message_complete(self) -> None:
-        """All of a request is there: reading goes on, so that it is noticed when the client leaves."""
+        """All of a request is there: reading goes on, so that it is noticed when the client
+        leaves."""
         super().on_message_complete()
         if not self.pipeline:
             self.flow.resume_reading()
@@ -200,7 +203,8 @@ class Connection(HttpToolsProtocol):
 
 
 class Unchunked:
-    """Wraps the app: to a client of HTTP/1.0 an answer of unknown length has no chunks; it ends with the connection."""
+    """Wraps the app: to a client of HTTP/1.0 an answer of unknown length has no chunks; it ends
+    with the connection."""
 
     def __init__(self, app: ASGIApp) -> None:
         """`app` knows nothing of it."""

@@ -83,7 +83,8 @@ async def on_http(request: Request, error: Exception) -> Response:
     if detail == HTTPStatus(error.status_code).phrase:
         detail = f"{request.method} {path[:200]}: {detail.lower()}; /openapi.json lists the endpoints"
     if error.status_code == 405 and isinstance(request.app, Application):
-        # Routes of one path may have one method each; the router names those of the first route only.
+        # Routes of one path may have one method each; the router names those of the first route
+        # only.
         own = headers.pop("Allow", "").split(", ")
         headers["allow"] = ", ".join(request.app.methods(path) or sorted(own))
     code = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
@@ -134,7 +135,8 @@ def _as_json(value: Any) -> str:
 
 
 def _real_names(item: Any, body: Any) -> tuple[Any, ...]:
-    """The part of an error's place that names fields of the body: unions add names of their own to it."""
+    """The part of an error's place that names fields of the body: unions add names of their own to
+    it."""
     names: list[Any] = []
     loc = item["loc"][1:]
     for place, name in enumerate(loc, 1):

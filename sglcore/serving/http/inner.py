@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Message
 
 
 async def ask(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
-    """Status and body of the answer to a POST of JSON; waits for all of it. Cancelled, it ends the request."""
+    """Status and body of the answer to a POST of JSON; waits for all of it. Cancelled, it ends the
+    request."""
     unread, status, answer = [body], 0, bytearray()
 
     async def receive() -> Message:

@@ -1,5 +1,5 @@
-"""The server's log: lines go through a bounded queue to a thread of their own, so that a disk or a terminal that is slow,
-full or gone holds up no request. What could not be written is counted.
+"""The server's log: lines go through a bounded queue to a thread of their own, so that a disk or a
+terminal that is slow, full or gone holds up no request. What could not be written is counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The OpenAPI document: what FastAPI derives, with the parts of streams and without what this server never sends."""
+"""The OpenAPI document: what FastAPI derives, with the parts of streams and without what this
+server never sends."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ from sglcore.serving.replicas.errors import InvalidRequest
 LARGE = 256 << 10
 """Bytes of a body from which it is read in a thread, outside the event loop."""
 MOST_DEPTH = 256
-"""Levels of a body. Whatever goes through it level by level, as encoders do, has to have the stack for it."""
+"""Levels of a body. Whatever goes through it level by level, as encoders do, has to have the stack
+for it."""
 JSON, FORM = b"application/json", b"application/x-www-form-urlencoded"
 """The second one is what curl calls any body, as in the examples of Ollama's documentation."""
 _TOO_DEEP = object()
@@ -82,7 +83,8 @@ class JsonRoute(APIRoute):
     """A route that reads JSON bodies strictly and no others."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, given a strict request; a body that is declared as something else is refused."""
+        """The handler, given a strict request; a body that is declared as something else is
+        refused."""
         handle = super().get_route_handler()
         model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
         takes_forms = self.path.startswith(OLLAMA) and model is not None
@@ -110,7 +112,8 @@ class Routes(APIRouter):
         self.keep_alive = keep_alive
 
     def add_api_route(self, path: str, endpoint: Callable[..., Any], **given: Any) -> None:
-        """As ever, for an endpoint that may give a Stream. Its docstring is its summary in the document."""
+        """As ever, for an endpoint that may give a Stream. Its docstring is its summary in the
+        document."""
         summary = given.get("summary") or (endpoint.__doc__ or "").rstrip(".")
         super().add_api_route(path, _streaming(endpoint, self), **{**given, "response_model": None, "summary": summary})
 
@@ -123,7 +126,8 @@ class Routes(APIRouter):
 
 
 def _streaming(endpoint: Callable[..., Work], routes: Routes) -> Callable[..., Any]:
-    """The endpoint as FastAPI calls it, by the parameters of its signature and with the request, and gets a response."""
+    """The endpoint as FastAPI calls it, by the parameters of its signature and with the request,
+    and gets a response."""
 
     by_name = inspect.Parameter.KEYWORD_ONLY
     wanted = inspect.signature(endpoint).parameters

@@ -35,7 +35,8 @@ from sglcore.serving.replicas.metrics import Metrics
 UNANSWERED = 1
 """The exit code of a stop that did not wait for every answer."""
 LAST_WORDS = 2.0
-"""Seconds in which requests may still be answered after the engine has ended, or the time to drain."""
+"""Seconds in which requests may still be answered after the engine has ended, or the time to
+drain."""
 _SPARE_FILES = 256
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -47,11 +48,12 @@ log = logging.getLogger("sglcore.serving")
 async def serve(
     config: EngineConfig, server: ServerConfig, *, chosen: Sequence[str] = (), on_listening: OnListening | None = None
 ) -> int:
-    """Serve until told to stop (0; UNANSWERED if that cut requests off) or until the model cannot be served any more (its
-    exit code). Waits.
+    """Serve until told to stop (0; UNANSWERED if that cut requests off) or until the model cannot
+    be served any more (its exit code). Waits.
 
-    `on_listening` gets the frontend and the URL once connections are taken, before the model is there. Raises ConfigError
-    for what cannot start at all: a port in use, no checkpoint, no tokenizer.
+    `on_listening` gets the frontend and the URL once connections are taken, before the model is
+    there. Raises ConfigError for what cannot start at all: a port in use, no checkpoint, no
+    tokenizer.
     """
     config = settled(config, options_of(server))
     tls = tls_of(server)
@@ -85,7 +87,8 @@ async def serve(
 
 
 def bind(config: ServerConfig) -> list[socket.socket]:
-    """Sockets on all addresses of the host, at one port. Raises ConfigError; does not listen yet."""
+    """Sockets on all addresses of the host, at one port. Raises ConfigError; does not listen
+    yet."""
     bound: list[socket.socket] = []
     port = config.port
     try:
@@ -104,7 +107,8 @@ def bind(config: ServerConfig) -> list[socket.socket]:
 
 
 def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
-    """What the server's connections are encrypted with; None: nothing. Raises ConfigError for files that do not fit."""
+    """What the server's connections are encrypted with; None: nothing. Raises ConfigError for files
+    that do not fit."""
     if config.ssl_certfile is None:
         return None
     certificate = config.ssl_certfile
@@ -145,10 +149,11 @@ async def run_server(
 ) -> bool:
     """Serve until told to stop; True if every request in flight was answered.
 
-    The first SIGTERM or SIGINT awaits `on_drain`, which should make the app refuse new requests, and all requests in
-    flight, for `drain_timeout` seconds at most: then `on_overdue` may fail them, and 2 seconds are left for the answers.
-    The second signal stops at once. `stopped`, set when the engine has ended, leaves 2 seconds, too. `on_listening` gets
-    the URL. `tls` encrypts connections. Call it on the main thread for the signals to be heard.
+    The first SIGTERM or SIGINT awaits `on_drain`, which should make the app refuse new requests,
+    and all requests in flight, for `drain_timeout` seconds at most: then `on_overdue` may fail
+    them, and 2 seconds are left for the answers. The second signal stops at once. `stopped`, set
+    when the engine has ended, leaves 2 seconds, too. `on_listening` gets the URL. `tls` encrypts
+    connections. Call it on the main thread for the signals to be heard.
     """
     sockets = list(sockets or bind(config))
     server = _Server(uvicorn_config(app, config), tls)
@@ -293,7 +298,8 @@ async def _first(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
 
 @contextlib.contextmanager
 def _signals(told: Callable[[], None]) -> Iterator[None]:
-    """Calls `told` for each signal to stop, on the loop; nothing off the main thread, which alone has signals."""
+    """Calls `told` for each signal to stop, on the loop; nothing off the main thread, which alone
+    has signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

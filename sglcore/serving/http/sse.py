@@ -32,7 +32,8 @@ class EventStream(Response):
         self._ping: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events. Waits for the client to take them. When this is cancelled, what makes the events is closed."""
+        """Send all events. Waits for the client to take them. When this is cancelled, what makes
+        the events is closed."""
         async with self.stream.held:
             self._watch(send, self._keep_alive)
             try:
@@ -62,7 +63,8 @@ class EventStream(Response):
         self._sent_at, self._is_sending = time.monotonic(), False
 
     def _watch(self, send: Send, seconds: float) -> None:
-        """A sign of life whenever nothing was sent for a while; it begins the answer, if nothing has. Looks after `seconds`."""
+        """A sign of life whenever nothing was sent for a while; it begins the answer, if nothing
+        has. Looks after `seconds`."""
         self._timer = asyncio.get_running_loop().call_later(seconds, self._look, send)
 
     def _look(self, send: Send) -> None:

@@ -26,7 +26,8 @@ from sglcore.serving.replicas.metrics import RequestClock
 MOST_WAITING, MOST_AT_ONCE = 4096, 512
 """Spans that may wait for the collector, and that one message has."""
 SEND_SECONDS, COLLECT_SECONDS, LAST_SECONDS = 5.0, 1.0, 2.0
-"""How long the collector may take for a message, how long spans are gathered for one, how long the last one may take."""
+"""How long the collector may take for a message, how long spans are gathered for one, how long the
+last one may take."""
 _PARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _SERVER, _ERROR = 2, 2
 
@@ -52,7 +53,8 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A request that has ended: `seconds` that it took, and a clock for each prompt that went to an engine."""
+    """A request that has ended: `seconds` that it took, and a clock for each prompt that went to an
+    engine."""
 
     method: str
     route: str
@@ -64,7 +66,8 @@ class Answered:
 
 
 class Traces:
-    """Tells a collector of requests. `record` never waits: what the collector does not take is dropped and counted."""
+    """Tells a collector of requests. `record` never waits: what the collector does not take is
+    dropped and counted."""
 
     def __init__(self, endpoint: str, model: str) -> None:
         """`endpoint` is the collector's URL; an empty path means /v1/traces.

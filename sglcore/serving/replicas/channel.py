@@ -25,19 +25,20 @@ LINGER_MS = 2000
 WATCH_MS = 100
 """How often a thread that waits for a break looks whether it is to end."""
 HEARTBEAT_MS, SILENCE_MS = 5_000, 30_000
-"""A network connection is asked for a sign of life so often, and is broken when none has come for so long. Threads of the
-sockets' own answer, so a long step is not taken for an end."""
+"""A network connection is asked for a sign of life so often, and is broken when none has come for
+so long. Threads of the sockets' own answer, so a long step is not taken for an end."""
 
 OF_BEATS = "b"
 """Ends the name of the socket file of an engine's heartbeats."""
 
 
 class EngineChannel:
-    """An engine's end. Not thread-safe, except that it may be made in one thread and used in another."""
+    """An engine's end. Not thread-safe, except that it may be made in one thread and used in
+    another."""
 
     def __init__(self, address: Address, on_lost: Callable[[], None] | None = None) -> None:
-        """`on_lost` is called, in a thread of its own, when a connection over a network has broken: messages may be missing
-        from then on. A socket file's does not break."""
+        """`on_lost` is called, in a thread of its own, when a connection over a network has broken:
+        messages may be missing from then on. A socket file's does not break."""
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PAIR)
         _unbounded(self._socket)
@@ -67,7 +68,8 @@ class EngineChannel:
         self._poller.register(descriptor, zmq.POLLIN)
 
     def receive(self, timeout_ms: int) -> list[EngineRequest]:
-        """The requests that have come; waits up to `timeout_ms` for the first, or for what else is watched."""
+        """The requests that have come; waits up to `timeout_ms` for the first, or for what else is
+        watched."""
         found = self._socket.poll(timeout_ms) if self._poller is None else self._poller.poll(timeout_ms)
         if not found:
             return []
@@ -92,8 +94,8 @@ class FrontendChannel:
     """The frontend's end of one engine's channel, on the running event loop."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, keys: tuple[bytes, bytes] | None = None) -> None:
-        """`endpoint` to bind (a TCP port of 0 takes a free one); `keys`, public and secret, turn CURVE on. Raises
-        ConfigError."""
+        """`endpoint` to bind (a TCP port of 0 takes a free one); `keys`, public and secret, turn
+        CURVE on. Raises ConfigError."""
         try:
             self._socket = _bound(context, zmq.PAIR, endpoint, keys)
             try:
@@ -115,11 +117,13 @@ class FrontendChannel:
         self._decoder = msgspec.msgpack.Decoder(EngineReply)
 
     def send(self, request: EngineRequest) -> None:
-        """Queue a request; does not wait. What is sent to a process that is gone is lost with it."""
+        """Queue a request; does not wait. What is sent to a process that is gone is lost with
+        it."""
         self._socket.send(self._encoder.encode(request))
 
     async def receive(self) -> EngineReply:
-        """The next reply. Others on the loop have their turn first, however many replies are waiting."""
+        """The next reply. Others on the loop have their turn first, however many replies are
+        waiting."""
         await asyncio.sleep(0)
         return self._decoder.decode(await self._socket.recv())
 
@@ -163,8 +167,8 @@ def _bound(
 
 
 def _watch(monitor: zmq.Socket[bytes], closing: threading.Event, on_lost: Callable[[], None]) -> None:
-    """Tell of a break, until the channel closes. It asks again and again: the event that ends a monitor may be lost, and a
-    context does not end before all its sockets are closed."""
+    """Tell of a break, until the channel closes. It asks again and again: the event that ends a
+    monitor may be lost, and a context does not end before all its sockets are closed."""
     while not closing.is_set():
         if monitor.poll(WATCH_MS):
             recv_monitor_message(monitor)
@@ -173,13 +177,15 @@ def _watch(monitor: zmq.Socket[bytes], closing: threading.Event, on_lost: Callab
 
 
 def _unbounded(socket: zmq.Socket) -> None:
-    """Nothing is ever dropped: what may be in flight is bounded by the requests that were let in."""
+    """Nothing is ever dropped: what may be in flight is bounded by the requests that were let
+    in."""
     socket.sndhwm = 0
     socket.rcvhwm = 0
 
 
 def open_channel(context: zmq.asyncio.Context, endpoint: str) -> tuple[FrontendChannel, Address]:
-    """The frontend's end, and where an engine finds it: `ipc://PATH`, or `tcp://HOST:0` under keys that are made for it."""
+    """The frontend's end, and where an engine finds it: `ipc://PATH`, or `tcp://HOST:0` under keys
+    that are made for it."""
     if endpoint.startswith("ipc:"):
         channel = FrontendChannel(context, endpoint)
         return channel, Address(channel.endpoint, channel.beats)

@@ -1,5 +1,5 @@
-"""The configuration that all engines of one server are given: a model that means the same in any folder, and decided once what is
-decided by a measurement, which each would make for itself.
+"""The configuration that all engines of one server are given: a model that means the same in any
+folder, and decided once what is decided by a measurement, which each would make for itself.
 """
 
 from __future__ import annotations

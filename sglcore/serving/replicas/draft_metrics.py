@@ -1,4 +1,5 @@
-"""What came of proposals, as Prometheus reads it: how many were right, at which place, and by what that depends."""
+"""What came of proposals, as Prometheus reads it: how many were right, at which place, and by what
+that depends."""
 
 from __future__ import annotations
 

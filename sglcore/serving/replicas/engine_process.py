@@ -1,7 +1,8 @@
-"""An engine process: requests from the frontend in, replies out, the device's steps between. It tokenises nothing.
+"""An engine process: requests from the frontend in, replies out, the device's steps between. It
+tokenises nothing.
 
-Started as `python -m sglcore.serving.replicas.engine_process`, with an EngineSpec as one line of JSON on its standard input; when
-that closes, the parent is gone and so is this process.
+Started as `python -m sglcore.serving.replicas.engine_process`, with an EngineSpec as one line of
+JSON on its standard input; when that closes, the parent is gone and so is this process.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from sglcore.serving.replicas.warm_up import warm_up
 PARENT_GONE = 3
 """The exit code of a process after its parent ended without a message."""
 LINK_BROKE = 4
-"""The exit code of a process that lost its connection to the frontend: what was on its way may be missing."""
+"""The exit code of a process that lost its connection to the frontend: what was on its way may be
+missing."""
 REPLY_EVERY = 0.1
 """Seconds between two replies about the same phase."""
 
@@ -77,7 +79,8 @@ def main() -> int:
 
 
 def start_service(spec: EngineSpec, channel: EngineChannel, on_round: Callable[[], object] = int) -> EngineService:
-    """Bring the model up, sample a real token by the path that will serve, and say so. `on_round`: as the service's."""
+    """Bring the model up, sample a real token by the path that will serve, and say so. `on_round`:
+    as the service's."""
     config = settled(config_of_plain(spec.config), spec.pages)
     if spec.chosen:
         adopt(spec.chosen, config.device, discover())
@@ -118,7 +121,8 @@ def _grammars(config: EngineConfig, started: Started, eos_ids: frozenset[int]) -
 
 
 class PhaseReplies:
-    """A start's progress as replies: each phase's first and last state, and in between not too many."""
+    """A start's progress as replies: each phase's first and last state, and in between not too
+    many."""
 
     def __init__(self, channel: EngineChannel) -> None:
         self._channel = channel
@@ -153,8 +157,9 @@ def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float])
 
 
 def fingerprint(folder: Path, device: str, ledger: list[dict[str, object]]) -> str:
-    """`fp_` and 12 hexadecimal digits of what may change a number: version, kind of device, checkpoint, decisions. Which device
-    of its kind, the memory that there is, and a draft that proposes nothing change none."""
+    """`fp_` and 12 hexadecimal digits of what may change a number: version, kind of device,
+    checkpoint, decisions. Which device of its kind, the memory that there is, and a draft that
+    proposes nothing change none."""
     from sglcore import __version__
 
     listed = sorted(folder.iterdir()) if folder.is_dir() else [folder]

@@ -56,8 +56,9 @@ class EngineService:
         check: Callable[[], None] = lambda: None,
         on_round: Callable[[], object] = int,
     ) -> None:
-        """`check` raises WorkerLost if the worker can take no step any more; it does not wait. `on_round` is called in each
-        round of the loop, two a second at least but for steps that take longer."""
+        """`check` raises WorkerLost if the worker can take no step any more; it does not wait.
+        `on_round` is called in each round of the loop, two a second at least but for steps that
+        take longer."""
         self.engine = engine
         self._check, self._on_round = check, on_round
         self._meter = meter
@@ -73,8 +74,8 @@ class EngineService:
         self._next_stats = 0.0
 
     def run(self) -> int:
-        """Serve until the frontend says to shut down (0), or the device fails again and again (1). Raises WorkerLost: then this
-        process has to end, and another one is started."""
+        """Serve until the frontend says to shut down (0), or the device fails again and again (1).
+        Raises WorkerLost: then this process has to end, and another one is started."""
         self._device_before, self._drafts_before = self._meter.device_seconds, self.engine.scheduler.drafts.copy()
         while not self._shutting_down:
             self._on_round()
@@ -134,7 +135,8 @@ class EngineService:
             self._send(self.engine.abort(request.request_id))
 
     def _pause(self, request: Pause) -> None:
-        """A step that is in flight is taken in first, so that nothing moves any more when the frontend hears of it."""
+        """A step that is in flight is taken in first, so that nothing moves any more when the
+        frontend hears of it."""
         self._is_paused = request.is_paused
         if self._is_paused:
             try:

@@ -90,7 +90,8 @@ class StorageError(SglcoreError):
 
 
 class InvalidRequest(SglcoreError, ValueError):
-    """A request that the server refuses: the status, and the field and code that OpenAI's schema wants."""
+    """A request that the server refuses: the status, and the field and code that OpenAI's schema
+    wants."""
 
     def __init__(
         self, found: str, *, wanted: str = "", remedy: str = "", param: str | None = None, code: str | None = None,
@@ -123,7 +124,8 @@ class Unanswered(SglcoreError):
 
 
 def failure(error: BaseException) -> Failure | None:
-    """The answer to an error that may be told; None for a defect of ours, which only the log may describe."""
+    """The answer to an error that may be told; None for a defect of ours, which only the log may
+    describe."""
     if isinstance(error, Unanswered):
         return error.failure
     if isinstance(error, InvalidRequest):
@@ -152,7 +154,8 @@ def failure(error: BaseException) -> Failure | None:
 
 
 def told(error: BaseException) -> Failure:
-    """The answer to any error; a defect of ours goes to the log under an id, and the answer has nothing but the id."""
+    """The answer to any error; a defect of ours goes to the log under an id, and the answer has
+    nothing but the id."""
     found = failure(error)
     if found is not None:
         return found
@@ -163,7 +166,8 @@ def told(error: BaseException) -> Failure:
 
 
 def ended_badly(reason: str, text: str) -> Failure:
-    """The answer for a sample that ended by "error" or "abort"; `text` is the engine's word on it."""
+    """The answer for a sample that ended by "error" or "abort"; `text` is the engine's word on
+    it."""
     if reason == "abort":
         return Failure(503, text or "the request was aborted before it ended", "unavailable_error", code="aborted")
     return Failure(500, text or "the engine ended this request by an error", "server_error", code="engine_error")

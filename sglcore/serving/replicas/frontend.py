@@ -1,4 +1,5 @@
-"""The frontend: text in, text out, over the engine processes. It tokenises, checks and times; it runs no model."""
+"""The frontend: text in, text out, over the engine processes. It tokenises, checks and times; it
+runs no model."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Pooled:
 
 
 class Frontend:
-    """One model, served. `start` launches the engines and returns at once; `health` says when they answer."""
+    """One model, served. `start` launches the engines and returns at once; `health` says when they
+    answer."""
 
     def __init__(
         self,
@@ -63,8 +65,8 @@ class Frontend:
         launcher: Launcher | None = None,
         answer_checks: AnswerChecks | None = None,
     ) -> None:
-        """Reads the tokenizer and the chat template; raises ConfigError. `chosen`: each replica's device, as a value.
-        Needs a running event loop."""
+        """Reads the tokenizer and the chat template; raises ConfigError. `chosen`: each replica's
+        device, as a value. Needs a running event loop."""
         from sglcore import __version__
 
         self.engine_config = config
@@ -122,8 +124,9 @@ class Frontend:
         self.supervisor.give_up(ShuttingDown(f"the server was told to stop, and this request did not end in {seconds}"))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Start no request any more, so that new ones wait; waits until nothing moves. What runs is ended (abort), awaited
-        (wait), or keeps its place, between two steps (keep). Raises NotReady."""
+        """Start no request any more, so that new ones wait; waits until nothing moves. What runs is
+        ended (abort), awaited (wait), or keeps its place, between two steps (keep). Raises
+        NotReady."""
         self._check_ready()
         self._may_start.clear()
         if mode == "abort":
@@ -133,8 +136,8 @@ class Frontend:
         await self.supervisor.pause(not self._may_start.is_set())
 
     async def resume(self) -> None:
-        """Go on after a pause; waits until the engines do. Idempotent. Raises NotAnswering where one does not in time, which
-        then does it later."""
+        """Go on after a pause; waits until the engines do. Idempotent. Raises NotAnswering where
+        one does not in time, which then does it later."""
         if self.is_paused:
             self._may_start.set()
             await self.supervisor.pause(False)
@@ -145,7 +148,8 @@ class Frontend:
         return not self._may_start.is_set()
 
     def abort(self, ids: Collection[str] | None) -> int:
-        """End the requests of these ids, of answers or of headers x-request-id (None: all); how many prompts that were."""
+        """End the requests of these ids, of answers or of headers x-request-id (None: all); how
+        many prompts that were."""
         found = [each for each in self.supervisor.generations if ids is None or names_of(each) & set(ids)]
         for generation in found:
             generation.abort()
@@ -165,8 +169,9 @@ class Frontend:
         progress: bool = False,
         request_id: str | None = None,
     ) -> Generation:
-        """Start a prompt. `special` adds what the checkpoint puts around text. Raises RequestError, TextError, NotReady,
-        Overloaded, and InvalidRequest for an id that another request has, and then nothing was started."""
+        """Start a prompt. `special` adds what the checkpoint puts around text. Raises RequestError,
+        TextError, NotReady, Overloaded, and InvalidRequest for an id that another request has, and
+        then nothing was started."""
         clock = self.metrics.clock()
         info = self._known_info()
         self._refuse_overload(info, params.n)
@@ -191,7 +196,8 @@ class Frontend:
         return generation
 
     async def pooled(self, texts: Sequence[EncodedPair]) -> list[Pooled]:
-        """What a model that generates no text answers to token ids and their segments; waits for all. Raises as `generate`."""
+        """What a model that generates no text answers to token ids and their segments; waits for
+        all. Raises as `generate`."""
         info = self._known_info()
         self._refuse_overload(info, len(texts))
         for ids, _ in texts:
@@ -209,14 +215,15 @@ class Frontend:
         ]
 
     async def tokenize(self, prompt: Prompt, *, special: bool = True, most: int | None = None) -> list[int]:
-        """Token ids of a prompt; long text does not hold up the event loop. Raises TextError, and ContextError for a long text
-        that surely has more than `most` tokens."""
+        """Token ids of a prompt; long text does not hold up the event loop. Raises TextError, and
+        ContextError for a long text that surely has more than `most` tokens."""
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             return await asyncio.to_thread(read_prompt, self.codec, prompt, special=special, most=most)
         return read_prompt(self.codec, prompt, special=special)
 
     def longest_prompt(self, info: ModelInfo, *, embeds: bool = False) -> int:
-        """Tokens of a prompt at most: what the model holds, or what the server was told to allow."""
+        """Tokens of a prompt at most: what the model holds, or what the server was told to
+        allow."""
         longest = longest_prompt(Limits(**info.limits), embeds=embeds)
         return min(longest, self.config.max_prompt_tokens or longest)
 
@@ -225,8 +232,8 @@ class Frontend:
         return self.supervisor.stats()
 
     async def audit(self) -> list[str]:
-        """Pages and slots that are lost or held twice in any engine, and engines that do not answer; waits 20 seconds at most.
-        Raises NotReady if no engine is ready."""
+        """Pages and slots that are lost or held twice in any engine, and engines that do not
+        answer; waits 20 seconds at most. Raises NotReady if no engine is ready."""
         if not self.supervisor.ready:
             raise self.health.refusal()
         return await self.supervisor.audit()

@@ -22,9 +22,11 @@ from sglcore.serving.replicas.metrics import RequestClock
 
 
 class Generation:
-    """Async iterator of TextDelta and PromptProgress, and async context manager: leaving it ends what has not ended.
+    """Async iterator of TextDelta and PromptProgress, and async context manager: leaving it ends
+    what has not ended.
 
-    Iterating raises what ended it from outside (EngineDied, or a refusal of the engine). One consumer at a time.
+    Iterating raises what ended it from outside (EngineDied, or a refusal of the engine). One
+    consumer at a time.
     """
 
     def __init__(self, request: GenerateRequest, processor: OutputProcessor, clock: RequestClock) -> None:
@@ -68,7 +70,8 @@ class Generation:
 
     @property
     def first_token_at(self) -> float | None:
-        """When its first token came, as `time.perf_counter()` counts; None as long as there is none."""
+        """When its first token came, as `time.perf_counter()` counts; None as long as there is
+        none."""
         return self._clock.first_token_at
 
     @property
@@ -143,7 +146,8 @@ class Generation:
         self._woken.set()
 
     async def ended(self) -> None:
-        """Wait until every sample has ended, and take nothing, so that it can be begun again as long as it runs."""
+        """Wait until every sample has ended, and take nothing, so that it can be begun again as
+        long as it runs."""
         await self._closed.wait()
 
     async def wait(self) -> RequestOutput:

@@ -54,7 +54,8 @@ class Health:
         return NotReady(f"the model is not ready (phase: {what})")
 
     def begin(self, phase: str, done: int = 0, total: int = 0, reason: str = "") -> None:
-        """A phase of the start, or what is so instead of "ready", and why; no change while the server drains or is dead."""
+        """A phase of the start, or what is so instead of "ready", and why; no change while the
+        server drains or is dead."""
         if self.phase not in ("draining", "dead"):
             self.phase, self._done, self._total, self.reason = phase, done, total, reason
 
@@ -74,7 +75,8 @@ class Health:
         self.phase, self.reason = "dead", reason
 
     def snapshot(self) -> dict[str, object]:
-        """phase, done, total, elapsed_s since the process began (or that the start took), and the reason of an end, or of what is missing."""
+        """phase, done, total, elapsed_s since the process began (or that the start took), and the
+        reason of an end, or of what is missing."""
         elapsed = self._started_s if self._started_s is not None else time.monotonic() - self._begin
         found: dict[str, object] = {
             "phase": self.phase,

@@ -1,5 +1,5 @@
-"""Heartbeats: an engine process says each second that it lives, and how many rounds its loop has made; the frontend counts the
-seconds in which it did not, or in which the loop stood still.
+"""Heartbeats: an engine process says each second that it lives, and how many rounds its loop has
+made; the frontend counts the seconds in which it did not, or in which the loop stood still.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MOST_QUEUED = 4
 
 
 class Heartbeat:
-    """An engine's end. Its thread beats whatever the process's loop does, as long as the process runs."""
+    """An engine's end. Its thread beats whatever the process's loop does, as long as the process
+    runs."""
 
     def __init__(self, address: Address, seconds: float = BEAT_SECONDS) -> None:
         """Begins at once. `seconds` between two beats."""
@@ -53,8 +54,9 @@ class Heartbeat:
 
 
 class Pulse:
-    """The frontend's end. Times are looks (`tick`) of the frontend, so what it slept through itself counts as one; nothing counts
-    before the first heartbeat, since a process may wait long for its machine."""
+    """The frontend's end. Times are looks (`tick`) of the frontend, so what it slept through itself
+    counts as one; nothing counts before the first heartbeat, since a process may wait long for its
+    machine."""
 
     def __init__(self) -> None:
         self.silence = 0

@@ -1,6 +1,8 @@
-"""What the frontend and an engine process say to each other: typed records as msgpack. Nothing here is ever unpickled.
+"""What the frontend and an engine process say to each other: typed records as msgpack. Nothing here
+is ever unpickled.
 
-The frontend sends each `EngineRequest`, an engine each `EngineReply`; every record of a side has a tag of its own.
+The frontend sends each `EngineRequest`, an engine each `EngineReply`; every record of a side has a
+tag of its own.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from sglcore.schedule.stats import SchedulerStats
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where the frontend listens for one engine, and at `beats` for its heartbeats. `public` and `secret` are the engine's
-    CURVE keys, `frontend` is the frontend's public key; empty on a socket file."""
+    """Where the frontend listens for one engine, and at `beats` for its heartbeats. `public` and
+    `secret` are the engine's CURVE keys, `frontend` is the frontend's public key; empty on a socket
+    file."""
 
     endpoint: str
     beats: str = ""
@@ -30,7 +33,8 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """Run a prompt: `prompt` is int32 in little-endian bytes, `params` what differs from the defaults."""
+    """Run a prompt: `prompt` is int32 in little-endian bytes, `params` what differs from the
+    defaults."""
 
     request_id: str
     prompt: bytes
@@ -54,7 +58,8 @@ class Stop(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class Embed(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """Embed or score one prompt, and the segments of its tokens (empty: all the first), int32 in little-endian bytes."""
+    """Embed or score one prompt, and the segments of its tokens (empty: all the first), int32 in
+    little-endian bytes."""
 
     request_id: str
     prompt: bytes
@@ -123,9 +128,10 @@ class ModelInfo(msgspec.Struct, frozen=True, tag="info"):
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """How an engine process starts. `config`: the fields of EngineConfig, already resolved. `chosen`: the device that the
-    parent chose, as `ChosenDevice.encode` writes it (empty: the process chooses, on another machine). `pages`: its part where
-    prompts are computed on one engine and decoded on another."""
+    """How an engine process starts. `config`: the fields of EngineConfig, already resolved.
+    `chosen`: the device that the parent chose, as `ChosenDevice.encode` writes it (empty: the
+    process chooses, on another machine). `pages`: its part where prompts are computed on one engine
+    and decoded on another."""
 
     address: Address
     config: dict[str, Any]
@@ -211,7 +217,8 @@ class Failed(msgspec.Struct, array_like=True, tag=7, gc=False):
 
 
 class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """A Pause, a Flush or an Audit has been followed: `pages` that were forgotten, `problems` that were found."""
+    """A Pause, a Flush or an Audit has been followed: `pages` that were forgotten, `problems` that
+    were found."""
 
     request_id: str
     pages: int = 0

@@ -1,4 +1,5 @@
-"""How an engine process comes to be: on this machine as a child. Other machines bring a launcher of their own."""
+"""How an engine process comes to be: on this machine as a child. Other machines bring a launcher of
+their own."""
 
 from __future__ import annotations
 
@@ -42,11 +43,13 @@ class Launcher(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """They may run on other machines, so they are reached by TCP and choose their own device."""
+        """They may run on other machines, so they are reached by TCP and choose their own
+        device."""
         ...
 
     async def frontend_host(self) -> str:
-        """The address of this machine as the engines' machines reach it; asked only of one that is remote. May wait."""
+        """The address of this machine as the engines' machines reach it; asked only of one that is
+        remote. May wait."""
         ...
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> EngineProcess:
@@ -59,7 +62,8 @@ class Launcher(Protocol):
 
 
 class LocalProcess:
-    """A child of this process. When this process ends, in whatever way, the child's input closes and it ends too."""
+    """A child of this process. When this process ends, in whatever way, the child's input closes
+    and it ends too."""
 
     last_words = ""
 

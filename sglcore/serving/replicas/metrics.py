@@ -1,6 +1,8 @@
-"""What the server counts, and how Prometheus reads it: engines report their own numbers, requests are timed here.
+"""What the server counts, and how Prometheus reads it: engines report their own numbers, requests
+are timed here.
 
-All of it lives on the frontend's event loop, so nothing takes a lock; a scrape reads the numbers and waits for nothing.
+All of it lives on the frontend's event loop, so nothing takes a lock; a scrape reads the numbers
+and waits for nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ Replicas = Callable[[], Iterable[tuple[str, str, EngineStats | None]]]
 
 
 class Histogram:
-    """Counts of values by bucket. `observe` costs one binary search, so it may stand on the path of each token."""
+    """Counts of values by bucket. `observe` costs one binary search, so it may stand on the path of
+    each token."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -80,7 +83,8 @@ class RequestClock:
 
     @property
     def first_token_at(self) -> float | None:
-        """When the first token came, as `time.perf_counter()` counts; None as long as there is none."""
+        """When the first token came, as `time.perf_counter()` counts; None as long as there is
+        none."""
         return None if self.first_token_seconds is None else self._started + self.first_token_seconds
 
     def on_prompt(self, tokens: int, cached: int) -> None:
@@ -105,7 +109,8 @@ class RequestClock:
         self.tokens = 0
 
     def on_end(self, reason: str) -> None:
-        """The request ended; `reason` is its finish reason, or a word for the error that ended it."""
+        """The request ended; `reason` is its finish reason, or a word for the error that ended
+        it."""
         if self.outcome is None:
             self.outcome = reason
             self._metrics.request_ended(reason, time.perf_counter() - self._started)
@@ -146,7 +151,8 @@ class Metrics:
         self._registry.register(families)
 
     def clock(self) -> RequestClock:
-        """A clock for a prompt that arrives now; `CLOCKS` has it, for the log line of the request that brought the prompt."""
+        """A clock for a prompt that arrives now; `CLOCKS` has it, for the log line of the request
+        that brought the prompt."""
         clock = RequestClock(self, time.perf_counter())
         clocks = CLOCKS.get()
         if clocks is not None:
@@ -168,7 +174,8 @@ class Metrics:
         self.responses[method, endpoint, status] += 1
 
     def retry_after(self, waiting: int) -> int:
-        """Seconds in which `waiting` requests will have ended, at the rate of the last ones; from 1 to 60."""
+        """Seconds in which `waiting` requests will have ended, at the rate of the last ones; from 1
+        to 60."""
         ends = self._ends
         if len(ends) < 2:
             return 1

@@ -24,13 +24,15 @@ async def audit_all(replicas: Iterable[Replica]) -> list[str]:
 
 
 async def flush_all(replicas: Iterable[Replica]) -> int:
-    """How many pages of cached prefixes were forgotten; waits. Raises NotAnswering, once the others have done it."""
+    """How many pages of cached prefixes were forgotten; waits. Raises NotAnswering, once the others
+    have done it."""
     found = await _all(replica.order(Flush(_name("flush"))) for replica in replicas)
     return sum(done.pages for done in found)
 
 
 async def pause_all(replicas: Iterable[Replica], is_paused: bool) -> None:
-    """Have all run no steps, or run them again; waits. Raises NotAnswering, once the others have done it."""
+    """Have all run no steps, or run them again; waits. Raises NotAnswering, once the others have
+    done it."""
     await _all(pause(replica, is_paused) for replica in replicas)
 
 

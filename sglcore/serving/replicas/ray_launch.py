@@ -46,7 +46,8 @@ class RayProcess:
         return f"process {self.pid} on {self.host}" if self.host else f"of replica {self._replica} without a place"
 
     async def wait(self) -> int:
-        """Its exit code; waits until it has ended, or its actor, or its machine. Then its place is free again."""
+        """Its exit code; waits until it has ended, or its actor, or its machine. Then its place is
+        free again."""
         ended = asyncio.ensure_future(self._follow())
         killed = asyncio.ensure_future(self._killed.wait())
         await asyncio.wait((ended, killed), return_when=asyncio.FIRST_COMPLETED)
@@ -91,9 +92,10 @@ class RayLauncher:
     is_remote = True
 
     def __init__(self, address: str, resources: Mapping[str, float], replicas: int) -> None:
-        """`address` of the cluster's head ("auto": the cluster that this machine is part of, "local": a new one of this
-        machine alone, with room for `replicas`); `resources` that each engine takes (CPU: 1 if not said). Raises ConfigError
-        for an address that leads nowhere, and if Ray is not installed."""
+        """`address` of the cluster's head ("auto": the cluster that this machine is part of,
+        "local": a new one of this machine alone, with room for `replicas`); `resources` that each
+        engine takes (CPU: 1 if not said). Raises ConfigError for an address that leads nowhere, and
+        if Ray is not installed."""
         if "://" in address:
             raise ConfigError(
                 f"ray is {address!r}, which leads to a cluster that this machine is no part of",
@@ -107,7 +109,8 @@ class RayLauncher:
         self._is_connected = self._is_ours = False
 
     async def frontend_host(self) -> str:
-        """The address of this machine in the cluster. Waits for the cluster; raises ConfigError if there is none."""
+        """The address of this machine in the cluster. Waits for the cluster; raises ConfigError if
+        there is none."""
         ray = ray_module()
 
         await self._connect()

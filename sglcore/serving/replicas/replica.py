@@ -1,4 +1,5 @@
-"""One engine process as the frontend sees it: its channel, its state, and the requests that it has."""
+"""One engine process as the frontend sees it: its channel, its state, and the requests that it
+has."""
 
 from __future__ import annotations
 
@@ -37,16 +38,19 @@ from sglcore.serving.replicas.ipc import (
 from sglcore.serving.replicas.launch import EngineProcess
 
 State = Literal["starting", "ready", "silent", "unable", "draining", "dead"]
-"""Silent: it was ready, and gives no sign of life. Unable: it says that it lacks something, such as another engine."""
+"""Silent: it was ready, and gives no sign of life. Unable: it says that it lacks something, such as
+another engine."""
 STARTED = ("ready", "silent", "unable")
 """It has requests and a cache."""
 Answer = Embedded | Done
 LONGEST_READ = 120.0
-"""Seconds that a start may be silent in any case: Python's threads stand still while one of them reads a mapped file."""
+"""Seconds that a start may be silent in any case: Python's threads stand still while one of them
+reads a mapped file."""
 ORDER_SECONDS = 20.0
 """How long an order may take to be followed: it waits for the end of a step."""
 UNKILLABLE_SECONDS = 10.0
-"""After so long a process that was killed and has not ended, such as one inside its driver, is given up."""
+"""After so long a process that was killed and has not ended, such as one inside its driver, is
+given up."""
 UNKILLABLE = 1
 """Its exit code."""
 
@@ -129,7 +133,8 @@ class Replica:
 
     @property
     def report_age(self) -> float:
-        """Seconds since it last said anything, or since it was launched: a long step or a stuck device."""
+        """Seconds since it last said anything, or since it was launched: a long step or a stuck
+        device."""
         return time.monotonic() - self._heard_at
 
     @property
@@ -138,8 +143,9 @@ class Replica:
         return self._pulse.is_still
 
     def tick(self, most_silence: float, most_step: float) -> None:
-        """One look, each BEAT_SECONDS: it is silent after a few without a sign of life. It is killed after `most_silence`
-        seconds of them (120 at least while it starts), or where a step takes more than `most_step`."""
+        """One look, each BEAT_SECONDS: it is silent after a few without a sign of life. It is
+        killed after `most_silence` seconds of them (120 at least while it starts), or where a step
+        takes more than `most_step`."""
         pulse = self._pulse
         pulse.tick()
         if self.state not in ("starting", *STARTED) or self._overdue.is_set():
@@ -161,7 +167,8 @@ class Replica:
         self._channel.send(generation.request)
 
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
-        """The embedding of a prompt, or its scores, float32; waits. Raises what refused it, and EngineDied."""
+        """The embedding of a prompt, or its scores, float32; waits. Raises what refused it, and
+        EngineDied."""
         request = Embed(request_id, pack_ids(ids), pack_ids(segments or ()))
         answer = await self._answer(request)
         assert isinstance(answer, Embedded)
@@ -170,7 +177,8 @@ class Replica:
         return answer.vector
 
     async def order(self, order: Audit | Pause | Flush) -> Done:
-        """What came of an order; waits until it has been followed, 20 seconds at most. Raises EngineDied and NotAnswering."""
+        """What came of an order; waits until it has been followed, 20 seconds at most. Raises
+        EngineDied and NotAnswering."""
         who = f"replica {self.number}"
         if self.state == "silent":
             raise NotAnswering(who, f"it has given no sign of life for {self._pulse.silence * BEAT_SECONDS:g} s")
@@ -183,7 +191,8 @@ class Replica:
         return done
 
     async def shut_down(self, seconds: float) -> None:
-        """Tell the process to end, wait until it has, and kill it if it has not after so long. One that still starts is killed."""
+        """Tell the process to end, wait until it has, and kill it if it has not after so long. One
+        that still starts is killed."""
         if self.state in ("ready", "unable"):
             self.state = "draining"
             self._channel.send(Shutdown())

@@ -1,4 +1,5 @@
-"""How the starts of one replica went, and so whether it is started again, and when. It knows no processes and no clock."""
+"""How the starts of one replica went, and so whether it is started again, and when. It knows no
+processes and no clock."""
 
 from __future__ import annotations
 
@@ -35,6 +36,7 @@ class RestartPolicy:
 
     @property
     def wait(self) -> float:
-        """Seconds before the next start: none after a first death, then 1, 2, 4; a start that failed counts as one."""
+        """Seconds before the next start: none after a first death, then 1, 2, 4; a start that
+        failed counts as one."""
         doublings = self._short_lives - (0 if self._failed_starts else 1)
         return min(2.0 ** (doublings - 1), self._longest_wait) if doublings > 0 else 0.0

@@ -15,10 +15,11 @@ from typing import Protocol, TypeVar
 
 TOKEN_BYTES = 4
 MOST_BLOCKS = 1 << 16
-"""Blocks remembered for one replica, at about 100 bytes each; fewer if its device has fewer pages."""
+"""Blocks remembered for one replica, at about 100 bytes each; fewer if its device has fewer
+pages."""
 LOAD_RATIO, LOAD_SLACK = 1.5, 4
-"""A replica may have so many times the samples of the least busy one, and so many more, and still be chosen for what it has
-cached: none is idle for long while another has more than the slack."""
+"""A replica may have so many times the samples of the least busy one, and so many more, and still
+be chosen for what it has cached: none is idle for long while another has more than the slack."""
 
 
 class Target(Protocol):
@@ -52,7 +53,8 @@ class Router:
     """Chooses among replicas that are ready, and remembers what it chose. Not thread-safe."""
 
     def __init__(self, *, ratio: float = LOAD_RATIO, slack: int = LOAD_SLACK, most_blocks: int = MOST_BLOCKS) -> None:
-        """`ratio` and `slack` (samples) bound the load; `most_blocks` bounds the memory of one replica."""
+        """`ratio` and `slack` (samples) bound the load; `most_blocks` bounds the memory of one
+        replica."""
         self._ratio, self._slack, self._most_blocks = ratio, slack, most_blocks
         self._sent: dict[int, dict[int, None]] = {}
         """The hashes of each replica's blocks, least recently sent first."""
@@ -60,9 +62,11 @@ class Router:
         self._tick = 0
 
     def choose(self, ready: Sequence[Chosen], prompt: bytes) -> Chosen:
-        """The replica for a prompt (int32 bytes; empty: nothing is cached for it); `ready` is not empty. O(prompt).
+        """The replica for a prompt (int32 bytes; empty: nothing is cached for it); `ready` is not
+        empty. O(prompt).
 
-        Among those within `bound` the one with the longest matching prefix; then the least busy; then they take turns.
+        Among those within `bound` the one with the longest matching prefix; then the least busy;
+        then they take turns.
         """
         bound = self.bound([target.load for target in ready])
         hashes = block_hashes(prompt, max(target.page_size for target in ready))

@@ -19,7 +19,8 @@ AT_ONCE = 64
 
 
 class Runs:
-    """Generations in the order of their prompts; an async context manager that ends what has not ended."""
+    """Generations in the order of their prompts; an async context manager that ends what has not
+    ended."""
 
     def __init__(
         self,
@@ -28,7 +29,8 @@ class Runs:
         form: str = "",
         check: AnswerCheck | None = None,
     ) -> None:
-        """`form`: the field that is to blame if an engine refuses the form of the answer. `check`: for what of it is not enforced."""
+        """`form`: the field that is to blame if an engine refuses the form of the answer. `check`:
+        for what of it is not enforced."""
         self.generations = tuple(generations)
         self.outputs = [generation.output for generation in generations]
         """What there is of each prompt, as it grows."""
@@ -36,21 +38,25 @@ class Runs:
 
     @property
     def fingerprint(self) -> str:
-        """Those of the engines that run them, joined by commas where replicas differ; empty while none does."""
+        """Those of the engines that run them, joined by commas where replicas differ; empty while
+        none does."""
         return ",".join(sorted({each.fingerprint for each in self.generations if each.fingerprint}))
 
     @property
     def unenforced(self) -> Sequence[str]:
-        """What of the schemas that bind the answer is not enforced, and what is known of the samples that have been read."""
+        """What of the schemas that bind the answer is not enforced, and what is known of the
+        samples that have been read."""
         return () if self.check is None else self.check.names
 
     async def ended(self) -> None:
-        """Wait until every sample has ended, and take nothing: for an answer that is given as a whole."""
+        """Wait until every sample has ended, and take nothing: for an answer that is given as a
+        whole."""
         for generation in self.generations:
             await generation.ended()
 
     async def wait(self) -> list[RequestOutput]:
-        """All outputs; waits for the last one, and for its check. Raises what ended one from outside."""
+        """All outputs; waits for the last one, and for its check. Raises what ended one from
+        outside."""
         with blame(self.form):
             outputs = [await generation.wait() for generation in self.generations]
         for sample in (sample for output in outputs for sample in output.outputs):
@@ -58,7 +64,8 @@ class Runs:
         return outputs
 
     def read(self) -> AsyncGenerator[tuple[int, Item], None]:
-        """What is new of all, each with its prompt's place. The end of a sample comes when it was checked."""
+        """What is new of all, each with its prompt's place. The end of a sample comes when it was
+        checked."""
         return self._items() if self.check is None else self._checked()
 
     async def _checked(self) -> AsyncGenerator[tuple[int, Item], None]:
@@ -101,8 +108,9 @@ async def start_runs(
     form: str = "",
     parts: Sequence[Unenforced] | None = None,
 ) -> Runs:
-    """Give all prompts to engines, or none: the first that is refused ends those before it. `field` of the request has them;
-    `form` as in `Runs`; `parts`: what of the schemas that bind the text does not (None: what the grammar of `params` says)."""
+    """Give all prompts to engines, or none: the first that is refused ends those before it. `field`
+    of the request has them; `form` as in `Runs`; `parts`: what of the schemas that bind the text
+    does not (None: what the grammar of `params` says)."""
     if parts is None:
         parts = unenforced(form, params.grammar)
     with blame(form or field):

@@ -1,4 +1,5 @@
-"""The folder of one server's sockets. A server that is killed cannot remove its own, so the next one that starts does."""
+"""The folder of one server's sockets. A server that is killed cannot remove its own, so the next
+one that starts does."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ SHORT_FOLDER = "/tmp"
 SOCKET_NAME_BYTES = len(f"/{PREFIX}00000000/0000-00000000{OF_BEATS}") + 1
 """What a socket's path has beyond the folder for temporary files, with the byte that ends it."""
 LOCK = "lock"
-"""The file that a server locks as long as it lives: the system gives the lock back however it ends."""
+"""The file that a server locks as long as it lives: the system gives the lock back however it
+ends."""
 
 
 class SocketFolder:
-    """A new folder that only its owner may enter: a temporary one, or one below /tmp where TMPDIR is so long that the system would
-    refuse the path of a socket in it."""
+    """A new folder that only its owner may enter: a temporary one, or one below /tmp where TMPDIR
+    is so long that the system would refuse the path of a socket in it."""
 
     def __init__(self) -> None:
         """Removes those of servers that have ended, in both places."""
@@ -65,8 +67,8 @@ def sweep(place: Path) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """The lock of a folder, held; None where files cannot be locked, so that the folder is never taken for left. It has its name
-    only once it is held."""
+    """The lock of a folder, held; None where files cannot be locked, so that the folder is never
+    taken for left. It has its name only once it is held."""
     descriptor = os.open(folder / f"{LOCK}.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

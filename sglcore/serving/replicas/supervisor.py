@@ -33,7 +33,8 @@ from sglcore.serving.replicas.socket_folder import SocketFolder
 from sglcore.serving.replicas.stats import add_stats, past_only
 
 MOST_TRIES = 3
-"""Engines that may end with the same request: one that ends every engine must not end them all for ever."""
+"""Engines that may end with the same request: one that ends every engine must not end them all for
+ever."""
 
 log = logging.getLogger("sglcore.serving")
 
@@ -59,8 +60,8 @@ class Supervisor:
         router: Router | None = None,
         longest_wait: float = LONGEST_WAIT,
     ) -> None:
-        """`chosen`: each replica's device as a value, for engines on this machine; `longest_wait`: seconds before another start.
-        Raises ConfigError for a launcher that is absent."""
+        """`chosen`: each replica's device as a value, for engines on this machine; `longest_wait`:
+        seconds before another start. Raises ConfigError for a launcher that is absent."""
         self.replicas: dict[int, Replica] = {}
         self.health = health
         self.info: ModelInfo | None = None
@@ -96,7 +97,8 @@ class Supervisor:
         return self._server.restart or self._server.replicas > 1
 
     async def start(self) -> None:
-        """Launch every replica, or the first where the others wait for what it decides; does not wait for their models."""
+        """Launch every replica, or the first where the others wait for what it decides; does not
+        wait for their models."""
         self._looks = asyncio.create_task(self._look_on())
         numbers = range(self._server.replicas)
         at_once = 1 if is_open(self._config) else len(numbers)
@@ -105,12 +107,14 @@ class Supervisor:
             await self._launch(number)
 
     def tick(self) -> None:
-        """One look at all replicas, each BEAT_SECONDS: which are silent, and which have to be replaced."""
+        """One look at all replicas, each BEAT_SECONDS: which are silent, and which have to be
+        replaced."""
         for replica in list(self.replicas.values()):
             replica.tick(self._server.heartbeat_timeout, self._server.step_timeout)
 
     def submit(self, generation: Generation) -> None:
-        """Give a request to a replica, or keep it for one that is being started again; raises NotReady. Does not wait."""
+        """Give a request to a replica, or keep it for one that is being started again; raises
+        NotReady. Does not wait."""
         if self.ready:
             cached = self._config.prefix_cache and self.info is not None and self.info.generates
             self._choose(generation.request.prompt if cached else b"").run(generation)
@@ -121,7 +125,8 @@ class Supervisor:
         self._orphans[generation.request_id] = generation
 
     async def embed(self, request_id: str, ids: list[int], segments: list[int] | None = None) -> bytes:
-        """float32 of an embedding, or of scores; waits. It is tried again if its engine dies, where there may be another."""
+        """float32 of an embedding, or of scores; waits. It is tried again if its engine dies, where
+        there may be another."""
         died: EngineDied | None = None
         for _ in range(MOST_TRIES):
             while not self.ready:
@@ -136,12 +141,14 @@ class Supervisor:
         raise died
 
     async def audit(self) -> list[str]:
-        """What audits of all replicas found, and which of them did not answer; waits 20 seconds at most."""
+        """What audits of all replicas found, and which of them did not answer; waits 20 seconds at
+        most."""
         return await audit_all(self._serving)
 
     async def pause(self, is_paused: bool) -> None:
-        """Have no engine run a step, those that come later included, or all of them again; waits until they do so. Raises
-        NotAnswering where one does not in time, which then does it later."""
+        """Have no engine run a step, those that come later included, or all of them again; waits
+        until they do so. Raises NotAnswering where one does not in time, which then does it
+        later."""
         self.is_paused = is_paused
         await pause_all(self._serving, is_paused)
 
@@ -167,7 +174,8 @@ class Supervisor:
         return add_stats([self._past, *(replica.stats for replica in self.replicas.values())])
 
     def give_up(self, error: Exception) -> None:
-        """Fail every request, those that wait for a replica too; the replicas go on, and get no more."""
+        """Fail every request, those that wait for a replica too; the replicas go on, and get no
+        more."""
         self._is_given_up = True
         self._fail(self.generations, error)
         for replica in self.replicas.values():
@@ -199,7 +207,8 @@ class Supervisor:
             self.health.begin(phase.name, phase.done, phase.total)
 
     def on_ready(self, replica: Replica) -> None:
-        """One more takes requests; the server is ready when all that it began with are, and later with any."""
+        """One more takes requests; the server is ready when all that it began with are, and later
+        with any."""
         assert replica.info is not None
         self._config = decided(self._config, replica.info)
         for number in self._held_back:
@@ -240,7 +249,8 @@ class Supervisor:
             self._give_orphans()
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
-        """Fail what cannot be repeated, retry the rest where it is replaced, else end the server."""
+        """Fail what cannot be repeated, retry the rest where it is replaced, else end the
+        server."""
         self.deaths += 1
         self._router.forget(replica.number)
         self._past = add_stats([self._past, past_only(replica.stats)])
@@ -307,7 +317,8 @@ class Supervisor:
         return [replica for replica in self.replicas.values() if replica.state in STARTED]
 
     def _choose(self, prompt: bytes) -> Replica:
-        """The replica for a prompt, among those that are ready: one that is in the same step for seconds is the last choice."""
+        """The replica for a prompt, among those that are ready: one that is in the same step for
+        seconds is the last choice."""
         moving = [replica for replica in self.ready if not replica.is_still]
         return self._router.choose(moving or self.ready, prompt)
 
@@ -335,8 +346,8 @@ class Supervisor:
 
     @property
     def _may_come(self) -> bool:
-        """A request may wait for a replica: one is being started again, or is silent. One that lacks something says nothing of
-        when it has it."""
+        """A request may wait for a replica: one is being started again, or is silent. One that
+        lacks something says nothing of when it has it."""
         unable = sum(replica.state == "unable" for replica in self.replicas.values())
         return self._goes_on and unable < len(self._restarts)
 

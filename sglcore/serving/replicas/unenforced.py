@@ -1,4 +1,5 @@
-"""What of the schemas that bind an answer is not enforced, and whether the answer keeps to it, which is looked at when it has ended."""
+"""What of the schemas that bind an answer is not enforced, and whether the answer keeps to it,
+which is looked at when it has ended."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Unenforced:
 
 
 def unenforced(field: str, grammar: Grammar | None) -> list[Unenforced]:
-    """What of a grammar's schemas does not bind the text; `field` of the request has the grammar."""
+    """What of a grammar's schemas does not bind the text; `field` of the request has the
+    grammar."""
     return [Unenforced(field, part) for part in left_out_of(grammar)]
 
 
@@ -61,8 +63,9 @@ class AnswerCheck:
                 await asyncio.to_thread(self._checks.open)
 
     async def look(self, sample: Completion, field: str, text: str) -> None:
-        """Whether a sample that has ended keeps to what is not enforced: `text` of it to the schema of `field`. Its warnings say so.
-        Nothing is looked at where it was cut. Waits as long as a check may take, those before it counted; never raises."""
+        """Whether a sample that has ended keeps to what is not enforced: `text` of it to the schema
+        of `field`. Its warnings say so. Nothing is looked at where it was cut. Waits as long as a
+        check may take, those before it counted; never raises."""
         if sample.finish_reason != "stop" or isinstance(sample.stop_cause, str):
             return
         for each in self._parts:

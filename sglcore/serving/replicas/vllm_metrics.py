@@ -1,4 +1,5 @@
-"""The numbers of the server once more under vLLM's names, for dashboards and autoscalers that know those."""
+"""The numbers of the server once more under vLLM's names, for dashboards and autoscalers that know
+those."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ class WarmUpError(SglcoreError):
 
 
 def warm_up(engine: TokenEngine) -> None:
-    """Run a short prompt greedily and one by sampling, or embed one; waits. Raises WarmUpError if no token comes."""
+    """Run a short prompt greedily and one by sampling, or embed one; waits. Raises WarmUpError if
+    no token comes."""
     limits = engine.limits
     ids = list(range(1, min(PROMPT_TOKENS, limits.max_model_len - 1, limits.vocab_size - 1) + 1))
     if not limits.generates:

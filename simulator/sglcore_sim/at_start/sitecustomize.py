@@ -1,4 +1,5 @@
-"""What a process of Python imports before anything else, where `python -m sglcore_sim` put this folder on its path."""
+"""What a process of Python imports before anything else, where `python -m sglcore_sim` put this
+folder on its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""CUDA needs no face: the shipped code of torch.cuda runs, over the bindings that a CPU build lacks."""
+"""CUDA needs no face: the shipped code of torch.cuda runs, over the bindings that a CPU build
+lacks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What the extensions of two vendors took over from torch.cuda, with its signatures: streams, events, the context of a capture,
-and the calls about devices, memory and seeds. Where nothing is said, the signature says it."""
+"""What the extensions of two vendors took over from torch.cuda, with its signatures: streams,
+events, the context of a capture, and the calls about devices, memory and seeds. Where nothing is
+said, the signature says it."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Stream(module.StreamBinding):
 
 
 class Capturing:
-    """Context in which a graph captures the stream that is given, or one that all such contexts share."""
+    """Context in which a graph captures the stream that is given, or one that all such contexts
+    share."""
 
     default_capture_stream = None
 

@@ -1,4 +1,5 @@
-"""The module of a made-up device: what torch.accelerator, torch.Stream and torch.Event give, and no name beyond."""
+"""The module of a made-up device: what torch.accelerator, torch.Stream and torch.Event give, and no
+name beyond."""
 
 from __future__ import annotations
 

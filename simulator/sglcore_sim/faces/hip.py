@@ -1,4 +1,5 @@
-"""HIP needs no face: torch serves it under the names of torch.cuda, whose shipped code runs over the same bindings."""
+"""HIP needs no face: torch serves it under the names of torch.cuda, whose shipped code runs over
+the same bindings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What stands under torch's own Python of a device type that this build lacks: the bindings of `torch._C`, by the names that
-torch gives them for every such type. A kind's face adds what is its vendor's alone, then runs torch's modules again.
+"""What stands under torch's own Python of a device type that this build lacks: the bindings of
+`torch._C`, by the names that torch gives them for every such type. A kind's face adds what is its
+vendor's alone, then runs torch's modules again.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def memory_stats(native: ModuleType, device: int) -> dict[str, Any]:
 
 
 def bindings(sim: Any, prefix: str) -> dict[str, Any]:
-    """Name to value of what `torch._C` has for every device type of torch's own; `prefix` is that type's, such as "cuda"."""
+    """Name to value of what `torch._C` has for every device type of torch's own; `prefix` is that
+    type's, such as "cuda"."""
     native, devices = sim.core, range(sim.devices)
 
     @cache
@@ -120,8 +122,8 @@ def bindings(sim: Any, prefix: str) -> dict[str, Any]:
 
 
 def plant(package: Any, values: dict[str, Any], *modules: str) -> None:
-    """Add the values to `torch._C`, run these modules of torch's package again over them, and give the package anew what it
-    imported of them, its ways to change the device and its generators."""
+    """Add the values to `torch._C`, run these modules of torch's package again over them, and give
+    the package anew what it imported of them, its ways to change the device and its generators."""
     for name, value in values.items():
         setattr(torch._C, name, value)  # foreign: the names that a build for the device has
     for name in modules:
@@ -141,7 +143,8 @@ def plant(package: Any, values: dict[str, Any], *modules: str) -> None:
 
 
 def plant_storages(device_type: str) -> None:
-    """`torch.UntypedStorage(bytes, device=...)` for a device type of torch's own that its build does not know."""
+    """`torch.UntypedStorage(bytes, device=...)` for a device type of torch's own that its build
+    does not know."""
     original = torch.UntypedStorage.__new__
 
     def construct(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:

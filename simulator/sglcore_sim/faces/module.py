@@ -1,4 +1,5 @@
-"""What every face is made of: streams, events, graphs and the calls that torch's own neutral interface can answer."""
+"""What every face is made of: streams, events, graphs and the calls that torch's own neutral
+interface can answer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ MODES = ("global", "thread_local", "relaxed")
 
 
 class StreamBinding(torch.Stream):
-    """The stream class that a vendor's C extension gives to its Python: by identity, or new on the current device."""
+    """The stream class that a vendor's C extension gives to its Python: by identity, or new on the
+    current device."""
 
     def __new__(cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 0) -> Any:
         if stream_id or device_index or device_type:
@@ -46,7 +48,8 @@ class EventBinding(torch.Event):
 
 
 class GraphBinding:
-    """A graph over one of the `native` core (`bound`); `begin` is for the vendor's own `capture_begin`."""
+    """A graph over one of the `native` core (`bound`); `begin` is for the vendor's own
+    `capture_begin`."""
 
     native: ClassVar[ModuleType]
     core: Any

@@ -1,7 +1,9 @@
-"""torch_musa: modules, classes and functions under the signatures of its public sources (MooreThreads/torch_musa, core/).
+"""torch_musa: modules, classes and functions under the signatures of its public sources
+(MooreThreads/torch_musa, core/).
 
-There is no package of it to hold this against: the signatures were copied by hand. For `mem_get_info`,
-`reset_peak_memory_stats` and the graph classes there was no source; they have the signatures of torch.cuda, unchecked.
+There is no package of it to hold this against: the signatures were copied by hand. For
+`mem_get_info`, `reset_peak_memory_stats` and the graph classes there was no source; they have the
+signatures of torch.cuda, unchecked.
 """
 
 from __future__ import annotations

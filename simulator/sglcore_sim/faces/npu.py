@@ -1,7 +1,9 @@
-"""torch_npu: its modules, classes and functions under the signatures of torch_npu 2.13.0's own Python sources (its wheel).
+"""torch_npu: its modules, classes and functions under the signatures of torch_npu 2.13.0's own
+Python sources (its wheel).
 
-Operators are registered by `sglcore_sim.vendors.torch_npu`. Names that are absent here are not simulated; a name that
-torch_npu lacks is never added. `NPUGraph.update` and `auto_dispatch_capture` are refused.
+Operators are registered by `sglcore_sim.vendors.torch_npu`. Names that are absent here are not
+simulated; a name that torch_npu lacks is never added. `NPUGraph.update` and `auto_dispatch_capture`
+are refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Task groups of NPU graphs: captured calls whose host arguments are rewritten while the graph waits for an external event.
+"""Task groups of NPU graphs: captured calls whose host arguments are rewritten while the graph
+waits for an external event.
 
-The simulator runs a replay when it is queued. A graph that waits for an ExternalEvent is held back instead until the
-host has recorded all of its events, which on hardware is when it gets past them. Work that is queued in between would
-run too early here, so it is a fault (stuck_graph), as is a wait for work that can not finish.
+The simulator runs a replay when it is queued. A graph that waits for an ExternalEvent is held back
+instead until the host has recorded all of its events, which on hardware is when it gets past them.
+Work that is queued in between would run too early here, so it is a fault (stuck_graph), as is a
+wait for work that can not finish.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Call:
 
 @dataclass(slots=True)
 class Handle:
-    """The driver's handle of a captured group. `marker` stands for the memory in which the driver keeps its arguments."""
+    """The driver's handle of a captured group. `marker` stands for the memory in which the driver
+    keeps its arguments."""
 
     marker: torch.Tensor
     calls: list[Call] = field(default_factory=list)
@@ -38,7 +41,8 @@ class Handle:
 
 @dataclass(slots=True)
 class Waiting:
-    """A replay that waits for external events: its graph, its stream, and the operations counted when it was queued."""
+    """A replay that waits for external events: its graph, its stream, and the operations counted
+    when it was queued."""
 
     graph: Any
     stream: torch.Stream
@@ -46,7 +50,8 @@ class Waiting:
 
 
 class Recording(TorchDispatchMode):
-    """Turns the vendor's operators inside a group into nodes that read their arguments at every replay."""
+    """Turns the vendor's operators inside a group into nodes that read their arguments at every
+    replay."""
 
     def __init__(self, sim: Any, handle: Handle) -> None:
         super().__init__()
@@ -72,7 +77,8 @@ class Recording(TorchDispatchMode):
 
 
 class Rewriting(TorchDispatchMode):
-    """Takes the arguments of the operators that are called, in the group's order, and runs none of them."""
+    """Takes the arguments of the operators that are called, in the group's order, and runs none of
+    them."""
 
     def __init__(self, handle: Handle) -> None:
         super().__init__()
@@ -107,7 +113,8 @@ class Tasks:
         """Calls from here on are one group; the stream must be capturing."""
         if not self._sim.core.is_capturing():
             raise RuntimeError("graph_task_group_begin wants a stream that is being captured")
-        # Beside the captured stream, so that the marker is no memory of the pool, which other graphs write too.
+        # Beside the captured stream, so that the marker is no memory of the pool, which other
+        # graphs write too.
         with torch.Stream(stream.device):
             marker = torch.empty(1, dtype=torch.uint8, device=stream.device)
         recording = Recording(self._sim, Handle(marker))
@@ -129,7 +136,8 @@ class Tasks:
         self._rewriting.append(rewriting)
 
     def end_update(self, stream: torch.Stream) -> None:
-        """The update is queued on the stream: it must be ordered after the replay before, and the next one after it."""
+        """The update is queued on the stream: it must be ordered after the replay before, and the
+        next one after it."""
         if not self._rewriting:
             raise RuntimeError("graph_task_update_end without graph_task_update_begin")
         rewriting = self._rewriting.pop()
@@ -155,7 +163,8 @@ class Tasks:
             self._rewriting.pop().__exit__(None, None, None)
 
     def replay(self, graph: Any, run: Callable[[], None]) -> None:
-        """Run the graph, or hold it back until the host has recorded the events that it waits for."""
+        """Run the graph, or hold it back until the host has recorded the events that it waits
+        for."""
         self.refuse("another replay is queued")
         if all(event.is_set for event in graph.waits):
             run()
@@ -172,8 +181,8 @@ class Tasks:
                 waiting.graph.run()
 
     def recorded_twice(self) -> Exception:
-        """A fault: a graph passes on the first record, before what comes between the two, and the second lets one pass
-        that should wait."""
+        """A fault: a graph passes on the first record, before what comes between the two, and the
+        second lets one pass that should wait."""
         text = f"an ExternalEvent is recorded at {self._sim.core.site()}, and no graph has waited for its last record"
         return self._sim.log.make("race", text)
 

@@ -1,7 +1,9 @@
-"""Stand-ins of the vendors' libraries: CPU references under the true signatures, planted as importable modules.
+"""Stand-ins of the vendors' libraries: CPU references under the true signatures, planted as
+importable modules.
 
-Every module here exports `plant(sim)`, which makes its library importable (`importlib.util.find_spec` sees it too) or
-registers its operators. A `Kind` names those that its chip has.
+Every module here exports `plant(sim)`, which makes its library importable
+(`importlib.util.find_spec` sees it too) or registers its operators. A `Kind` names those that its
+chip has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """AITER: paged decode and batched prefill as CPU references under their true signatures.
 
-Decode takes raw pointers (csrc/cpp_itfs/pa/pa_v1.py and pa_v1.cpp.jinja, ROCm/aiter): where its kernel would read or write
-elsewhere, this one refuses. Prefill refuses what csrc/py_itfs_ck/mha_batch_prefill_kernels.cu checks.
+Decode takes raw pointers (csrc/cpp_itfs/pa/pa_v1.py and pa_v1.cpp.jinja, ROCm/aiter): where its
+kernel would read or write elsewhere, this one refuses. Prefill refuses what
+csrc/py_itfs_ck/mha_batch_prefill_kernels.cu checks.
 """
 
 from __future__ import annotations

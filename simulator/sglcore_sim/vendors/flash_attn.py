@@ -1,5 +1,5 @@
-"""FlashAttention 3 (the module `flash_attn_interface`): attention over a paged cache as a CPU reference under its true
-signature."""
+"""FlashAttention 3 (the module `flash_attn_interface`): attention over a paged cache as a CPU
+reference under its true signature."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""FlashMLA (the module `flash_mla` of sgl-flash-mla 1.0.0): attention over chosen rows as a CPU reference under its true
-signature.
+"""FlashMLA (the module `flash_mla` of sgl-flash-mla 1.0.0): attention over chosen rows as a CPU
+reference under its true signature.
 
-Preconditions: flash_mla/flash_mla_interface.py, csrc/api/sparse_prefill.cpp and the kernels' own assertions
-(sgl-project/FlashMLA): the older kernels are for compute capability 9.0 and 10, the newer for 10 and rows of 512.
+Preconditions: flash_mla/flash_mla_interface.py, csrc/api/sparse_prefill.cpp and the kernels' own
+assertions (sgl-project/FlashMLA): the older kernels are for compute capability 9.0 and 10, the
+newer for 10 and rows of 512.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def flash_mla_sparse_fwd(
 
 
 def _attend(q: Tensor, keys: Tensor, scale: float, d_v: int, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one token, q [H, D] and keys [N, D]: the result, the largest score of each head and the logarithm of the sum of all;
-    0, -inf and +inf without keys."""
+    """Of one token, q [H, D] and keys [N, D]: the result, the largest score of each head and the
+    logarithm of the sum of all; 0, -inf and +inf without keys."""
     scores = q @ keys.T * scale
     if not len(keys):
         nothing = torch.full((len(q),), torch.inf)

@@ -1,10 +1,12 @@
 """FlashInfer 0.7.2: the paged wrappers' plan and run as CPU references under their true signatures.
 
-As in the library, a plan is written into pinned memory of the wrapper and copied from there without a wait; the kernel
-reads lengths from that copy, and pages from the wrapper's buffers. In graph mode the buffers are the caller's.
+As in the library, a plan is written into pinned memory of the wrapper and copied from there without
+a wait; the kernel reads lengths from that copy, and pages from the wrapper's buffers. In graph mode
+the buffers are the caller's.
 
-Preconditions: flashinfer/decode.py, prefill.py and utils.py, and the checks and dispatches of csrc/batch_decode.cu and
-batch_prefill.cu (flashinfer-ai/flashinfer). Workspaces are held to the least that a plan of split rows takes.
+Preconditions: flashinfer/decode.py, prefill.py and utils.py, and the checks and dispatches of
+csrc/batch_decode.cu and batch_prefill.cu (flashinfer-ai/flashinfer). Workspaces are held to the
+least that a plan of split rows takes.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def plant(sim: Any) -> None:
 
 
 class PagedWrapper:
-    """What both wrappers share: workspaces, buffers, and a plan of (query offsets, lengths) in the int workspace."""
+    """What both wrappers share: workspaces, buffers, and a plan of (query offsets, lengths) in the
+    int workspace."""
 
     _sim: Any
     _window_left: int
@@ -298,7 +301,8 @@ def fast_decode_plan(
     q_len_per_req: int = 1,
     global_override_indptr_cpu: Tensor | None = None,
 ) -> None:
-    """Plan a decode wrapper that was planned before; in graph mode its buffers are the caller's to write."""
+    """Plan a decode wrapper that was planned before; in graph mode its buffers are the caller's to
+    write."""
     if not self._planned:
         raise AttributeError("'_cached_module': plan() must come before fast_decode_plan()")
     batch = len(last_page_len)

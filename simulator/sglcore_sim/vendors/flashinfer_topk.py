@@ -73,7 +73,8 @@ def top_k_page_table_transform(
 
 
 def _largest(scores: Tensor, k: int, tie_break: int) -> Tensor:
-    """Ascending places of the k largest; of equals at the bound the last, unless the first are wanted."""
+    """Ascending places of the k largest; of equals at the bound the last, unless the first are
+    wanted."""
     if tie_break == 1:
         return scores.sort(descending=True, stable=True)[1][:k].sort()[0]
     return (len(scores) - 1 - scores.flip(0).sort(descending=True, stable=True)[1][:k]).sort()[0]

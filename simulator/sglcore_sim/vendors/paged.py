@@ -1,5 +1,5 @@
-"""Attention over pages, row by row in float32: the arithmetic under every vendor's paged attention call, and the refusal
-of a call whose preconditions do not hold."""
+"""Attention over pages, row by row in float32: the arithmetic under every vendor's paged attention
+call, and the refusal of a call whose preconditions do not hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def plant_module(name: str, **names: Any) -> ModuleType:
 
 
 def require(call: str, wanted: Mapping[str, object], error: type[Exception] = RuntimeError) -> None:
-    """Raise `error`, naming the first of the preconditions `wanted` (a text, and whether it holds) that does not hold."""
+    """Raise `error`, naming the first of the preconditions `wanted` (a text, and whether it holds)
+    that does not hold."""
     for what, holds in wanted.items():
         if not holds:
             raise error(f"{call} wants {what}")
@@ -50,8 +51,9 @@ def adjacent(*parts: Tensor) -> bool:
 def flash_attention(
     sim: Any, parts: tuple[Tensor, ...], longest: int, scale: float | None, causal: bool, left: int, softcap: float
 ) -> Tensor:
-    """FlashAttention 3 over pages, in one launch, refusing what `mha_fwd` of hopper/flash_api.cpp (Dao-AILab/flash-attention)
-    checks. `parts` are queries, both caches, the page table, the lengths and the queries' offsets."""
+    """FlashAttention 3 over pages, in one launch, refusing what `mha_fwd` of hopper/flash_api.cpp
+    (Dao-AILab/flash-attention) checks. `parts` are queries, both caches, the page table, the
+    lengths and the queries' offsets."""
     q, k, v, table, lens, starts = parts
     rows, dim = len(starts) - 1, q.shape[-1]
     wanted = {
@@ -97,9 +99,9 @@ def attend(
     left: int,
     softcap: float = 0.0,
 ) -> None:
-    """Write into out [T, heads, dim] what q attends to. Each row is (first query, end, cells of its sequence); its queries
-    are the last of the sequence. `left` tokens before a query are seen (-1: all); a scaled score s
-    becomes softcap * tanh(s / softcap), unless that is 0."""
+    """Write into out [T, heads, dim] what q attends to. Each row is (first query, end, cells of its
+    sequence); its queries are the last of the sequence. `left` tokens before a query are seen (-1:
+    all); a scaled score s becomes softcap * tanh(s / softcap), unless that is 0."""
     for start, end, cells in rows:
         out[start:end] = _row(q[start:end], k_cells[cells], v_cells[cells], scale, causal, left, softcap).to(out.dtype)
 

@@ -1,7 +1,8 @@
-"""MATE's FlashAttention (the modules `mate` and `flash_attn_interface`) as a CPU reference under its true signature.
+"""MATE's FlashAttention (the modules `mate` and `flash_attn_interface`) as a CPU reference under
+its true signature.
 
-Its preconditions are those of FlashAttention 3, whose interface it has (mate/mha_interface.py, MooreThreads/mate), over
-pages of the sizes that it has kernels for.
+Its preconditions are those of FlashAttention 3, whose interface it has (mate/mha_interface.py,
+MooreThreads/mate), over pages of the sizes that it has kernels for.
 """
 
 from __future__ import annotations

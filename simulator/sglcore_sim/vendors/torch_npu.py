@@ -1,8 +1,10 @@
-"""torch_npu's operators as CPU references under their true schemas, with the limits that the vendor documents.
+"""torch_npu's operators as CPU references under their true schemas, with the limits that the vendor
+documents.
 
-What the real operator refuses is refused here too, by RuntimeError; alignment and layouts are checked, speed is not.
-Limits: docs/context of the repository Ascend/op-plugin, and the documents of the operators below it, aclnnXxx in
-cann/ops-transformer. Where versions differ, what all of them take.
+What the real operator refuses is refused here too, by RuntimeError; alignment and layouts are
+checked, speed is not. Limits: docs/context of the repository Ascend/op-plugin, and the documents of
+the operators below it, aclnnXxx in cann/ops-transformer. Where versions differ, what all of them
+take.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def attention_out(
     out: list[Tensor],
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The operator over buffers of its caller: pages by a block table, decode in BSND or packed rows in TND."""
+    """The operator over buffers of its caller: pages by a block table, decode in BSND or packed
+    rows in TND."""
     if block_table is None or actual_seq_lengths_kv is None or input_layout not in ("BSND", "TND"):
         raise NotImplementedError("this reference takes pages with lengths of the keys, in the layouts BSND and TND")
     packed = input_layout == "TND"
@@ -84,7 +87,8 @@ def _is_like(out: Tensor, query: Tensor) -> bool:
 
 
 def _queries(ends: list[int] | None, lengths: list[int], tokens: int) -> list[int]:
-    """Where packed rows end, which must be given, not exceed the tokens, and leave no row more queries than keys."""
+    """Where packed rows end, which must be given, not exceed the tokens, and leave no row more
+    queries than keys."""
     if not ends or sorted(ends) != list(ends) or ends[-1] != tokens:
         raise RuntimeError(f"{ATTENTION}: actual_seq_lengths {ends} must rise to the {tokens} packed tokens")
     counts = (end - start for start, end in pairwise([0, *ends]))
@@ -111,8 +115,9 @@ def _check(
     page: int,
     packed: bool,
 ) -> None:
-    """The limits of paged attention that the vendor documents for half precision: pages in whole 16ths for one query a row,
-    of 128 for packed rows; packed heads of 64 or 128, or up to 256 where heads of keys are shared (aclnnFusedInferAttentionScoreV3)."""
+    """The limits of paged attention that the vendor documents for half precision: pages in whole
+    16ths for one query a row, of 128 for packed rows; packed heads of 64 or 128, or up to 256 where
+    heads of keys are shared (aclnnFusedInferAttentionScoreV3)."""
     rows, dim, kv_heads = table.shape[0], query.shape[-1], kv_heads or heads
     takes_dim = dim in (64, 128) or (heads != kv_heads and dim % 16 == 0 and dim <= 256)
     takes_page = page == 128 if packed else page % 16 == 0 and 16 <= page <= 512
@@ -199,7 +204,8 @@ def scatter_pa_kv_cache(
     seq_lens: Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> None:
-    """Rows of key and value into the slots of pages in the plain layout, in the types that an A2 or A3 stores."""
+    """Rows of key and value into the slots of pages in the plain layout, in the types that an A2 or
+    A3 stores."""
     if cache_mode not in (None, "Norm"):
         raise NotImplementedError("this reference stores pages in the plain layout only (cache_mode 'Norm')")
     parts = (key, value, key_cache, value_cache)
@@ -245,7 +251,8 @@ def sparse_attention(
     attention_mode: int = 0,
     **unused: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention over the rows of a text that a list names, up to its first -1: in the absorbed form, whose values are its keys."""
+    """Attention over the rows of a text that a list names, up to its first -1: in the absorbed
+    form, whose values are its keys."""
     if (layout_query, layout_kv, sparse_mode) != ("BSND", "BSND", 0):
         raise NotImplementedError("this reference takes batches of texts, without a mask (sparse_mode 0)")
     given = actual_seq_lengths_query, actual_seq_lengths_kv, query_rope, key_rope
@@ -313,18 +320,21 @@ REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 """References by the operator's name in the namespace `npu`."""
 SHAPED = ("npu_rms_norm", "npu_add_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_scatter_pa_kv_cache")
-"""Operators for which the extension brings a Meta kernel too, so that they can be traced; their references read no value."""
+"""Operators for which the extension brings a Meta kernel too, so that they can be traced; their
+references read no value."""
 
 
 def plant(sim: Any) -> None:
-    """Register the extension's operators under their own schemas. Its out-variants do not mark what they write."""
+    """Register the extension's operators under their own schemas. Its out-variants do not mark what
+    they write."""
     library()
     sim.declare_writes(f"npu::{ATTENTION}.out", "out")
 
 
 @cache
 def library() -> torch.library.Library:
-    """The registrations, which live as long as the process; an operator without a reference here can not be run."""
+    """The registrations, which live as long as the process; an operator without a reference here
+    can not be run."""
     made = torch.library.Library("npu", "FRAGMENT")
     for schema in stored_schemas().values():
         made.define(schema)

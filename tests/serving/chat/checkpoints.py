@@ -1,4 +1,5 @@
-"""Checkpoints without weights: a byte-level tokenizer with each family's markers, and small templates of ours."""
+"""Checkpoints without weights: a byte-level tokenizer with each family's markers, and small
+templates of ours."""
 
 from __future__ import annotations
 
@@ -285,7 +286,8 @@ HARMONY = """<|start|>system<|message|>Valid channels: analysis, commentary, fin
 {%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
-"""Writes the first call of a message alone, and wants a description of every tool, as gpt-oss's does."""
+"""Writes the first call of a message alone, and wants a description of every tool, as gpt-oss's
+does."""
 
 HARMONY_TOKENS = tuple(f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "call", "return"))
 

@@ -1,4 +1,5 @@
-"""Grammars that force calls: what the template writes for a call is accepted token by token, anything else is not."""
+"""Grammars that force calls: what the template writes for a call is accepted token by token,
+anything else is not."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Case:
         return text[begin : end if end > begin else None].rstrip("\n")
 
     def accepts(self, grammar: Grammar | None, text: str) -> bool:
-        """Whether the tokens of the text are allowed, one after another, and the text may end there."""
+        """Whether the tokens of the text are allowed, one after another, and the text may end
+        there."""
         assert grammar and grammar.kind == "lark"
         matcher = llguidance.LLMatcher(self.judge, grammar.text, log_level=0)
         assert not matcher.get_error(), matcher.get_error()
@@ -202,7 +204,8 @@ def test_parameters_that_no_call_could_be_held_to_are_refused_by_name(
 
 
 NOTATED = ("lfm2", "lfm2 silent", "gemma", "functiongemma")
-"""Whose templates write lists and objects in a notation of their own, and whose forced text has them as JSON."""
+"""Whose templates write lists and objects in a notation of their own, and whose forced text has
+them as JSON."""
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)

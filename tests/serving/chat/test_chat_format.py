@@ -125,7 +125,8 @@ PARTS = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}[{{ p.text
 def test_a_message_that_goes_on_is_the_beginning_of_the_whole_one(
     formats: dict[str, ChatFormat], name: str, words: list[str], tmp_path: Path
 ) -> None:
-    """And all of it, whether its content is text or parts of text, as it would be told if it had ended."""
+    """And all of it, whether its content is text or parts of text, as it would be told if it had
+    ended."""
     found = formats[name] if name in formats else ChatFormat.detect(make_codec(tmp_path, PARTS))
     parts = [{"type": "text", "text": word} for word in words]
     for content in (parts, "\n".join(words)) if len(words) > 1 else (parts, words[0]):

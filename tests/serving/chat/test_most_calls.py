@@ -1,4 +1,5 @@
-"""How many calls a forced answer may make: as many as the limit says, in every family of templates."""
+"""How many calls a forced answer may make: as many as the limit says, in every family of
+templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Answers read back: any calls, any text around them, split anywhere; what is no call is content, to the character."""
+"""Answers read back: any calls, any text around them, split anywhere; what is no call is content,
+to the character."""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ TAGGED = {
         *("</invoke>\n", "</minimax:tool_call>"),
     ),
 }
-"""Before all calls, before the parameters of each, around their names and values, after them, after all calls."""
+"""Before all calls, before the parameters of each, around their names and values, after them, after
+all calls."""
 
 
 @pytest.mark.parametrize("name", TAGGED)

@@ -1,4 +1,5 @@
-"""The test that a parser has to pass on its own checkpoint: right ones pass, broken ones are caught and turned off."""
+"""The test that a parser has to pass on its own checkpoint: right ones pass, broken ones are caught
+and turned off."""
 
 from __future__ import annotations
 

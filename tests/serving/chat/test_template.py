@@ -1,4 +1,5 @@
-"""Chat templates: rendered as the field renders them, in a sandbox that can not be hung, filled or left."""
+"""Chat templates: rendered as the field renders them, in a sandbox that can not be hung, filled or
+left."""
 
 from __future__ import annotations
 

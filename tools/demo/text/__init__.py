@@ -1,4 +1,5 @@
-"""The text that the demo model learns from: a seeded writer of stories, dialogues, sums, JSON and Python."""
+"""The text that the demo model learns from: a seeded writer of stories, dialogues, sums, JSON and
+Python."""
 
 from .corpus import CATEGORIES, Document, document, documents, long_document
 

@@ -1,4 +1,5 @@
-"""Sums, differences and products of small whole numbers, as bare equations, questions and word problems."""
+"""Sums, differences and products of small whole numbers, as bare equations, questions and word
+problems."""
 
 import random
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ class Equation:
 
     @property
     def is_held_out(self) -> bool:
-        """Products and pairs of one-digit numbers are always taught; one in ten of the others is kept for the test."""
+        """Products and pairs of one-digit numbers are always taught; one in ten of the others is
+        kept for the test."""
         if self.word == "times" or max(self.left, self.right) < 10:
             return False
         return held_out(f"{self.left} {self.word} {self.right}")

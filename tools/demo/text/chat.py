@@ -1,4 +1,5 @@
-"""Dialogues: greetings, questions about the closed world, memory of what was said, and system messages."""
+"""Dialogues: greetings, questions about the closed world, memory of what was said, and system
+messages."""
 
 import json
 import random
@@ -103,7 +104,8 @@ class Dialogue:
 
 
 def render(messages: list[dict[str, str]]) -> str:
-    """The text of a dialogue with its special tokens, as the chat template of the model writes it."""
+    """The text of a dialogue with its special tokens, as the chat template of the model writes
+    it."""
     return BOS + "".join(f"<|{row['role']}|>{row['content'].strip()}{END}" for row in messages)
 
 

@@ -1,4 +1,5 @@
-"""The mixture: which kinds of document there are, how often each is written, and how one is drawn from a seed."""
+"""The mixture: which kinds of document there are, how often each is written, and how one is drawn
+from a seed."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -42,7 +43,8 @@ CATEGORIES: MappingProxyType[str, tuple[int, Callable[[random.Random, Split], st
 
 
 def document(seed: int, index: int, split: Split = "train", category: str | None = None) -> Document:
-    """The document number `index` of a seed; the same arguments give the same text on every machine."""
+    """The document number `index` of a seed; the same arguments give the same text on every
+    machine."""
     rng = random.Random(f"{split}:{seed}:{index}")
     if category is None:
         category = rng.choices(tuple(CATEGORIES), tuple(weight for weight, _ in CATEGORIES.values()))[0]

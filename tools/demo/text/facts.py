@@ -1,4 +1,5 @@
-"""Questions about the closed world, each with a sentence and a one-word answer, and the same facts as plain statements."""
+"""Questions about the closed world, each with a sentence and a one-word answer, and the same facts
+as plain statements."""
 
 import random
 from collections.abc import Callable
@@ -24,7 +25,8 @@ from .words import (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One question; `answer` is a sentence that is true by itself, `short` the answer in a word or two.
+    """One question; `answer` is a sentence that is true by itself, `short` the answer in a word or
+    two.
 
     A fact with a single wording is always taught: holding its question out would hold out the fact.
     """
@@ -217,7 +219,8 @@ FACTS: MappingProxyType[str, tuple[Callable[[random.Random], Fact], int]] = Mapp
 
 
 def fact(rng: random.Random, split: Split) -> Fact:
-    """A fact whose question belongs to `split`: the test asks known facts in wordings that were never seen with them."""
+    """A fact whose question belongs to `split`: the test asks known facts in wordings that were
+    never seen with them."""
     makers = tuple(maker for maker, _ in FACTS.values())
     weights = tuple(weight for _, weight in FACTS.values())
     while True:

@@ -1,4 +1,5 @@
-"""Short letters in which somebody says hello and introduces himself; the ending repeats what the beginning said."""
+"""Short letters in which somebody says hello and introduces himself; the ending repeats what the
+beginning said."""
 
 import random
 

@@ -97,7 +97,8 @@ def request(rng: random.Random) -> Request:
 
 
 def page(rng: random.Random) -> str:
-    """One record on a line, an indented record, a list of records of one kind, or one record per line."""
+    """One record on a line, an indented record, a list of records of one kind, or one record per
+    line."""
     make = rng.choice(MAKERS)
     layout = rng.choice(("line", "line", "indent", "list", "lines"))
     if layout == "line":

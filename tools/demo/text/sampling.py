@@ -1,4 +1,5 @@
-"""Seeded choices shared by all writers, and the rule that keeps test examples out of the training text."""
+"""Seeded choices shared by all writers, and the rule that keeps test examples out of the training
+text."""
 
 import random
 import zlib
@@ -16,7 +17,8 @@ ENDINGS = ("n", "l", "s", "ra", "na", "lo", "ko", "mi", "ta", "x", "ck", "rin", 
 
 
 def held_out(key: str) -> bool:
-    """Whether the example named `key` belongs to the test split: one in ten, by checksum, the same on every machine."""
+    """Whether the example named `key` belongs to the test split: one in ten, by checksum, the same
+    on every machine."""
     return zlib.crc32(key.encode()) % 10 == 0
 
 
@@ -32,7 +34,8 @@ def two(rng: random.Random, choices: Sequence[Item]) -> tuple[Item, Item]:
 
 
 def length(rng: random.Random, most: int) -> int:
-    """How many entries a page has: mostly one, so that a greedy reader stops after the first; else two to `most`."""
+    """How many entries a page has: mostly one, so that a greedy reader stops after the first; else
+    two to `most`."""
     return 1 if rng.random() < 0.6 else rng.randint(2, most)
 
 
@@ -46,7 +49,8 @@ def pronouns(name: str) -> dict[str, str]:
 
 
 def any_name(rng: random.Random, invented: float = 0.3) -> str:
-    """A name; with probability `invented` one made of syllables, so that copying a name is learnt in general."""
+    """A name; with probability `invented` one made of syllables, so that copying a name is learnt
+    in general."""
     if rng.random() >= invented:
         return rng.choice(PEOPLE)
     return rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(ENDINGS)

@@ -1,4 +1,5 @@
-"""Short stories whose parts agree: who loses a thing finds that thing, and pronouns and colours stay the same."""
+"""Short stories whose parts agree: who loses a thing finds that thing, and pronouns and colours
+stay the same."""
 
 import random
 from collections.abc import Callable
@@ -231,7 +232,8 @@ def cast(rng: random.Random, wish: Wish) -> Words:
 
 
 def with_articles(words: Words) -> Words:
-    """The nouns of `words` with an article: `a_thing`, and `A_animal` for the beginning of a sentence."""
+    """The nouns of `words` with an article: `a_thing`, and `A_animal` for the beginning of a
+    sentence."""
     nouns = ("thing", "colour", "food", "animal", "animal2", "weather", "trait")
     articles: Words = {f"a_{noun}": a(str(words[noun])) for noun in nouns}
     return articles | {"A_animal": a(str(words["animal"])).capitalize()}
@@ -257,7 +259,8 @@ def story(rng: random.Random, wish: Wish | None = None) -> str:
 
 
 def long_story(rng: random.Random) -> str:
-    """Three or four numbered chapters about one person, each with its own plot; up to 1,000 tokens."""
+    """Three or four numbered chapters about one person, each with its own plot; up to 1,000
+    tokens."""
     name = rng.choice(PEOPLE)
     chapters = []
     for number, make in enumerate(rng.sample(PLOTS, rng.choice((3, 4))), start=1):

@@ -1,6 +1,8 @@
-"""What the operators of Intel's extension give, and under which schemas, as `recorded.json` keeps it of the real one.
+"""What the operators of Intel's extension give, and under which schemas, as `recorded.json` keeps
+it of the real one.
 
-`python devices/cpu/tests/ipex/record.py` writes it where the extension is installed beside the torch that it was built for.
+`python devices/cpu/tests/ipex/record.py` writes it where the extension is installed beside the
+torch that it was built for.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""In place of Intel's extension: its operators under their recorded schemas, by what they mean. They refuse what the real
-ones refuse, and what those compute wrongly without a word.
+"""In place of Intel's extension: its operators under their recorded schemas, by what they mean.
+They refuse what the real ones refuse, and what those compute wrongly without a word.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_bac
 def rotary_position_embedding(
     x: Tensor, table: Tensor, first: Tensor, heads: int, head_dim: int, offset: int, rotary_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Row t of x [1, T, heads, D] by row `first` + t of the table, which holds sines, then cosines."""
+    """Row t of x [1, T, heads, D] by row `first` + t of the table, which holds sines, then
+    cosines."""
     if not x.shape[1]:
         raise RuntimeError("rotary_position_embedding takes a row at least")
     if table.dtype is not torch.float32 or first.dtype is not torch.int64 or first.dim():
@@ -104,7 +105,8 @@ def library() -> torch.library.Library:
 
 
 def install(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch, source: str | None = None) -> None:
-    """Plant a distribution of this version in a folder that becomes importable, and its module: the stand-in, or `source`."""
+    """Plant a distribution of this version in a folder that becomes importable, and its module: the
+    stand-in, or `source`."""
     planted = folder / f"{MODULE}-{version}.dist-info"
     planted.mkdir(parents=True)
     (planted / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: {version}\n")
@@ -114,5 +116,6 @@ def install(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch, source:
         return
     library()
     monkeypatch.setitem(sys.modules, MODULE, ModuleType(MODULE))
-    # Its result is of a C++ class, so that no operator of this schema can be registered from Python.
+    # Its result is of a C++ class, so that no operator of this schema can be registered from
+    # Python.
     monkeypatch.setattr(torch.ops.ipex_prepack, "linear_prepack", linear_prepack, raising=False)

@@ -1,6 +1,8 @@
-"""Random requests over random pages for the native attention kernels, in guarded memory, and what must come of them.
+"""Random requests over random pages for the native attention kernels, in guarded memory, and what
+must come of them.
 
-The pool holds NaN in every cell that is no row's own; the oracle works each query out by itself in float64.
+The pool holds NaN in every cell that is no row's own; the oracle works each query out by itself in
+float64.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from tests.attention.rows import Heads, visible
 
 FLOAT, HALF, BYTE = torch.float32, torch.bfloat16, torch.uint8
 BOUNDS = {FLOAT: 2e-5, HALF: 1e-2}
-"""Of results of that type, absolute and relative: the rounding of a result of bf16, and of probabilities before it."""
+"""Of results of that type, absolute and relative: the rounding of a result of bf16, and of
+probabilities before it."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """`rows` hold (tokens before, tokens now) of each request; `padding` rows of slot 0 follow, one token each."""
+    """`rows` hold (tokens before, tokens now) of each request; `padding` rows of slot 0 follow, one
+    token each."""
 
     rows: Sequence[tuple[int, int]]
     heads: Heads = Heads()
@@ -39,7 +43,8 @@ class Ask:
 
 @dataclass
 class Case:
-    """Everything that a kernel is given, and the rows' keys and values [length, kv_heads, dim] as they are in the cells."""
+    """Everything that a kernel is given, and the rows' keys and values [length, kv_heads, dim] as
+    they are in the cells."""
 
     ask: Ask
     q: Tensor
@@ -87,7 +92,8 @@ class Case:
         }
 
     def run(self, engine: Engine, kernel: str, **changes: float) -> Tensor:
-        """The kernel's result [T, heads * dim]; `changes` are arguments that are given instead of the true ones."""
+        """The kernel's result [T, heads * dim]; `changes` are arguments that are given instead of
+        the true ones."""
         out, check = guarded(self.q.shape, self.q.dtype)
         engine.kernel(kernel).bind()(**self.arguments(kernel, out) | changes)
         for one in (check, *self.checks):
@@ -112,7 +118,8 @@ class Case:
         return [last - back for back in range(1, min(32, last + 1)) if not word >> (31 - back) & 1]
 
     def make_tree(self, seed: int) -> None:
-        """Every row sees about half of the tokens before its own; the cells of the others hold no numbers."""
+        """Every row sees about half of the tokens before its own; the cells of the others hold no
+        numbers."""
         generator = torch.Generator().manual_seed(seed)
         words = torch.randint(-(1 << 31), 0, (len(self.slots),), generator=generator, dtype=torch.int32)
         self.visible, check = guarded_copy(words, 0, 0)
@@ -133,7 +140,8 @@ class Case:
 def dense(
     query: Tensor, keys: Tensor, values: Tensor, heads: Heads, sinks: Tensor | None, hidden: Sequence[int] = ()
 ) -> Tensor:
-    """query [n, heads, dim] over keys and values [length, kv_heads, dim], without the `hidden` ones; returns query's shape."""
+    """query [n, heads, dim] over keys and values [length, kv_heads, dim], without the `hidden`
+    ones; returns query's shape."""
     group = heads.heads // heads.kv_heads
     keys, values = (part.repeat_interleave(group, 1).transpose(0, 1) for part in (keys, values))
     scores = query.transpose(0, 1) @ keys.transpose(1, 2) * (heads.scaling or heads.dim**-0.5)

@@ -1,4 +1,5 @@
-"""For tests of native kernels: `library`, which stands in for every instruction set, and `engine`, once for each.
+"""For tests of native kernels: `library`, which stands in for every instruction set, and `engine`,
+once for each.
 
 A run that brings a library of its own (see `run_with.py`) registers it as a plugin.
 """

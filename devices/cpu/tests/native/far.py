@@ -1,6 +1,8 @@
-"""Kernels of a kind of processor that this machine is not, under an emulator, behind the interface of `native`.
+"""Kernels of a kind of processor that this machine is not, under an emulator, behind the interface
+of `native`.
 
-The same tests run on them: a call crosses to the emulated process, which takes the pages it touches from this one.
+The same tests run on them: a call crosses to the emulated process, which takes the pages it touches
+from this one.
 """
 
 from __future__ import annotations
@@ -156,7 +158,8 @@ class FarLibrary:
 
 
 def started(driver: Path, processor: str) -> subprocess.Popen[bytes]:
-    """The emulated process, in which none of the emulator's own memory lies where memory of this process does."""
+    """The emulated process, in which none of the emulator's own memory lies where memory of this
+    process does."""
     for _ in range(20):
         command = (EMULATOR, "-L", LIBRARIES, "-cpu", processor, str(driver))
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -184,7 +187,8 @@ def spans(process: str) -> list[tuple[int, int]]:
 
 
 def page_at(address: int) -> bytes:
-    """A page of this process. A kernel that goes astray must not take this process with it where that is seen."""
+    """A page of this process. A kernel that goes astray must not take this process with it where
+    that is seen."""
     if address < 1 << 16:
         raise AssertionError(f"a kernel touched address {address:#x}")
     return ctypes.string_at(address, PAGE)

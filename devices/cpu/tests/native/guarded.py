@@ -1,7 +1,8 @@
-"""Memory in which a kernel that writes too far is seen, and one that reads too far computes nonsense.
+"""Memory in which a kernel that writes too far is seen, and one that reads too far computes
+nonsense.
 
-Around every tensor lie cells of a pattern (NaN in floats); a fresh tensor is full of them too, so that what a kernel
-leaves unwritten does not compare equal either.
+Around every tensor lie cells of a pattern (NaN in floats); a fresh tensor is full of them too, so
+that what a kernel leaves unwritten does not compare equal either.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ from torch import Tensor
 from sglcore_cpu.native import BoundKernel, Engine, recorder
 
 GUARD_BYTES = 1024
-"""Before and after each tensor; a multiple of a cache line, so that a tensor starts on one unless it is told otherwise."""
+"""Before and after each tensor; a multiple of a cache line, so that a tensor starts on one unless
+it is told otherwise."""
 INTEGER = 1
-"""The pattern of integers: a kernel that takes a guard for an index stays inside this process's memory."""
+"""The pattern of integers: a kernel that takes a guard for an index stays inside this process's
+memory."""
 
 
 def guarded(
     shape: Sequence[int], dtype: torch.dtype, offset_elements: int = 0, row_gap: int = 0
 ) -> tuple[Tensor, Callable[[], None]]:
-    """(tensor, check): a tensor `offset_elements` behind a multiple of 64 bytes, undefined until written.
+    """(tensor, check): a tensor `offset_elements` behind a multiple of 64 bytes, undefined until
+    written.
 
-    Rows are its last dimension; `row_gap` cells lie behind each. `check()` raises AssertionError if a cell outside the
-    tensor was written.
+    Rows are its last dimension; `row_gap` cells lie behind each. `check()` raises AssertionError if
+    a cell outside the tensor was written.
     """
     width = shape[-1] if shape else 1
     rows = math.prod(shape[:-1])
@@ -40,13 +44,15 @@ def guarded(
 
 
 def guarded_copy(tensor: Tensor, offset_elements: int = 0, row_gap: int = 0) -> tuple[Tensor, Callable[[], None]]:
-    """`guarded` memory with the values of `tensor`; its strides are those of `guarded`, not of the tensor."""
+    """`guarded` memory with the values of `tensor`; its strides are those of `guarded`, not of the
+    tensor."""
     view, check = guarded(tensor.shape, tensor.dtype, offset_elements, row_gap)
     return view.copy_(tensor), check
 
 
 class GuardedResults:
-    """Every engine's results in guarded memory: `with GuardedResults(): ...`, which checks them when it ends."""
+    """Every engine's results in guarded memory: `with GuardedResults(): ...`, which checks them
+    when it ends."""
 
     def __init__(self) -> None:
         self._checks: list[Callable[[], None]] = []

@@ -1,4 +1,5 @@
-"""Libraries of native kernels that tests build: below `build/native`, once for all processes of a run.
+"""Libraries of native kernels that tests build: below `build/native`, once for all processes of a
+run.
 
 Each holds the topic `probe` of this folder too: kernels that only tests call.
 """
@@ -25,7 +26,8 @@ OBJECTS = FOLDER / "objects"
 PROBE = Path(__file__).with_name("probe")
 PLUGIN = "native-library"
 KERNELS, PROGRAMS = "native-kernels", "native-programs"
-"""Groups of tests (ci/groups.py): every kernel for every instruction set; those that build programs of their own."""
+"""Groups of tests (ci/groups.py): every kernel for every instruction set; those that build programs
+of their own."""
 KEPT_SECONDS = 24 * 3600
 TINY = """#include "kernels.h"
 namespace sgl::SGL_ISA {
@@ -37,7 +39,8 @@ const KernelList tiny_kernels = {nullptr, 0};
 
 @dataclass(frozen=True)
 class GivenLibrary:
-    """The plugin by which a run of pytest brings its own library, and the instruction sets to run in it."""
+    """The plugin by which a run of pytest brings its own library, and the instruction sets to run
+    in it."""
 
     library: Library | FarLibrary
     names: tuple[str, ...]
@@ -63,18 +66,21 @@ class Place:
 
 
 def every_set(selection: Selection) -> Library:
-    """Every topic for every instruction set of this kind of machine; in a sample, for those that this processor has, of
-    compiled files that an installation has left. Waits, minutes where it must be built."""
+    """Every topic for every instruction set of this kind of machine; in a sample, for those that
+    this processor has, of compiled files that an installation has left. Waits, minutes where it
+    must be built."""
     return loaded(emulated() if KERNELS in selection.whole else prepared(Variant(), "plain").library)
 
 
 def emulated() -> Path:
-    """The library for this kind of machine; what is above avx512 is emulated by its instructions. Waits, minutes."""
+    """The library for this kind of machine; what is above avx512 is emulated by its instructions.
+    Waits, minutes."""
     return prepared(Variant(emulate=True), "emulated").library
 
 
 def prepared(variant: Variant, word: str) -> Place:
-    """The sources as they are now, copied and built: whoever edits them meanwhile, a build is of one state of them.
+    """The sources as they are now, copied and built: whoever edits them meanwhile, a build is of
+    one state of them.
 
     A topic that does not compile is left out, and its tests say that a kernel is missing.
     """
@@ -113,7 +119,8 @@ def compiles(topic: str, variant: Variant, place: Path) -> bool:
 
 
 def tiny_sources(folder: Path) -> Path:
-    """The parts that every library has, and one topic without a kernel: what takes a compiler seconds."""
+    """The parts that every library has, and one topic without a kernel: what takes a compiler
+    seconds."""
     shutil.copytree(SOURCES, folder, ignore=shutil.ignore_patterns(*topics()))
     (folder / "tiny").mkdir()
     (folder / "tiny" / "tiny.cpp").write_text(TINY)

@@ -16,7 +16,8 @@ TINY = 1e-30
 
 @dataclass(frozen=True)
 class Case:
-    """A weight of random codes, scales and perhaps zeros, float16 numbers as a checkpoint has them."""
+    """A weight of random codes, scales and perhaps zeros, float16 numbers as a checkpoint has
+    them."""
 
     codes: Tensor
     scales: Tensor
@@ -45,7 +46,8 @@ class Case:
 
 
 def make_case(rows: int, columns: int, bits: int, group: int, has_zeros: bool, seed: int) -> Case:
-    """Random codes over their whole range, scales over four powers of ten, zeros that need not be whole."""
+    """Random codes over their whole range, scales over four powers of ten, zeros that need not be
+    whole."""
     random = torch.Generator().manual_seed(seed)
     groups = -(-columns // group)
     codes = torch.randint(0, 1 << bits, (rows, columns), dtype=torch.uint8, generator=random)
@@ -65,7 +67,8 @@ def random_x(tokens: int, columns: int, seed: int) -> Tensor:
 
 
 def quantized_x(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """(codes [T, K], scales [T, groups]) as the kernels must find them: float32 steps, ties to even."""
+    """(codes [T, K], scales [T, groups]) as the kernels must find them: float32 steps, ties to
+    even."""
     tokens, columns = x.shape
     groups = -(-columns // group)
     padded = torch.nn.functional.pad(x.float(), (0, groups * group - columns)).view(tokens, groups, group)
@@ -77,7 +80,8 @@ def quantized_x(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def promised(case: Case, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(x times the weight [T, N] by the promised arithmetic in float64, how far float32 may be from it)."""
+    """(x times the weight [T, N] by the promised arithmetic in float64, how far float32 may be from
+    it)."""
     codes, scales = quantized_x(x, case.group)
     total = torch.zeros(x.shape[0], case.codes.shape[0], dtype=torch.float64)
     magnitude = torch.zeros_like(total)

@@ -1,9 +1,10 @@
-"""Runs the tests of native kernels in a process of its own with a library that is given, and fewer examples of each.
+"""Runs the tests of native kernels in a process of its own with a library that is given, and fewer
+examples of each.
 
     python devices/cpu/tests/native/run_with.py KIND PATH [pytest's words]
 
-KIND is `here` for a library of this kind of machine, which a sanitizer may need loaded before Python, or `far` for the
-driver of another kind under an emulator.
+KIND is `here` for a library of this kind of machine, which a sanitizer may need loaded before
+Python, or `far` for the driver of another kind under an emulator.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Given:
 
 
 def files_to_run(selection: Selection) -> tuple[str, ...]:
-    """One file of tests where a sample is taken; none, which means all, where the group is run whole."""
+    """One file of tests where a sample is taken; none, which means all, where the group is run
+    whole."""
     if PROGRAMS in selection.whole:
         return ()
     left = [f"test_native_{other}.py" for other in OTHERS]
@@ -81,7 +83,8 @@ def main(arguments: Sequence[str]) -> int:
         library = GivenLibrary(here, here.usable(), (2,))
     ignored = [f"--ignore-glob={FOLDER}/test_native_{other}*.py" for other in OTHERS]
     chosen = words or [str(FOLDER)]
-    # Without capture of file descriptors, so that what a sanitizer says as it ends the process is not lost.
+    # Without capture of file descriptors, so that what a sanitizer says as it ends the process is
+    # not lost.
     return pytest.main(
         ["--capture=sys", "-n0", "-v", "--tb=short", *NO_PLUGINS.split(), *ignored, *chosen], plugins=[Given(library)]
     )

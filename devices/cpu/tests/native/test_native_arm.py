@@ -1,4 +1,5 @@
-"""The kernels for Arm: built by a cross compiler, and every native kernel's tests run on them under an emulator."""
+"""The kernels for Arm: built by a cross compiler, and every native kernel's tests run on them under
+an emulator."""
 
 from __future__ import annotations
 

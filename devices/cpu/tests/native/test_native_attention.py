@@ -1,4 +1,5 @@
-"""The native attention kernels equal a dense oracle, whatever the pages, lengths, types and threads."""
+"""The native attention kernels equal a dense oracle, whatever the pages, lengths, types and
+threads."""
 
 from __future__ import annotations
 
@@ -146,7 +147,8 @@ def test_a_wrong_argument_is_seen(engine: Engine, kernel: str, wrong: dict[str, 
         case.check(case.run(engine, kernel, **wrong))
 
 
-# -- what other rows, threads and chunks change: nothing ---------------------------------------------------------------
+# -- what other rows, threads and chunks change: nothing
+# ---------------------------------------------------------------
 
 
 def alone(case: Case, row: int) -> dict[str, float]:
@@ -200,7 +202,8 @@ def test_a_prompt_in_chunks_has_the_bits_of_the_whole(
         assert torch.equal(part[first:last], whole[first:last])
 
 
-# -- recorded calls ----------------------------------------------------------------------------------------------------
+# -- recorded calls
+# --------------------------------------------------------------------------------------------------
 
 
 class Kept:

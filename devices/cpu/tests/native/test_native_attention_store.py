@@ -1,4 +1,5 @@
-"""Keys and values become codes of 8 bits with a scale for each cell and head, and no other cell changes."""
+"""Keys and values become codes of 8 bits with a scale for each cell and head, and no other cell
+changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The build of the native library: what is told apart, what is kept, and what a person reads when it fails."""
+"""The build of the native library: what is told apart, what is kept, and what a person reads when
+it fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The native draw gives the sampler's tokens to the bit, whatever the vocabulary, the cut-offs and the ties."""
+"""The native draw gives the sampler's tokens to the bit, whatever the vocabulary, the cut-offs and
+the ties."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def some_state(rng: random.Random, count: int) -> SamplingState:
 
 
 def some_logits(rng: random.Random, count: int, vocab: int) -> Tensor:
-    """Flat, peaked or full of ties; some rows are bad, have one candidate or are masked but for a few."""
+    """Flat, peaked or full of ties; some rows are bad, have one candidate or are masked but for a
+    few."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 31))
     logits = torch.randn(count, vocab, generator=generator) * rng.choice((0.0, 1e-6, 0.1, 1, 3, 5, 40))
     if rng.random() < 0.4:
@@ -98,14 +100,15 @@ def ties(*params: dict) -> tuple[Tensor, SamplingState]:
 
 
 def best_is_not_first() -> tuple[Tensor, SamplingState]:
-    """A token a little below the best has no gap either and the lower id: top_k = 1 keeps that one only."""
+    """A token a little below the best has no gap either and the lower id: top_k = 1 keeps that one
+    only."""
     row = torch.tensor([-9.0, 0.999999, 1.0, 0.5])
     return row.repeat(8, 1), staged([(SamplingParams(temperature=1.0, top_k=1), 6)] * 8, range(8))
 
 
 def wide_share() -> tuple[Tensor, SamplingState]:
-    """More than 8 nats below the best, tokens are many enough to be needed by top_p; some rows need few. Of the other rows
-    three in ten would draw a token beyond the share."""
+    """More than 8 nats below the best, tokens are many enough to be needed by top_p; some rows need
+    few. Of the other rows three in ten would draw a token beyond the share."""
     logits = torch.full((40, 40 * BLOCK), -9.5)
     logits[:, 77], logits[:3, 78] = 0.0, 9.0
     return logits, staged([(SamplingParams(temperature=1.0, top_p=0.7), 8)] * 40, range(40))
@@ -119,7 +122,8 @@ def ties_at_min_p() -> tuple[Tensor, SamplingState]:
 
 
 def narrow_wins() -> tuple[Tensor, SamplingState]:
-    """The second token wins by 1 / 65536, with noise of nearly a whole number of octaves, where a bound on it is tight."""
+    """The second token wins by 1 / 65536, with noise of nearly a whole number of octaves, where a
+    bound on it is tight."""
     positions = torch.arange(1 << 20, dtype=torch.int32)
     tables, state = make_race_tables(2, "cpu"), staged([(SamplingParams(temperature=1.0), 9)], [0])
     keys = row_keys(state.seed_words.expand(len(positions), 2), positions)

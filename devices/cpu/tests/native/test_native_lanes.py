@@ -1,4 +1,5 @@
-"""The sixteen lanes on every instruction set: each function against torch, over ordinary and extreme numbers."""
+"""The sixteen lanes on every instruction set: each function against torch, over ordinary and
+extreme numbers."""
 
 from __future__ import annotations
 

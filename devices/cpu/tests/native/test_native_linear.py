@@ -1,4 +1,5 @@
-"""Products with panels against torch in float64, alone and with a gate, on every instruction set and with guarded memory."""
+"""Products with panels against torch in float64, alone and with a gate, on every instruction set
+and with guarded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Norms and activations of the native kernels mean what the reference means, wherever rows lie, and touch nothing else."""
+"""Norms and activations of the native kernels mean what the reference means, wherever rows lie, and
+touch nothing else."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def close(found: Tensor, expected: Tensor, scale: float = 1.0, casts: bool = Tru
     rounding = ROUNDING[found.dtype]
     torch.testing.assert_close(found, expected, rtol=2 * rounding, atol=rounding * scale / 8)
     if casts and found.dtype is torch.bfloat16:
-        # A cast that is left out moves a quarter of all values by a step; another order of sums moves few.
+        # A cast that is left out moves a quarter of all values by a step; another order of sums
+        # moves few.
         assert int((found != expected).sum()) <= 3 + found.numel() // 32
 
 

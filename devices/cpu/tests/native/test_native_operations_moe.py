@@ -1,4 +1,5 @@
-"""The native mixture of experts means what the reference means, reads chosen experts only, and touches nothing else."""
+"""The native mixture of experts means what the reference means, reads chosen experts only, and
+touches nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rotation, cells, rows and routing of the native kernels mean what the reference means, and touch nothing else."""
+"""Rotation, cells, rows and routing of the native kernels mean what the reference means, and touch
+nothing else."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class Heads:
         return self.q, self.k, self.v, self.positions, self.angles, self.size
 
     def expect_same(self, found: Tensor, expected: Tensor, wanted: tuple[Tensor, Tensor]) -> None:
-        """The rotated queries, and the caches as `wanted`, within one rounding where a norm has been taken."""
+        """The rotated queries, and the caches as `wanted`, within one rounding where a norm has
+        been taken."""
         for mine, its in ((found, expected), *zip(self.caches, wanted, strict=True)):
             assert mine.dtype == its.dtype and mine.shape == its.shape
             assert torch.equal(mine, its)
@@ -122,7 +124,8 @@ def test_norms_before_the_rotation_are_the_reference(engine: Engine, case: dict[
         pairs = ((found, expected), *zip(heads.caches, wanted, strict=True))
         for mine, its in pairs:
             coarse = torch.bfloat16 in (case["dtype"], mine.dtype)
-            # A step of the norm in bfloat16 may cancel in the rotation, so it counts against the largest value.
+            # A step of the norm in bfloat16 may cancel in the rotation, so it counts against the
+            # largest value.
             bound = 2**-6 if coarse else 4e-6
             torch.testing.assert_close(
                 mine, its, rtol=bound, atol=bound * max(1.0, float(its.abs().amax()) if its.numel() else 1.0)

@@ -16,7 +16,8 @@ NOBODY, TOGETHER = -1, -2
 
 
 class Runs:
-    """What `probe_pool` reports of some runs: how often each element was visited, and by which thread at last."""
+    """What `probe_pool` reports of some runs: how often each element was visited, and by which
+    thread at last."""
 
     def __init__(self, engine: Engine, count: int, grain: int, runs: int = 1, **how: int) -> None:
         self.hits = torch.zeros(count, dtype=torch.int32)

@@ -1,4 +1,5 @@
-"""Quantised linear layers: the promised arithmetic to float32's last bits, on every instruction set, at every size."""
+"""Quantised linear layers: the promised arithmetic to float32's last bits, on every instruction
+set, at every size."""
 
 from __future__ import annotations
 

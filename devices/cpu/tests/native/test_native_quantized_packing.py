@@ -1,4 +1,5 @@
-"""Packing, quantising and reading back: what a checkpoint's codes become, and how close quantised weights come."""
+"""Packing, quantising and reading back: what a checkpoint's codes become, and how close quantised
+weights come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ranks meet in shared memory: everybody has everybody's part, and the same sum, whatever the instruction set and the sizes."""
+"""Ranks meet in shared memory: everybody has everybody's part, and the same sum, whatever the
+instruction set and the sizes."""
 
 from __future__ import annotations
 

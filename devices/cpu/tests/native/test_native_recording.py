@@ -1,4 +1,5 @@
-"""A recorded step: replays what was called on what the buffers hold, keeps what it needs, refuses what can not be replayed."""
+"""A recorded step: replays what was called on what the buffers hold, keeps what it needs, refuses
+what can not be replayed."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def test_results_share_memory_once_nobody_needs_them(engine: Engine) -> None:
 
 @torch.inference_mode()
 def test_what_is_still_needed_is_not_given_away(engine: Engine) -> None:
-    """Every result is held until the end and added up there: with one of them reused the sum would differ."""
+    """Every result is held until the end and added up there: with one of them reused the sum would
+    differ."""
     operations, x, weights = Operations(engine), values(0), [torch.rand(WIDTH) + i for i in range(6)]
 
     def step() -> Tensor:
@@ -126,7 +128,8 @@ def test_rows_of_another_type_and_plain_products_are_kernels(engine: Engine) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_sums_products_and_gates_of_rows_are_kernels(engine: Engine, dtype: torch.dtype) -> None:
-    """Rows with and without gaps, one number a row, one row for all, and numbers; the same bits but for the sigmoid."""
+    """Rows with and without gaps, one number a row, one row for all, and numbers; the same bits but
+    for the sigmoid."""
     operations, x, weight = Operations(engine), values(0).to(dtype), (torch.rand(WIDTH) + 0.5).to(dtype)
 
     def between(normed: Tensor) -> Tensor:

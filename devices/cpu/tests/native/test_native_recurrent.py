@@ -1,4 +1,5 @@
-"""The native kernels of recurrent layers mean what the reference means, wherever rows lie, and touch nothing else."""
+"""The native kernels of recurrent layers mean what the reference means, wherever rows lie, and
+touch nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ BOUNDS = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
 
 
 def wide_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Two blocks of columns, the second of which is not full, over a state that stays within its bounds."""
+    """Two blocks of columns, the second of which is not full, over a state that stays within its
+    bounds."""
     slots, states = torch.arange(1, tokens + 1, dtype=torch.int32), torch.zeros(tokens + 1, 2, 20, 56)
     heads = drawn.rows(tokens, 2, strided), drawn.rows(tokens, 2, strided)
     yield drawn.rows(tokens, 40 + 112, strided), *heads, torch.zeros(2), torch.ones(2), states, slots, None, None

@@ -1,4 +1,5 @@
-"""Every native kernel's tests under the address and undefined-behaviour sanitizers, which are seen to find defects."""
+"""Every native kernel's tests under the address and undefined-behaviour sanitizers, which are seen
+to find defects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The native kernels of attention over listed rows mean what the reference means, wherever rows lie, and touch nothing else."""
+"""The native kernels of attention over listed rows mean what the reference means, wherever rows
+lie, and touch nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ ENTRIES = {name: entry for name, entry in KernelTable.declared().items() if name
 
 
 def wide_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Several chunks and blocks, panels of heads and turned squares, none of which is full; rows of every type."""
+    """Several chunks and blocks, panels of heads and turned squares, none of which is full; rows of
+    every type."""
     for heads, size, value_size, (width, more), rows_as in (
         (5, 40, 40, (200, 0), drawn.dtype),
         (36, 96, 80, (70, 150), F16),
@@ -82,7 +84,8 @@ def many_keys(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def ties(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Many equal scores, zeros of both signs, and none that are equal; as many as are wanted, and fewer."""
+    """Many equal scores, zeros of both signs, and none that are equal; as many as are wanted, and
+    fewer."""
     lens = torch.tensor([900, 100, 99, 0, 350][:tokens], dtype=torch.int32)
     table = drawn.permutation(6 * 32).view(6, 32).int()
     slots = drawn.permutation(6)[: len(lens)].int()
@@ -141,7 +144,8 @@ def results(entry: Any, found: Any, args: tuple[Any, ...]) -> list[Tensor]:
 
 
 def check(run: Callable[..., Any], name: str, make: Any, dtype: torch.dtype) -> None:
-    """Raise AssertionError where what `run` gives or writes is not the reference's, or memory beside it was written."""
+    """Raise AssertionError where what `run` gives or writes is not the reference's, or memory
+    beside it was written."""
     entry = ENTRIES[name]
     for tokens, strided in ((0, False), (1, False), (5, True), (33, False)):
         for args in make(Draw(tokens, dtype), tokens, strided):

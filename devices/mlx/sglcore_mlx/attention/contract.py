@@ -1,4 +1,5 @@
-"""What an attention backend of this package is. It serves rows of one query; whole prompts are `prompt.py`'s."""
+"""What an attention backend of this package is. It serves rows of one query; whole prompts are
+`prompt.py`'s."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What a backend takes; None: anything. `compute` are the kinds of hardware it runs on, as `Hardware.kind` has them."""
+    """What a backend takes; None: anything. `compute` are the kinds of hardware it runs on, as
+    `Hardware.kind` has them."""
 
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
@@ -23,8 +25,8 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """N rows of one query for each of B requests, one after the other: `page_table` int32 [B, n], `seq_lens` int32 [B * N] with the
-    query's own token counted."""
+    """N rows of one query for each of B requests, one after the other: `page_table` int32 [B, n],
+    `seq_lens` int32 [B * N] with the query's own token counted."""
 
     page_table: mx.array
     seq_lens: mx.array
@@ -44,7 +46,8 @@ class AttentionPlan(Protocol):
     """What a backend worked out of some rows, once for all layers."""
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """[B * N, heads, D] of q [B * N, heads, D] over the cells kv [cells, 2, kv_heads, D], in q's dtype. Queues only."""
+        """[B * N, heads, D] of q [B * N, heads, D] over the cells kv [cells, 2, kv_heads, D], in
+        q's dtype. Queues only."""
         ...
 
 

@@ -1,4 +1,5 @@
-"""Attention over keys at hand: that of `mx.fast`, or of plain operations for a softcap, which `mx.fast` has not."""
+"""Attention over keys at hand: that of `mx.fast`, or of plain operations for a softcap, which
+`mx.fast` has not."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from sglcore_mlx.models.contract import LayerShape
 
 
 def attend(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str, layer: LayerShape) -> mx.array:
-    """q's shape and dtype, of q [B, heads, L, D] and k, v [B, kv_heads, S, D]. `mask` is bool [L, S] or [B, 1, 1 or L, S], or
-    "causal": the last query sees the last key. Sums are in float32. Queues only."""
+    """q's shape and dtype, of q [B, heads, L, D] and k, v [B, kv_heads, S, D]. `mask` is bool [L,
+    S] or [B, 1, 1 or L, S], or "causal": the last query sees the last key. Sums are in float32.
+    Queues only."""
     if layer.softcap is None:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=layer.scale, mask=mask, sinks=layer.sinks)
     grouped = q.reshape(q.shape[0], layer.num_kv_heads, -1, *q.shape[2:]).astype(mx.float32)

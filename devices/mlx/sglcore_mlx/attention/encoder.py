@@ -1,4 +1,5 @@
-"""Attention without cells: a row's tokens attend to its tokens, to all of them or to those before."""
+"""Attention without cells: a row's tokens attend to its tokens, to all of them or to those
+before."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention over gathered cells: any device, any shape. The reference of faster backends.
 
-A column beyond a request's end repeats its last cell, so that nothing another request left there, not even a NaN,
-can reach a sum.
+A column beyond a request's end repeats its last cell, so that nothing another request left there,
+not even a NaN, can reach a sum.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class GatheredPlan:
 
 
 class GatheredAttention:
-    """Gathers each request's cells, then attends: as many bytes moved again as attention itself reads."""
+    """Gathers each request's cells, then attends: as many bytes moved again as attention itself
+    reads."""
 
     facts: ClassVar[AttentionFacts] = AttentionFacts()
 
@@ -44,7 +45,8 @@ class GatheredAttention:
         self._page_size = page_size
 
     def plan(self, rows: DecodeRows) -> GatheredPlan:
-        """The cells of every request, up to the width of its page table, and which of them count for each row."""
+        """The cells of every request, up to the width of its page table, and which of them count
+        for each row."""
         size, lens = self._page_size, rows.seq_lens.reshape(rows.page_table.shape[0], -1)
         columns = mx.arange(rows.page_table.shape[1] * size, dtype=mx.int32)[None]
         places = mx.minimum(columns, mx.max(lens, axis=1, keepdims=True) - 1)
@@ -54,7 +56,8 @@ class GatheredAttention:
 
 
 def _mask(columns: mx.array, lens: mx.array, window: int | None) -> mx.array:
-    """bool [B, 1, N, S]: the columns of int32 [1, S] that a query at the end of each of lens int32 [B, N] sees."""
+    """bool [B, 1, N, S]: the columns of int32 [1, S] that a query at the end of each of lens int32
+    [B, N] sees."""
     ends = lens[:, :, None]
     seen = columns < ends
     if window is not None:

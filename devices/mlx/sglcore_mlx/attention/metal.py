@@ -1,13 +1,16 @@
-"""Attention of decode rows over the paged cells, on Apple GPUs: one launch, or two where a page table may be long.
+"""Attention of decode rows over the paged cells, on Apple GPUs: one launch, or two where a page
+table may be long.
 
-A threadgroup takes one part (`PART` positions) of one row for the query heads that share a KV head, reads each K and V
-of it once, and its simdgroups walk the positions in turn. A row's numbers depend on its own queries and cells only: not
-on the other rows, nor on the width of the page table, for cuts and order of sums follow from its own length.
+A threadgroup takes one part (`PART` positions) of one row for the query heads that share a KV head,
+reads each K and V of it once, and its simdgroups walk the positions in turn. A row's numbers depend
+on its own queries and cells only: not on the other rows, nor on the width of the page table, for
+cuts and order of sums follow from its own length.
 
-Floor of a row: 2 * seq_len * kv_heads * head_dim * itemsize bytes of K and V are read (4096 positions of 8 heads of 128
-in two bytes: 16.8 MB). Memory bandwidth limits long rows; a few short rows are limited by how many threadgroups there
-are (B * kv_heads * parts), and by one `simd_sum` per position and query head. More than one part adds
-8 * heads * (head_dim + 2) bytes a part, written and read.
+Floor of a row: 2 * seq_len * kv_heads * head_dim * itemsize bytes of K and V are read (4096
+positions of 8 heads of 128 in two bytes: 16.8 MB). Memory bandwidth limits long rows; a few short
+rows are limited by how many threadgroups there are (B * kv_heads * parts), and by one `simd_sum`
+per position and query head. More than one part adds 8 * heads * (head_dim + 2) bytes a part,
+written and read.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A kernel's text and the names of its arrays, in order; `kernel` is what MLX made of it (no device was asked)."""
+    """A kernel's text and the names of its arrays, in order; `kernel` is what MLX made of it (no
+    device was asked)."""
 
     name: str
     inputs: tuple[str, ...]
@@ -72,7 +76,8 @@ COMBINE = program("sglcore_paged_combine", (*_PARTIAL, "seq_lens"), ("out",), me
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How one kernel runs: `grid` and `threadgroup` count threads, `template` the constants of its text."""
+    """How one kernel runs: `grid` and `threadgroup` count threads, `template` the constants of its
+    text."""
 
     program: Program
     template: tuple[tuple[str, Any], ...]
@@ -132,7 +137,8 @@ class Shape:
 
     @property
     def queries(self) -> int:
-        """Query heads of one threadgroup: the largest divisor of those that share a KV head which registers hold."""
+        """Query heads of one threadgroup: the largest divisor of those that share a KV head which
+        registers hold."""
         shared = self.heads // self.kv_heads
         most = max(1, min(MAX_QUERIES, MAX_REGISTERS * LANES // self.head_dim))
         return max(count for count in range(1, most + 1) if shared % count == 0)
@@ -150,17 +156,20 @@ class Shape:
 
     @property
     def threadgroup_bytes(self) -> int:
-        """Bytes of threadgroup memory: one query's values, and the top and sum of each query, of each simdgroup."""
+        """Bytes of threadgroup memory: one query's values, and the top and sum of each query, of
+        each simdgroup."""
         return 4 * SIMDGROUPS * (self.head_dim + 2 * MAX_QUERIES)
 
 
 def metal_available() -> bool:
-    """Whether this process has a GPU that runs Metal; elsewhere `paged_decode` raises what MLX raises."""
+    """Whether this process has a GPU that runs Metal; elsewhere `paged_decode` raises what MLX
+    raises."""
     return mx.metal.is_available()
 
 
 def launch_on_metal(launch: Launch, inputs: Sequence[Any]) -> list[mx.array]:
-    """The launch as lazy arrays on the GPU's stream; waits for nothing. RuntimeError (MLX) without Metal."""
+    """The launch as lazy arrays on the GPU's stream; waits for nothing. RuntimeError (MLX) without
+    Metal."""
     return launch.program.kernel(
         inputs=list(inputs),
         template=list(launch.template),
@@ -233,14 +242,16 @@ def paged_decode(
     sinks: mx.array | None = None,
     launcher: Launcher = launch_on_metal,
 ) -> mx.array:
-    """Attention of one new query per row over its cells; lazy, waits for nothing, works under `mx.compile`.
+    """Attention of one new query per row over its cells; lazy, waits for nothing, works under
+    `mx.compile`.
 
-    `q` [B, heads, D], `kv` [cells, 2, kv_heads, D] (a page's cells lie together, K then V), `page_table` int32 [B, n],
-    `seq_lens` int32 [B]. Row b attends to positions [0, seq_lens[b]), or to the last `window` of them; position p is cell
-    `page_table[b, p // page_size] * page_size + p % page_size`. `softcap` and `sinks` [heads] are those of `LayerShape`.
-    1 <= seq_lens <= n * page_size must hold: lengths are
-    not read here. Nothing beyond a row's length or before its window is read, neither cells nor pages. Returns
-    [B, heads, D] in `q`'s type, computed in float32. ConfigError: sizes or types that the kernels do not compute.
+    `q` [B, heads, D], `kv` [cells, 2, kv_heads, D] (a page's cells lie together, K then V),
+    `page_table` int32 [B, n], `seq_lens` int32 [B]. Row b attends to positions [0, seq_lens[b]), or
+    to the last `window` of them; position p is cell `page_table[b, p // page_size] * page_size + p
+    % page_size`. `softcap` and `sinks` [heads] are those of `LayerShape`. 1 <= seq_lens <= n *
+    page_size must hold: lengths are not read here. Nothing beyond a row's length or before its
+    window is read, neither cells nor pages. Returns [B, heads, D] in `q`'s type, computed in
+    float32. ConfigError: sizes or types that the kernels do not compute.
     """
     shape = shape_of(q, kv, page_table, seq_lens, page_size=page_size, window=window)
     shape = replace(shape, has_softcap=softcap is not None, has_sinks=sinks is not None)
@@ -257,7 +268,8 @@ def paged_decode(
 def shape_of(
     q: mx.array, kv: mx.array, page_table: mx.array, seq_lens: mx.array, *, page_size: int, window: int | None
 ) -> Shape:
-    """The sizes of a call of `paged_decode`; ConfigError where the arrays do not belong together."""
+    """The sizes of a call of `paged_decode`; ConfigError where the arrays do not belong
+    together."""
     if q.ndim != 3:
         raise _unfit(f"q of shape {tuple(q.shape)}", "rows, heads and elements")
     rows, kv_heads = q.shape[0], kv.shape[2] if kv.ndim == 4 else 0

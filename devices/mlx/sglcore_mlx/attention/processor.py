@@ -1,5 +1,5 @@
-"""Attention over gathered cells where MLX runs on the processor: heads that share keys are one product, and every stream
-takes a share of the rows."""
+"""Attention over gathered cells where MLX runs on the processor: heads that share keys are one
+product, and every stream takes a share of the rows."""
 
 from __future__ import annotations
 
@@ -56,13 +56,14 @@ class ProcessorPlan:
 
 
 class ProcessorAttention:
-    """`mx.fast` attention is no kernel of its own on a processor; this asks for fewer operations than it is made of.
-    `GatheredAttention` is its reference."""
+    """`mx.fast` attention is no kernel of its own on a processor; this asks for fewer operations
+    than it is made of. `GatheredAttention` is its reference."""
 
     facts: ClassVar[AttentionFacts] = AttentionFacts(compute=("cpu",))
 
     def __init__(self, layers: Sequence[LayerShape], page_size: int, streams: tuple[mx.Stream, ...] = ()) -> None:
-        """`streams` each take a share of the requests; without any, the default stream takes all."""
+        """`streams` each take a share of the requests; without any, the default stream takes
+        all."""
         self._gathered = GatheredAttention(layers, page_size)
         self._streams = streams
 

@@ -1,4 +1,5 @@
-"""Attention of rows that bring several tokens: one call a row, over its own tokens or its gathered cells."""
+"""Attention of rows that bring several tokens: one call a row, over its own tokens or its gathered
+cells."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """Tokens [start, end) of the step, after `prefix` computed ones; `cells` int32 [prefix + end - start] of them all."""
+    """Tokens [start, end) of the step, after `prefix` computed ones; `cells` int32 [prefix + end -
+    start] of them all."""
 
     start: int
     end: int
@@ -40,8 +42,8 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The keys that a row's queries may see: `cells` int32 [S] (None: those of the step itself), of which `mask` bool
-    [L, S] says which each query does; "causal" ends at the last key."""
+    """The keys that a row's queries may see: `cells` int32 [S] (None: those of the step itself), of
+    which `mask` bool [L, S] says which each query does; "causal" ends at the last key."""
 
     cells: mx.array | None
     mask: mx.array | str
@@ -56,7 +58,8 @@ class PromptPlan:
     seen: Mapping[int | None, Seen]
 
     def forward(self, q: mx.array, k: mx.array, v: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
-        """[L, heads, D] of the row's tokens in q [T, heads, D] and k, v [T, kv_heads, D]; kv has them already."""
+        """[L, heads, D] of the row's tokens in q [T, heads, D] and k, v [T, kv_heads, D]; kv has
+        them already."""
         own, seen = slice(self.start, self.end), self.seen[layer.sliding_window]
         if seen.cells is None:
             keys, values = k[own], v[own]

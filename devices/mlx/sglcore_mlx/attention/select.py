@@ -1,4 +1,5 @@
-"""Which attention backend runs: the first that can, or strictly the one that was asked for; each refusal has a reason."""
+"""Which attention backend runs: the first that can, or strictly the one that was asked for; each
+refusal has a reason."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def select_attention(
     compute: str,
     ledger: DecisionLedger,
 ) -> type[DecodeAttention]:
-    """The backend's class; the decision goes to the ledger. Raises ConfigError if none can, or the one asked for can not."""
+    """The backend's class; the decision goes to the ledger. Raises ConfigError if none can, or the
+    one asked for can not."""
     if asked is not None and asked not in candidates:
         raise ConfigError(f"there is no attention backend {asked!r}", wanted=f"one of {', '.join(candidates)}")
     refused: list[str] = []

@@ -12,7 +12,8 @@ from sglcore_mlx.models.contract import LayerShape
 
 
 class AttentionLayer:
-    """Norms of query and key heads, rotary embedding, attention. `layer` is what backends see of it."""
+    """Norms of query and key heads, rotary embedding, attention. `layer` is what backends see of
+    it."""
 
     __slots__ = ("_layer_id", "_norm", "_rotary", "layer")
 

@@ -1,4 +1,5 @@
-"""The layers of this library, as `sglcore.models.build` has their kinds: every model here is built of these."""
+"""The layers of this library, as `sglcore.models.build` has their kinds: every model here is built
+of these."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from sglcore_mlx.layers.scope import Scope
 
 @dataclass(frozen=True, slots=True)
 class Build(Scope):
-    """The scope in which a layer is built, and the layers themselves; those over single weights are the scope's."""
+    """The scope in which a layer is built, and the layers themselves; those over single weights are
+    the scope's."""
 
     def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> RMSNorm:
         """Root mean square norm."""

@@ -18,10 +18,11 @@ MIN_SPLIT = 128
 class LinearParts:
     """How this device likes its products and rotations.
 
-    With two or more `streams`, a plain linear layer computes an equal share of its outputs on each; without, it is one
-    product on the default stream. `fused_rotary` says whether `mx.fast.rope` is a kernel of its own, rather than a
-    composition of small operations; `narrow_experts` whether `mx.gather_mm` takes 16-bit elements, or float32 only; `chunk`
-    is how many tokens a recurrence computes at once, a power of two.
+    With two or more `streams`, a plain linear layer computes an equal share of its outputs on each;
+    without, it is one product on the default stream. `fused_rotary` says whether `mx.fast.rope` is
+    a kernel of its own, rather than a composition of small operations; `narrow_experts` whether
+    `mx.gather_mm` takes 16-bit elements, or float32 only; `chunk` is how many tokens a recurrence
+    computes at once, a power of two.
     """
 
     streams: tuple[mx.Stream, ...] = ()
@@ -70,8 +71,8 @@ class PlainLinear:
 
 
 class SplitLinear:
-    """The same product as shares of its outputs, each on a stream of its own; one row is one product, where a split does
-    not pay."""
+    """The same product as shares of its outputs, each on a stream of its own; one row is one
+    product, where a split does not pay."""
 
     __slots__ = ("_shares", "_streams", "_whole")
 
@@ -93,7 +94,8 @@ class SplitLinear:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A quantised weight: uint32 [..., out, in * bits / 32], scales and (affine only) biases [..., out, in / group]."""
+    """A quantised weight: uint32 [..., out, in * bits / 32], scales and (affine only) biases [...,
+    out, in / group]."""
 
     weight: mx.array
     scales: mx.array
@@ -132,7 +134,8 @@ class QuantisedLinear:
 
 
 class SideBySide:
-    """Linear layers of one input whose weights can not be one array, because they are packed differently."""
+    """Linear layers of one input whose weights can not be one array, because they are packed
+    differently."""
 
     __slots__ = ("_parts",)
 
@@ -159,7 +162,8 @@ class Ordered:
 
 
 class Embedding:
-    """A row of a plain weight [rows, size] or a packed one for each id, times a scale in the model's dtype."""
+    """A row of a plain weight [rows, size] or a packed one for each id, times a scale in the
+    model's dtype."""
 
     __slots__ = ("_dtype", "_scale", "weight")
 

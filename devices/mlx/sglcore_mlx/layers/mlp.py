@@ -26,7 +26,8 @@ def gelu(x: mx.array) -> mx.array:
 
 
 def gelu_tanh_and_mul(gate_up: mx.array) -> mx.array:
-    """The same with the approximation of GELU by tanh, as x * sigmoid(2 z) where its tanh is of z."""
+    """The same with the approximation of GELU by tanh, as x * sigmoid(2 z) where its tanh is of
+    z."""
     size = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :size], gate_up[..., size:]
     wide = gate.astype(mx.float32)
@@ -56,7 +57,8 @@ class GatedMlp:
     __slots__ = ("_activate", "down_proj", "gate_up_proj")
 
     def __init__(self, build: Scope, intermediate_size: int, bias: bool = False, fused: str = "") -> None:
-        """`fused` is that of `Build.mlp`; a checkpoint that mlx_lm wrote may have two weights in its place."""
+        """`fused` is that of `Build.mlp`; a checkpoint that mlx_lm wrote may have two weights in
+        its place."""
         hidden_size = build.config.hidden_size
         self._activate = ACTIVATIONS[build.config.hidden_act]
         is_fused = fused and build.weights.has(f"{build.prefix}{fused}.weight")

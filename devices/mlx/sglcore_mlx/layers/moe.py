@@ -15,13 +15,14 @@ from sglcore_mlx.layers.scope import Scope
 
 MXFP4 = Form(32, 4, "mxfp4")
 MIN_SORTED = 64
-"""Choices (tokens times experts of each) from which rows are sorted by expert, so that each is read once."""
+"""Choices (tokens times experts of each) from which rows are sorted by expert, so that each is read
+once."""
 
 MAX_SORTED = 32768
 SORTED_MULTIPLE = 64
-"""MLX is told that rows are sorted if there are at most so many or a multiple of 64, and for packed weights only if a row's
-elements are a multiple of 64. Metal's kernels for sorted rows give wrong numbers for others up to MLX 0.32.2; this can go
-when no such version is supported."""
+"""MLX is told that rows are sorted if there are at most so many or a multiple of 64, and for packed
+weights only if a row's elements are a multiple of 64. Metal's kernels for sorted rows give wrong
+numbers for others up to MLX 0.32.2; this can go when no such version is supported."""
 
 
 Routing: TypeAlias = Callable[[mx.array], tuple[mx.array, mx.array]]
@@ -32,14 +33,15 @@ class ExpertLinear(Protocol):
     """y = x W^T with the weight of each row's expert."""
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """[..., 1, in] and experts uint32 [..., K] to [..., K, 1, out], where x's dimensions before the last two
-        broadcast against those of `experts`; `is_sorted` says that experts never decrease, which MLX may be told."""
+        """[..., 1, in] and experts uint32 [..., K] to [..., K, 1, out], where x's dimensions before
+        the last two broadcast against those of `experts`; `is_sorted` says that experts never
+        decrease, which MLX may be told."""
         ...
 
 
 class PlainExperts:
-    """A weight [experts, out, in], as a view [experts, in, out]; `is_wide` has the product made in float32, of a copy
-    that lives no longer than the product."""
+    """A weight [experts, out, in], as a view [experts, in, out]; `is_wide` has the product made in
+    float32, of a copy that lives no longer than the product."""
 
     __slots__ = ("_is_wide", "_turned")
 
@@ -94,8 +96,9 @@ class ExpertsSideBySide:
 
 
 class GatedExperts:
-    """down(silu(gate(x)) * up(x)) of each row's expert, from any form of checkpoint: `experts.N.gate_proj`, or all of a layer as
-    `switch_mlp.gate_proj`, or as `experts.gate_up_proj`."""
+    """down(silu(gate(x)) * up(x)) of each row's expert, from any form of checkpoint:
+    `experts.N.gate_proj`, or all of a layer as `switch_mlp.gate_proj`, or as
+    `experts.gate_up_proj`."""
 
     __slots__ = ("down_proj", "gate_up_proj")
 
@@ -116,8 +119,8 @@ class GatedExperts:
 
 
 class ClampedExperts:
-    """Experts with biases and a clamped gate (gpt-oss), whose rows of gate and up take turns. Those that are stored in 4 bits
-    stay so."""
+    """Experts with biases and a clamped gate (gpt-oss), whose rows of gate and up take turns. Those
+    that are stored in 4 bits stay so."""
 
     __slots__ = ("_alpha", "_b2", "_b13", "_limit", "_w2", "_w13")
 
@@ -180,7 +183,8 @@ class SparseMoe:
     def _mix_sorted(self, hidden: mx.array, experts: mx.array) -> mx.array:
         flat = experts.flatten()
         order = mx.argsort(flat)
-        # A dimension that is inserted after the gather leads Metal's sorted kernel to wrong rows, in MLX 0.31 and 0.32.0.
+        # A dimension that is inserted after the gather leads Metal's sorted kernel to wrong rows,
+        # in MLX 0.31 and 0.32.0.
         rows = hidden[:, None, :][order // experts.shape[1]]
         is_told = flat.size <= MAX_SORTED or flat.size % SORTED_MULTIPLE == 0
         mixed = self._mix(rows, flat[order], is_told)
@@ -188,8 +192,8 @@ class SparseMoe:
 
 
 class Relu2Experts:
-    """down(max(up(x), 0)^2) of each row's expert, of `width` numbers in and out: `experts.N.up_proj`, or all of a layer as
-    `switch_mlp.fc1`."""
+    """down(max(up(x), 0)^2) of each row's expert, of `width` numbers in and out:
+    `experts.N.up_proj`, or all of a layer as `switch_mlp.fc1`."""
 
     __slots__ = ("_down", "_up")
 
@@ -239,7 +243,8 @@ class SoftmaxRouting:
 
 
 class SigmoidRouting:
-    """The largest sigmoids, each with a bias of its own, in the best groups (DeepSeek-V3, section 2.1.2), of float32 logits."""
+    """The largest sigmoids, each with a bias of its own, in the best groups (DeepSeek-V3, section
+    2.1.2), of float32 logits."""
 
     __slots__ = ("_bias", "_gate", "_moe")
 
@@ -269,7 +274,8 @@ class SigmoidRouting:
 
 
 def _best_groups(grouped: mx.array, count: int) -> mx.array:
-    """Scores [T, groups, E / groups] to [T, E], with nothing but -inf in groups whose two best are not among the best."""
+    """Scores [T, groups, E / groups] to [T, E], with nothing but -inf in groups whose two best are
+    not among the best."""
     sums = mx.topk(grouped, 2, axis=-1).sum(axis=-1)
     lowest = mx.topk(sums, count, axis=-1).min(axis=-1, keepdims=True)
     kept = mx.where((sums >= lowest)[..., None], grouped, -mx.inf)
@@ -277,8 +283,8 @@ def _best_groups(grouped: mx.array, count: int) -> mx.array:
 
 
 def top_k_routing(logits: mx.array, k: int, normalize: bool) -> tuple[mx.array, mx.array]:
-    """Logits [T, experts] to the weights of the k chosen, [T, k] in the logits' dtype, and the experts uint32 [T, k]:
-    softmax over all experts in float32, then the k largest, in no order."""
+    """Logits [T, experts] to the weights of the k chosen, [T, k] in the logits' dtype, and the
+    experts uint32 [T, k]: softmax over all experts in float32, then the k largest, in no order."""
     probabilities = mx.softmax(logits.astype(mx.float32), axis=-1)
     experts = mx.argpartition(probabilities, kth=-k, axis=-1)[:, -k:]
     weights = mx.take_along_axis(probabilities, experts, axis=-1)
@@ -288,7 +294,8 @@ def top_k_routing(logits: mx.array, k: int, normalize: bool) -> tuple[mx.array, 
 
 
 def _stacked(build: Scope, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
-    """Experts of a checkpoint that has each projection of a layer as one tensor [experts, out, in], plain or packed."""
+    """Experts of a checkpoint that has each projection of a layer as one tensor [experts, out, in],
+    plain or packed."""
     hidden, size = build.config.hidden_size, moe.intermediate_size
     names = ("gate_proj", "up_proj")
     if build.form_of(names[0]) == build.form_of(names[1]):
@@ -307,7 +314,8 @@ def _stacked_linear(build: Scope, names: tuple[str, ...], experts: int, inputs: 
 
 
 def _both_stacked(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[ExpertLinear, ExpertLinear]:
-    """Experts of a checkpoint that has gate over up, and down, of a layer as tensors [experts, out, in]."""
+    """Experts of a checkpoint that has gate over up, and down, of a layer as tensors [experts, out,
+    in]."""
     hidden, size, (both, down) = build.config.hidden_size, moe.intermediate_size, parts
     gate_up = _stacked_linear(build, (both,), moe.num_experts, hidden, 2 * size)
     return gate_up, _stacked_linear(build, (down,), moe.num_experts, size, hidden)

@@ -18,7 +18,8 @@ class RMSNorm:
         self._eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Over the last dimension of [..., size]. With a float32 weight it is computed in float32, as `mx.fast.rms_norm` does."""
+        """Over the last dimension of [..., size]. With a float32 weight it is computed in float32,
+        as `mx.fast.rms_norm` does."""
         return mx.fast.rms_norm(x, self._weight, self._eps).astype(x.dtype)
 
     def add(self, x: mx.array, residual: mx.array | None) -> tuple[mx.array, mx.array]:
@@ -72,7 +73,8 @@ class WholeNorm:
 
 
 class GatedNorm:
-    """Root mean square norm of each group, with silu(gate) before it (Mamba 2) or after it (Gated Delta Networks)."""
+    """Root mean square norm of each group, with silu(gate) before it (Mamba 2) or after it (Gated
+    Delta Networks)."""
 
     __slots__ = ("_eps", "_gate_first", "_weight")
 

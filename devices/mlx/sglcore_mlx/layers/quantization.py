@@ -1,7 +1,8 @@
 """How a checkpoint of the mlx-community form says that its weights are quantised.
 
-`config.json` has "quantization": the form of every quantised module, and below it, by a module's name, another form, or
-false for a module that is not quantised. A module is quantised if the checkpoint has its scales.
+`config.json` has "quantization": the form of every quantised module, and below it, by a module's
+name, another form, or false for a module that is not quantised. A module is quantised if the
+checkpoint has its scales.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from sglcore.device.errors import ConfigError
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUPS = (32, 64, 128)
 FIXED: Mapping[str, tuple[int, int]] = MappingProxyType({"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)})
-"""The modes with one form each: bits and group size. Their scales are bytes and they have no biases."""
+"""The modes with one form each: bits and group size. Their scales are bytes and they have no
+biases."""
 
 KEYS = frozenset({"group_size", "bits", "mode"})
 """What a form is given by. Anything else that is set would change the numbers."""
@@ -26,7 +28,8 @@ REMEDY = "use the unquantised version of this model, or one that mlx_lm.convert 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How one weight is packed: `bits` an element, a scale for each `group_size` of a row; `mode` as MLX names it."""
+    """How one weight is packed: `bits` an element, a scale for each `group_size` of a row; `mode`
+    as MLX names it."""
 
     group_size: int
     bits: int
@@ -45,8 +48,8 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The form of each quantised module: `default`, except for those in `modules`, by the model's names (None there: not
-    quantised)."""
+    """The form of each quantised module: `default`, except for those in `modules`, by the model's
+    names (None there: not quantised)."""
 
     default: Form
     modules: Mapping[str, Form | None]
@@ -57,8 +60,8 @@ class Quantization:
 
 
 def read_quantization(raw: Mapping[str, Any], own_name: Callable[[str], str]) -> Quantization | None:
-    """What `config.json` says, None for a plain checkpoint; `own_name` gives what the model calls a weight there. Raises
-    `ConfigError` for a form that can not be run."""
+    """What `config.json` says, None for a plain checkpoint; `own_name` gives what the model calls a
+    weight there. Raises `ConfigError` for a form that can not be run."""
     given = raw.get("quantization")
     if given is None:
         foreign = raw.get("quantization_config")

@@ -1,7 +1,8 @@
-"""Recurrences over the tokens of rows, for one token of each and for many at once. All arrays are float32.
+"""Recurrences over the tokens of rows, for one token of each and for many at once. All arrays are
+float32.
 
-What happens inside a chunk of tokens is products of matrices; from chunk to chunk only the state goes on. `chunk` is its size,
-a power of two.
+What happens inside a chunk of tokens is products of matrices; from chunk to chunk only the state
+goes on. `chunk` is its size, a power of two.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import mlx.core as mx
 def gated_delta_rule(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
-    """S = exp(g) S; S = S + k (beta (v - S^T k))^T; the result is S^T q (Yang et al. 2024, Gated Delta Networks).
+    """S = exp(g) S; S = S + k (beta (v - S^T k))^T; the result is S^T q (Yang et al. 2024, Gated
+    Delta Networks).
 
-    q and k [N, heads, L, K], v [N, heads, L, V], g and beta [N, heads, L], states S [N, heads, K, V]; gives results [N, heads,
-    L, V] and the states after the last token.
+    q and k [N, heads, L, K], v [N, heads, L, V], g and beta [N, heads, L], states S [N, heads, K,
+    V]; gives results [N, heads, L, V] and the states after the last token.
     """
     if q.shape[2] == 1:
         return _delta_step(q, k, v, g, beta, states)
@@ -25,11 +27,12 @@ def gated_delta_rule(
 def selective_scan(
     x: mx.array, g: mx.array, before: mx.array, after: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
-    """S = exp(g) S + x B^T; the result is S C (Dao and Gu 2024, Mamba 2), where x is times its time step already.
+    """S = exp(g) S + x B^T; the result is S C (Dao and Gu 2024, Mamba 2), where x is times its time
+    step already.
 
-    Heads are in groups, which share B, `before`, and C, `after`: x [N, groups, each, L, P], g [N, groups, each, L], B and C
-    [N, groups, 1, L, W], states S [N, groups, each, P, W]; gives results [N, groups, each, L, P] and the states after the last
-    token.
+    Heads are in groups, which share B, `before`, and C, `after`: x [N, groups, each, L, P], g [N,
+    groups, each, L], B and C [N, groups, 1, L, W], states S [N, groups, each, P, W]; gives results
+    [N, groups, each, L, P] and the states after the last token.
     """
     if x.shape[3] == 1:
         return _scan_step(x, g, before, after, states)
@@ -91,15 +94,17 @@ def _scan_chunks(
 
 
 def _decays(g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Of a chunk's logarithms [..., C]: what is left at each token of what was before the chunk, and at the chunk's end of each
-    token, [..., C, 1]; at token i of token j, [..., C, C], zero where j is later."""
+    """Of a chunk's logarithms [..., C]: what is left at each token of what was before the chunk,
+    and at the chunk's end of each token, [..., C, 1]; at token i of token j, [..., C, C], zero
+    where j is later."""
     total, places = mx.cumsum(g, axis=-1), mx.arange(g.shape[-1])
     between = mx.where(places[:, None] >= places, total[..., :, None] - total[..., None, :], -mx.inf)
     return mx.exp(total)[..., None], mx.exp(total[..., -1:] - total)[..., None], mx.exp(between)
 
 
 def _chunked(x: mx.array, axis: int, most: int) -> mx.array:
-    """The axis of L tokens as two, of chunks and of their tokens; with zeros behind the last one, which change no state."""
+    """The axis of L tokens as two, of chunks and of their tokens; with zeros behind the last one,
+    which change no state."""
     lead, length, rest = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
     size = min(most, 1 << (length - 1).bit_length())
     missing = -length % size
@@ -109,8 +114,9 @@ def _chunked(x: mx.array, axis: int, most: int) -> mx.array:
 
 
 def _inverse(lower: mx.array) -> mx.array:
-    """The inverses of I + lower, of which only what is below the diagonal counts, [..., C, C], C a power of two: of blocks of
-    two, from these of four, and so on. That is substitution; a series of powers would cancel where keys are alike."""
+    """The inverses of I + lower, of which only what is below the diagonal counts, [..., C, C], C a
+    power of two: of blocks of two, from these of four, and so on. That is substitution; a series of
+    powers would cancel where keys are alike."""
     places, found, width = mx.arange(lower.shape[-1]), mx.eye(lower.shape[-1]), 1
     while width < lower.shape[-1]:
         block = places // width

@@ -1,4 +1,5 @@
-"""Layers that keep a state of each request: projections over all tokens, a convolution and a recurrence row by row."""
+"""Layers that keep a state of each request: projections over all tokens, a convolution and a
+recurrence row by row."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ L2_EPS = 1e-6
 
 
 class CausalConv:
-    """The depthwise convolution over a token and those before it, then perhaps silu; by `NAME.weight` of the checkpoint, [channels, 1,
-    taps] or as MLX has them, [channels, taps, 1]."""
+    """The depthwise convolution over a token and those before it, then perhaps silu; by
+    `NAME.weight` of the checkpoint, [channels, 1, taps] or as MLX has them, [channels, taps, 1]."""
 
     __slots__ = ("_bias", "_silu", "_weight", "tail")
 
@@ -45,10 +46,12 @@ class CausalConv:
 
 
 class GatedDeltaNet:
-    """Queries, keys and values through a convolution, then the gated delta rule, and a norm with a gate (Yang et al. 2024)."""
+    """Queries, keys and values through a convolution, then the gated delta rule, and a norm with a
+    gate (Yang et al. 2024)."""
 
     def __init__(self, build: Scope, layer_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> None:
-        """`projection` gives queries, keys and values, the gate of the norm, b and a, side by side."""
+        """`projection` gives queries, keys and values, the gate of the norm, b and a, side by
+        side."""
         width, heads = 2 * net.keys + net.values, net.value_heads
         self.layer_id, self._net, self._chunk = layer_id, net, build.kernels.chunk
         self._projection, self._output = projection, output
@@ -78,7 +81,8 @@ class GatedDeltaNet:
         return out.swapaxes(1, 2).astype(qkv.dtype).reshape(rows, length, net.values), [tails, matrices]
 
     def _unit(self, x: mx.array) -> mx.array:
-        """[N, L, key_heads, K] to [N, heads, L, K], every head of length 1, each for as many value heads in order."""
+        """[N, L, key_heads, K] to [N, heads, L, K], every head of length 1, each for as many value
+        heads in order."""
         x = x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + L2_EPS)
         return mx.repeat(x, self._net.value_heads // self._net.key_heads, axis=2).swapaxes(1, 2)
 
@@ -87,7 +91,8 @@ class Mamba2:
     """A convolution and the selective scan, then a norm with a gate before it (Dao and Gu 2024)."""
 
     def __init__(self, build: Scope, layer_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> None:
-        """`projection` gives the gate, what the convolution takes, and the time steps, side by side."""
+        """`projection` gives the gate, what the convolution takes, and the time steps, side by
+        side."""
         groups, each = space.groups, space.heads // space.groups
         self.layer_id, self._space, self._chunk = layer_id, space, build.kernels.chunk
         self._projection, self._output = projection, output
@@ -145,7 +150,8 @@ class ShortConv:
 
 
 def _rate(build: Scope, heads: int) -> mx.array:
-    """float32 [heads], by `A_log` of this scope: what a time step of one adds to the logarithm of what is left."""
+    """float32 [heads], by `A_log` of this scope: what a time step of one adds to the logarithm of
+    what is left."""
     return build.weights.keep(-mx.exp(build.weights.take(f"{build.prefix}A_log", heads, dtype=mx.float32)))
 
 

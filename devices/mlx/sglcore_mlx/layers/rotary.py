@@ -12,14 +12,16 @@ from sglcore.checkpoint.config import ModelConfig
 from sglcore.checkpoint.rotary import rotary_dim, rotary_frequencies
 
 Rotate: TypeAlias = Callable[[mx.array, int], mx.array]
-"""`rotate(heads [T, N, D], count)` gives the first `count` heads of the tokens of a step, rotated, [T, count, D]."""
+"""`rotate(heads [T, N, D], count)` gives the first `count` heads of the tokens of a step, rotated,
+[T, count, D]."""
 
 
 class Rotary:
-    """The rotation of a model that is opened for `max_positions`; the first part of each head is rotated in halves.
+    """The rotation of a model that is opened for `max_positions`; the first part of each head is
+    rotated in halves.
 
-    `is_fused` chooses `mx.fast.rope`; otherwise the angles are worked out once a step and every layer uses them.
-    Raises what `rotary_frequencies` raises.
+    `is_fused` chooses `mx.fast.rope`; otherwise the angles are worked out once a step and every
+    layer uses them. Raises what `rotary_frequencies` raises.
     """
 
     __slots__ = ("_dtype", "_factor", "_frequencies", "_head_dim", "_is_fused", "_periods", "_size")

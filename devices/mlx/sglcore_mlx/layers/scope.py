@@ -1,6 +1,7 @@
 """What a layer receives when it is built: the configuration, and where its weights come from.
 
-A layer asks for each weight once, by the checkpoint's own name; whether it is quantised is found out here.
+A layer asks for each weight once, by the checkpoint's own name; whether it is quantised is found
+out here.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ WORD_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing dot unless empty.
+    """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing
+    dot unless empty.
 
     `max_positions` bounds the positions that will occur.
     """
@@ -51,7 +53,8 @@ class Scope:
         return replace(self, prefix=self.prefix + "".join(f"{name}." for name in names))
 
     def parameter(self, name: str, *shape: int, offset: float | None = None) -> mx.array:
-        """One weight, `prefix.name` in the checkpoint. With an `offset`, which is added unless it is in it, it is float32."""
+        """One weight, `prefix.name` in the checkpoint. With an `offset`, which is added unless it
+        is in it, it is float32."""
         taken = self.weights.take(self.prefix + name, *shape, dtype=None if offset is None else mx.float32)
         return self.weights.keep(taken + offset if offset and not self.weights.has_offsets else taken)
 
@@ -67,8 +70,8 @@ class Scope:
     def fused(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
     ) -> Linear:
-        """Several linear layers with one input, as one; `parts` are (name, outputs). One product if their weights are
-        packed alike."""
+        """Several linear layers with one input, as one; `parts` are (name, outputs). One product if
+        their weights are packed alike."""
         if len({self.form_of(name) for name, _ in parts}) > 1:
             return SideBySide([self.fused([part], inputs, bias, interleaved) for part in parts])
         return self._product(parts, inputs, bias, self._order(parts, interleaved) if interleaved else None)
@@ -133,8 +136,8 @@ class Scope:
         form: Form,
         order: mx.array | None = None,
     ) -> Packed:
-        """The packed weights of modules of one form, rows below rows, then in an order; `names` are (name, leading
-        dimensions)."""
+        """The packed weights of modules of one form, rows below rows, then in an order; `names` are
+        (name, leading dimensions)."""
         weights, width, groups = self.weights, in_features * form.bits // WORD_BITS, in_features // form.group_size
         weights.note_form(str(form))
         modules = [(self.prefix + name, shape) for name, shape in names]

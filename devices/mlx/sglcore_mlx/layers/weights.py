@@ -1,4 +1,5 @@
-"""The weights of a model while it is built: taken from the checkpoint by name, still unread, and then read in turn."""
+"""The weights of a model while it is built: taken from the checkpoint by name, still unread, and
+then read in turn."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 class Weights:
-    """The tensors of a checkpoint, each taken once, cast to `dtype` and kept. Nothing is read before `read`.
+    """The tensors of a checkpoint, each taken once, cast to `dtype` and kept. Nothing is read
+    before `read`.
 
-    A tensor that is not there is noted, and `check` names all of them. `has_offsets`: what models add to the weights of norms is
-    in them already, as mlx_lm writes checkpoints whose convolutions it turns.
+    A tensor that is not there is noted, and `check` names all of them. `has_offsets`: what models
+    add to the weights of norms is in them already, as mlx_lm writes checkpoints whose convolutions
+    it turns.
     """
 
     __slots__ = ("_arrays", "_entries", "_forms", "_kept", "_missing", "_views", "dtype", "has_offsets", "quantization")
@@ -48,20 +51,24 @@ class Weights:
         return self._entries[name].shape if name in self._entries else None
 
     def take(self, name: str, *shape: int, dtype: mx.Dtype | None = None) -> mx.array:
-        """A weight of floating elements, in a dtype (None: the model's). Raises `CheckpointError` for another shape or type."""
+        """A weight of floating elements, in a dtype (None: the model's). Raises `CheckpointError`
+        for another shape or type."""
         return self._take(name, shape, FLOATS).astype(dtype or self.dtype)
 
     def take_raw(self, name: str, dtype: str, *shape: int) -> mx.array:
-        """A tensor as it is stored, of the type that the file names `dtype`. Raises `CheckpointError` as `take` does."""
+        """A tensor as it is stored, of the type that the file names `dtype`. Raises
+        `CheckpointError` as `take` does."""
         return self._take(name, shape, (dtype,))
 
     def keep(self, array: mx.array) -> mx.array:
-        """Make an array a weight of the model: `read` fills it, `num_bytes` counts it. Returns it."""
+        """Make an array a weight of the model: `read` fills it, `num_bytes` counts it. Returns
+        it."""
         self._kept.append(array)
         return array
 
     def view(self, array: mx.array) -> mx.array:
-        """Note a view of kept weights, so that `read` makes it too; it takes no memory. Returns it."""
+        """Note a view of kept weights, so that `read` makes it too; it takes no memory. Returns
+        it."""
         self._views.append(array)
         return array
 
@@ -80,7 +87,8 @@ class Weights:
         return "; ".join(sorted(self._forms)) or "none"
 
     def check(self, is_harmless: Callable[[str], object]) -> None:
-        """Raise `CheckpointError` for tensors that were wanted and are not there, then for those that nothing wants."""
+        """Raise `CheckpointError` for tensors that were wanted and are not there, then for those
+        that nothing wants."""
         if self._missing:
             raise CheckpointError(
                 f"{_some(self._missing)} not in the checkpoint", remedy="check config.json, or download it again"
@@ -93,8 +101,8 @@ class Weights:
             )
 
     def read(self, progress: Callable[[int, int], None]) -> None:
-        """Read every weight in turn, waiting for each, so that no more than one is in memory twice. `progress` is called
-        with the bytes of weights that are there, and of all of them."""
+        """Read every weight in turn, waiting for each, so that no more than one is in memory twice.
+        `progress` is called with the bytes of weights that are there, and of all of them."""
         self._arrays.clear()
         total, done = self.num_bytes, 0
         for array in self._kept:

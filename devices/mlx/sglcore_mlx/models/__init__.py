@@ -1,1 +1,2 @@
-"""One file for each architecture, in the published checkpoint's own names, and what reads their checkpoints."""
+"""One file for each architecture, in the published checkpoint's own names, and what reads their
+checkpoints."""

@@ -64,10 +64,11 @@ class SlicedModel(Protocol):
 
 
 class Model(Protocol):
-    """A model that a worker drives. Nothing here evaluates or reads on the host, so all of it can be compiled.
+    """A model that a worker drives. Nothing here evaluates or reads on the host, so all of it can
+    be compiled.
 
-    `states` are what each layer with a state keeps of a request, by the layer's id. `num_bytes` is the size of all weights;
-    `quantization` says their form ("none", "4-bit, groups of 64", ...).
+    `states` are what each layer with a state keeps of a request, by the layer's id. `num_bytes` is
+    the size of all weights; `quantization` says their form ("none", "4-bit, groups of 64", ...).
     """
 
     config: ModelConfig
@@ -96,5 +97,6 @@ class Model(Protocol):
         ...
 
     def classify(self, pooled: mx.array) -> mx.array:
-        """Pooled hidden states [B, H] to [B, labels]; raises `ConfigError` without a head for that."""
+        """Pooled hidden states [B, H] to [B, labels]; raises `ConfigError` without a head for
+        that."""
         ...

@@ -1,4 +1,5 @@
-"""Log-probabilities of raw logits: the chosen token's, its rank, and the best alternatives. float32."""
+"""Log-probabilities of raw logits: the chosen token's, its rank, and the best alternatives.
+float32."""
 
 import mlx.core as mx
 
@@ -7,8 +8,8 @@ from sglcore_mlx.sampling.race import ID_BITS
 
 
 def logprobs_of(logits: mx.array, targets: mx.array, top_n: int) -> Logprobs[mx.array]:
-    """Of targets int32[N] under logits float[N, V], with the min(top_n, V) best. Targets outside the vocabulary are read
-    as its nearest end. Nothing is evaluated; zero rows are allowed."""
+    """Of targets int32[N] under logits float[N, V], with the min(top_n, V) best. Targets outside
+    the vocabulary are read as its nearest end. Nothing is evaluated; zero rows are allowed."""
     vocab_size = logits.shape[1]
     count = min(top_n, vocab_size)
     if not logits.shape[0]:
@@ -29,7 +30,8 @@ def logprobs_of(logits: mx.array, targets: mx.array, top_n: int) -> Logprobs[mx.
 
 
 def _top_ids(logits: mx.array, ids: mx.array, count: int) -> mx.array:
-    """int32[N, K]. Value and inverted id form one integer key without ties, because `topk` orders nothing."""
+    """int32[N, K]. Value and inverted id form one integer key without ties, because `topk` orders
+    nothing."""
     if not count:
         return mx.zeros((logits.shape[0], 0), mx.int32)
     last = (1 << ID_BITS) - 1
@@ -39,7 +41,8 @@ def _top_ids(logits: mx.array, ids: mx.array, count: int) -> mx.array:
 
 
 def ordered_bits(values: mx.array) -> mx.array:
-    """int32 that compare as the float32 values do, both zeros alike; NaN lies beyond the infinities."""
+    """int32 that compare as the float32 values do, both zeros alike; NaN lies beyond the
+    infinities."""
     bits = values.view(mx.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return ordered - (ordered >> 31)

@@ -1,6 +1,8 @@
-"""What changes logits before the draw: penalties, bias with early bans, and masks. Pure functions of arrays.
+"""What changes logits before the draw: penalties, bias with early bans, and masks. Pure functions
+of arrays.
 
-Penalties are counted anew from the history, so nothing accumulates and running twice changes nothing.
+Penalties are counted anew from the history, so nothing accumulates and running twice changes
+nothing.
 """
 
 from dataclasses import dataclass
@@ -12,10 +14,12 @@ from sglcore.sampling.state import Bias, Masks
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of the B rows of a batch, in order. Rows with neutral parameters are left bit for bit as they are."""
+    """Penalties of the B rows of a batch, in order. Rows with neutral parameters are left bit for
+    bit as they are."""
 
     history: mx.array
-    """int32[B, L]: each row's prompt and output; cells at or beyond the row's position may hold anything."""
+    """int32[B, L]: each row's prompt and output; cells at or beyond the row's position may hold
+    anything."""
     starts: mx.array
     """int32[B]: where the output begins."""
     repetition: mx.array
@@ -25,8 +29,9 @@ class Penalties:
 
 
 def token_counts(history: mx.array, lengths: mx.array, starts: mx.array, vocab_size: int) -> tuple[mx.array, mx.array]:
-    """Occurrences int32[B, V] in the prompt (positions below starts) and in the output (from there, below lengths) of
-    history int32[B, L]; starts, lengths int32[B]. Ids outside the vocabulary (placeholders) are not counted."""
+    """Occurrences int32[B, V] in the prompt (positions below starts) and in the output (from there,
+    below lengths) of history int32[B, L]; starts, lengths int32[B]. Ids outside the vocabulary
+    (placeholders) are not counted."""
     rows, columns = history.shape
     positions = mx.arange(columns, dtype=mx.int32)
     inside = (positions < lengths[:, None]) & (history >= 0) & (history < vocab_size)
@@ -39,8 +44,9 @@ def token_counts(history: mx.array, lengths: mx.array, starts: mx.array, vocab_s
 
 
 def apply_penalties(logits: mx.array, state: Penalties, lengths: mx.array) -> mx.array:
-    """Logits float32[B, V] with penalties at lengths int32[B]: repetition divides positive and multiplies other logits
-    of tokens seen; then frequency per occurrence and presence once are subtracted for output tokens."""
+    """Logits float32[B, V] with penalties at lengths int32[B]: repetition divides positive and
+    multiplies other logits of tokens seen; then frequency per occurrence and presence once are
+    subtracted for output tokens."""
     prompt, output = token_counts(state.history, lengths, state.starts, logits.shape[1])
     factor = state.repetition[:, None]
     changed = mx.where(logits > 0, logits / factor, logits * factor)
@@ -72,6 +78,7 @@ def unpack_bitmask(words: mx.array, vocab_size: int) -> mx.array:
 
 
 def _rounded(product: mx.array) -> mx.array:
-    """The product as memory holds it. Reading its bits ends the fused loop: in one loop with the subtraction a compiler
-    may round only once (a fused multiply-add), and other devices round twice."""
+    """The product as memory holds it. Reading its bits ends the fused loop: in one loop with the
+    subtraction a compiler may round only once (a fused multiply-add), and other devices round
+    twice."""
     return product.view(mx.int32).view(mx.float32)

@@ -1,7 +1,8 @@
-"""The integer race on MLX: fixed-point gaps, keyed noise, and the draw. Pure functions of arrays; nothing is evaluated.
+"""The integer race on MLX: fixed-point gaps, keyed noise, and the draw. Pure functions of arrays;
+nothing is evaluated.
 
-The same integers as `sglcore/sampling/race.py`; `sglcore/sampling/reference.py` defines them. Hashing is in uint32, whose
-products wrap and whose shifts bring in zeros.
+The same integers as `sglcore/sampling/race.py`; `sglcore/sampling/reference.py` defines them.
+Hashing is in uint32, whose products wrap and whose shifts bring in zeros.
 """
 
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ MAX_VOCAB = (1 << ID_BITS) - 1
 
 @dataclass(frozen=True, slots=True)
 class RaceTables:
-    """Constants of one vocabulary. An entry of the first two holds the value in its upper and the step in its lower 32
-    bits, so that one gather fetches both: gathers are what a draw costs."""
+    """Constants of one vocabulary. An entry of the first two holds the value in its upper and the
+    step in its lower 32 bits, so that one gather fetches both: gathers are what a draw costs."""
 
     gumbel: mx.array
     """int64[16384]"""
@@ -33,8 +34,8 @@ class RaceTables:
 
 
 def make_race_tables(vocab_size: int) -> RaceTables:
-    """The tables of a vocabulary, made by the host, so that any thread may use them. Raises ConfigError beyond 2**22 - 1
-    tokens."""
+    """The tables of a vocabulary, made by the host, so that any thread may use them. Raises
+    ConfigError beyond 2**22 - 1 tokens."""
     if not 0 < vocab_size <= MAX_VOCAB:
         raise ConfigError(f"a vocabulary of {vocab_size} tokens", wanted=f"1..{MAX_VOCAB}", remedy="check vocab_size")
     tables = noise.noise_tables()
@@ -47,7 +48,8 @@ def make_race_tables(vocab_size: int) -> RaceTables:
 
 
 def row_keys(seed_words: mx.array, positions: mx.array) -> mx.array:
-    """Key words uint32[B, 2] of one draw per row, from seed words int32[B, 2] and positions int32[B]."""
+    """Key words uint32[B, 2] of one draw per row, from seed words int32[B, 2] and positions
+    int32[B]."""
     words = seed_words.view(mx.uint32)
     first = _mix32(positions.astype(mx.uint32) * noise.POSITION_FACTOR + words[:, 0])
     second = _mix32(words[:, 1] + first) | 1
@@ -55,21 +57,25 @@ def row_keys(seed_words: mx.array, positions: mx.array) -> mx.array:
 
 
 def gaps_below_best(logits: mx.array, best: mx.array, scale: mx.array) -> mx.array:
-    """int32[B, V] in 2**-16 nat, LIMIT where a token is no candidate; logits float32[B, V], best and scale float32[B].
+    """int32[B, V] in 2**-16 nat, LIMIT where a token is no candidate; logits float32[B, V], best
+    and scale float32[B].
 
-    One subtraction, then one multiplication, then rounding to even: each rounds by itself, and a difference that is
-    multiplied cannot become a fused multiply-add, so a compiler may fuse the loop without changing an integer.
-    Rows whose best is not finite hold any integers in 0..LIMIT: what a NaN becomes as an integer is the device's choice.
+    One subtraction, then one multiplication, then rounding to even: each rounds by itself, and a
+    difference that is multiplied cannot become a fused multiply-add, so a compiler may fuse the
+    loop without changing an integer. Rows whose best is not finite hold any integers in 0..LIMIT:
+    what a NaN becomes as an integer is the device's choice.
     """
     gaps = mx.round((best[:, None] - logits) * scale[:, None])
     return mx.maximum(mx.minimum(gaps, float(LIMIT)).astype(mx.int32), 0)
 
 
 def gumbel_noise(keys: mx.array, hashed_ids: mx.array, table: mx.array) -> mx.array:
-    """Keyed Gumbel noise int32[B, V] in 2**-16 nat; keys uint32[B, 2], hashed_ids uint32[V] or uint32[B, V]."""
+    """Keyed Gumbel noise int32[B, V] in 2**-16 nat; keys uint32[B, 2], hashed_ids uint32[V] or
+    uint32[B, V]."""
     words = _hash(hashed_ids ^ keys[:, :1], keys) | 1
-    # As a signed number the word counts from the nearer end of (0, 1): its float exponent is the octave of the tail.
-    # Negative words move 32 octaves down, so that exponent and mantissa alone are the index.
+    # As a signed number the word counts from the nearer end of (0, 1): its float exponent is the
+    # octave of the tail. Negative words move 32 octaves down, so that exponent and mantissa alone
+    # are the index.
     numbers = words.view(mx.int32).astype(mx.float32)
     bits = mx.maximum(numbers, numbers * -FOLD).view(mx.uint32)
     index = (bits >> INTERPOLATION_BITS) & (GUMBEL_SIZE - 1)
@@ -85,7 +91,8 @@ def coins(keys: mx.array) -> mx.array:
 
 
 def table_entries(table: mx.array, index: mx.array) -> tuple[mx.array, mx.array]:
-    """Value and step, int32 each, of the entries of a packed table at `index` uint32 of any shape, within the table.
+    """Value and step, int32 each, of the entries of a packed table at `index` uint32 of any shape,
+    within the table.
 
     A gather along an axis, because on the processor it is six times as fast as `take`.
     """
@@ -99,8 +106,8 @@ def race_scores(gaps: mx.array, keys: mx.array, hashed_ids: mx.array, table: mx.
 
 
 def first_argmax(scores: mx.array) -> mx.array:
-    """int32[B]: the first maximum of [B, V]. MLX's argmax gives ties to the lowest index on the processor and on Metal:
-    its reduction compares indices where values are equal."""
+    """int32[B]: the first maximum of [B, V]. MLX's argmax gives ties to the lowest index on the
+    processor and on Metal: its reduction compares indices where values are equal."""
     return mx.argmax(scores, axis=-1).astype(mx.int32)
 
 
@@ -116,7 +123,8 @@ def _packed(table: np.ndarray) -> mx.array:
 
 
 def _hash(words: mx.array, keys: mx.array) -> mx.array:
-    """The hashes of hashed ids, with the first key word already in them, under keys uint32[B, 2]."""
+    """The hashes of hashed ids, with the first key word already in them, under keys uint32[B,
+    2]."""
     return _fold(_fold(_fold(words, 16) * keys[:, 1:], 15) * noise.MIX_2, 16)
 
 

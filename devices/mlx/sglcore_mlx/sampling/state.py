@@ -32,11 +32,12 @@ def place_state(
     history: mx.array | None = None,
     masks: Masks[mx.array] | None = None,
 ) -> SamplingState:
-    """From arrays of `state_arrays`, and of `penalty_arrays` of all rows: a dictionary of arrays can be an argument of a
-    compiled function, a state cannot.
+    """From arrays of `state_arrays`, and of `penalty_arrays` of all rows: a dictionary of arrays
+    can be an argument of a compiled function, a state cannot.
 
-    history int32[B, L] holds each row's tokens so far, the one at index p in column p; L may end at the longest row with
-    penalties. Raises ConfigError if `needs` names penalties and there is no history.
+    history int32[B, L] holds each row's tokens so far, the one at index p in column p; L may end at
+    the longest row with penalties. Raises ConfigError if `needs` names penalties and there is no
+    history.
     """
     return SamplingState(
         needs,

@@ -9,13 +9,14 @@ from sglcore_mlx.sampling.race import RaceTables, coins
 
 
 def left_out(gaps: mx.array, xtc: Exclusion[mx.array], keys: mx.array, tables: RaceTables) -> mx.array:
-    """bool[M, V]: what a draw under keys uint32[M, 2] leaves out of gaps int32[M, V], in which LIMIT is no candidate."""
+    """bool[M, V]: what a draw under keys uint32[M, 2] leaves out of gaps int32[M, V], in which
+    LIMIT is no candidate."""
     return top_tokens(gaps, xtc.share, tables) & (coins(keys) < xtc.chance)[:, None]
 
 
 def top_tokens(gaps: mx.array, share: mx.array, tables: RaceTables) -> mx.array:
-    """bool[M, V]: the candidates with at least share int32[M] / 2**24 of the row's weight, but the least likely of them: of
-    those equally far behind, that of the highest id."""
+    """bool[M, V]: the candidates with at least share int32[M] / 2**24 of the row's weight, but the
+    least likely of them: of those equally far behind, that of the highest id."""
     weights = token_weights(gaps, tables.weight)
     top = (weights.astype(mx.int64) >= weight_of_share(weights, share)[:, None]) & (gaps < LIMIT)
     last = mx.max(mx.where(top, gaps, -1), axis=-1, keepdims=True)

@@ -1,4 +1,5 @@
-"""Whether a start verifies proposals, and whose: what was asked for, what this device has, what the model allows."""
+"""Whether a start verifies proposals, and whose: what was asked for, what this device has, what the
+model allows."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ class Speculation:
         return self.kind == SUFFIX
 
     def limits_of(self, plain: Limits) -> Limits:
-        """What a worker that verifies them can hold and do, from what it can without. Steps bring decode rows or prompts, never both."""
+        """What a worker that verifies them can hold and do, from what it can without. Steps bring
+        decode rows or prompts, never both."""
         return replace(
             plain,
             draft_tokens=self.tokens,
@@ -85,7 +87,8 @@ class Described(Protocol):
 
 
 def choose_speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculation | None:
-    """As the configuration asks. No model is read. Raises ConfigError for what this device does not have, by its name."""
+    """As the configuration asks. No model is read. Raises ConfigError for what this device does not
+    have, by its name."""
     kind = config.speculative
     _check_rule(config.speculative_verify)
     if kind is not None and kind in GAPS:
@@ -116,7 +119,8 @@ def choose_speculation(config: EngineConfig, ledger: DecisionLedger) -> Speculat
 
 
 def check_model(speculation: Speculation | None, model: Described) -> None:
-    """Raise ConfigError for a model that can not take a token back; its weights may still be empty."""
+    """Raise ConfigError for a model that can not take a token back; its weights may still be
+    empty."""
     if speculation is None:
         return
     found = f"speculative is {speculation.kind!r}, and"

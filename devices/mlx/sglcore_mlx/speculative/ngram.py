@@ -1,4 +1,5 @@
-"""Proposals without a model: what followed the last tokens when they occurred before in the same text (prompt lookup)."""
+"""Proposals without a model: what followed the last tokens when they occurred before in the same
+text (prompt lookup)."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ LEAST, MOST = 2, 4
 
 
 def propose(known: mx.array, last: mx.array, tokens: int, least: int = LEAST, most: int = MOST) -> mx.array:
-    """int32[R, tokens] for texts known int32[R, M] of which `last` int32[R] is the last token that is there: what came after the
-    latest earlier occurrence of the longest suffix of `least` to `most` tokens, again and again where it ends before enough
-    tokens; NONE for a text whose last `least` tokens did not occur before. Queues only."""
+    """int32[R, tokens] for texts known int32[R, M] of which `last` int32[R] is the last token that
+    is there: what came after the latest earlier occurrence of the longest suffix of `least` to
+    `most` tokens, again and again where it ends before enough tokens; NONE for a text whose last
+    `least` tokens did not occur before. Queues only."""
     rows, width = known.shape
     places = mx.arange(max(width, tokens), dtype=mx.int32)
     padded = mx.concatenate([mx.full((rows, most - 1), NONE, mx.int32), known], axis=1)

@@ -1,6 +1,8 @@
-"""The stepper whose decode steps verify proposals: one forward over each request's last token and what was proposed after it.
+"""The stepper whose decode steps verify proposals: one forward over each request's last token and
+what was proposed after it.
 
-A proposal is right when it equals the token that the target draws in its place, so the text is the same as without any.
+A proposal is right when it equals the token that the target draws in its place, so the text is the
+same as without any.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from sglcore_mlx.stepper import Launched, Stepper
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many proposals of each request a step verifies, and how many it makes for the next one."""
+    """How many proposals of each request a step verifies, and how many it makes for the next
+    one."""
 
     verified: int
     made: int
@@ -40,7 +43,8 @@ Drafter: TypeAlias = Callable[[mx.array, mx.array, int], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The requests of a verification, `slots` and `limits` int32[B], and the most cells that one of them can have after it."""
+    """The requests of a verification, `slots` and `limits` int32[B], and the most cells that one of
+    them can have after it."""
 
     slots: mx.array
     limits: mx.array
@@ -48,8 +52,8 @@ class Rows:
 
 
 class SpeculativeStepper(Stepper):
-    """Proposes by what followed before in the same text, unless the host proposes. Decode rows bring up to `tokens` proposals each,
-    prompts come as always."""
+    """Proposes by what followed before in the same text, unless the host proposes. Decode rows
+    bring up to `tokens` proposals each, prompts come as always."""
 
     def __init__(
         self,
@@ -110,8 +114,8 @@ class SpeculativeStepper(Stepper):
         return StepOutput(wide.plan, path, sampled, runs=(runs.accepted, runs.proposed), drafts=drafts)
 
     def _verify_logits(self, batch: ScheduleBatch, width: int) -> tuple[mx.array, Rows, Placed, str]:
-        """float32 [B * N, V], the requests, their tokens, and what ran. The tokens are in the history from here on: nothing reads that
-        before, so that it is written in its own memory."""
+        """float32 [B * N, V], the requests, their tokens, and what ran. The tokens are in the
+        history from here on: nothing reads that before, so that it is written in its own memory."""
         count, state, table = batch.batch_size, self._state, self._table
         most = int(most_lens(batch, width).max())
         pages = bucket(-(-most // table.page_size), table.rows.shape[1])
@@ -157,8 +161,8 @@ class SpeculativeStepper(Stepper):
         return runs
 
     def _propose(self, slots: mx.array, lengths: mx.array, roots: mx.array, most: int) -> None:
-        """What follows texts of lengths int32[B], at most `most`, whose last tokens are roots int32[B], which the history does not
-        have yet."""
+        """What follows texts of lengths int32[B], at most `most`, whose last tokens are roots
+        int32[B], which the history does not have yet."""
         tokens, table = self._counts.made, self._drafts.proposals
         table[slots] = NONE
         if not tokens:

@@ -1,6 +1,8 @@
-"""Rows of tokens to verify: where each goes, and how far the proposals of a request are what was drawn.
+"""Rows of tokens to verify: where each goes, and how far the proposals of a request are what was
+drawn.
 
-The state between steps is in tables by slot: how many cells of it are valid, its last token, and what is proposed after it.
+The state between steps is in tables by slot: how many cells of it are valid, its last token, and
+what is proposed after it.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ NONE = -1
 
 @dataclass(slots=True)
 class Drafts:
-    """Tables by slot, lazy arrays that one step hands to the next: `lengths` int32[slots + 1], cells that are valid, and `proposals`
-    int32[slots + 1, k], what is proposed after its last token, NONE from where nothing is."""
+    """Tables by slot, lazy arrays that one step hands to the next: `lengths` int32[slots + 1],
+    cells that are valid, and `proposals` int32[slots + 1, k], what is proposed after its last
+    token, NONE from where nothing is."""
 
     lengths: mx.array
     proposals: mx.array
@@ -30,8 +33,8 @@ def make_drafts(max_requests: int, tokens: int) -> Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """N tokens of each of B requests, int32[B, N] each: `ids`, their `positions`, and the `owners`, their slots; a token that has no
-    cell, or lacks a mask that it needs, is the first of slot 0."""
+    """N tokens of each of B requests, int32[B, N] each: `ids`, their `positions`, and the `owners`,
+    their slots; a token that has no cell, or lacks a mask that it needs, is the first of slot 0."""
 
     ids: mx.array
     positions: mx.array
@@ -61,24 +64,25 @@ class Placed:
 def place(
     last: mx.array, drafts: Drafts, slots: mx.array, limits: mx.array, nodes: mx.array | None, width: int
 ) -> Placed:
-    """The last token of slots int32[B] and `width` - 1 proposals after it. limits int32[B]: cells that are in the request's pages;
-    nodes int32[B]: of its tokens those that may be verified (None: all). Where nothing is proposed stands the last token
-    again. Queues only."""
+    """The last token of slots int32[B] and `width` - 1 proposals after it. limits int32[B]: cells
+    that are in the request's pages; nodes int32[B]: of its tokens those that may be verified (None:
+    all). Where nothing is proposed stands the last token again. Queues only."""
     steps = mx.arange(width, dtype=mx.int32)[None]
     places = drafts.lengths[slots][:, None] + steps
     usable = places < limits[:, None]
     if nodes is not None:
         usable = usable & (steps < nodes[:, None])
     roots, proposed = last[slots][:, None], drafts.proposals[slots][:, : width - 1]
-    # Attention over shared cells weighs with zero what a token does not see, so what stands there must be numbers.
+    # Attention over shared cells weighs with zero what a token does not see, so what stands there
+    # must be numbers.
     ids = mx.concatenate([roots, mx.where(proposed < 0, roots, proposed)], axis=1)
     return Placed(ids, mx.where(usable, places, 0), mx.where(usable, slots[:, None], 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """int32[B] each: how many proposals are right, how many there were, the token after the right ones, and the cells that are
-    valid then."""
+    """int32[B] each: how many proposals are right, how many there were, the token after the right
+    ones, and the cells that are valid then."""
 
     accepted: mx.array
     proposed: mx.array
@@ -87,7 +91,8 @@ class Runs:
 
 
 def accept(drawn: mx.array, placed: Placed, drafts: Drafts, slots: mx.array, limits: mx.array) -> Runs:
-    """How far the proposals of slots int32[B] are what was drawn, int32[B, N], in their places. Queues only."""
+    """How far the proposals of slots int32[B] are what was drawn, int32[B, N], in their places.
+    Queues only."""
     width, usable = drawn.shape[1], placed.is_usable[:, 1:]
     proposed, before = drafts.proposals[slots][:, : width - 1], drafts.lengths[slots]
     right = ((drawn[:, :-1] == proposed) & usable).astype(mx.int32)

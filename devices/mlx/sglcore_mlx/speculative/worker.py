@@ -1,4 +1,5 @@
-"""The worker of a start with proposals: how many each step verifies, by what was right and what steps took."""
+"""The worker of a start with proposals: how many each step verifies, by what was right and what
+steps took."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class SpeculativeWorker(MlxWorker):
     """As the plain worker, on a stepper that verifies proposals: `length` says of how many."""
 
     def __init__(self, *given: Any, lengths: tuple[int, ...]) -> None:
-        """`given` is the plain worker's. `lengths` are the numbers of proposals that a step may verify, ascending."""
+        """`given` is the plain worker's. `lengths` are the numbers of proposals that a step may
+        verify, ascending."""
         super().__init__(*given)
         self.length = LengthController(lengths)
         self._times = StepTimes()

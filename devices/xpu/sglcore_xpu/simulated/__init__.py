@@ -1,7 +1,8 @@
-"""The simulated Intel GPUs that `--sim=xpu` gives where sglcore-sim is installed; nothing of the device itself imports this.
+"""The simulated Intel GPUs that `--sim=xpu` gives where sglcore-sim is installed; nothing of the
+device itself imports this.
 
-Figures follow what Intel publishes and what torch's `xpu` properties are called; no machine was read. A part of two stacks
-is two devices, as its driver shows them.
+Figures follow what Intel publishes and what torch's `xpu` properties are called; no machine was
+read. A part of two stacks is two devices, as its driver shows them.
 """
 
 from __future__ import annotations

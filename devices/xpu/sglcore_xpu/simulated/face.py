@@ -1,4 +1,5 @@
-"""The `torch._C._xpu_*` names that a CPU build lacks, so that the shipped Python of torch.xpu runs unmodified."""
+"""The `torch._C._xpu_*` names that a CPU build lacks, so that the shipped Python of torch.xpu runs
+unmodified."""
 
 from __future__ import annotations
 

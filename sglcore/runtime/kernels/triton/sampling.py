@@ -189,7 +189,8 @@ def race_kernel(
     COUNT: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Programs (row, block): the key of the block's first largest noise - gap. Floor: the logits, read once."""
+    """Programs (row, block): the key of the block's first largest noise - gap. Floor: the logits,
+    read once."""
     row = tl.program_id(0).to(tl.int64)
     ids, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
     value, _ = best_of(best, row, COUNT, PADDED)

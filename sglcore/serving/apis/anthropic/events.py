@@ -1,4 +1,5 @@
-"""An answer as a message of Anthropic's API: the events of its stream, in order, and the message that they come to."""
+"""An answer as a message of Anthropic's API: the events of its stream, in order, and the message
+that they come to."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class MessageWriter(Writer[ChatRun]):
         return message
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """The message's events as they happen. What comes before the first word is raised before anything is given."""
+        """The message's events as they happen. What comes before the first word is raised before
+        anything is given."""
         begin, events = await run.begin()
         message = self._begun(run.output)
         first = self._take(begin)

@@ -1,4 +1,5 @@
-"""A request for a message of Anthropic's API as a conversation: blocks become the messages and tools of the chat endpoint."""
+"""A request for a message of Anthropic's API as a conversation: blocks become the messages and
+tools of the chat endpoint."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def message_request(body: MessagesRequest) -> ChatRequest:
 
 
 def chat_request(body: CountRequest, params: SamplingParams) -> ChatRequest:
-    """The chat request of a conversation. An answer that the conversation ends with is gone on with."""
+    """The chat request of a conversation. An answer that the conversation ends with is gone on
+    with."""
     messages = _system(body.system)
     for place, message in enumerate(body.messages):
         _add(messages, message, f"messages[{place}]")
@@ -96,7 +98,8 @@ def _system(system: str | list[Texts] | None) -> list[dict[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], message: Message, where: str) -> None:
-    """Add a turn: results of calls are messages of their own, and a second turn of one side goes on with the first."""
+    """Add a turn: results of calls are messages of their own, and a second turn of one side goes on
+    with the first."""
     if message.role == "assistant":
         turn = _answer(message.content, f"{where}.content")
         _join(messages, turn) if messages and messages[-1]["role"] == "assistant" else messages.append(turn)

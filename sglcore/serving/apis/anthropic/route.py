@@ -1,4 +1,5 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API. Its errors are in Anthropic's schema, on every path below."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API. Its errors are in Anthropic's
+schema, on every path below."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class _Written(msgspec.Struct):
 def read_lines(
     content: Iterable[bytes], endpoint: str, longest: int = LONGEST_LINE
 ) -> tuple[list[Line], list[dict[str, Any]]]:
-    """The requests of a file's lines, all for this endpoint and none of more than `longest` bytes, and what is wrong with it as
-    OpenAI writes that: a file with a fault is not run."""
+    """The requests of a file's lines, all for this endpoint and none of more than `longest` bytes,
+    and what is wrong with it as OpenAI writes that: a file with a fault is not run."""
     lines: list[Line] = []
     faults: list[dict[str, Any]] = []
     names: set[str] = set()

@@ -1,4 +1,5 @@
-"""Runs batches: line by line through the server's own endpoints, a few at a time, until each line has a result."""
+"""Runs batches: line by line through the server's own endpoints, a few at a time, until each line
+has a result."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class BatchRunner:
     def __init__(
         self, store: BatchStore, call: Call, at_once: int, *, longest: int = LONGEST_LINE, wait: float = RETRY_SECONDS
     ) -> None:
-        """`at_once`: requests that may be on their way together. `longest`: bytes of one at most. `wait`: seconds before what did
-        not work is tried again."""
+        """`at_once`: requests that may be on their way together. `longest`: bytes of one at most.
+        `wait`: seconds before what did not work is tried again."""
         self.store, self._longest = store, longest
         self._call, self._at_once, self._wait = call, at_once, wait
         self._news = asyncio.Event()
@@ -46,7 +47,8 @@ class BatchRunner:
         self._news.set()
 
     async def run(self) -> None:
-        """Run what there is and what comes, until cancelled; a batch that was cut off then goes on with the next start."""
+        """Run what there is and what comes, until cancelled; a batch that was cut off then goes on
+        with the next start."""
         while True:
             self._news.clear()
             active = await self._active()

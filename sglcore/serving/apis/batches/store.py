@@ -1,5 +1,6 @@
-"""Files and batches in a folder: what they hold as files, what is known of them in SQLite. A process that is killed loses
-neither: a result is there for good before it counts, and a file before it is known.
+"""Files and batches in a folder: what they hold as files, what is known of them in SQLite. A
+process that is killed loses neither: a result is there for good before it counts, and a file before
+it is known.
 
 Every method waits for the disk and may be called from any thread.
 """
@@ -38,7 +39,8 @@ class BatchStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open or make it; what was half written when its owner ended is removed. Raises ConfigError."""
+        """Open or make it; what was half written when its owner ended is removed. Raises
+        ConfigError."""
         self._files = folder / "files"
         self._lock = threading.Lock()
         self._unwritten: dict[str, dict[str, Any]] = {}
@@ -80,7 +82,8 @@ class BatchStore:
         return self._files / file_id
 
     def delete_file(self, file_id: str) -> None:
-        """Forget a file. Raises InvalidRequest for one that is not there, or that a batch still reads."""
+        """Forget a file. Raises InvalidRequest for one that is not there, or that a batch still
+        reads."""
         self.get("files", file_id, "file_id")
         reader = next((each["id"] for each in self.active() if each["input_file_id"] == file_id), None)
         if reader is not None:
@@ -128,7 +131,8 @@ class BatchStore:
         return [value for row in rows if (value := self._known(row[0]))["status"] in ACTIVE]
 
     def move(self, batch_id: str, status: str, *, of: Iterable[str] = ACTIVE, **known: Any) -> dict[str, Any]:
-        """Put a batch into a state, if it is in one `of` these, with the time of it and what is `known` then; the batch."""
+        """Put a batch into a state, if it is in one `of` these, with the time of it and what is
+        `known` then; the batch."""
         with self._transaction():
             return self._move(batch_id, status, of, known)
 
@@ -145,7 +149,8 @@ class BatchStore:
             return {row[0] for row in rows}
 
     def finish(self, batch_id: str, status: str, **known: Any) -> None:
-        """Make the files of what a batch has, and put it into its last state with what is `known` of it, all or nothing."""
+        """Make the files of what a batch has, and put it into its last state with what is `known`
+        of it, all or nothing."""
         with self._transaction() as made:
             known["request_counts"] = self._counts(batch_id)
             for name in self._kinds(batch_id):
@@ -212,7 +217,8 @@ class BatchStore:
     def _write(
         self, content: Iterable[bytes | memoryview], filename: str, purpose: str, made: list[Path]
     ) -> dict[str, Any]:
-        """A new file of these pieces, which is on the disk, and is the last of those `made`; the object that describes it."""
+        """A new file of these pieces, which is on the disk, and is the last of those `made`; the
+        object that describes it."""
         file_id, size = f"file-{secrets.token_hex(12)}", 0
         made.append(self._files / file_id)
         with made[-1].open("xb") as stream:

@@ -15,7 +15,8 @@ ENCODED = ("base64", "quoted-printable")
 
 
 def read_form(content_type: str, body: bytes) -> tuple[dict[str, str], tuple[str, bytes | memoryview]]:
-    """The fields of a form, and the name and the content of its file, which may be a view of the body. Raises InvalidRequest."""
+    """The fields of a form, and the name and the content of its file, which may be a view of the
+    body. Raises InvalidRequest."""
     if not content_type.lower().startswith("multipart/form-data"):
         raise InvalidRequest("the body is no form", wanted="multipart/form-data", status=415, param="file")
     boundary = _head(f"content-type: {content_type}".encode("latin-1", "replace")).get_boundary()

@@ -47,9 +47,10 @@ class Timed(Answer):
 
 
 class AnswerMade(Timed):
-    """What chats and continued texts have, and each line of their streams: counts and times stand where `done` is true. The seed and
-    the fingerprint, with the same request, give the same text again. `warnings`: parts of its schema that are not enforced and that
-    the answer does not keep to, or why that is not known."""
+    """What chats and continued texts have, and each line of their streams: counts and times stand
+    where `done` is true. The seed and the fingerprint, with the same request, give the same text
+    again. `warnings`: parts of its schema that are not enforced and that the answer does not keep
+    to, or why that is not known."""
 
     model: str
     created_at: str
@@ -138,7 +139,8 @@ class ModelsLoaded(Answer):
 
 
 class Shown(Answer):
-    """What is known of a model. `template` is Jinja's, and `parameters` are those of requests that name none."""
+    """What is known of a model. `template` is Jinja's, and `parameters` are those of requests that
+    name none."""
 
     modelfile: str
     parameters: str

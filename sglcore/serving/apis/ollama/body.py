@@ -70,8 +70,8 @@ class OllamaCall(Body):
 
 
 class OllamaMessage(Body):
-    """One message of a conversation. A message of role tool answers the call of its `tool_call_id` or, without one, the first of
-    that `tool_name` that has no answer."""
+    """One message of a conversation. A message of role tool answers the call of its `tool_call_id`
+    or, without one, the first of that `tool_name` that has no answer."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -97,8 +97,8 @@ class OllamaTool(Body):
 
 
 class AnswerFields(Body):
-    """What chats and continued texts share. `stream` is true unless said otherwise. `format` is "json" or a JSON schema; `think`
-    turns reasoning on or off, or says how much of it."""
+    """What chats and continued texts share. `stream` is true unless said otherwise. `format` is
+    "json" or a JSON schema; `think` turns reasoning on or off, or says how much of it."""
 
     sampled: ClassVar[Mapping[str, type[Body]]] = MappingProxyType({"options": OllamaOptions})
 
@@ -149,7 +149,8 @@ class VectorFields(Body):
 
 
 class OllamaEmbedBody(VectorFields):
-    """A request for the vectors of one text or several. What is too long is cut, unless `truncate` is false."""
+    """A request for the vectors of one text or several. What is too long is cut, unless `truncate`
+    is false."""
 
     input: str | Items[str]
     truncate: bool | None = None

@@ -14,7 +14,8 @@ def tagged(name: str) -> str:
 
 
 def served_name(frontend: Frontend, name: str | None) -> str:
-    """Which of the served names is meant, with the tag or without; no name means the main one. Raises InvalidRequest (404)."""
+    """Which of the served names is meant, with the tag or without; no name means the main one.
+    Raises InvalidRequest (404)."""
     if not name:
         return frontend.names[0]
     found = next((each for each in frontend.names if tagged(each) == tagged(name)), None)

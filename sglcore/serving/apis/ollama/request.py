@@ -50,8 +50,8 @@ _OWN_NAMES = MappingProxyType(
 
 
 def chat_request(body: OllamaChatBody, frontend: Frontend) -> ChatRequest:
-    """The chat that a body describes. An answer that the conversation ends with is gone on with. Raises InvalidRequest and
-    SamplingError."""
+    """The chat that a body describes. An answer that the conversation ends with is gone on with.
+    Raises InvalidRequest and SamplingError."""
     messages = _messages(body.messages or ())
     last = messages[-1]
     is_begun = last["role"] == "assistant" and "tool_calls" not in last and bool(last.get("content"))
@@ -69,7 +69,8 @@ def chat_request(body: OllamaChatBody, frontend: Frontend) -> ChatRequest:
 
 
 def text_request(body: OllamaGenerateBody, frontend: Frontend) -> ChatRequest:
-    """A prompt, and what the system says, as a conversation. Raises InvalidRequest and SamplingError."""
+    """A prompt, and what the system says, as a conversation. Raises InvalidRequest and
+    SamplingError."""
     _check(body)
     system = [{"role": "system", "content": body.system}] if body.system else []
     return ChatRequest(
@@ -82,7 +83,8 @@ def text_request(body: OllamaGenerateBody, frontend: Frontend) -> ChatRequest:
 
 
 def plain_prompt(body: OllamaGenerateBody, frontend: Frontend) -> str | None:
-    """The prompt of a text that is gone on with as it is, or between two; None for one that is answered. Raises InvalidRequest."""
+    """The prompt of a text that is gone on with as it is, or between two; None for one that is
+    answered. Raises InvalidRequest."""
     _check(body)
     prompt = body.prompt or ""
     if body.suffix:
@@ -174,8 +176,8 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 class _Calls:
-    """The calls of a conversation that have no answer yet. This protocol may name neither call nor answer: names are by the place,
-    so that the same conversation is the same prompt."""
+    """The calls of a conversation that have no answer yet. This protocol may name neither call nor
+    answer: names are by the place, so that the same conversation is the same prompt."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -1,4 +1,5 @@
-"""POST /api/chat, generate, embed, embeddings and show, GET /api/tags, ps and version: Ollama's protocol, its errors on all of them."""
+"""POST /api/chat, generate, embed, embeddings and show, GET /api/tags, ps and version: Ollama's
+protocol, its errors on all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Answers of /v1/chat/completions, /v1/completions and /v1/models, as the document describes them."""
+"""Answers of /v1/chat/completions, /v1/completions and /v1/models, as the document describes
+them."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ class PromptTokensDetails(Answer):
 
 
 class CompletionTokensDetails(Answer):
-    """Tokens that were proposed: those that are in the answer, and those that were wrong. `max_tokens` is how many the context
-    holds of an answer that may have had more."""
+    """Tokens that were proposed: those that are in the answer, and those that were wrong.
+    `max_tokens` is how many the context holds of an answer that may have had more."""
 
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
@@ -71,7 +72,8 @@ class CallAnswer(Answer):
 
 
 class ToolCallAnswer(Answer):
-    """A call; in a stream `index` tells which one the part belongs to, and only the first part has an id and a name."""
+    """A call; in a stream `index` tells which one the part belongs to, and only the first part has
+    an id and a name."""
 
     index: int | None = None
     id: str | None = None
@@ -100,8 +102,8 @@ class Frame(Answer):
 
 
 class ChoiceEnd(Answer):
-    """What a choice and its last part have, in completions and chats. `warnings`: parts of its schema that are not enforced and that
-    it does not keep to, or why that is not known."""
+    """What a choice and its last part have, in completions and chats. `warnings`: parts of its
+    schema that are not enforced and that it does not keep to, or why that is not known."""
 
     index: int
     stop_reason: int | str | None = None
@@ -140,7 +142,8 @@ class ChatAnswer(Frame):
 
 
 class ChatChunk(Frame):
-    """A part of a stream: what is new of one choice, or how far the prompt is, or at the end the usage."""
+    """A part of a stream: what is new of one choice, or how far the prompt is, or at the end the
+    usage."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatDelta]
@@ -158,11 +161,12 @@ class CompletionLogprobsAnswer(Answer):
 
 
 class CompletionChoice(ChoiceEnd):
-    """One sample of one prompt: `index` counts the samples of the first prompt, then those of the next.
+    """One sample of one prompt: `index` counts the samples of the first prompt, then those of the
+    next.
 
-    `seed_used` with the same prompt gives the same text again. `stop_reason` is the stop string or the
-    token of `stop_token_ids` that ended it, null for an end token of the model.
-    With `finish_reason` "error" or "abort" the sample failed, and `error` says why.
+    `seed_used` with the same prompt gives the same text again. `stop_reason` is the stop string or
+    the token of `stop_token_ids` that ended it, null for an end token of the model. With
+    `finish_reason` "error" or "abort" the sample failed, and `error` says why.
     """
 
     text: str

@@ -14,7 +14,8 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
 
 
 class Part(Body):
-    """A piece of a message's content: text, or a refusal that an assistant gave. Models here read text alone."""
+    """A piece of a message's content: text, or a refusal that an assistant gave. Models here read
+    text alone."""
 
     type: Literal["text", "refusal"]
     text: str | None = None
@@ -53,7 +54,8 @@ class CalledTool(Body):
 
 
 class Message(Body):
-    """One message of a conversation. A null field is as good as none, so an answer's message can be sent back as it is."""
+    """One message of a conversation. A null field is as good as none, so an answer's message can be
+    sent back as it is."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[Part] | None = None
@@ -75,7 +77,8 @@ class Message(Body):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """The message as templates take it: no empty fields, a developer is a system, reasoning under one name."""
+        """The message as templates take it: no empty fields, a developer is a system, reasoning
+        under one name."""
         found = self.model_dump(exclude_none=True, exclude={"annotations"})
         if isinstance(self.content, list):
             found["content"] = [part.plain() for part in self.content]
@@ -128,8 +131,8 @@ class ChosenTool(Body):
 
 
 class TemplateFields(Body):
-    """What the checkpoint's template makes of messages depends on. `add_generation_prompt` left out is the contrary of
-    `continue_final_message`."""
+    """What the checkpoint's template makes of messages depends on. `add_generation_prompt` left out
+    is the contrary of `continue_final_message`."""
 
     tools: Items[Tool] | None = None
     add_generation_prompt: bool | None = None
@@ -196,9 +199,10 @@ Prompts = Annotated[
 class CompletionBody(GenerationFields):
     """A request to continue texts.
 
-    `logprobs`: alternatives to report of each token, 0 for the chosen one alone. `echo` puts the prompt before the text,
-    and with `logprobs` its log-probabilities; only then may `max_tokens` be 0. `add_special_tokens` is whether a text
-    gets what the checkpoint puts around a prompt, such as BOS.
+    `logprobs`: alternatives to report of each token, 0 for the chosen one alone. `echo` puts the
+    prompt before the text, and with `logprobs` its log-probabilities; only then may `max_tokens` be
+    0. `add_special_tokens` is whether a text gets what the checkpoint puts around a prompt, such as
+    BOS.
     """
 
     prompt: Prompts

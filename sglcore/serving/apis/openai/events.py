@@ -39,7 +39,8 @@ class _Writer(Writer[Run]):
         return {"id": self.id, "object": kind, **self._about, "system_fingerprint": self.fingerprint}
 
     def _chunks(self, runs: Runs) -> Callable[[dict[str, Any]], bytes]:
-        """What makes an event of a chunk. The constant part is encoded once, with the first: then it is known who answers."""
+        """What makes an event of a chunk. The constant part is encoded once, with the first: then
+        it is known who answers."""
         is_empty = self._tells_usage and not self._counts_along
         begin = b""
 
@@ -270,8 +271,9 @@ class CompletionWriter(_Writer[Runs]):
 
 
 def _ending(sample: Completion, reason: str | None, body: GenerationFields) -> dict[str, Any]:
-    """How a sample ended: the reason, which of the stops that were asked for it was (none: the model's own end), the seed that gives
-    it again, what of its schema it does not keep to, and why it failed if it did."""
+    """How a sample ended: the reason, which of the stops that were asked for it was (none: the
+    model's own end), the seed that gives it again, what of its schema it does not keep to, and why
+    it failed if it did."""
     cause = sample.stop_cause
     asked = cause if isinstance(cause, str) or cause in (body.stop_token_ids or ()) else None
     about = {"finish_reason": reason, "stop_reason": asked, "seed_used": sample.seed}

@@ -20,7 +20,8 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Prompts, each a text or token ids, and how they go on; `form` is the field that binds the text, if one does."""
+    """Prompts, each a text or token ids, and how they go on; `form` is the field that binds the
+    text, if one does."""
 
     prompts: Sequence[str | Sequence[int]]
     params: SamplingParams

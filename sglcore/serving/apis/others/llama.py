@@ -1,4 +1,5 @@
-"""POST /completion, /infill and /apply-template, GET /props and /slots, as llama-server has them."""
+"""POST /completion, /infill and /apply-template, GET /props and /slots, as llama-server has
+them."""
 
 from __future__ import annotations
 

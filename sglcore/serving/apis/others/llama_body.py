@@ -78,7 +78,8 @@ class ApplyTemplateBody(TemplateFields):
 
 
 def llama_params(body: LlamaFields, config: ServerConfig) -> tuple[SamplingParams, str]:
-    """What a body asks for, and the field that binds the form of the text (empty: none does). Raises InvalidRequest."""
+    """What a body asks for, and the field that binds the form of the text (empty: none does).
+    Raises InvalidRequest."""
     check_limit("n_probs", body.n_probs, config.max_logprobs)
     form, grammar = _form(body)
     if body.repeat_penalty is not None:

@@ -1,4 +1,5 @@
-"""Answers of /v1/embeddings, /v1/score, /v1/rerank and /classify, as the document describes them."""
+"""Answers of /v1/embeddings, /v1/score, /v1/rerank and /classify, as the document describes
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bodies of /v1/embeddings, /v1/score, /v1/rerank and /classify: what a client may send. Knows no engine."""
+"""Bodies of /v1/embeddings, /v1/score, /v1/rerank and /classify: what a client may send. Knows no
+engine."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ Truncated = Annotated[int, Field(ge=-1)]
 
 
 class PoolingFields(Body):
-    """What all of them share. `truncate_prompt_tokens` cuts what is longer: to so many tokens, or (-1) to what the model holds;
-    `truncate` true is the same as -1. Without them, what is too long is refused."""
+    """What all of them share. `truncate_prompt_tokens` cuts what is longer: to so many tokens, or
+    (-1) to what the model holds; `truncate` true is the same as -1. Without them, what is too long
+    is refused."""
 
     model: str | None = None
     truncate_prompt_tokens: Truncated | None = None
@@ -25,15 +27,17 @@ class PoolingFields(Body):
 
     @property
     def most(self) -> int | None:
-        """Tokens to which a longer text is cut, -1 for what the model holds; None: it is refused."""
+        """Tokens to which a longer text is cut, -1 for what the model holds; None: it is
+        refused."""
         if self.truncate_prompt_tokens is not None:
             return self.truncate_prompt_tokens
         return -1 if self.truncate else None
 
 
 class EmbeddingBody(PoolingFields):
-    """A request for the vectors of one input or several. `dimensions` keeps the first numbers of each, scaled to length 1 where
-    the whole has it; `prompt_name` is that of a prompt of the checkpoint's, which stands before each text."""
+    """A request for the vectors of one input or several. `dimensions` keeps the first numbers of
+    each, scaled to length 1 where the whole has it; `prompt_name` is that of a prompt of the
+    checkpoint's, which stands before each text."""
 
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
@@ -55,7 +59,8 @@ class DocumentText(Body):
 
 
 class RerankBody(PoolingFields):
-    """A request for documents in the order of their relevance to a query, the first `top_n` of them."""
+    """A request for documents in the order of their relevance to a query, the first `top_n` of
+    them."""
 
     query: str
     documents: Annotated[Items[str | DocumentText], Field(min_length=1)]

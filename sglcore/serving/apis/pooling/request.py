@@ -33,7 +33,8 @@ class Scored:
 
 
 def described(frontend: Frontend, body: PoolingFields, tokens: int) -> dict[str, Any]:
-    """What every answer says of the model and its work. Raises InvalidRequest for another model's name."""
+    """What every answer says of the model and its work. Raises InvalidRequest for another model's
+    name."""
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"model": check_model(frontend, body.model), "system_fingerprint": fingerprint(frontend), "usage": usage}
 
@@ -58,8 +59,8 @@ async def embedded(frontend: Frontend, body: EmbeddingBody) -> list[Pooled]:
 
 
 async def scored(frontend: Frontend, body: PoolingFields, pairs: Sequence[tuple[str, str]], param: str) -> Scored:
-    """How well the texts of each pair fit: by the model's head for one label, or the cosine of their vectors; waits. `param`
-    names the field of the second texts."""
+    """How well the texts of each pair fit: by the model's head for one label, or the cosine of
+    their vectors; waits. `param` names the field of the second texts."""
     _check(frontend, body, param, len(pairs))
     assert frontend.info is not None
     if frontend.info.limits["num_labels"] == 1:
@@ -159,7 +160,8 @@ def _wrong_model(found: str, wanted: str, own: str, code: str = "model_does_not_
 
 
 def _shortened(vector: np.ndarray, size: int) -> np.ndarray:
-    """The first numbers of a vector, of length 1 if the whole is (Kusupati et al. 2022, Matryoshka)."""
+    """The first numbers of a vector, of length 1 if the whole is (Kusupati et al. 2022,
+    Matryoshka)."""
     if size == len(vector):
         return vector
     is_unit = abs(float(np.linalg.norm(vector)) - 1.0) < UNIT

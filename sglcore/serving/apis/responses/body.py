@@ -188,7 +188,8 @@ class CountRequest(Conversation):
 
 
 class ResponsesRequest(Conversation, SamplingFields):
-    """A request for a response. `stop`, `thinking_token_budget` and most fields of sampling are this server's own."""
+    """A request for a response. `stop`, `thinking_token_budget` and most fields of sampling are
+    this server's own."""
 
     background: bool | None = None
     context_management: list[Any] | None = None

@@ -1,4 +1,5 @@
-"""An answer as a response: the events of its stream, in order, and the response that they come to."""
+"""An answer as a response: the events of its stream, in order, and the response that they come
+to."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponseWriter(Writer[ChatRun]):
-    """The answer of one chat. When it has ended, the store has it, unless the client wants none stored."""
+    """The answer of one chat. When it has ended, the store has it, unless the client wants none
+    stored."""
 
     def __init__(self, frontend: Frontend, texts: TokenTexts, body: ResponsesRequest, store: ResponseStore) -> None:
         super().__init__(frontend, body.model)
@@ -100,8 +102,8 @@ class ResponseWriter(Writer[ChatRun]):
         return self._response
 
     async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """The response's events as they happen. An error ends them with the event that tells it, but what comes before
-        the first word is raised, so that it has a status of its own."""
+        """The response's events as they happen. An error ends them with the event that tells it,
+        but what comes before the first word is raised, so that it has a status of its own."""
         self._begin(run)
         first, events = await run.begin()
         self._response["system_fingerprint"] = self.fingerprint
@@ -118,7 +120,8 @@ class ResponseWriter(Writer[ChatRun]):
         yield named_events(self._end(run, failure))
 
     def _keep(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Store the response, and the conversation up to and with it: `messages` but for the instructions, which are not of it."""
+        """Store the response, and the conversation up to and with it: `messages` but for the
+        instructions, which are not of it."""
         asked = messages[1:] if self._body.instructions else messages
         self._store.put(Stored(self._response, input_items(self._body.input or ""), [*asked, self._said()]))
 

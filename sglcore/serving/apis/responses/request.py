@@ -1,4 +1,5 @@
-"""A request for a response as a conversation: items become the messages and tools of the chat endpoint."""
+"""A request for a response as a conversation: items become the messages and tools of the chat
+endpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 def response_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], max_logprobs: int) -> ChatRequest:
-    """What a request asks for; `earlier` is the conversation up to it. Raises InvalidRequest or SamplingError."""
+    """What a request asks for; `earlier` is the conversation up to it. Raises InvalidRequest or
+    SamplingError."""
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     check_limit("top_logprobs", body.top_logprobs, max_logprobs)
     form = body.text.format if body.text is not None else None
@@ -56,7 +58,8 @@ def response_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], 
 
 
 def chat_request(body: Conversation, earlier: Sequence[dict[str, Any]], params: SamplingParams) -> ChatRequest:
-    """The chat request of a conversation that begins with `earlier`; `instructions` stand before it."""
+    """The chat request of a conversation that begins with `earlier`; `instructions` stand before
+    it."""
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return ChatRequest(
         messages=[*system, *earlier, *_input(body, earlier)],
@@ -83,7 +86,8 @@ def _input(body: Conversation, earlier: Sequence[dict[str, Any]]) -> list[dict[s
 
 
 class _Conversation:
-    """Messages that grow item by item: reasoning, text and calls of one turn of the model are one message."""
+    """Messages that grow item by item: reasoning, text and calls of one turn of the model are one
+    message."""
 
     def __init__(self, earlier: Sequence[dict[str, Any]]) -> None:
         self.messages: list[dict[str, Any]] = []

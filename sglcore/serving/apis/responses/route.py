@@ -1,4 +1,5 @@
-"""POST /v1/responses, and the responses that it keeps: GET and DELETE /v1/responses/{id}, /v1/responses/{id}/input_items."""
+"""POST /v1/responses, and the responses that it keeps: GET and DELETE /v1/responses/{id},
+/v1/responses/{id}/input_items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Responses that a client may refer to later: the newest ones, in memory, bounded in number and in size."""
+"""Responses that a client may refer to later: the newest ones, in memory, bounded in number and in
+size."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MOST_BYTES = 64 << 20
 
 
 class Stored(NamedTuple):
-    """A response with an `id` as its client has it, the items that it answered, and the conversation up to and with it."""
+    """A response with an `id` as its client has it, the items that it answered, and the
+    conversation up to and with it."""
 
     response: Mapping[str, Any]
     items: Sequence[Mapping[str, Any]]
@@ -23,7 +25,8 @@ class Stored(NamedTuple):
 
 
 class ResponseStore:
-    """The newest `most` responses, of at most `most_bytes` together; a new one makes the oldest ones go.
+    """The newest `most` responses, of at most `most_bytes` together; a new one makes the oldest
+    ones go.
 
     They are kept as JSON: the same values as objects may take twenty times the memory.
     """

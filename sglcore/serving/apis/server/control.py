@@ -1,4 +1,5 @@
-"""What an operator does to the requests of others: end them, hold them up, forget what the prefix cache has.
+"""What an operator does to the requests of others: end them, hold them up, forget what the prefix
+cache has.
 
 The paths and fields are those of SGLang and of vLLM.
 """
@@ -23,7 +24,8 @@ PATHS = frozenset(
         *_FLUSHES,
     }
 )
-"""What is answered though the server has too much to do: a pause may be why, and an abort the way out."""
+"""What is answered though the server has too much to do: a pause may be why, and an abort the way
+out."""
 _SGLANG_MODES: Mapping[str, PauseMode] = MappingProxyType({"abort": "abort", "retract": "keep", "in_place": "keep"})
 
 

@@ -1,4 +1,5 @@
-"""GET /server_info, /server_info/stats, /server_info/audit and /metrics: what runs and why, and what it counts."""
+"""GET /server_info, /server_info/stats, /server_info/audit and /metrics: what runs and why, and
+what it counts."""
 
 from __future__ import annotations
 
@@ -57,9 +58,10 @@ ServerInfo = _server_info()
 
 
 class Counters(Answer):
-    """What engines have done since their start, and what they do now; `kv_used` is a share from 0 to 1. `verified_steps` counts a
-    step for each of its requests: one token, and the `accepted_tokens` of the `proposed_tokens`. `hisparse_hits` of the
-    `hisparse_rows` that decode steps chose were on the device."""
+    """What engines have done since their start, and what they do now; `kv_used` is a share from 0
+    to 1. `verified_steps` counts a step for each of its requests: one token, and the
+    `accepted_tokens` of the `proposed_tokens`. `hisparse_hits` of the `hisparse_rows` that decode
+    steps chose were on the device."""
 
     prompt_tokens: int
     generation_tokens: int
@@ -86,7 +88,8 @@ class ReplicaStats(Counters):
 
 
 class ServerStats(Counters):
-    """The sums over all engines; `time` in unix seconds, `deaths` of engines that were not told to end."""
+    """The sums over all engines; `time` in unix seconds, `deaths` of engines that were not told to
+    end."""
 
     time: float
     deaths: int

@@ -1,4 +1,5 @@
-"""GET /livez, /readyz, /startupz and /health: what an orchestrator asks. They answer before the model is there."""
+"""GET /livez, /readyz, /startupz and /health: what an orchestrator asks. They answer before the
+model is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: they need the tokenizer alone, so they answer before the model is there.
+"""POST /tokenize and /detokenize, GET /tokenizer_info: they need the tokenizer alone, so they
+answer before the model is there.
 
 The last one is for clients that count and cut tokens themselves.
 """
@@ -30,9 +31,10 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 class TokenizeBody(TemplateFields):
     """A text, or the messages of a chat, as the model's token ids.
 
-    `add_special_tokens` is whether a text gets what the checkpoint puts around a prompt (true unless said otherwise);
-    messages have what their template writes. Those of templates belong to messages. `content` is a text too, without what
-    stands around a prompt unless `add_special` is true; `with_pieces` gives each token's id and text: llama-server's fields.
+    `add_special_tokens` is whether a text gets what the checkpoint puts around a prompt (true
+    unless said otherwise); messages have what their template writes. Those of templates belong to
+    messages. `content` is a text too, without what stands around a prompt unless `add_special` is
+    true; `with_pieces` gives each token's id and text: llama-server's fields.
     """
 
     model: str | None = None
@@ -76,7 +78,8 @@ class DetokenizeAnswer(Answer):
 
 
 class TokenizerInfo(Answer):
-    """Special tokens as text, null for those that the checkpoint has not; the template's text, null if there is none."""
+    """Special tokens as text, null for those that the checkpoint has not; the template's text, null
+    if there is none."""
 
     bos_token: str | None
     eos_token: str | None

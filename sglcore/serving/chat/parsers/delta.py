@@ -11,7 +11,8 @@ Kind = Literal["reasoning", "content", "tool_start", "tool_arguments"]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One part. `index` counts the tool calls of an answer from 0; a call starts once, then its arguments follow."""
+    """One part. `index` counts the tool calls of an answer from 0; a call starts once, then its
+    arguments follow."""
 
     kind: Kind
     text: str = ""
@@ -32,7 +33,8 @@ class Call:
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same deltas, with neighbours of one kind and call made one; how the text was split no longer shows."""
+    """The same deltas, with neighbours of one kind and call made one; how the text was split no
+    longer shows."""
     result: list[Delta] = []
     for delta in deltas:
         last = result[-1] if result else None
@@ -49,7 +51,8 @@ def text_of(deltas: Iterable[Delta], kind: Kind) -> str:
 
 
 def calls_of(deltas: Iterable[Delta]) -> list[Call]:
-    """The tool calls in their order; raises ValueError for a call that starts twice, out of order, or not at all."""
+    """The tool calls in their order; raises ValueError for a call that starts twice, out of order,
+    or not at all."""
     found: list[Call] = []
     for delta in deltas:
         if delta.kind == "tool_start":

@@ -1,4 +1,5 @@
-"""The formats that are known, as data: by what evidence each is chosen, its markers, and its parser."""
+"""The formats that are known, as data: by what evidence each is chosen, its markers, and its
+parser."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Harmony, the answers of gpt-oss: messages on channels, each with a header of special tokens.
 
-`<|channel|>analysis<|message|>...<|end|>` is reasoning, what goes `to=functions.NAME` is a call, all else is content:
-`final` is the answer, and `commentary` what the model tells before it calls. Facts: the model card of gpt-oss, its chat
-template, and the format's published guide.
+`<|channel|>analysis<|message|>...<|end|>` is reasoning, what goes `to=functions.NAME` is a call,
+all else is content: `final` is the answer, and `commentary` what the model tells before it calls.
+Facts: the model card of gpt-oss, its chat template, and the format's published guide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
 def harmony(s: Scanner, tools: Tools, *, reads_calls: bool = True, is_open: bool = False) -> Scan[None]:
-    """A whole answer; without `reads_calls` a call is content. `is_open`: the prompt ends inside reasoning."""
+    """A whole answer; without `reads_calls` a call is content. `is_open`: the prompt ends inside
+    reasoning."""
     kind: Kind = "reasoning" if is_open else "content"
     last: Kind | None = None
     if is_open:
@@ -71,7 +72,8 @@ def _header(s: Scanner) -> Scan[str | None]:
 
 
 def _call(s: Scanner, header: str, tools: Tools) -> Scan[None]:
-    """The call of a message that goes to a function of the caller's; what else it holds is left to be said."""
+    """The call of a message that goes to a function of the caller's; what else it holds is left to
+    be said."""
     found = _TO.search(header)
     recipient = found.group(1) if found else ""
     name = recipient.removeprefix("functions.")

@@ -33,7 +33,8 @@ CALL_BEGIN, ARGUMENT, CALL_DONE = "<|tool_call_begin|>", "<|tool_call_argument_b
 
 @dataclass(slots=True)
 class Head:
-    """The beginning of a call, up to its arguments; `arguments` if they came before the name, or are missing."""
+    """The beginning of a call, up to its arguments; `arguments` if they came before the name, or
+    are missing."""
 
     name: str = ""
     call_id: str = ""
@@ -43,7 +44,8 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """`{"name": ..., "arguments": ...}`, or a list of such objects, between two marks; called, it reads them."""
+    """`{"name": ..., "arguments": ...}`, or a list of such objects, between two marks; called, it
+    reads them."""
 
     begin: str
     end: str
@@ -79,7 +81,8 @@ LFM2 = Marked("<|tool_call_start|>", "<|tool_call_end|>")
 
 
 def llama3(s: Scanner, tools: Tools) -> Scan[None]:
-    """`{"name": ..., "parameters": ...}` at the beginning or after `<|python_tag|>`; more calls after `;`."""
+    """`{"name": ..., "parameters": ...}` at the beginning or after `<|python_tag|>`; more calls
+    after `;`."""
     yield from _llama3_series(s)
     while mark := (yield from s.pass_until((PYTHON_TAG,), "content")):
         if not (yield from _llama3_series(s)):
@@ -98,12 +101,14 @@ def mistral(s: Scanner, tools: Tools) -> Scan[None]:
 
 
 def deepseek(s: Scanner, tools: Tools) -> Scan[None]:
-    """Calls between markers, each `function<sep>name` and a fenced object, or `name<sep>` and the object."""
+    """Calls between markers, each `function<sep>name` and a fenced object, or `name<sep>` and the
+    object."""
     yield from _sections(s, BEGIN, _fenced_head, ONE_END, END)
 
 
 def kimi(s: Scanner, tools: Tools) -> Scan[None]:
-    """Calls between markers, each with an id that holds its name: `functions.name:0<begin>{...}`."""
+    """Calls between markers, each with an id that holds its name:
+    `functions.name:0<begin>{...}`."""
     yield from _sections(s, SECTION, _identified_head, CALL_DONE, SECTION_END)
 
 

@@ -1,4 +1,5 @@
-"""One JSON object, recognised while it arrives: strict JSON (RFC 8259), as text, without making values of it."""
+"""One JSON object, recognised while it arrives: strict JSON (RFC 8259), as text, without making
+values of it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class JsonText:
         self._word = ""
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Characters of text[at:] that belong to the object; fewer than there are only if it is done or bad."""
+        """Characters of text[at:] that belong to the object; fewer than there are only if it is
+        done or bad."""
         start = at
         while at < len(text) and not (self.done or self.bad):
             at = self._take(text, at)

@@ -1,6 +1,8 @@
-"""Tool calls in a notation of their own: LFM2's (`[name(key="text", other=None)]`) and Gemma's (`call:name{key:<|"|>text<|"|>}`).
+"""Tool calls in a notation of their own: LFM2's (`[name(key="text", other=None)]`) and Gemma's
+(`call:name{key:<|"|>text<|"|>}`).
 
-Values become JSON while they arrive. Facts: LFM2's model card and LFM2.5's chat template, those of FunctionGemma and Gemma 4.
+Values become JSON while they arrive. Facts: LFM2's model card and LFM2.5's chat template, those of
+FunctionGemma and Gemma 4.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ class Notation:
         return name.strip()
 
     def _entries(self, s: Scanner, sink: Sink, end: str, assign: str, level: int) -> Scan[bool]:
-        """Names with values up to the end, as an object; False if something else stands between them."""
+        """Names with values up to the end, as an object; False if something else stands between
+        them."""
         before = "{"
         while not (yield from s.take(end)):
             has_joint = before == "{" or (yield from s.take(","))

@@ -19,7 +19,8 @@ class AnswerScan(Protocol):
     """Reads a whole answer in which reasoning is not one block at the beginning."""
 
     def __call__(self, s: Scanner, tools: Tools, *, reads_calls: bool, is_open: bool) -> Scan[None]:
-        """Without `reads_calls` a call is content; `is_open` if the prompt ends inside reasoning."""
+        """Without `reads_calls` a call is content; `is_open` if the prompt ends inside
+        reasoning."""
         ...
 
 
@@ -53,7 +54,8 @@ class DeltaParser:
         controls: Iterable[str] = (),
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        """Without `calls` what looks like one is content; `reasoning_open` if the prompt has the mark of its beginning."""
+        """Without `calls` what looks like one is content; `reasoning_open` if the prompt has the
+        mark of its beginning."""
         hidden = reasoning.hidden if reasoning else ()
         self._scanner = Scanner(new_id or long_id, (*controls, *hidden))
         self._steps = _answer(self._scanner, calls, tools, reasoning, reasoning_open)
@@ -104,7 +106,8 @@ def _answer(
 
 
 def _reasoning(s: Scanner, start: str, end: str, is_open: bool) -> Scan[None]:
-    """A block of reasoning at the beginning; its markers, and white space inside and after it, are no part of it."""
+    """A block of reasoning at the beginning; its markers, and white space inside and after it, are
+    no part of it."""
     if not (yield from s.take(start)) and not is_open:
         return
     s.border()

@@ -1,7 +1,8 @@
 """Text that arrives in pieces, read by a parser that is written as if it were all there.
 
-A parser is a generator over a Scanner. A step that needs more text yields; it goes on when more was pushed or the text
-ended. What a step decides depends on the characters only, never on where the text was split.
+A parser is a generator over a Scanner. A step that needs more text yields; it goes on when more was
+pushed or the text ended. What a step decides depends on the characters only, never on where the
+text was split.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Scanner:
         return out
 
     def attempt(self, step: Scan[T]) -> Scan[T | None]:
-        """Run a step; if it is malformed, reading goes on where it began, and the result is None."""
+        """Run a step; if it is malformed, reading goes on where it began, and the result is
+        None."""
         start = self._at
         self._pins += 1
         try:
@@ -77,7 +79,8 @@ class Scanner:
         return True
 
     def peek(self) -> Scan[str]:
-        """The next character that is not white space, "" at the end; the white space before it is read."""
+        """The next character that is not white space, "" at the end; the white space before it is
+        read."""
         while (yield from self.more()):
             self._at = _SPACES.match(self._text, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._text):
@@ -91,7 +94,8 @@ class Scanner:
         self._at += len(word)
 
     def take(self, word: str) -> Scan[bool]:
-        """Whether the word comes next, after white space; if so, both are read, or else nothing is."""
+        """Whether the word comes next, after white space; if so, both are read, or else nothing
+        is."""
         return (yield from self.attempt(self._literal_true(word))) is True
 
     def skip(self, mark: str) -> Scan[None]:
@@ -118,7 +122,8 @@ class Scanner:
         return self._text.startswith(word, self._at)
 
     def upto(self, marks: tuple[str, ...], limit: int | None = None) -> Scan[tuple[str, str]]:
-        """The text before the first of the marks, which is read, and the mark; Malformed at the end or past `limit`."""
+        """The text before the first of the marks, which is read, and the mark; Malformed at the end
+        or past `limit`."""
         read: list[str] = []
         while True:
             text, mark = self._run(marks)
@@ -132,7 +137,8 @@ class Scanner:
             yield
 
     def hand_on(self, marks: tuple[str, ...], sink: Callable[[str], None]) -> Scan[str]:
-        """Hand on the text before the first of the marks; reads and returns the mark, "" at the end."""
+        """Hand on the text before the first of the marks; reads and returns the mark, "" at the
+        end."""
         while True:
             text, mark = self._run(marks)
             sink(text)
@@ -141,7 +147,8 @@ class Scanner:
             yield
 
     def pass_until(self, marks: tuple[str, ...], kind: Kind) -> Scan[str]:
-        """Say the text before the first of the marks as a kind; reads and returns the mark, "" at the end."""
+        """Say the text before the first of the marks as a kind; reads and returns the mark, "" at
+        the end."""
         while True:
             mark = yield from self.hand_on(marks + self._controls, lambda text: self.say(kind, text))
             if mark in marks:
@@ -152,7 +159,8 @@ class Scanner:
                 return ""
 
     def json_object(self, sink: Callable[[str], None]) -> Scan[bool]:
-        """Read a JSON object and hand on its text; False where it stops being JSON or ends early."""
+        """Read a JSON object and hand on its text; False where it stops being JSON or ends
+        early."""
         json = JsonText()
         while not json.done:
             if not (yield from self.more()):

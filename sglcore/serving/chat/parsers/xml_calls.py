@@ -1,7 +1,8 @@
-"""Tool calls in tags: Qwen3-Coder's (`<function=name><parameter=key>value</parameter></function>`), GLM-4.5's and MiniMax-M2's.
+"""Tool calls in tags: Qwen3-Coder's (`<function=name><parameter=key>value</parameter></function>`),
+GLM-4.5's and MiniMax-M2's.
 
-Values are plain text; the tool's schema says which of them are not strings. They become one JSON object. Facts: the chat
-templates of these models.
+Values are plain text; the tool's schema says which of them are not strings. They become one JSON
+object. Facts: the chat templates of these models.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Tags:
         return _name(name)
 
     def _call(self, s: Scanner, name: str, properties: Mapping[str, Any]) -> Scan[bool]:
-        """The parameters up to the end of the function; False if something else stands between them."""
+        """The parameters up to the end of the function; False if something else stands between
+        them."""
         sink = s.arguments(s.start_call(name))
         before = "{"
         while not (yield from s.take(self.end)):
@@ -148,7 +150,8 @@ def is_string(schema: Any) -> bool:
 
 
 def as_json(text: str, schema: Any) -> str:
-    """The JSON text of a parameter's value: JSON if it is some, Python's names of constants, or else a string."""
+    """The JSON text of a parameter's value: JSON if it is some, Python's names of constants, or
+    else a string."""
     kinds = _kinds(schema)
     word = text.strip()
     constant = {"true": "true", "false": "false", "none": "null", "null": "null"}.get(word.lower())

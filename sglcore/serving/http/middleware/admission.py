@@ -16,8 +16,8 @@ MODEL = ("/v1/", OLLAMA)
 
 
 class Admission:
-    """Bounds the POST requests in flight, but for those of operators, and refuses those for the model while its queue is
-    full."""
+    """Bounds the POST requests in flight, but for those of operators, and refuses those for the
+    model while its queue is full."""
 
     def __init__(
         self, app: ASGIApp, max_concurrent: int, max_queued: int, waiting: Callable[[], int], metrics: Metrics
@@ -28,7 +28,8 @@ class Admission:
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises TurnedAway (429) and Retry-After, which is computed from how fast requests ended lately."""
+        """Raises TurnedAway (429) and Retry-After, which is computed from how fast requests ended
+        lately."""
         if scope["method"] != "POST" or scope["path"] in PATHS:
             return await self._app(scope, receive, send)
         self._check(scope["path"])

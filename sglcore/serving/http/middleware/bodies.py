@@ -1,4 +1,5 @@
-"""Request bodies: taken whole before the app runs, within a size, a time, and a sum over all that are arriving."""
+"""Request bodies: taken whole before the app runs, within a size, a time, and a sum over all that
+are arriving."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from starlette.types import Message as AsgiEvent
 from sglcore.serving.http.middleware.refusal import TurnedAway, body_length, has_body, header
 
 ARRIVING, ARRIVING_FILES = 32, 2
-"""So many bodies, or files, of the greatest size may be there at once; beyond that, requests are told to come again."""
+"""So many bodies, or files, of the greatest size may be there at once; beyond that, requests are
+told to come again."""
 FILES = "/v1/files"
 FORM_BYTES = 64 << 10
 """What a form may have around its file."""
@@ -21,7 +23,8 @@ FORM_BYTES = 64 << 10
 
 @dataclass(slots=True)
 class Limit:
-    """Bytes of a body at most, the flag that sets them, the sum that may be there at once, and is."""
+    """Bytes of a body at most, the flag that sets them, the sum that may be there at once, and
+    is."""
 
     most: int
     flag: str
@@ -59,14 +62,16 @@ class Bodies:
     """Hands the app a body that is complete."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, max_file_bytes: int) -> None:
-        """`max_bytes` of a body, which has to arrive in `seconds`; a file of `max_file_bytes` has as long for each `max_bytes`."""
+        """`max_bytes` of a body, which has to arrive in `seconds`; a file of `max_file_bytes` has
+        as long for each `max_bytes`."""
         self._app, self._seconds, self._step = app, seconds, max_bytes
         self._usual = Limit(max_bytes, "--max-request-bytes", ARRIVING * max_bytes)
         most = max_file_bytes + FORM_BYTES
         self._files = Limit(most, "--max-batch-file-bytes", ARRIVING_FILES * most)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises TurnedAway: 413 (too large), 408 (too slow), 415 (compressed), 429 (too many at once)."""
+        """Raises TurnedAway: 413 (too large), 408 (too slow), 415 (compressed), 429 (too many at
+        once)."""
         if not has_body(scope):
             return await self._app(scope, receive, send)
         limit = self._files if scope["path"] == FILES else self._usual

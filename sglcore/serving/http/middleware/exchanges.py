@@ -60,7 +60,8 @@ class Exchanges:
         self._app, self._metrics, self._log, self._traces = app, metrics, log, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The id comes from the header x-request-id if that is one, and goes back in the same header and in request-id."""
+        """The id comes from the header x-request-id if that is one, and goes back in the same
+        header and in request-id."""
         exchange = _exchange(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = exchange.request_id
@@ -124,7 +125,8 @@ def _while_connected(exchange: Exchange, answering: set[asyncio.Task[Any]]) -> I
 
 
 def line(exchange: Exchange) -> str:
-    """One line about a request that ended; status 499 is a client that left before the answer began."""
+    """One line about a request that ended; status 499 is a client that left before the answer
+    began."""
     elapsed = _milliseconds(exchange.elapsed())
     words = [f"id={exchange.request_id}", f"client={exchange.client}", exchange.method, json.dumps(exchange.path)]
     words += [f"status={exchange.status}", f"ms={elapsed}"]

@@ -1,6 +1,7 @@
 """A server that only this machine should reach answers only to this machine's names.
 
-Without it any web page could make a name of its own point here, and use the visitor's browser to ask.
+Without it any web page could make a name of its own point here, and use the visitor's browser to
+ask.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ class Hosts:
     """Checks the header Host, and Origin where a browser sends one."""
 
     def __init__(self, app: ASGIApp, allowed: tuple[str, ...], origins: tuple[str, ...]) -> None:
-        """`allowed` are names besides loopback's; `origins` are web pages that may ask from elsewhere."""
+        """`allowed` are names besides loopback's; `origins` are web pages that may ask from
+        elsewhere."""
         self._app, self._origins = app, frozenset(origins)
         self._allowed = frozenset(name.lower() for name in allowed)
 

@@ -1,4 +1,5 @@
-"""API keys: a request brings one of them, or learns nothing, not even how long a comparison took."""
+"""API keys: a request brings one of them, or learns nothing, not even how long a comparison
+took."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Keys:
         return scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN
 
     def _matches(self, offered: bytes) -> int:
-        """Compares digests of equal length with every key, so the time tells neither which nor how much was right."""
+        """Compares digests of equal length with every key, so the time tells neither which nor how
+        much was right."""
         digest = sha256(offered).digest()
         return sum(hmac.compare_digest(digest, each) for each in self._digests)
 

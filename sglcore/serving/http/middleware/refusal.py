@@ -14,7 +14,8 @@ from sglcore.serving.replicas.errors import INVALID, NO_HEADERS, Failure, Unansw
 from sglcore.serving.replicas.metrics import Metrics
 
 SMALL = 64 << 10
-"""A body up to this many bytes is taken before the answer, so that the connection can be used again."""
+"""A body up to this many bytes is taken before the answer, so that the connection can be used
+again."""
 _LONGEST, _MOST = 1.0, 64 << 20
 
 
@@ -39,7 +40,8 @@ class Refusals:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the app; what it raises after its answer has begun is raised: only a closed connection can tell of that."""
+        """Runs the app; what it raises after its answer has begun is raised: only a closed
+        connection can tell of that."""
         has_begun, is_complete = False, not has_body(scope)
 
         async def inward() -> AsgiEvent:
@@ -67,8 +69,8 @@ class Refusals:
 async def _refuse(failure: Failure, is_complete: bool, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with the failure. `is_complete`: all of the body has been received.
 
-    What the client still sends is read and dropped, for a second and 64 MiB at most: a socket that is closed over
-    unread bytes takes the answer back.
+    What the client still sends is read and dropped, for a second and 64 MiB at most: a socket that
+    is closed over unread bytes takes the answer back.
     """
     body = encode(body_of(failure, scope))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -91,7 +93,8 @@ def has_body(scope: Scope) -> bool:
 
 
 def body_length(scope: Scope) -> int | None:
-    """The body's length in bytes as the client announced it; None if it did not, or not as a number."""
+    """The body's length in bytes as the client announced it; None if it did not, or not as a
+    number."""
     value = header(scope, b"content-length")
     return int(value) if value is not None and value.isdigit() and len(value) < 20 else None
 

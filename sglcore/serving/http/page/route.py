@@ -17,7 +17,8 @@ LINKED = re.compile(rb'<link rel="stylesheet" href="(\w+\.css)">|<script src="(\
 
 
 def add_routes(router: APIRouter, frontend: object) -> None:
-    """GET `/`. The page is read once; it asks the server for all it shows, so it needs nothing of the frontend."""
+    """GET `/`. The page is read once; it asks the server for all it shows, so it needs nothing of
+    the frontend."""
     content = page()
     shown = page_headers(content)
 
@@ -53,7 +54,8 @@ def page_headers(content: bytes) -> dict[str, str]:
 
 
 def policy(content: bytes) -> str:
-    """The Content-Security-Policy that allows the scripts and the style in `content`, and no other."""
+    """The Content-Security-Policy that allows the scripts and the style in `content`, and no
+    other."""
     allowed = {
         "default-src": "'none'",
         "script-src": _hashes(content, b"script"),

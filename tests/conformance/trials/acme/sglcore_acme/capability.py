@@ -1,4 +1,5 @@
-"""What one of the devices of acme can do, as its driver says; launch configurations follow from these values."""
+"""What one of the devices of acme can do, as its driver says; launch configurations follow from
+these values."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from sglcore_acme.vendor import device_module  # pyright: ignore[reportMissingIm
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """The properties that decide something. `cores`: what programs of a kernel are spread over; `lanes`: threads of a warp."""
+    """The properties that decide something. `cores`: what programs of a kernel are spread over;
+    `lanes`: threads of a warp."""
 
     name: str
     cores: int

@@ -18,7 +18,8 @@ TRITON = "install the Triton that compiles for acme"
 
 
 def kernels() -> KernelTable:
-    """The table for the current device; raises `DeviceError` if no Triton that compiles for it is installed."""
+    """The table for the current device; raises `DeviceError` if no Triton that compiles for it is
+    installed."""
     if missing := triton_gap(COMPILER):
         raise DeviceError(f"the kernels of this device can not be used: {missing}", remedy=TRITON)
     from sglcore.runtime.kernels.triton import triton_kernels
@@ -27,7 +28,8 @@ def kernels() -> KernelTable:
 
 
 def tuning(capability: Capability) -> Tuning:
-    """How kernels are launched: as many programs as fill the device twice; one tile of keys at a time."""
+    """How kernels are launched: as many programs as fill the device twice; one tile of keys at a
+    time."""
     from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
 
     return Tuning(

@@ -1,4 +1,5 @@
-"""What shows that acme is here: its device nodes, its driver library, its torch extension. Imports no torch."""
+"""What shows that acme is here: its device nodes, its driver library, its torch extension. Imports
+no torch."""
 
 from __future__ import annotations
 

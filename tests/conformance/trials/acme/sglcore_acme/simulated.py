@@ -1,4 +1,5 @@
-"""The simulated acme accelerator that `--sim=acme` gives where sglcore-sim is installed; nothing of the device imports this."""
+"""The simulated acme accelerator that `--sim=acme` gives where sglcore-sim is installed; nothing of
+the device imports this."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ KIND = Kind(
 
 
 def plant(sim: Any) -> None:
-    """What `import torch_acme` registers: torch's neutral names, the chip's properties, and graphs."""
+    """What `import torch_acme` registers: torch's neutral names, the chip's properties, and
+    graphs."""
 
     class Graph(in_tree.GraphBinding):
         def __init__(self, keep_graph: bool = False) -> None:

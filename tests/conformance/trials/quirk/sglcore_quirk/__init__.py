@@ -18,4 +18,5 @@ package = DevicePackage(
     bring_up="sglcore_quirk.bring_up:BRING_UP",
     pci=frozenset(),  # frozenset({PciClaim(0x1234)}): the vendor's number on the PCI bus; see sglcore/device/pci.py
 )
-"""What `sglcore devices` and the core read. When C2 holds without graphs, offer "full": "sglcore_quirk.graphs:full"."""
+"""What `sglcore devices` and the core read. When C2 holds without graphs, offer "full":
+"sglcore_quirk.graphs:full"."""

@@ -1,4 +1,5 @@
-"""Attention of quirk: a call for each row over its pages, in which each head's tokens lie together; sizes come from the host."""
+"""Attention of quirk: a call for each row over its pages, in which each head's tokens lie together;
+sizes come from the host."""
 
 from __future__ import annotations
 

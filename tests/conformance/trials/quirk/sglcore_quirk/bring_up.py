@@ -1,4 +1,5 @@
-"""The start of quirk: the standard order, with keys and values page-major, and its memory asked for before the pools are sized."""
+"""The start of quirk: the standard order, with keys and values page-major, and its memory asked for
+before the pools are sized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The values by which quirk differs from other devices. Each is explained in sglcore/device/facts.py."""
+"""The values by which quirk differs from other devices. Each is explained in
+sglcore/device/facts.py."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from sglcore.device.facts import Facts
 
 
 def facts(index: int = 0) -> Facts:
-    """Integers of 32 bits, one float type, nothing beside the host, and calls that take their sizes from the host."""
+    """Integers of 32 bits, one float type, nothing beside the host, and calls that take their sizes
+    from the host."""
     return Facts(
         tensor_device=f"quirk:{index}",
         index_dtype="int32",
