@@ -364,7 +364,7 @@ def budgets(root: Path) -> list[str]:
     found: list[str] = []
     lengths: list[int] = []
     for source in sources(root):
-        code = _code_lines(source)
+        code = code_lines(source)
         if len(code) > LONGEST_FILE:
             found.append(f"{source.name}:1: {len(code)} lines of code, where {LONGEST_FILE} are the most")
         for node in ast.walk(source.tree):
@@ -381,7 +381,7 @@ def budgets(root: Path) -> list[str]:
     return found
 
 
-def _code_lines(source: Source) -> list[int]:
+def code_lines(source: Source) -> list[int]:
     """The numbers of the lines that are no docstring, no comment and not blank, ascending."""
     text = {
         number
