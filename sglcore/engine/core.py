@@ -83,8 +83,8 @@ class Engine:
         check_ids(params, self.vocab_size)
         self.codec.check(params)
         ids = read_prompt(self.codec, prompt, most=longest_prompt(self.worker.limits))
-        for name in (name for part in left_out_of(params.grammar) for name in part.names):
-            warnings.warn(f"the output is not held to {name} of its schema: check it for that", stacklevel=3)
+        for missing in (each for part in left_out_of(params.grammar) for each in part.names):
+            warnings.warn(f"the output is not held to {missing} of its schema: check it for that", stacklevel=3)
         seed = params.seed if params.seed is not None else fresh_seed()
         processor = OutputProcessor(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
         processor.output.max_tokens = cut_tokens(params, len(ids), self.worker.limits.max_model_len)

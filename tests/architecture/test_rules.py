@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture import rules
+from tests.architecture.loop_names import taken_names
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (
@@ -22,6 +23,7 @@ ALL = (
     rules.budgets,
     rules.undocumented,
     rules.fields_without_docstring,
+    taken_names,
 )
 Rule = Callable[[Path], list[str]]
 
@@ -96,6 +98,8 @@ MUTANTS: tuple[tuple[Rule, str, str], ...] = (
         f"class A(Protocol[T]):\n{FIELDS}    b: int\n    def f(self): ...",
     ),
     (rules.fields_without_docstring, "devices/one/sglcore_one/x.py", f"{STRUCTS}    b: int"),
+    (taken_names, "sglcore/x.py", "def f(name):\n    for name in 'ab':\n        pass\n    return name"),
+    (taken_names, "sglcore/x.py", "def f():\n    a = 1\n    for b, a in c:\n        pass\n    g(h, a)"),
 )
 
 HARMLESS: tuple[tuple[Rule, str, str], ...] = (
@@ -136,6 +140,13 @@ HARMLESS: tuple[tuple[Rule, str, str], ...] = (
         f'{RECORD}    b: int = setting(0, "Doc.")\n    c: ClassVar[int] = 0',
     ),
     (rules.fields_without_docstring, "sglcore/x.py", RECORD.replace("@dataclass(slots=True)\n", "") + "    b: int"),
+    (
+        taken_names,
+        "sglcore/x.py",
+        "def f():\n    for a in b:\n        pass\n    for a in c:\n        pass\n    return a",
+    ),
+    (taken_names, "sglcore/x.py", "def f(a):\n    for a in b:\n        pass\n    a = 1\n    return a"),
+    (taken_names, "sglcore/x.py", "def f(a):\n    g(a)\n    for a in b:\n        g(a)"),
 )
 
 

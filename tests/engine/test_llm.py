@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglcore import LLM, PromptEmbeds, SamplingParams
+from sglcore.sampling.grammar import Grammar
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 PROMPTS = ["Once upon a time", "The capital of France is", "def add(a, b):", "2 + 3 ="]
@@ -217,6 +218,14 @@ def test_a_chat_prompt_is_the_one_of_transformers(llm: LLM) -> None:
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert llm.chat_prompt(messages) == expected
     assert llm.chat(messages, SamplingParams(temperature=0.0)).outputs[0].finish_reason == "stop"
+
+
+def test_prompts_under_a_schema_that_is_not_enforced_whole_keep_ids_of_their_own(llm: LLM) -> None:
+    schema = '{"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)a"}}}'
+    params = SamplingParams(temperature=0.0, max_tokens=4, grammar=Grammar("json_schema", schema))
+    with pytest.warns(UserWarning, match="not held to #/properties/a/pattern's look-around"):
+        outputs = llm.generate(PROMPTS[:2], params)
+    assert len({each.request_id for each in outputs}) == 2 and all(each.outputs[0].token_ids for each in outputs)
 
 
 def test_concurrent_prompts_share_their_prefix(llm: LLM) -> None:
