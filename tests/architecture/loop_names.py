@@ -16,7 +16,8 @@ LOOPS = (ast.For, ast.AsyncFor)
 
 
 def taken_names(root: Path) -> list[str]:
-    """A loop takes a name that its function gave a value before and reads behind it: what is read is the loop's last."""
+    """A loop takes a name that its function gave a value before and reads behind it: what is read
+    is the loop's last."""
     return [
         source.finding(loop, f"the loop takes {name!r}, which is read behind it as what it was before")
         for source in sources(root)

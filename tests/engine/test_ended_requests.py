@@ -23,7 +23,7 @@ from tests.schedule.fake_worker import make_limits
 COUNT, KEPT = 400, 100
 """Requests of a test, and how many of them may be known when all have ended: room in which rows are
 not moved."""
-TOKEN = 100
+TOKEN = 300
 
 
 class ConstantWorker:
@@ -81,6 +81,17 @@ def test_an_engine_forgets_requests_however_they_ended() -> None:
     assert len(known(Request) - before[Request]) <= KEPT
     assert not known(SampleGroup) - before[SampleGroup]
     assert not known(OutputProcessor) - before[OutputProcessor]
+    engine.close()
+
+
+def test_a_request_that_ends_at_a_stop_string_gives_its_name_back() -> None:
+    engine = Engine(ConstantWorker(make_limits(vocab_size=2147)), embedded_model())
+    word = engine.codec.decode([TOKEN]).strip()
+    for _ in range(2):
+        output = engine.add([5, 6], SamplingParams(max_tokens=8, stop=(word,)), "again")
+        run(engine)
+        sample = output.outputs[0]
+        assert (sample.finish_reason, sample.stop_cause) == ("stop", word) and len(sample.token_ids) < 8
     engine.close()
 
 

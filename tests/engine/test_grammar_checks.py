@@ -116,6 +116,20 @@ def test_who_asks_after_endless_grammars_does_not_wait_for_them_and_more_of_thos
         assert not asked.found(*SCHEMA)
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_checks_that_were_closed_start_no_process_and_tell_nobody(is_begun: bool) -> None:
+    asked = Asked()
+    if is_begun:
+        asked.checks.open()
+    before = asked.checks._process
+    asked.checks.close()
+    asked.checks.open()
+    told = asked.ask(*SCHEMA)
+    after = asked.checks._process
+    asked.checks.close()
+    assert after is before and not told.done()
+
+
 def test_what_is_begun_ends_with_the_process_that_asked() -> None:
     asked = Asked(seconds=PATIENCE)
     asked.ask("regex", ENDLESS)

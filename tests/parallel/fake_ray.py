@@ -35,10 +35,11 @@ class Actor:
 
 class FakeRay:
     """A cluster; `has_room`: whether what is asked for finds a place; `lost`: its actors have gone
-    with their machines."""
+    with their machines; `is_joined`: this process is in it already."""
 
     def __init__(self, address: str = "127.0.0.1", has_room: bool = True) -> None:
         self.address, self.has_room, self.lost = address, has_room, False
+        self.is_joined = False
         self.joined: list[str] = []
         self.groups: list[tuple[list[dict[str, float]], str]] = []
         self.actors: list[Actor] = []
@@ -54,7 +55,7 @@ class FakeRay:
         module: Any = ModuleType("ray")
         module.__spec__, module.__path__ = ModuleSpec("ray", None), []
         module.util, module.exceptions = util, SimpleNamespace(RayError=RayError)
-        module.is_initialized = lambda: False
+        module.is_initialized = lambda: self.is_joined
         module.init = lambda address, **options: self.joined.append(address)
         module.shutdown = lambda: self.events.append("left")
         module.cluster_resources = lambda: {"CPU": 1.0}

@@ -50,6 +50,14 @@ def test_a_node_that_ray_starts_holds_its_part_and_gives_its_place_back(ray: Fak
     assert actor.made.wait() == 0 and actor.is_killed and ray.events == ["removed", "left"]
 
 
+def test_a_cluster_in_which_the_program_was_before_is_not_left(ray: FakeRay) -> None:
+    ray.is_joined = True
+    hosts = launch_ray.RayHosts("local", 1, {"CPU": 1.0})
+    hosts.begin((), 1.0)
+    hosts.close()
+    assert ray.joined == [] and ray.events == ["removed"]
+
+
 def test_a_cluster_without_so_many_hosts_is_refused_with_what_it_has(ray: FakeRay, folder: Path) -> None:
     ray.has_room = False
     message = r"no place for 2 nodes on as many hosts, one of them 127\.0\.0\.1, in 3 s; it has \{'CPU': 1\.0\}"

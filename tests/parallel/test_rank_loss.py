@@ -15,14 +15,17 @@ import pytest
 
 from sglcore.device.errors import ConfigError, WorkerLost
 from sglcore.engine.meter import Meter
+from sglcore.engine.ranks.spec import RankProcess, RankSpec
+from sglcore.engine.ranks.start import RankOptions
 from sglcore.engine.ranks.watch import Patience
+from sglcore.engine.start import start
 from sglcore.engine.tokens import TokenEngine as Tokens
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.replicas.engine_service import EngineService
 from tests.checkpoints import llama, save
 from tests.laws.engine import random_prompts
 from tests.parallel import defects
-from tests.parallel.engine import RankedEngine, lead_and_die
+from tests.parallel.engine import RankedEngine, configured, lead_and_die
 from tests.parallel.forked import Forking, forking
 
 DEAF = Patience(silence=3600.0, starting=3600.0)
@@ -64,6 +67,18 @@ def run_to_its_end(engine: RankedEngine) -> str:
     with pytest.raises(WorkerLost) as caught:
         engine.run(random_prompts(1, (5, 9)), 100)
     return str(caught.value)
+
+
+def test_a_rank_speaks_often_in_the_time_after_which_silence_is_its_end(folder: Path) -> None:
+    told: list[float] = []
+
+    def spawn(spec: RankSpec) -> RankProcess:
+        told.append(spec.beat)
+        raise OSError("no process")
+
+    with pytest.raises(OSError, match="no process"):
+        start(configured(folder, tp=2), ranks=RankOptions(spawn, Patience(silence=6.0)))
+    assert 0 < told[0] <= 2.0
 
 
 @pytest.mark.parametrize(("victim", "shards"), [(0, 1), (1, 1), (0, 2), (1, 2)])

@@ -4,13 +4,16 @@ left."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from sglcore.device.errors import ConfigError
 from sglcore.engine.chat_template import Bounds, ChatTemplate, TextError
+from sglcore.engine.text import TextCodec
 from tests.serving.chat.checkpoints import FAMILIES, make_codec
 
 TALK = [{"role": "user", "content": "Grüße <b>"}, {"role": "assistant", "content": "ja"}]
@@ -108,6 +111,21 @@ def test_callers_can_not_replace_the_messages_or_the_template() -> None:
 def test_a_rendering_leaves_no_count_behind() -> None:
     template = ChatTemplate({"default": "{% for a in range(15000) %}{% endfor %}."}, {}, BOUNDS)
     assert [template.render(TALK) for _ in range(4)] == ["."] * 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.json"),
+        *("tokenizer_config.json", "tokenizer.json"),
+    ],
+)
+def test_a_file_of_a_checkpoint_that_is_no_utf8_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    make_codec(tmp_path, None)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b'{"chat_template": "\xff"}')
+    with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path / name))} can not be read"):
+        TextCodec(tmp_path)
 
 
 def test_templates_are_found_in_every_place_a_checkpoint_keeps_them(tmp_path: Path) -> None:
