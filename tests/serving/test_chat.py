@@ -328,6 +328,15 @@ def test_with_tools_and_a_form_the_answer_is_a_call_or_what_the_form_wants(tool_
     assert forced["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("most", [0, 2])
+def test_a_chats_prompt_is_scored_with_so_many_alternatives(server: Server, most: int) -> None:
+    answer = server.post(PATH, {**GREEDY, "max_tokens": 1, "prompt_logprobs": most, "return_token_ids": True})
+    ids, scores = answer["prompt_token_ids"], answer["prompt_logprobs"]
+    assert scores[0] is None and len(scores) == len(ids)
+    for token, found in zip(ids[1:], scores[1:], strict=True):
+        assert str(token) in found and len(found) in (max(most, 1), most + 1)
+
+
 def test_what_the_template_does_not_read_is_told(server: Server, tool_server: Server) -> None:
     given = {**GREEDY, "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False, "mood": "gay"}}
     names = "chat_template_kwargs.enable_thinking, chat_template_kwargs.mood, reasoning_effort"

@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
+from jsonschema import Draft202012Validator
 
 from sglcore.engine.outputs import TextDelta
 from sglcore.schedule.request import ContextError, RequestError
@@ -335,6 +337,20 @@ def test_errors_below_v1_messages_are_in_anthropics_schema() -> None:
     assert answer.json()["error"]["type"] == "overloaded_error"
     counted = call(make_frontend(), "POST", "/v1/messages/count_tokens", {"messages": []})
     assert counted.status_code == 400 and counted.json()["type"] == "error"
+
+
+def test_every_endpoint_refuses_in_the_schema_that_the_document_says() -> None:
+    client = TestClient(make_app(make_frontend()))
+    document = client.get("/openapi.json").json()
+    schemas = {"components": document["components"]}
+    paths = [path for path, operations in document["paths"].items() if "post" in operations and "{" not in path]
+    answers = [(path, client.post(path, json=[])) for path in paths]
+    refusals = [(path, answer) for path, answer in answers if 400 <= answer.status_code < 500]
+    assert len(refusals) > 20
+    for path, answer in refusals:
+        responses = document["paths"][path]["post"]["responses"]
+        said = responses[str(answer.status_code)]["content"]["application/json"]["schema"]
+        Draft202012Validator({**schemas, **said}).validate(answer.json())
 
 
 def test_the_document_holds_what_it_refers_to_and_says_what_errors_are() -> None:

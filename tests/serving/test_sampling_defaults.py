@@ -20,18 +20,26 @@ CHAT: Any = {"messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "place"),
     [
-        ("/v1/chat/completions", CHAT),
-        ("/v1/messages", {**CHAT, "max_tokens": 4}),
-        ("/v1/responses", {"input": "x"}),
+        ("/v1/chat/completions", CHAT, ""),
+        ("/v1/completions", {"prompt": "x"}, ""),
+        ("/v1/messages", {**CHAT, "max_tokens": 4}, ""),
+        ("/v1/responses", {"input": "x"}, ""),
+        ("/completion", {"prompt": "x"}, ""),
+        ("/generate", {"text": "x"}, "sampling_params"),
+        ("/api/chat", {**CHAT, "stream": False}, "options"),
+        ("/api/generate", {"prompt": "x", "stream": False}, "options"),
     ],
 )
-def test_a_request_is_drawn_as_the_checkpoint_says_but_for_what_it_says_itself(path: str, body: dict[str, Any]) -> None:
+def test_a_request_is_drawn_as_the_checkpoint_says_but_for_what_it_says_itself(
+    path: str, body: dict[str, Any], place: str
+) -> None:
     with staged(ServerConfig(), **SAYS) as stage:
         for own in ({}, {"temperature": None, "top_k": 0, "top_p": 1.0}):
             script = stage.speak(content("x"))
-            answer = httpx.post(stage.url + path, json={"model": MODEL, **body, **own})
+            said = {place: own} if place else own
+            answer = httpx.post(stage.url + path, json={"model": MODEL, **body, **said}, timeout=60)
             assert answer.status_code == 200, answer.text
             wanted = {**SAYS, **{name: value for name, value in own.items() if value is not None}}
             assert {name: getattr(script.params[0], name) for name in SAYS} == wanted
