@@ -220,12 +220,14 @@ def test_a_chat_prompt_is_the_one_of_transformers(llm: LLM) -> None:
     assert llm.chat(messages, SamplingParams(temperature=0.0)).outputs[0].finish_reason == "stop"
 
 
-def test_prompts_under_a_schema_that_is_not_enforced_whole_keep_ids_of_their_own(llm: LLM) -> None:
+def test_requests_under_a_schema_that_is_not_enforced_whole_keep_their_ids(llm: LLM) -> None:
     schema = '{"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)a"}}}'
     params = SamplingParams(temperature=0.0, max_tokens=4, grammar=Grammar("json_schema", schema))
     with pytest.warns(UserWarning, match="not held to #/properties/a/pattern's look-around"):
-        outputs = llm.generate(PROMPTS[:2], params)
-    assert len({each.request_id for each in outputs}) == 2 and all(each.outputs[0].token_ids for each in outputs)
+        outputs = [llm.engine.add(prompt, params) for prompt in PROMPTS[:2]]
+    for output in outputs:
+        llm.engine.abort(output.request_id)
+    assert len({output.request_id for output in outputs}) == 2 and all(output.finished for output in outputs)
 
 
 def test_concurrent_prompts_share_their_prefix(llm: LLM) -> None:
