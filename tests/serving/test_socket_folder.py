@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,12 +47,19 @@ def test_a_channel_opens_however_long_the_path_for_temporary_files_is(
     short.cleanup()
 
 
+@pytest.fixture
+def brief() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's, wherever pytest has its own."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
 @pytest.mark.parametrize("is_long", [False, True])
 def test_the_folder_of_a_server_that_was_killed_is_swept_at_the_next_start_and_that_of_a_living_one_is_not(
-    is_long: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_long: bool, brief: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both below TMPDIR and where TMPDIR is too long for sockets."""
-    short, usual = tmp_path / "short", tmp_path / ("x" * 100 if is_long else "t")
+    short, usual = brief / "short", brief / ("x" * 100 if is_long else "t")
     for each in (short, usual):
         each.mkdir()
     monkeypatch.setattr(socket_folder, "SHORT_FOLDER", str(short))
