@@ -32,7 +32,8 @@ SharedPrefix = Annotated[int, typer.Option(help="Number of tokens in a common pr
 Seed = Annotated[
     int,
     typer.Option(
-        help="Random seed of prompts, lengths and arrivals. With the same seed, a running server has the prompts in its cache."
+        help="Random seed of prompts, lengths and arrivals. With the same seed, a running server"
+        " has the prompts in its cache."
     ),
 ]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]

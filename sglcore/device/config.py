@@ -62,12 +62,14 @@ class EngineConfig:
     node_rank: int | None = setting(None, "Rank of this host, from 0; host 0 runs the server.", least=0)
     leader: str | None = setting(
         None,
-        "HOST:PORT on which host 0 waits for the others; or ray, or ray:ADDRESS of a cluster, and Ray starts the other hosts.",
+        "HOST:PORT on which host 0 waits for the others; or ray, or ray:ADDRESS of a cluster,"
+        " and Ray starts the other hosts.",
     )
     join_timeout: float = setting(300.0, "Seconds that hosts wait for each other at start-up.", least=1)
     dp: int = setting(
         1,
-        "Data parallel attention size: the devices of tp form this many groups, each with its own requests and KV cache.",
+        "Data parallel attention size: the devices of tp form this many groups, each with its"
+        " own requests and KV cache.",
         least=1,
     )
     ep: int = setting(
@@ -77,7 +79,8 @@ class EngineConfig:
     )
     expert_dispatch: str = setting(
         "auto",
-        "All-to-all of expert parallelism: ragged, fixed, one that the device offers, or auto (the device's, else ragged).",
+        "All-to-all of expert parallelism: ragged, fixed, one that the device offers, or auto"
+        " (the device's, else ragged).",
     )
     model_impl: str = setting(
         "auto",
@@ -125,7 +128,8 @@ class EngineConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "Data type of the KV cache: auto (the model's), fp8 (latent attention), or one that the device offers, such as int8.",
+        "Data type of the KV cache: auto (the model's), fp8 (latent attention), or one that"
+        " the device offers, such as int8.",
     )
     hisparse: str | None = setting(
         None,
@@ -139,14 +143,16 @@ class EngineConfig:
     )
     graph_buckets: tuple[int, ...] = setting(
         (),
-        "Batch size of a decode graph; may be repeated. Default: the powers of two up to max_requests, and max_requests,"
+        "Batch size of a decode graph; may be repeated. Default: the powers of two up to"
+        " max_requests, and max_requests,"
         " but at most 256 for stream capture and 64 otherwise.",
     )
     graph_token_buckets: tuple[int, ...] = setting((), "Token count of a prefill graph; may be repeated.")
     overlap: bool | None = setting(None, "Schedule the next step while the current one runs on the device.")
     prompt_slices: str = setting(
         "off",
-        "Layered prefill: run prompts a few layers at a time between decode steps. auto chooses slices that decoding hardly"
+        "Layered prefill: run prompts a few layers at a time between decode steps. auto"
+        " chooses slices that decoding hardly"
         " notices, a number sets tokens x layers per slice, off prefills in chunks.",
     )
     prompt_lane: str = setting(
@@ -174,7 +180,8 @@ class EngineConfig:
     )
     speculative: str | None = setting(
         None,
-        "Speculative decoding; the text stays the same. Drafts come from ngram (earlier text of the request), suffix (text"
+        "Speculative decoding; the text stays the same. Drafts come from ngram (earlier text"
+        " of the request), suffix (text"
         " of earlier requests, else ngram), a draft model (eagle, eagle3, mtp, standalone, dflash, frozen-mtp), off,"
         " or auto (what the checkpoint brings, if it is measured to be faster at start-up).",
         choices=(
@@ -192,17 +199,20 @@ class EngineConfig:
     )
     draft_model: str | None = setting(
         None,
-        "Draft model: a folder, absolute or inside the model's, or a Hugging Face name; default: the one in the checkpoint.",
+        "Draft model: a folder, absolute or inside the model's, or a Hugging Face name;"
+        " default: the one in the checkpoint.",
     )
     draft_tokens: int | None = setting(
         None,
-        f"Number of draft tokens per step, at most {MOST_DRAFTS}; default: the number measured to be fastest, possibly 0.",
+        f"Number of draft tokens per step, at most {MOST_DRAFTS}; default: the number measured"
+        " to be fastest, possibly 0.",
         least=1,
         most=MOST_DRAFTS,
     )
     draft_width: int = setting(
         1,
-        "Number of draft tokens per position; more than 1 drafts a tree, whose --draft-tokens most likely nodes (default 7)"
+        "Number of draft tokens per position; more than 1 drafts a tree, whose --draft-tokens"
+        " most likely nodes (default 7)"
         " are verified. For eagle, eagle3, mtp, standalone and frozen-mtp.",
         least=1,
         most=MOST_BEAMS,

@@ -88,22 +88,14 @@ def resolve(record: type[Any], given: Mapping[str, object], environ: Mapping[str
     return record(**checked, sources=MappingProxyType(sources))
 
 
-def choices_of(record: type[Any], name: str) -> tuple[str, ...]:
-    """Return the values that a setting allows, in the order of their declaration."""
-    return settings_of(record)[name].choices
-
-
 def check_values(record: Any) -> None:
     """Raise ConfigError for the first setting that is out of range or not one of its choices."""
     for name, item in settings_of(type(record)).items():
         value = getattr(record, name)
         if item.choices and value is not None and value not in item.choices:
-            near = get_close_matches(str(value).lower(), item.choices, 1)
-            raise ConfigError(
-                f"{name} is {value!r}",
-                wanted=f"one of {', '.join(item.choices)}",
-                remedy=f"did you mean {near[0]}?" if near else f"correct {name}",
-            )
+            wanted, remedy = f"one of {', '.join(item.choices)}", f"correct {name}"
+            hint = _suggestion(str(value).lower(), item.choices, remedy)
+            raise ConfigError(f"{name} is {value!r}", wanted=wanted, remedy=hint)
         if item.least is not None and value is not None and value < item.least:
             wanted = "a positive number" if item.least == 1 else f"{item.least} or more"
             raise ConfigError(f"{name} is {value}; it must be at least {item.least}. Give {wanted} or leave it out.")
@@ -125,9 +117,14 @@ def memory_bytes(name: str, text: str) -> int:
 
 def _refuse_unknown(what: str, names: Iterable[str], known: Collection[str]) -> None:
     for name in sorted(set(names) - set(known)):
-        near = get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        hint = _suggestion(name, known, f"known: {', '.join(known)}")
         raise ConfigError(f"unknown {what} {name}", remedy=hint)
+
+
+def _suggestion(word: str, known: Collection[str], otherwise: str) -> str:
+    """Return a question that names the known word nearest to `word`, or `otherwise`."""
+    near = get_close_matches(word, known, 1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def _checked(item: Setting, value: object) -> Any:

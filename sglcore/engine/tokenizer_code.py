@@ -17,8 +17,8 @@ from sglcore.device.errors import ConfigError
 CODE = "tokenization_*.py"
 """The checkpoint's code of its tokenizer."""
 REMEDY = (
-    "fetch that file of the checkpoint, save a tokenizer.json beside the weights, or start with --skip-tokenizer (token ids"
-    " in and out)"
+    "fetch that file of the checkpoint, save a tokenizer.json beside the weights, or start with"
+    " --skip-tokenizer (token ids in and out)"
 )
 MOST = 10_000
 """Characters of a text and elements of a tuple; what is longer is no constant that a person
@@ -45,7 +45,8 @@ class Stated(NamedTuple):
         taken = [(token_id, text) for token_id, text in pairs if token_id < first]
         if taken:
             raise ConfigError(
-                f"{file} has {first} ranks, and the code beside it gives the special token {taken[0][1]!r} the id {taken[0][0]}",
+                f"{file} has {first} ranks, and the code beside it gives the special token"
+                f" {taken[0][1]!r} the id {taken[0][0]}",
                 wanted="ids behind the ranks",
                 remedy=f"download both again, or {REMEDY.partition(', ')[2]}",
             )

@@ -31,24 +31,30 @@ class Pace:
     """Slices limited by time: a slice takes at most `SHARE` of the time of a decode step that runs
     alone. A running request then waits about 1 + SHARE times as long for its next token.
 
-    - Times are running means in seconds. Layer times are kept for each power of two of tokens,
-      because more tokens cost nothing while the launch of a layer takes longer than its arithmetic.
-    - Until both times are known, a slice has the minimum size.
-    - The time of a decode step alone is measured again after `LASTS` slices.
-    - A known layer time has the weight of `KNOWN` layers. A slice may overlap two decode steps;
-      either may appear longer, and only the sum is correct.
+    Until both times are known, a slice has the minimum size.
     """
 
     SHARE: ClassVar[float] = 0.7
+    """The time of a slice as a fraction of a decode step's, at most."""
     WEIGHT: ClassVar[float] = 0.3
+    """The weight of a new measurement in a running mean."""
     KNOWN: ClassVar[int] = 16
+    """A known layer time has the weight of this many layers. A slice may overlap two decode steps;
+    either may appear longer, and only the sum is correct."""
     SURELY: ClassVar[int] = 4
+    """A layer over twice the tokens that takes more times as long was measured wrongly."""
     LEAST_TOKENS: ClassVar[int] = 64
+    """The smallest chunk that is cut into slices."""
     LASTS: ClassVar[int] = 64
+    """Slices after which the time of a decode step alone is measured again."""
 
     decode_seconds: float = 0.0
+    """Running mean of a decode step that runs alone, in seconds. 0: not known."""
     layer_seconds: dict[int, float] = field(default_factory=dict)
+    """Running mean of a layer, in seconds, by powers of two of tokens: more tokens cost nothing
+    while the launch of a layer takes longer than its arithmetic."""
     slices: int = 0
+    """Slices since the time of a decode step alone was measured."""
 
     def budget(self, tokens: int) -> int:
         """Return the token·layers of the next slice of a chunk of `tokens` tokens."""

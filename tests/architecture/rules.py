@@ -386,7 +386,7 @@ def code_lines(source: Source) -> list[int]:
     text = {
         number
         for node in ast.walk(source.tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if isinstance(node, ast.stmt) and _is_text(node)
         for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     lines = enumerate(map(str.strip, source.lines), 1)

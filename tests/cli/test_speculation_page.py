@@ -12,7 +12,7 @@ import pytest
 
 from sglcore.cli.__main__ import main
 from sglcore.device.config import EngineConfig
-from sglcore.device.settings import choices_of
+from sglcore.device.settings import settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "speculation.md").read_text(encoding="utf-8")
@@ -101,7 +101,7 @@ def test_the_page_has_every_kind() -> None:
         row[0].strip("`")
         for row in rows_below("| `--speculative` | input from the target | forward passes for k draft tokens | file |")
     ]
-    assert set(choices_of(EngineConfig, "speculative")) - {"auto", "off"} <= set(named)
+    assert set(settings_of(EngineConfig)["speculative"].choices) - {"auto", "off"} <= set(named)
 
 
 REFUSED = rows_below("| requested | error |")

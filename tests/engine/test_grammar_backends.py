@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
-from sglcore.device.settings import choices_of
+from sglcore.device.settings import settings_of
 from sglcore.engine.grammar import BACKENDS, GrammarBackend, Grammars, open_grammars
 from sglcore.engine.grammar_llguidance import Llguidance
 from sglcore.engine.guidance_schema import left_out_of
@@ -406,7 +406,7 @@ def test_the_ledger_says_which_backend_and_why(tokenizer: Tokenizer) -> None:
     assert [row.effective for row in rows.values()] == ["llguidance", "llguidance", "off"]
     assert "every device" in rows["auto"].reason and not any(row.downgrade for row in rows.values())
     assert open_grammars("off", vocabulary)[0] is None
-    assert set(choices_of(EngineConfig, "grammar_backend")) == {"auto", "off", *BACKENDS}
+    assert set(settings_of(EngineConfig)["grammar_backend"].choices) == {"auto", "off", *BACKENDS}
 
 
 def test_without_an_end_of_sequence_token_grammars_are_off_or_refused_by_name(tokenizer: Tokenizer) -> None:

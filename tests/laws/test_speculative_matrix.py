@@ -14,7 +14,7 @@ import pytest
 
 from sglcore.conformance.matcher import HashedMatcher
 from sglcore.device.config import EngineConfig
-from sglcore.device.settings import choices_of
+from sglcore.device.settings import settings_of
 from sglcore.runtime.speculative.choice import IN_TREES, MODELS, WITHOUT_MODEL
 from sglcore.schedule.draft_counts import sums_of
 from sglcore.schedule.request import Request
@@ -104,7 +104,7 @@ def test_whatever_proposes_changes_no_text(
 
 def test_everything_that_proposes_has_a_row() -> None:
     assert {each.kind for each in PROPOSERS.values()} == {*WITHOUT_MODEL, *MODELS}
-    assert {"auto", "off", *WITHOUT_MODEL, *MODELS} == set(choices_of(EngineConfig, "speculative"))
+    assert {"auto", "off", *WITHOUT_MODEL, *MODELS} == set(settings_of(EngineConfig)["speculative"].choices)
     assert {each.kind for each in PROPOSERS.values() if each.is_tree} == {*IN_TREES}
     assert {each.drafter for each in PROPOSERS.values()} == drafter_classes()
 

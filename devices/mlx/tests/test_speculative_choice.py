@@ -14,7 +14,7 @@ from devices.mlx.tests.running import bring_up, running
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.device.settings import choices_of
+from sglcore.device.settings import settings_of
 from sglcore_mlx.speculative.choice import COUPLED, GAPS, RULE_GAPS, SERVED, choose_speculation
 
 
@@ -26,8 +26,8 @@ def chosen(**settings: Any) -> tuple[Any, Row]:
 
 
 def test_every_kind_and_rule_of_the_core_is_served_or_a_gap_with_its_reason() -> None:
-    assert set(choices_of(EngineConfig, "speculative")) == {"auto", "off", *SERVED, *GAPS}
-    assert set(choices_of(EngineConfig, "speculative_verify")) == {COUPLED, *RULE_GAPS}
+    assert set(settings_of(EngineConfig)["speculative"].choices) == {"auto", "off", *SERVED, *GAPS}
+    assert set(settings_of(EngineConfig)["speculative_verify"].choices) == {COUPLED, *RULE_GAPS}
     assert not set(SERVED) & set(GAPS) and all(GAPS.values()) and all(RULE_GAPS.values())
 
 
