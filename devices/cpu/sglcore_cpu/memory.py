@@ -1,5 +1,5 @@
-"""How much memory this process may take: the machine's, or less where a control group says so; and
-what weights take."""
+"""Memory that this process may use: the machine's, or less if a control group limits it; and the
+memory that weights need."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from sglcore.checkpoint.files import checkpoint_files, read_json
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import CheckpointError, ConfigError
+from sglcore_cpu.control_group import group_folders, text_of
 from sglcore_cpu.weight_size import folder_bytes, gguf_bytes
 
 UNLIMITED = 1 << 60
 
 
 def weight_bytes(model: Path, asked: EngineConfig = EngineConfig()) -> int:
-    """About how many bytes the weights of a checkpoint, a folder or one file, take once they are
-    loaded as asked; 0 where files are missing, and the size of files that are damaged: the loader
-    names both."""
+    """Estimate the bytes that the weights of a checkpoint (a folder or one file) take when loaded
+    with this configuration. Returns 0 if files are missing, and the files' size if they are
+    damaged; the loader reports both."""
     raw = {} if model.is_file() else _config(model)
     try:
         files = (model,) if model.is_file() else checkpoint_files(model)
@@ -39,15 +40,15 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def total_memory(root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes this process may use in all, and where the figure comes from."""
+    """Return the total bytes that this process may use, and where the figure comes from."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, _, where = _cgroup(root)
     return (limit, where) if limit < physical else (physical, "physical memory")
 
 
 def available_memory(root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes that may still be taken: the smaller of what the machine has free and what the control
-    group leaves."""
+    """Return the bytes that are still available, and an explanation: the smaller of the machine's
+    available memory and what the control group has left."""
     free = _meminfo_available(root)
     limit, used, where = _cgroup(root)
     left = max(limit - used, 0)
@@ -67,10 +68,10 @@ def _meminfo_available(root: Path) -> int:
 
 
 def _cgroup(root: Path) -> tuple[int, int, str]:
-    """(limit, use that can not be dropped, file) of the tightest control group; version 2, then
-    version 1."""
+    """Return (limit, usage without droppable page cache, name) of the control group with the least
+    memory left; cgroup version 2, then version 1."""
     tightest = (UNLIMITED, 0, "no control group")
-    for folder in _cgroup_folders(root):
+    for folder in group_folders(root, "memory"):
         limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
         used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
         if limit is None or limit >= UNLIMITED:
@@ -81,32 +82,13 @@ def _cgroup(root: Path) -> tuple[int, int, str]:
     return tightest
 
 
-def _cgroup_folders(root: Path) -> list[Path]:
-    """This process's group and all above it: any of them may hold the limit."""
-    folders = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        group = top / path.lstrip("/")
-        folders += [group, *(parent for parent in group.parents if parent.is_relative_to(top))]
-    return folders
-
-
 def _droppable(folder: Path) -> int:
-    """Page cache in the group that the kernel drops under pressure."""
-    try:
-        for line in (folder / "memory.stat").read_text().splitlines():
-            if line.startswith(("inactive_file ", "total_inactive_file ")):
-                return int(line.split()[1])
-    except OSError:
-        pass
-    return 0
+    """Return the bytes of the group's page cache that the kernel can drop under pressure. In
+    version 1 `inactive_file` leaves out the groups inside, which the usage includes; there
+    `total_inactive_file` is the figure that fits."""
+    words = (line.split() for line in text_of(folder / "memory.stat").splitlines())
+    stats = {pair[0]: int(pair[1]) for pair in words if len(pair) == 2}
+    return stats.get("total_inactive_file", stats.get("inactive_file", 0))
 
 
 def _number(*candidates: Path) -> int | None:

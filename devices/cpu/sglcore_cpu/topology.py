@@ -1,4 +1,4 @@
-"""Which cores and memory nodes this process may use. Standard library only."""
+"""Cores and memory nodes that this process may use. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sglcore_cpu.control_group import cpu_quota, text_of
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`nodes`: the allowed logical cores of each memory node; `siblings`: logical cores that share
-    a physical one.
+    """`nodes`: the allowed logical cores of each memory node. `siblings`: groups of logical cores
+    that share a physical core.
 
-    `quota` is the control group's limit in cores. `numbers` are the system's names for the nodes,
-    and `memory` the bytes that each has free; both are empty where the system does not say.
+    `quota`: the control group's CPU limit in cores. `numbers`: the system's numbers of the nodes.
+    `memory`: free bytes of each node. Both are empty if the system does not report them.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -24,16 +26,16 @@ class Topology:
     memory: tuple[int, ...] = ()
 
     def physical(self, node: int) -> tuple[int, ...]:
-        """One logical core of each physical one of a node."""
+        """Return one logical core for each physical core of a node."""
         cores = self.nodes[node]
         chosen = [next((core for core in group if core in cores), None) for group in self.siblings]
         return tuple(sorted(core for core in chosen if core is not None)) or cores
 
 
 def share_of(whole: Topology, part: int, parts: int) -> Topology:
-    """What one of `parts` processes on the machine may use: physical cores in a row, node by node,
-    or logical ones if those are too few, and its part of the quota. Where there are fewer cores
-    than processes they share all of them."""
+    """Return the share of process `part` of `parts` on the machine: consecutive physical cores,
+    node by node, and 1 / parts of the quota. With fewer physical cores than processes, logical
+    cores are divided; with fewer logical cores, every process gets all cores."""
     groups = [
         tuple(core for core in group if core in node)
         for node in whole.nodes
@@ -64,19 +66,19 @@ def read_topology(root: Path = Path("/"), allowed: frozenset[int] | None = None)
     nodes, numbers, memory = [], [], []
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     for folder in sorted(folders, key=lambda folder: int(folder.name.removeprefix("node"))):
-        cores = tuple(core for core in _parse(_text(folder / "cpulist")) if core in allowed)
+        cores = tuple(core for core in _parse(text_of(folder / "cpulist")) if core in allowed)
         if cores:
             nodes.append(cores)
             numbers.append(int(folder.name.removeprefix("node")))
-            memory.append(_free(_text(folder / "meminfo")))
+            memory.append(_free(text_of(folder / "meminfo")))
     siblings = {
-        tuple(c for c in _parse(_text(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")))
+        tuple(c for c in _parse(text_of(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")))
         or (core,)
         for core in allowed
     }
     found = tuple(nodes) or (tuple(sorted(allowed)),)
     known = tuple(memory) if all(memory) else ()
-    return Topology(found, tuple(sorted(siblings)), _quota(root), tuple(numbers), known)
+    return Topology(found, tuple(sorted(siblings)), cpu_quota(root), tuple(numbers), known)
 
 
 def _allowed() -> frozenset[int]:
@@ -85,25 +87,11 @@ def _allowed() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def _quota(root: Path) -> float | None:
-    parts = _text(root / "sys/fs/cgroup/cpu.max").split()
-    if len(parts) == 2 and parts[0] != "max":
-        return int(parts[0]) / int(parts[1])
-    return None
-
-
 def _free(meminfo: str) -> int:
-    """Bytes, from a node's text; what holds files that were read counts, for the system gives it
-    up."""
+    """Return a node's free bytes from the text of its meminfo, page cache included, because the
+    system can drop it."""
     words = {line.split()[2].rstrip(":"): int(line.split()[3]) << 10 for line in meminfo.splitlines() if line}
     return words.get("MemFree", 0) + words.get("FilePages", 0)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _parse(text: str) -> list[int]:
@@ -115,7 +103,7 @@ def _parse(text: str) -> list[int]:
 
 
 def core_ranges(cores: tuple[int, ...]) -> str:
-    """The cores as a list, with runs joined."""
+    """Return the cores as text with ranges, such as "0-3,8"."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Memory that may really be used: the machine's, or what the tightest control group leaves."""
+"""Available memory: the machine's, or what the tightest control group leaves."""
 
 from __future__ import annotations
 
@@ -56,10 +56,11 @@ def test_a_group_of_version_one_limits_it(tmp_path: Path) -> None:
         {
             "proc/self/cgroup": "4:cpu,memory:/job\n3:freezer:/x",
             f"{group}/memory.limit_in_bytes": str(3 * GIB),
-            f"{group}/memory.usage_in_bytes": str(1 * GIB),
+            f"{group}/memory.usage_in_bytes": str(2 * GIB),
+            f"{group}/memory.stat": f"cache 5\ninactive_file 7\ntotal_inactive_file {GIB}",
         },
     )
-    assert available_memory(root)[0] == 2 * GIB
+    assert available_memory(root)[0] == 2 * GIB, "the usage contains the groups inside, and so does their page cache"
 
 
 def test_a_group_that_is_full_leaves_nothing_rather_than_less(tmp_path: Path) -> None:

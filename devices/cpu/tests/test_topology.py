@@ -1,9 +1,11 @@
-"""Threads and cores on described machines: memory nodes, hyper-threads, affinity, quotas."""
+"""Cores of described machines: memory nodes, hyper-threads, affinity, quotas."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from sglcore_cpu.topology import Topology, read_topology, share_of
 
@@ -43,6 +45,37 @@ def test_a_machine_is_read_from_its_files(tmp_path: Path) -> None:
     found = read_topology(tmp_path, frozenset(range(8)))
     assert found == Topology(TWO_NODES.nodes, TWO_NODES.siblings, 2.5, (0, 10), (128 << 10, 64 << 10))
     assert read_topology(tmp_path, frozenset({2, 6})).nodes == ((2, 6),)
+
+
+QUOTAS = {
+    "its own group": ({"cgroup": "0::/a/b", "a/b/cpu.max": "50000 100000"}, 0.5),
+    "an outer group": ({"cgroup": "0::/a/b", "a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, 1.5),
+    "the smaller of two": ({"cgroup": "0::/a/b", "a/b/cpu.max": "300000 100000", "a/cpu.max": "200000 100000"}, 2.0),
+    "the top of a container": ({"cgroup": "0::/../host/path", "cpu.max": "400000 100000"}, 4.0),
+    "no group is listed": ({"cpu.max": "250000 100000"}, 2.5),
+    "version 1": (
+        {
+            "cgroup": "4:cpu,cpuacct:/j\n3:memory:/j",
+            "cpu/j/cpu.cfs_quota_us": "70000",
+            "cpu/j/cpu.cfs_period_us": "100000",
+        },
+        0.7,
+    ),
+    "version 1 without a quota": (
+        {"cgroup": "4:cpu,cpuacct:/j", "cpu/j/cpu.cfs_quota_us": "-1", "cpu/j/cpu.cfs_period_us": "100000"},
+        None,
+    ),
+    "another controller's group": ({"cgroup": "4:memory:/j", "memory/j/cpu.max": "50000 100000"}, None),
+    "no quota": ({"cgroup": "0::/a", "a/cpu.max": "max 100000"}, None),
+}
+
+
+@pytest.mark.parametrize("case", QUOTAS)
+def test_the_quota_is_the_smallest_of_a_groups_and_its_parents(tmp_path: Path, case: str) -> None:
+    files, quota = QUOTAS[case]
+    paths = {"proc/self/cgroup" if name == "cgroup" else f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    plant(tmp_path, paths)
+    assert read_topology(tmp_path, frozenset({0, 1})).quota == quota
 
 
 def test_a_machine_without_such_files_is_one_node_of_the_allowed_cores(tmp_path: Path) -> None:
