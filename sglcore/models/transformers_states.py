@@ -1,9 +1,9 @@
-"""Layers of transformers' classes that keep a state of each request: those that take one from
-transformers' cache interface.
+"""Layers of transformers' classes that keep a state for each request (convolution, recurrence):
+those that store it through transformers' cache interface.
 
-Such a module keeps its place in the model. Its calls come here, and it is run on the rows of one
-request after the other, each with the state of its slot; rows of one token side by side. The walk
-on shapes alone tells what it keeps.
+Such a module stays in the model; its `forward` becomes `Mixer.forward`. A step runs it once for
+each request with the state of the request's slot; requests with one token run in one call. The walk
+on the meta device finds the shapes of the states.
 """
 
 from __future__ import annotations
@@ -27,43 +27,47 @@ from sglcore.runtime.memory.states import StateTensor
 from sglcore.runtime.state_layer import StateLayer
 
 _UPDATES = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
-"""What a module calls to leave its state."""
+"""Methods of the cache that a module calls to store its state."""
 _CLASSES = ("transformers.models.", f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}.")
-"""Where transformers' classes are, and those of a checkpoint's own code."""
+"""Prefixes of the modules of transformers' classes, and of the classes in a checkpoint's own
+code."""
 _CACHES = ("cache_params", "past_key_values")
-"""What it calls the cache."""
+"""Names of the cache argument."""
 EQUAL = 1e-3
-"""The greatest difference, relative to the largest value, of what is computed in another order."""
+"""The tolerance for results that are computed in another order, relative to the largest value."""
 FEW, LONG = 6, 70
-"""Tokens that a twin is tried with. Chunks that no attribute tells have 64."""
+"""Numbers of tokens in the trials of a twin. `LONG` is more than 64, the chunk size of classes that
+have no attribute for it."""
 PARTS, LAST = (33, 2, 35), 9
-"""Parts of the `LONG` tokens, and how many come one by one of who forgets: none begins where a
-chunk does."""
+"""`PARTS`: sizes of the parts into which the `LONG` tokens are split; no part after the first
+begins at a chunk boundary. `LAST`: tokens at the end that run one by one in a module that
+forgets."""
 SMALL = 16
-"""The most tokens of a chunk that an attribute tells, in a twin."""
+"""The greatest chunk size of a twin with an attribute for it."""
 LARGE = 8.0
-"""How much larger than others some tokens are."""
+"""The factor by which some tokens of a trial are larger than the others."""
 _CHUNKS = ("chunk_size",)
-"""Attributes that tell a chunk's tokens and may be any number."""
+"""Attributes that hold the chunk size in tokens; any value of them is valid."""
 _LAYER = frozenset({"layer_idx", "name", "_own"})
-"""Attributes that only say to which layer a state or a weight belongs."""
+"""Attributes that only name the layer of a state or of a weight."""
 
 
 class Held:
-    """Some rows' states as transformers' cache interface has them, by name [rows, ...]; absent ones
-    are of rows that begin."""
+    """The states of some requests, served through transformers' cache interface: by name, [rows,
+    ...] each. A missing name means that the requests have no state yet."""
 
     def __init__(self, states: dict[str, Tensor]) -> None:
         self.states = states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The tail of a convolution."""
+        """Return the last inputs of a convolution; None without a state."""
         return self.states.get(f"conv{state_idx}")
 
     def update_conv_state(
         self, new: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> Tensor:
-        """The tail with new [rows, channels, T] behind it; its end is the next tail."""
+        """Append `new` [rows, channels, T] to the convolution's last inputs and return both, padded
+        with zeros on the left to `conv_kernel_size`. Keeps the end as the next state."""
         before = self.get_conv_state(layer_idx, state_idx)
         full = new if before is None else torch.cat([before, new], dim=-1)
         size = conv_kernel_size or (new if before is None else before).shape[-1]
@@ -72,67 +76,69 @@ class Held:
         return full
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The matrices of a recurrence."""
+        """Return the matrices of a recurrence; None without a state."""
         return self.states.get(f"recurrent{state_idx}")
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
-        """Instead of those before."""
+        """Replace the matrices of a recurrence."""
         self.states[f"recurrent{state_idx}"] = state
         return state
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """The same by MiniMax's own name."""
+        """MiniMax's name for `get_recurrent_state`."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
-        """The same by MiniMax's own name."""
+        """MiniMax's name for `update_recurrent_state`."""
         self.update_recurrent_state(state, layer_idx)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """No state is ever taken back."""
+        """False: no state is ever rolled back."""
         return False
 
 
 class MixerCall:
-    """A module's own forward. What it wants beside hidden states and the cache it gets none of:
-    masks, and where tokens stand."""
+    """Calls a module's own forward with hidden states and the cache. All other required arguments,
+    such as masks and positions, are None."""
 
     def __init__(self, module: nn.Module) -> None:
         self._forward = module.forward
         given = inspect.signature(module.forward).parameters.values()
-        wanted = [each.name for each in given if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
-        self._cache = next(each.name for each in given if each.name in _CACHES)
+        named = [each for each in given if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        wanted = [each.name for each in named if each.default is each.empty]
+        self._cache = next(each.name for each in named if each.name in _CACHES)
         self._absent = dict.fromkeys(wanted[1:])
 
     def __call__(self, hidden: Tensor, states: dict[str, Tensor]) -> tuple[Any, ...]:
-        """What it gives of hidden [rows, T, H] from `states`, which become those after it."""
+        """Return the module's results for `hidden` [rows, T, H]; updates `states` in place."""
         found = self._forward(hidden, **{**self._absent, self._cache: Held(states)})
         return found if isinstance(found, tuple) else (found,)
 
 
 class Results:
-    """What a module gives of each token, [rows, T, *shape] each, as rows of numbers side by side;
-    beside it, what nobody needs. `found` is what it gave of hidden [rows, T, H]."""
+    """Packs a module's results for each token, [rows, T, *shape] each, into one matrix, and unpacks
+    them. Results of other shapes are dropped: nothing needs them. `found` is what the module
+    returned for `hidden` [rows, T, H]."""
 
     def __init__(self, hidden: Tensor, found: tuple[Any, ...]) -> None:
         shapes = [each.shape if isinstance(each, Tensor) else torch.Size() for each in found]
         self._shapes = [shape[2:] if shape[:2] == hidden.shape[:2] else None for shape in shapes]
         self._sizes = [shape.numel() for shape in self._shapes if shape is not None]
         self.width = max(hidden.shape[2], sum(self._sizes))
-        """Numbers in a row of the module's hidden states or of its results, whichever are more."""
+        """Numbers in a row of the module's hidden states or of its results, whichever has more."""
 
     def pack(self, found: tuple[Any, ...]) -> Tensor:
-        """To [rows * T, width]."""
-        parts = [each.flatten(2) for each, shape in zip(found, self._shapes, strict=True) if shape is not None]
+        """Return results as [rows * T, width]."""
+        parts = [each.unsqueeze(-1).flatten(2) for each, shape in zip(found, self._shapes, strict=True) if shape is not None]
         return self.widen((parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).flatten(0, 1))
 
     def widen(self, rows: Tensor) -> Tensor:
-        """[T, n] to [T, width], with zeros behind."""
+        """[T, n] to [T, width], padded with zeros."""
         return rows if rows.shape[1] == self.width else pad(rows, (0, self.width - rows.shape[1]))
 
     def unpack(self, rows: Tensor) -> Any:
-        """[T, width] to what the module gives of one row of T tokens; None instead of what nobody
-        needs."""
+        """[T, width] to the module's results for one request with T tokens; None for dropped
+        results."""
         parts = iter(rows[:, : sum(self._sizes)].split(self._sizes, dim=1))
         found = tuple(
             None if shape is None else next(parts).reshape(1, rows.shape[0], *shape) for shape in self._shapes
@@ -141,8 +147,8 @@ class Results:
 
 
 class Mixer(StateLayer):
-    """One such module. Before the walk it keeps nothing. `forgets`: with several tokens it begins
-    with no state, whatever it is given; later tokens then come one by one."""
+    """A module with a state, and its calls. `kept` is empty before the walk. `forgets`: a call with
+    several tokens ignores the state that it is given, so tokens after a prefix run one by one."""
 
     def __init__(self, layer_id: int, module: nn.Module) -> None:
         super().__init__(layer_id, {})
@@ -154,8 +160,8 @@ class Mixer(StateLayer):
         module.forward = self.forward
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        """What the module is called with by its layer, [1, T, H]; where tokens stand is nothing to
-        it, and masks are for padding, of which there is none."""
+        """Replace the module's forward: `hidden_states` [1, T, H]. Positions do not matter to the
+        module, and masks only hide padding, which does not occur."""
         if hidden_states.device.type == "meta":
             return self._walk(hidden_states)
         results = self._results
@@ -164,19 +170,20 @@ class Mixer(StateLayer):
 
     @property
     def remark(self) -> str:
-        """That it forgets."""
+        """For the log: that the module forgets. Empty if it does not."""
         if not self.forgets:
             return ""
         return f"with several tokens {type(self.module).__name__} begins anew: behind a prefix they come one by one"
 
     def results(self, found: tuple[Any, ...]) -> Tensor:
-        """What the module gave, [rows * T, width]."""
+        """Pack the module's results as [rows * T, width]."""
         assert self._results is not None
         return self._results.pack(found)
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
-        """Leading rows of one token at once, longer rows one after the other. Hidden states, and
-        what it gives, are as wide as whichever has more numbers."""
+        """Run the leading requests with one token in one call, the others one by one. Takes and
+        returns [T, width]; hidden states and results are padded to the wider of the two. Raises
+        ValueError if the host does not know the lengths."""
         hidden, slots = hidden[:, : self.size], batch.req_pool_indices
         if batch.forward_mode.is_decode:
             return self._advance(hidden[:, None], slots, states)
@@ -192,8 +199,8 @@ class Mixer(StateLayer):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _advance(self, hidden: Tensor, slots: Tensor, states: Mapping[str, Tensor]) -> Tensor:
-        """hidden [rows, T, H] with the states of its slots, to [rows * T, width]; the states are
-        written back."""
+        """Run `hidden` [rows, T, H] with the states of `slots` and write them back. Returns [rows *
+        T, width]."""
         held = {name: state.index_select(0, slots) for name, state in states.items()}
         mixed = self.results(self._call(hidden, held))
         for name, state in states.items():
@@ -201,8 +208,8 @@ class Mixer(StateLayer):
         return mixed
 
     def _walk(self, hidden: Tensor) -> Any:
-        """Write down what it keeps, by a prompt and a token after it. Raises `ConfigError` if it
-        keeps another state after another number of tokens."""
+        """Record the shapes of the states, from a prompt and one token after it. Raises
+        `ConfigError` if they depend on the number of tokens."""
         held: dict[str, Tensor] = {}
         found = self._call(hidden, held)
         kept = {name: StateTensor(tuple(state.shape[1:]), state.dtype) for name, state in held.items()}
@@ -215,8 +222,8 @@ class Mixer(StateLayer):
 
 
 def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
-    """Every module that leaves a state in transformers' cache, taken over. What they keep shows in
-    the walk."""
+    """Return a `Mixer` for every module that stores a state in transformers' cache. The walk finds
+    the shapes of the states."""
     modules = list(model.modules())
     names = names_by_kind(modules)
     return tuple(
@@ -225,25 +232,26 @@ def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
 
 
 def names_by_kind(modules: Iterable[nn.Module]) -> dict[type[nn.Module], set[str]]:
-    """`names_in` of the class of each module."""
+    """Return `names_in` by class of the modules."""
     return {kind: names_in(kind) for kind in set(map(type, modules))}
 
 
 def names_in(kind: type[nn.Module]) -> set[str]:
-    """The names that the code of a model's class has."""
+    """Return the global and attribute names that the code of a model's class uses."""
     own = [each for each in kind.__mro__ if each.__module__.startswith(_CLASSES)]
     functions = [inspect.unwrap(each) for one in own for each in vars(one).values() if inspect.isfunction(each)]
     return {name for function in functions for name in function.__code__.co_names}
 
 
 def check_mixers(mixers: tuple[Mixer, ...]) -> None:
-    """Find those that forget, once buffers have their values. Raises `ConfigError` for one whose
-    states do not stand for the tokens before.
+    """Set `forgets` of each mixer, once buffers have their values. Raises `ConfigError` for a mixer
+    with states that do not represent the tokens before.
 
-    The evidence is a twin with random weights of every kind: a class, its numbers and its shapes,
-    whatever its layer. `LONG` tokens from no state, more than a chunk of its own, are the same from
-    zeros in `PARTS`, or one by one at the end where it forgets. The first `FEW` are the same one by
-    one and in rows side by side. Some tokens are large, so that limits show.
+    Evidence: a twin with random weights for each kind (class, attributes and shapes, in whatever
+    layer). Run on `LONG` tokens, more than one chunk, without a state, it must give the same as
+    from zero states in `PARTS`, or, if it forgets, with the last tokens one by one. For the first
+    `FEW` tokens it must give the same one by one, and with two requests in one call. Some tokens
+    are large, so that clamps show.
     """
     kinds: dict[object, bool] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -256,12 +264,13 @@ def check_mixers(mixers: tuple[Mixer, ...]) -> None:
 
 
 def _kind(mixer: Mixer) -> object:
-    """Mixers of one kind have twins that do the same."""
+    """Return a key that is equal for mixers with equivalent twins."""
     return kind_of(mixer.module, _LAYER), mixer.size, tuple(sorted(mixer.kept.items()))
 
 
 def _forgets(mixer: Mixer) -> bool:
-    """Whether a second part of several tokens begins anew."""
+    """Whether a call with several tokens ignores the state. Raises `ConfigError` as
+    `check_mixers`."""
     twin, hidden = _Twin(mixer), torch.randn(1, LONG, mixer.size)
     hidden[:, ::3] *= LARGE
     whole, few = twin(hidden, [LONG], {}), hidden[:, :FEW]
@@ -279,14 +288,14 @@ def _forgets(mixer: Mixer) -> bool:
 
 
 def _is_same(found: Tensor, wanted: Tensor) -> bool:
-    """[T, width], the first rows of what is wanted."""
+    """Whether `found` [T, width] equals the first T rows of `wanted` within `EQUAL`."""
     wanted = wanted[: len(found)]
     return float((found - wanted).abs().max()) <= EQUAL * float(wanted.abs().max())
 
 
 class _Twin:
-    """The module of a mixer on the host in float32, with random weights, its own buffers, a forward
-    of its own, and chunks of so few tokens that `LONG` are several."""
+    """A mixer's module on the host in float32, with random weights, its own buffers, its class's
+    forward, and chunks small enough that `LONG` tokens are several."""
 
     def __init__(self, mixer: Mixer) -> None:
         module = mixer.module
@@ -305,14 +314,14 @@ class _Twin:
         return {name: torch.zeros(rows, *kept.shape) for name, kept in self._mixer.kept.items()}
 
     def __call__(self, hidden: Tensor, sizes: Sequence[int], states: dict[str, Tensor] | None = None) -> Tensor:
-        """Its results [T, width] of hidden [1, T, H], in parts of so many tokens, from these states
-        or zeros."""
+        """Return its results [T, width] for `hidden` [1, T, H], run in parts of `sizes` tokens,
+        from `states` (None: zeros)."""
         states = self._zeros(1) if states is None else states
         return torch.cat([self._mixer.results(self._call(part, states)) for part in hidden.split([*sizes], dim=1)])
 
     def side_by_side(self, hidden: Tensor) -> Tensor:
-        """Its results [2, width] of two rows of one token: the second one behind the first, and the
-        first one alone."""
+        """Run two requests with one token each in one call; returns [2, width]. The first has
+        hidden[:, 1] after hidden[:, 0], the second has hidden[:, 0] alone."""
         one = self._zeros(1)
         self._call(hidden[:, :1], one)
         states = {name: torch.cat((one[name], zeros)) for name, zeros in self._zeros(1).items()}
@@ -320,8 +329,8 @@ class _Twin:
 
 
 class _Thin(nn.Module):
-    """In place of a linear layer: one weight for each number that it gives, so that its size costs
-    nothing."""
+    """Replaces a linear layer in a twin: each output is one input times one weight, so that large
+    layers cost little."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -336,7 +345,7 @@ class _Thin(nn.Module):
 
 
 def _random(shape: torch.Size) -> Tensor:
-    """Weights that leave values about as large as they were."""
+    """Return random weights that keep the scale of values."""
     return torch.randn(shape) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.5)
 
 

@@ -1,5 +1,5 @@
-"""Layers of transformers' classes with states: what they keep, who forgets, what is refused, rows
-beside each other."""
+"""Layers of transformers' classes with recurrent states: what they keep, which forget between
+chunks, refusals, and independence of the rows in a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sglcore.device.errors import ConfigError
 from sglcore.models import transformers_check
 from sglcore.models.transformers_check import whole
-from sglcore.models.transformers_states import Mixer, check_mixers, find_mixers
+from sglcore.models.transformers_states import Mixer, Results, check_mixers, find_mixers
 from sglcore.runtime.memory.states import StateTensor
 from tests.checkpoints import qwen3_next, save
 from tests.laws.engine import TokenEngine
@@ -22,7 +22,7 @@ from tests.models.transformers_cases import compare, compare_served, load, sizes
 
 
 def tiny(kind: str) -> Any:
-    """As the sweep makes it."""
+    """A model as in the sweep."""
     return tiny_model(kind, sizes_of(kind))
 
 
@@ -66,7 +66,7 @@ def test_who_forgets_between_chunks_gets_later_tokens_one_by_one(
     assert layers[0].remark.startswith("with several tokens JambaMambaMixer begins anew")
     monkeypatch.setattr(
         "sglcore.models.transformers_model.check_mixers", lambda mixers: None
-    )  # nobody is told that it forgets
+    )  # skip the check that finds the forgetting
     assert compare(model, tmp_path) > 0.01
 
 
@@ -81,7 +81,7 @@ def test_who_forgets_goes_on_beside_one_that_begins(tmp_path: Path) -> None:
 
 
 class Keeper(nn.Module):
-    """Keeps a sum over all tokens; `forward` is what a test makes of it."""
+    """Keeps a sum over all tokens; `what` selects a defect of `forward`."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -102,14 +102,14 @@ class Keeper(nn.Module):
             hidden = hidden.clamp(-5, 5)
         size = {"fixed": 64, "told": self.chunk_size}.get(self.what, hidden.shape[1])
         chunks = [each.cumsum(1) * self.weight for each in hidden.split(size, dim=1)]
-        sums = torch.cat((before[:, :4][:, None] + chunks[0], *chunks[1:]), dim=1)  # later chunks begin anew
+        sums = torch.cat((before[:, :4][:, None] + chunks[0], *chunks[1:]), dim=1)  # restarts
         kept = sums[:, -1] if self.what != "long" else sums.flatten(1)
         cache_params.update_recurrent_state(kept, 0)
         return sums
 
 
 def mixer(what: str) -> Mixer:
-    """Walked over on shapes."""
+    """A mixer traced on shapes, then given weights on the CPU."""
     with torch.device("meta"):
         made = Mixer(0, Keeper(what))
         for length in (3, 9):
@@ -136,7 +136,7 @@ def test_one_that_agrees_on_a_few_small_tokens_and_differs_elsewhere_is_refused(
 
 
 class Wide(Keeper):
-    """Gives two results of each token, together of more numbers than it takes."""
+    """Returns two results per token, together wider than its input."""
 
     def forward(self, hidden: Tensor, cache_params: Any = None) -> Any:
         """[rows, T, 4] to [rows, T, 8] and [rows, T, 1]."""
@@ -145,7 +145,7 @@ class Wide(Keeper):
 
 
 def test_a_layer_that_gives_more_than_it_takes_is_as_wide_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs in pieces and compilers hold what it gives in memory like that which it takes."""
+    """Piecewise graphs and compilers keep its output in a buffer of the same width as its input."""
     with torch.device("meta"):
         made = Mixer(0, Wide("sum"))
         made.module(torch.ones(1, 3, 4))
@@ -160,6 +160,25 @@ def test_a_layer_that_gives_more_than_it_takes_is_as_wide_on_both_sides(monkeypa
     several, one = made.module(hidden)
     assert (several.shape, one.shape, seen[0].shape) == ((1, 5, 8), (1, 5, 1), (5, 9))
     assert torch.equal(seen[0][:, :4], hidden[0]) and not seen[0][:, 4:].any()
+
+
+class Scored(Keeper):
+    """Returns a number per token as well, and takes arguments that it does not name."""
+
+    def forward(self, hidden: Tensor, cache_params: Any = None, *args: Any) -> Any:
+        """[rows, T, 4] to [rows, T, 4] and [rows, T]."""
+        assert args == ()
+        sums = super().forward(hidden, cache_params)
+        return sums, sums.sum(dim=-1)
+
+
+def test_a_result_of_one_number_per_token_comes_back_in_its_shape() -> None:
+    with torch.device("meta"):
+        Mixer(0, Scored("sum")).module(torch.ones(1, 3, 4))
+    found = (torch.arange(24.0).view(2, 3, 4), torch.arange(6.0).view(2, 3))
+    results = Results(torch.ones(2, 3, 4), found)
+    several, one = results.unpack(results.pack(found))
+    assert torch.equal(several, found[0].reshape(1, 6, 4)) and torch.equal(one, found[1].reshape(1, 6))
 
 
 def test_layers_of_one_class_are_tried_each_by_what_it_is() -> None:
