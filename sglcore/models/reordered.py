@@ -1,4 +1,4 @@
-"""A weight with its rows in another order in the checkpoint than in the model."""
+"""Weights with rows in another order in the checkpoint than in the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sglcore.models.sources import Source
 
 @dataclass(frozen=True, slots=True)
 class ReorderedSource:
-    """Row i of the weight is row `order`[i], int64 [N], of the source."""
+    """A source with reordered rows: row i of the weight is row `order`[i] (int64 [N]) of
+    `source`."""
 
     source: Source
     order: Tensor
@@ -26,17 +27,17 @@ class ReorderedSource:
 
     @property
     def form(self) -> str | None:
-        """How a person calls its quantisation."""
+        """The name of its quantisation; None for a plain weight."""
         return self.source.form
 
     def copy(self, target: Tensor, report: Callable[[int], None]) -> None:
-        """By a copy on the host."""
+        """Copy the reordered weight to `target`, through a copy on the host."""
         whole = torch.empty(target.shape, dtype=target.dtype, device="cpu")
         self.source.copy(whole, report)
         target.copy_(whole[self.order])
 
     def stored(self, report: Callable[[int], None]) -> Stored:
-        """What is stored, its rows in the new order."""
+        """Return the stored weight with reordered rows."""
         return ReorderedWeight(self.source.stored(report), self.order)
 
 
@@ -49,7 +50,7 @@ class ReorderedWeight:
 
     @property
     def form(self) -> str:
-        """Its own."""
+        """The name of its format."""
         return self.weight.form
 
     @property
@@ -58,11 +59,16 @@ class ReorderedWeight:
         return self.weight.shape
 
     def values(self, rows: slice) -> Tensor:
-        """float32 values of some rows. Works all of them out."""
-        return self.weight.values(slice(0, self.shape[0]))[self.order[rows]]
+        """Return float32 values of some rows. Computes all rows from the first to the last of them
+        in the checkpoint's order, which for rows that move within their head are few more."""
+        wanted = self.order[rows]
+        if not len(wanted):
+            return self.weight.values(slice(0, 0))
+        first = int(wanted.min())
+        return self.weight.values(slice(first, int(wanted.max()) + 1))[wanted - first]
 
     def as_codes(self) -> QuantizedWeight | None:
-        """The same as integer codes; None if that would need rounding."""
+        """Return integer codes; None if that needs rounding."""
         codes = self.weight.as_codes()
         if codes is None:
             return None

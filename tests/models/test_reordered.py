@@ -1,5 +1,5 @@
-"""Rows that a checkpoint has in another order: plain weights through a model, quantised ones by
-their codes and their values."""
+"""Weight rows that a checkpoint stores in another order: plain weights through a model, quantised
+ones by their codes and values."""
 
 from __future__ import annotations
 
@@ -46,5 +46,21 @@ def test_a_quantised_weight_has_its_rows_in_the_new_order(weight: Stored) -> Non
     codes = found.as_codes()
     assert found.shape == (6, 64) and found.form == weight.form
     assert torch.equal(target, wanted) and torch.equal(found.values(slice(1, 3)), wanted[1:3])
+    assert torch.equal(found.values(slice(3, 6)), wanted[3:6]) and found.values(slice(2, 2)).shape == (0, 64)
     assert (codes is None) == (weight.as_codes() is None)
     assert codes is None or torch.equal(codes.values(slice(0, 6)), wanted)
+
+
+def test_rows_that_move_within_their_head_are_computed_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = QuantizedWeight(CODES, SCALES, None, 4, 32)
+    asked: list[slice] = []
+
+    def values(self: QuantizedWeight, rows: slice) -> torch.Tensor:
+        asked.append(rows)
+        return torch.zeros(rows.stop - rows.start, 64)
+
+    monkeypatch.setattr(QuantizedWeight, "values", values)
+    found = ReorderedWeight(weight, torch.tensor([1, 0, 3, 2, 5, 4]))
+    for first in (0, 2, 4):
+        found.values(slice(first, first + 2))
+    assert asked == [slice(0, 2), slice(2, 4), slice(4, 6)]
