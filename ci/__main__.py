@@ -1,5 +1,5 @@
-"""`python -m ci run | near | since | lanes | table | workflows`: what continuous integration does,
-also on a desk."""
+"""`python -m ci run | near | since | lanes | table | workflows`: the commands of continuous
+integration, which also run on a developer's machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ci.selection import SLOW, slow_tests
 
 
 def main() -> int:
-    """The exit status: 0 when all is green."""
+    """Run a command; returns the exit status: 0 if all passed, 2 on a LaneError."""
     try:
         return _do(_parser().parse_args())
     except LaneError as error:
@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
 def _taken(
     options: argparse.Namespace, chosen: Sequence[Lane], stale: Sequence[Group], is_complete: bool
 ) -> tuple[str, ...]:
-    """The options that say which tests each lane takes; prints what that is."""
+    """Return the pytest options that select each lane's tests, and print the selection."""
     if options.every_lane:
         print("everything is run, on every lane that can run it", flush=True)
         return ()
@@ -118,13 +118,13 @@ def _taken(
 
 
 def _watched() -> tuple[str, ...]:
-    """The options by which lanes record which test runs which function."""
+    """Return the pytest options that record which test runs which function."""
     return (f"--impact={impact.RAW / run.LANE}", f"--impact-part={impact.next_part(impact.load())}")
 
 
 def _here(found: Sequence[Lane], words: Sequence[str], stale: Sequence[Group], whole: bool) -> list[Lane]:
-    """The lanes that a machine without hardware runs; one that is a group only where that is run
-    whole."""
+    """Return the lanes that need no hardware and run the requested files; a lane of a group only if
+    the group runs whole."""
     running = {group.name for group in stale}
     return [
         lane
@@ -136,14 +136,13 @@ def _here(found: Sequence[Lane], words: Sequence[str], stale: Sequence[Group], w
 
 
 def _remember(records: Sequence[Path], is_watched: bool) -> None:
-    """Write what a run of everything has found out: which tests are slow, and which test runs which
-    function."""
+    """Write the results of a full run: the slow tests, and if watched, the impact record."""
     slow = timings.slow_of(records, slow_tests())
     new, gone = timings.write_slow(slow)
     print(f"{SLOW}: {len(slow.names)} slow tests, {new} new, {gone} no longer, taken in {slow.turns} turns")
     if not is_watched:
         return
-    found = impact.gather(impact.RAW, timings.timed(records, slow), changes.head(), impact.load())
+    found = impact.gather(impact.RAW, timings.timed(records, slow), changes.head(), near.load_record())
     impact.save(found)
     shutil.rmtree(impact.RAW, ignore_errors=True)
     count = sum(map(len, found.functions.values()))
@@ -167,7 +166,8 @@ def _list(as_json: bool) -> int:
 
 
 def _table(records: Sequence[Path], complete: bool) -> int:
-    """Print and write the table; 1 when all lanes ran and some test ran on none."""
+    """Print and write the table; returns 1 if there is no record, or if all lanes ran and a test
+    ran on none."""
     if not records:
         print("RED: there is no record of a lane; each lane's job leaves one", file=sys.stderr)
         return 1

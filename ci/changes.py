@@ -1,4 +1,4 @@
-"""What has changed in the checkout, as git tells it: functions, and files of tests."""
+"""Finds changed functions and changed test files of the checkout with git."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ from ci.functions import MODULE, bodies_of, functions_at
 from ci.impact import SOURCES, Function
 from ci.lanes import ROOT
 
+_RENAMES = ("--find-renames", "-l5000")
+"""Compare each new file with up to 5000 removed ones: a reorganisation moves hundreds at once."""
 _HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@")
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What has changed, the uncommitted first."""
+    """Changes; uncommitted ones come first."""
 
     functions: tuple[Function, ...]
     """Functions with a changed line."""
     tests: tuple[str, ...]
-    """Files of tests."""
+    """Changed test files."""
 
 
 def commits(root: Path = ROOT) -> int:
-    """How many commits lead to the one that is checked out; 0 where there is no git."""
+    """Return the number of commits up to HEAD; 0 without git."""
     return int(git("rev-list", "--count", "HEAD", root=root) or 0)
 
 
 def head(root: Path = ROOT) -> str:
-    """The commit that is checked out; empty where there is no git."""
+    """Return the commit of HEAD; empty without git."""
     return git("rev-parse", "HEAD", root=root).strip()
 
 
 def since(commit: str, root: Path = ROOT) -> Changes:
-    """What has changed since a commit, or, where it is not known here, since the one before the
-    last."""
+    """Return the changes since a commit, or since HEAD~1 if this checkout does not know the
+    commit."""
     bases = ("HEAD", commit if git("cat-file", "-t", commit, root=root) else "HEAD~1")
     changed: dict[str, list[int]] = {}
     order: dict[Function | str, None] = {}
     for base in bases:
-        changed = changed_lines(git("diff", "--unified=0", "--no-color", base, root=root))
+        changed = changed_lines(git("diff", "--unified=0", "--no-color", *_RENAMES, base, root=root))
         untracked = git("ls-files", "--others", "--exclude-standard", root=root).splitlines()
         for name in (*changed, *untracked):
             for each in _named(root, name, changed.get(name)):
@@ -50,9 +52,16 @@ def since(commit: str, root: Path = ROOT) -> Changes:
     return Changes(functions, tuple(each for each in order if isinstance(each, str)))
 
 
+def renames(commit: str, root: Path = ROOT) -> dict[str, str]:
+    """Return the new name of each file that was renamed since a commit; empty if this checkout does
+    not know the commit."""
+    words = git("diff", "--name-status", "--diff-filter=R", "-z", *_RENAMES, commit, root=root).split("\0")
+    return dict(zip(words[1::3], words[2::3], strict=False))
+
+
 def changed_lines(diff: str) -> dict[str, list[int]]:
-    """The lines of each file as it is now that a diff touches; where lines were taken out, those
-    around the place."""
+    """Return the lines of each file, in its new version, that a diff changes; for removed lines,
+    the lines before and after."""
     found: dict[str, list[int]] = {}
     name = ""
     for line in diff.splitlines():
@@ -66,7 +75,7 @@ def changed_lines(diff: str) -> dict[str, list[int]]:
 
 
 def git(*words: str, root: Path = ROOT) -> str:
-    """What git prints; empty where it fails or is not there."""
+    """Return the output of a git command; empty if it fails or git is not installed. Waits."""
     try:
         ran = subprocess.run(("git", *words), cwd=root, capture_output=True, text=True, check=False)
     except OSError:
@@ -75,7 +84,8 @@ def git(*words: str, root: Path = ROOT) -> str:
 
 
 def _named(root: Path, name: str, lines: list[int] | None) -> list[Function | str]:
-    """A file's changed functions, all without `lines`; the file itself if it holds tests."""
+    """Return a file's changed functions (all functions if `lines` is None), or the file itself if
+    it is a test file."""
     path = root / name
     if path.suffix != ".py" or not path.is_file():
         return []

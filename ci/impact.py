@@ -1,9 +1,9 @@
-"""Which tests run which function: a record that a run of everything writes, and what later runs
-choose by it.
+"""The impact record: which tests run which function. A full run writes it; later runs select tests
+with it.
 
-The record names for each function some tests of each kind, the most specific first: those that run
-the fewest functions. To watch a test costs as much again as to run it, so a run watches one part of
-them, the next run the next part; what the record says of the rest stays.
+For each function the record lists up to KEPT cheap and KEPT slow tests, the most specific (which
+run few functions and cost little) first. Watching a test doubles its cost, so each full run watches
+one of PARTS parts of the tests and keeps the older entries of the others.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ci.functions import bodies_of
 from ci.lanes import ROOT
 
 RAW = ROOT / "build" / "impact"
-"""Where a run leaves what coverage.py wrote, a folder for each lane."""
+"""Where a run leaves coverage.py's files, in one folder per lane."""
 STORED = Path("ci") / "data" / "impact.json.xz"
 SOURCES = ("sglcore", "devices", "simulator")
 """The folders whose functions are recorded."""
 PARTS = 8
-"""A run of everything watches one of so many parts of the tests."""
+"""Number of parts of the tests; a full run watches one of them."""
 KEPT = 16
-"""How many cheap tests the record names for a function, and how many slow ones."""
+"""The most cheap tests, and the most slow tests, that the record lists for a function."""
 
 Function = tuple[str, str]
 """A file of the checkout, and the dotted name of a function in it."""
@@ -45,11 +45,11 @@ class Timed:
     test: str
     """pytest's name of the test."""
     seconds: float
-    """What it costs, its part of the file's fixtures counted."""
+    """Its cost, including its share of the file's fixtures."""
     is_slow: bool
     """Whether it is one of `ci/slow.txt`."""
     functions: int = 0
-    """How many functions it ran when it was watched; 0 before."""
+    """How many functions it ran when it was watched; 0: never watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +57,26 @@ class Impact:
     """The record."""
 
     commit: str
-    """The commit whose tests were run."""
+    """The commit at which the tests were run."""
     tests: tuple[Timed, ...]
-    """The tests that `functions` names by their places here."""
+    """The tests; `functions` refers to them by index."""
     functions: Mapping[str, Mapping[str, tuple[int, ...]]]
-    """By file and function: tests that run it, the most specific first."""
+    """By file and function: indices of tests that run it, the most specific first."""
     part: int = 0
     """Which part of the tests was watched last."""
 
+    def renamed(self, files: Mapping[str, str]) -> Impact:
+        """Return the record with the new names of renamed source and test files."""
+        tests = []
+        for each in self.tests:
+            file, separator, name = each.test.partition("::")
+            tests.append(replace(each, test=f"{files.get(file, file)}{separator}{name}"))
+        functions = {files.get(file, file): known for file, known in self.functions.items()}
+        return replace(self, tests=tuple(tests), functions=functions)
+
     def of(self, function: Function) -> list[Timed]:
-        """Tests that run a function; for one that is not known, and for lines outside of functions,
-        some of the file's."""
+        """Return tests that run a function. If the record does not know the function (new code, or
+        lines outside of functions), return up to 2 * KEPT tests of the file's other functions."""
         file, name = function
         known = self.functions.get(file, {})
         if name in known:
@@ -82,8 +91,8 @@ def choose(
     accepts: Callable[[Timed], bool],
     first: Iterable[Timed] = (),
 ) -> list[Timed]:
-    """As many accepted tests as fit into so many seconds: `first`, then for each function the most
-    specific, then the next."""
+    """Choose accepted tests that together cost at most `seconds`: `first`, then the most specific
+    test of each function, then the second of each, and so on. Tests that do not fit are skipped."""
     chosen: dict[tuple[str, str], Timed] = {}
     left = seconds
     queue = [[each for each in impact.of(function) if accepts(each)] for function in functions]
@@ -96,20 +105,20 @@ def choose(
 
 
 def next_part(record: Impact | None) -> int:
-    """Which part of the tests to watch after those of a record."""
+    """Return the part of the tests to watch after the one that the record watched last."""
     return 0 if record is None else (record.part + 1) % PARTS
 
 
 def is_due(test: str, part: int) -> bool:
-    """Whether a test is one of a part."""
+    """Return whether a test belongs to a part."""
     return zlib.crc32(test.encode()) % PARTS == part
 
 
 def gather(
     folder: Path, timed: Sequence[Timed], commit: str, before: Impact | None = None, root: Path = ROOT
 ) -> Impact:
-    """Make the record of what `watch.Watcher` left below `folder`, a folder for each lane; reads
-    all of it. What the record `before` says of tests that ran and were not watched stays."""
+    """Make the record from the files that `watch.Watcher` left below `folder`, one folder per lane.
+    Tests that ran but were not watched keep their entries of the record `before`."""
     places = {(each.lane, each.test): place for place, each in enumerate(timed)}
     files: dict[tuple[str, str], list[int]] = defaultdict(list)
     for place, each in enumerate(timed):
@@ -135,8 +144,8 @@ def gather(
 def _kept(
     before: Impact, places: Mapping[tuple[str, str], int], watched: Collection[int]
 ) -> dict[int, tuple[int, list[Function]]]:
-    """By the place of a test that was not watched: how many functions it runs, and those that an
-    older record has it for."""
+    """By index of each test that was not watched: how many functions it runs, and the functions
+    under which the older record lists it."""
     found: dict[int, tuple[int, list[Function]]] = {}
     for file, functions in before.functions.items():
         for name, tests in functions.items():
@@ -161,7 +170,7 @@ def save(impact: Impact, root: Path = ROOT) -> None:
 
 
 def load(root: Path = ROOT) -> Impact | None:
-    """The record; None where no run of everything has written one."""
+    """Read the record; None if no full run has written one."""
     file = root / STORED
     if not file.is_file():
         return None
@@ -174,9 +183,9 @@ def load(root: Path = ROOT) -> Impact | None:
 
 
 def _runs(folder: Path, root: Path) -> Iterable[tuple[str, Function]]:
-    """Every context that coverage.py recorded, with each function of which it ran a line. The
-    schema of its files is documented: a row of `line_bits` holds the lines of one file in one
-    context, bit N of the number for line N."""
+    """Yield each context that coverage.py recorded with each function in which it ran a line. The
+    schema of coverage.py's files is documented: a row of `line_bits` holds the lines of one file
+    in one context, bit N of the number for line N."""
     for file in sorted(path for path in folder.iterdir() if path.suffix != ".ini"):
         with sqlite3.connect(f"file:{file}?mode=ro", uri=True) as base:
             rows = base.execute(
@@ -191,7 +200,7 @@ def _runs(folder: Path, root: Path) -> Iterable[tuple[str, Function]]:
 
 @cache
 def _functions_of(path: str, lines: int, root: Path) -> tuple[Function, ...]:
-    """The functions of a file of which lines were run."""
+    """Return the functions of a file that contain at least one of the run lines."""
     source = Path(path)
     if not source.is_relative_to(root):
         return ()
@@ -206,8 +215,9 @@ def _reduced(
     theirs: Mapping[Function, set[int]],
     counts: Mapping[int, int],
 ) -> Impact:
-    """Of each function's tests the most specific, those of its own process first; by its place how
-    many functions each runs."""
+    """Make the record with the most specific tests of each function, at most KEPT cheap and KEPT
+    slow ones. Tests that ran it in their own process (`own`) come before tests of a file that ran
+    it in a child process (`theirs`). `counts`: by index of a test, how many functions it runs."""
     order = _order(timed, counts)
     kept: dict[str, dict[str, list[int]]] = defaultdict(dict)
     for function in sorted(own.keys() | theirs.keys()):
@@ -229,8 +239,8 @@ def _reduced(
 
 
 def _order(timed: Sequence[Timed], counts: Mapping[int, int]) -> list[tuple[float, int]]:
-    """By place: what a test costs times how many functions it runs, the less the more specific; and
-    its function's number."""
+    """By index of a test: its cost times the number of functions it runs (lower is more specific),
+    and the number of its test function, which its parametrised cases share."""
     numbers: dict[str, int] = {}
     return [
         (
@@ -242,7 +252,7 @@ def _order(timed: Sequence[Timed], counts: Mapping[int, int]) -> list[tuple[floa
 
 
 def _ranked(tests: Iterable[int], order: Sequence[tuple[float, int]]) -> list[int]:
-    """The most specific first, each test function's best case before any second one."""
+    """Sort by specificity, with the best case of each test function before any second case."""
     cases: dict[int, int] = defaultdict(int)
     ranked = []
     for place in sorted(tests, key=order.__getitem__):
@@ -253,6 +263,6 @@ def _ranked(tests: Iterable[int], order: Sequence[tuple[float, int]]) -> list[in
 
 
 def _in_turn(lists: Sequence[Sequence[Any]]) -> list[Any]:
-    """The first of each, then the second of each, and so on."""
+    """Interleave: the first of each list, then the second of each, and so on."""
     longest = max(map(len, lists), default=0)
     return [each[place] for place in range(longest) for each in lists if place < len(each)]

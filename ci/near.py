@@ -1,5 +1,5 @@
-"""The tests nearest to what has changed: for a run of the samples, and for a developer's narrow
-loop."""
+"""Selects the tests nearest to what has changed: for `make test`, and for a developer's short loop
+(`python -m ci near`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ LOOP = 40.0
 ADDED = 60.0
 """Seconds of slow tests that `make test` adds for what has changed."""
 LANES = 2
-"""On so many lanes a narrow loop runs, side by side."""
+"""The most lanes of `python -m ci near`; they run in parallel."""
+
+
+def load_record() -> Impact | None:
+    """Read the impact record, with the names that its files have now."""
+    record = impact.load()
+    return None if record is None else record.renamed(changes.renames(record.commit))
 
 
 def slow_near(lanes: Sequence[Lane]) -> list[Timed]:
-    """The slow tests that `make test` adds: for half of the time those of files of tests and for
-    functions that no commit has yet, then those that run what has changed since the record, then
-    those of other files that have."""
-    record = impact.load()
+    """Return the slow tests that `make test` adds, ADDED seconds at most. Up to a half of the time:
+    tests in changed, uncommitted test files, and tests that run uncommitted functions. Up to three
+    quarters: tests that run functions changed since the record. The rest: tests in test files
+    changed since the record."""
+    record = load_record()
     if record is None:
         return []
     now, changed = changes.since("HEAD"), changes.since(record.commit)
@@ -35,7 +42,7 @@ def slow_near(lanes: Sequence[Lane]) -> list[Timed]:
     )
 
     def accepts(each: Timed) -> bool:
-        """By the list of today: since the record a cheap test may have become slow."""
+        """By today's `ci/slow.txt`: a test may have become slow since the record."""
         return each.lane in names and bool(slow.name_of(each.test))
 
     first = impact.choose(record, now.functions, ADDED / 2, accepts, own)
@@ -44,8 +51,8 @@ def slow_near(lanes: Sequence[Lane]) -> list[Timed]:
 
 
 def write(chosen: Sequence[Timed], lanes: Sequence[Lane]) -> str:
-    """Write the chosen tests, a file for each lane; returns the option by which a lane is told of
-    its own."""
+    """Write the chosen tests to one file per lane; returns the pytest option that names the lane's
+    file."""
     folder = ROOT / "build" / "near"
     folder.mkdir(parents=True, exist_ok=True)
     for lane in lanes:
@@ -56,8 +63,8 @@ def write(chosen: Sequence[Timed], lanes: Sequence[Lane]) -> str:
 
 def loop(files: Sequence[str], seconds: float, lanes: Sequence[Lane]) -> int:
     """Run the tests nearest to what has changed, or to these files, on the lanes that run them;
-    waits. The exit status."""
-    record = impact.load()
+    waits. Returns the exit status. Raises LaneError."""
+    record = load_record()
     if record is None:
         raise LaneError(f"there is no {impact.STORED}; `make test-all` writes it")
     functions, tests = _asked(files, record)
@@ -77,8 +84,9 @@ def loop(files: Sequence[str], seconds: float, lanes: Sequence[Lane]) -> int:
 
 
 def _asked(files: Sequence[str], record: Impact) -> tuple[list[Function], list[str]]:
-    """The functions and the files of tests that a person means; with no file what has changed since
-    the last commit, or else since the record."""
+    """Return the functions and test files to cover. Without `files`: the uncommitted changes, or if
+    there are none, the changes since the record. With `files`: their uncommitted functions, or all
+    their functions. Raises LaneError."""
     if not files:
         found = changes.since("HEAD")
         found = found if found.functions or found.tests else changes.since(record.commit)
@@ -102,7 +110,7 @@ def _asked(files: Sequence[str], record: Impact) -> tuple[list[Function], list[s
 def _chosen(
     record: Impact, functions: Sequence[Function], tests: Sequence[str], seconds: float, lanes: Sequence[Lane]
 ) -> list[Timed]:
-    """On the host's lane and the one other lane that has most of the nearest tests."""
+    """Choose tests on at most LANES lanes: the host's, and those with the most nearest tests."""
     names = {lane.name for lane in lanes}
     first = [each for each in record.tests if each.test.partition("::")[0] in tests]
     first.sort(key=lambda each: each.seconds)
@@ -115,8 +123,8 @@ def _chosen(
 
 
 def _able(test: str, lanes: Sequence[Lane]) -> list[Lane]:
-    """The lanes that may run some tests of a file that the record does not know, by the
-    capabilities that it names."""
+    """Return the lanes that may run tests of a file that the record does not know, by the
+    capabilities in its text."""
     source = (ROOT / test).read_text()
     found = []
     for lane in lanes:

@@ -1,4 +1,5 @@
-"""What is recorded of tests and functions, what has changed, and which tests are chosen by both."""
+"""The record of which functions each test runs, the list of changed functions, and the tests
+selected from both."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def test_the_lines_of_a_diff_are_those_of_the_file_as_it_is_now() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path, source: Path) -> Path:
-    """A repository with one commit, and one file of tests."""
+    """A repository with one commit and one test file."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_thing.py").write_text("def test_first(): pass\n")
     (tmp_path / "notes.md").write_text("notes\n")
@@ -119,6 +120,21 @@ def test_what_has_changed_since_a_commit_are_functions_and_files_of_tests(checko
     )
     assert found.tests == ("tests/test_thing.py",)
     assert changes.since("0" * 40, checkout).functions == found.functions, "an unknown commit is none"
+
+
+def test_a_renamed_file_keeps_its_functions_and_its_tests(checkout: Path) -> None:
+    first = changes.head(checkout)
+    (checkout / "sglcore" / "room").mkdir()
+    (checkout / "sglcore" / "thing.py").rename(checkout / "sglcore" / "room" / "other.py")
+    (checkout / "tests" / "test_thing.py").rename(checkout / "tests" / "test_other.py")
+    (checkout / "sglcore" / "room" / "other.py").write_text(SOURCE.replace("return 3", "return 4"))
+    subprocess.run(("git", "add", "-A"), cwd=checkout, check=True, capture_output=True)
+    assert changes.since(first, checkout).functions == (("sglcore/room/other.py", "Thing.second.inner"),)
+    moved = changes.renames(first, checkout)
+    assert moved["sglcore/thing.py"] == "sglcore/room/other.py" and changes.renames("0" * 40, checkout) == {}
+    tests = (Timed("cpu", "tests/test_thing.py::test_first", 1.0, False),)
+    record = Impact(first, tests, {"sglcore/thing.py": {"first": (0,)}}).renamed(moved)
+    assert [each.test for each in record.of(("sglcore/room/other.py", "first"))] == ["tests/test_other.py::test_first"]
 
 
 def test_without_git_nothing_has_changed(tmp_path: Path) -> None:
@@ -218,8 +234,8 @@ def test_tests_of_a_file_with_costly_fixtures_go_by_the_files_name(
 
 @pytest.fixture
 def planted() -> Iterator[Path]:
-    """A file of tests in the checkout: one runs a function of the core, one starts a process that
-    runs another."""
+    """A test file in the checkout: one test runs a function of the core, another starts a process
+    that runs a second function."""
     (ROOT / "build").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="planted_", dir=ROOT / "build"))
     (folder / "test_planted.py").write_text(
