@@ -1,9 +1,9 @@
-"""How much of the waiting two halves of a batch hide, beside what the cost model says, and what
-their driver costs.
+"""Two-batch overlap: how much communication two micro-batches hide, compared with the cost model,
+and the overhead of the driver that switches between them.
 
-One rank, with a group whose sums take alpha + beta * bytes by themselves, one after the other, as
-on a link; who waits for one spins until it is there. Waits are set to parts of the computing, which
-is measured first.
+One rank, with a group that simulates a link: an all-reduce takes alpha + beta * bytes seconds, one
+after the other; a wait spins until it is done. The communication time is set to fractions of the
+computing time, which is measured first.
 
     python benchmarks/two_batch_overlap.py [--json FILE]
 """
@@ -37,20 +37,22 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.overlap.halves import Halves
 from sglcore.runtime.overlap.turns import take_turns
 from sglcore.runtime.parallel.dispatch import RaggedDispatcher
-from sglcore.runtime.parallel.group import Group, Groups
+from sglcore.runtime.parallel.group import Group
+from sglcore.runtime.parallel.rank_groups import Groups
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, INNER, VOCAB, TOKENS = 12, 512, 8, 64, 1024, 64, 126
 PARTS = (0.25, 0.5, 1.0, 2.0)
-"""Waiting of a step, in parts of its computing."""
+"""Communication time of a step, as fractions of its computing time."""
 ROUNDS, WANTED_SHARE, WANTED_US = 15, 0.8, 40.0
 STAGGERS = (0, 1, 2)
 DRIVER_SUMS = (25, 57)
-"""Sums of a half in models of 12 and of 28 layers."""
+"""All-reduces of a micro-batch in models of 12 and of 28 layers."""
 
 
 @dataclass
 class Link:
-    """Seconds of a message and of a byte; `free_at` is when the last message will have come."""
+    """A simulated link: seconds per message (`alpha`) and per byte (`beta`). `free_at`: when the
+    last message arrives."""
 
     alpha: float = 0.0
     beta: float = 0.0
@@ -64,7 +66,7 @@ class Link:
 
 
 class Spun:
-    """Work that is done at a time."""
+    """A work handle that is done at a given time; `wait` spins."""
 
     __slots__ = ("_done_at",)
 
@@ -77,7 +79,7 @@ class Spun:
 
 
 class SlowGroup(Group):
-    """A group of one rank whose sums take as long as the link says."""
+    """A group of one rank; its all-reduces take as long as the link says."""
 
     def __init__(self, link: Link) -> None:
         none: Any = None
@@ -96,7 +98,7 @@ class SlowGroup(Group):
 
 
 def write_checkpoint(folder: Path) -> None:
-    """A model of zeros, in which every layer computes what any of its size does."""
+    """Write a Llama with zero weights; its layers do the same work as any of this size."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": HIDDEN,
@@ -130,7 +132,7 @@ def write_checkpoint(folder: Path) -> None:
 
 
 class Site:
-    """A batch of prompts, whole and in halves, over a link."""
+    """A prefill batch that runs whole or as two micro-batches, over a link."""
 
     def __init__(self, folder: Path, group: Group, device: str = "cpu") -> None:
         write_checkpoint(folder)
@@ -148,18 +150,19 @@ class Site:
         self.backends = backend, type(backend)(backend.shape, *pools)
 
     def whole(self) -> None:
-        """One forward."""
+        """Run one forward of the whole batch."""
         self.runner.halves, self.batch.plan_record = None, None
         self.runner.run_eager(self.batch)
 
     def in_halves(self, stagger: int) -> None:
-        """The same in halves."""
+        """Run the same batch as two micro-batches with this stagger."""
         self.runner.halves = Halves(self.backends, CutTerms(staggers=Staggers(stagger, stagger)))
         self.runner.run_eager(self.batch)
 
 
 def seconds(ways: Mapping[str, Callable[[], None]]) -> dict[str, float]:
-    """Medians of several ways, by turns."""
+    """Return the median seconds of several functions, which run in turn; the first round is not
+    counted."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS + 1):
         for name, run in ways.items():
@@ -170,7 +173,8 @@ def seconds(ways: Mapping[str, Callable[[], None]]) -> dict[str, float]:
 
 
 def measure() -> dict[str, Any]:
-    """Computing of the whole and of halves, and for every part of it what is hidden."""
+    """Measure computing time of the whole batch and of micro-batches, and for each of PARTS the
+    hidden communication."""
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         link = Link()
         site = Site(Path(name), SlowGroup(link))
@@ -183,14 +187,14 @@ def measure() -> dict[str, Any]:
 
 
 def link_of(part: float, whole: float, sums: int, size: int) -> tuple[float, float]:
-    """Alpha and beta of waits that are `part` of the computing of the whole, a tenth of each for
-    the message itself."""
+    """Return alpha and beta such that the all-reduces take `part` of the whole batch's computing
+    time; a tenth of each is alpha."""
     each = part * whole / sums
     return each / 10, each * 0.9 / size
 
 
 def measured(site: Site, link: Link, free: dict[str, float], part: float, sums: int, size: int) -> dict[str, float]:
-    """With waits that are `part` of the computing."""
+    """Measure with communication that takes `part` of the computing time."""
     link.alpha, link.beta = link_of(part, free["whole"], sums, size)
     waits = sums * 2 * (link.alpha + link.beta * size / 2)
     found = seconds({"whole": site.whole, **{f"stagger {d}": partial(site.in_halves, d) for d in STAGGERS}})
@@ -199,8 +203,8 @@ def measured(site: Site, link: Link, free: dict[str, float], part: float, sums: 
 
 
 def row_of(part: float, computing: float, waits: float, found: dict[str, float]) -> dict[str, float]:
-    """Of seconds of the whole and of halves. What halves can hide is the shorter of their computing
-    and their waits."""
+    """Make a result row from seconds of the whole batch and of micro-batches. At most the shorter
+    of computing and communication can be hidden."""
     best = min(time for name, time in found.items() if name != "whole")
     hideable, hidden = min(computing, waits), computing + waits - best
     return {
@@ -215,8 +219,8 @@ def row_of(part: float, computing: float, waits: float, found: dict[str, float])
 
 
 def driver(sums: int) -> float:
-    """Microseconds of a step with so many sums a half that two halves take beyond the same sums one
-    half after the other, where nothing else is computed."""
+    """Return the driver's overhead in microseconds: two micro-batches with `sums` all-reduces each
+    and no other work, interleaved, minus the same one after the other."""
     group, x = SlowGroup(Link()), torch.zeros(1)
 
     def half() -> Tensor:
@@ -233,12 +237,12 @@ def driver(sums: int) -> float:
 
 
 def ms(value: float) -> float:
-    """Milliseconds, to the microsecond."""
+    """Convert seconds to milliseconds, rounded to the microsecond."""
     return round(value * 1e3, 3)
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Print a line for each part."""
+    """Print a line for each of PARTS."""
     print(f"computing: {found['whole_ms']} ms whole, {found['halves_ms']} ms in halves; {found['sums']} sums")
     for row in found["waits"]:
         print(
@@ -250,7 +254,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Print, and write where asked."""
+    """Measure, print, and with `--json` write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()

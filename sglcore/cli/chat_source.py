@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some text of an answer; `tokens` are those that came with it (0 if only the end tells)."""
+    """Some text of an answer; `tokens`: the number of tokens that came with it (0 if only the end
+    reports them)."""
 
     text: str
     tokens: int = 0
@@ -32,7 +33,7 @@ class Part:
 
 
 class ContextFull(SglcoreError):
-    """A conversation that the context does not hold."""
+    """A conversation that exceeds the context."""
 
 
 class Source(Protocol):
@@ -47,7 +48,7 @@ class Source(Protocol):
         ...
 
     def stop(self) -> None:
-        """End the answer that is on its way; may be called from a signal handler."""
+        """End the answer in progress; may be called from a signal handler."""
         ...
 
 
@@ -60,8 +61,8 @@ class LocalSource:
         self._is_stopped = False
 
     def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
-        """As Source says; the step that runs when it is stopped is finished first."""
-        from sglcore.schedule.request import ContextError
+        """As in Source; the step in progress at a stop is finished first."""
+        from sglcore.schedule.request_errors import ContextError
 
         self._is_stopped = False
         try:
@@ -76,12 +77,12 @@ class LocalSource:
             raise ContextFull(str(error)) from None
 
     def stop(self) -> None:
-        """As Source says."""
+        """As in Source."""
         self._is_stopped = True
 
 
 class ServerSource:
-    """A server with /v1/chat/completions. `fields` go into every request as they are."""
+    """A server with /v1/chat/completions. `fields` are added to every request."""
 
     def __init__(self, where: Address, fields: Mapping[str, object]) -> None:
         self._where = where
@@ -90,7 +91,7 @@ class ServerSource:
         self._is_stopped = False
 
     def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
-        """As Source says; stopping closes the connection, and with it the request at the server."""
+        """As in Source; stopping closes the connection, and so ends the request at the server."""
         self._is_stopped = False
         connection = self._where.connect(timeout=600.0)
         try:
@@ -103,7 +104,7 @@ class ServerSource:
             connection.close()
 
     def stop(self) -> None:
-        """As Source says."""
+        """As in Source."""
         self._is_stopped = True
         if self._socket is not None:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -131,7 +132,8 @@ class ServerSource:
 
 
 def chunk_parts(content: bytes) -> Iterator[Part]:
-    """The parts in one chunk of a streamed chat answer; raises ServerError for an error event."""
+    """Yield the parts in one chunk of a streamed chat answer. Raises ServerError for an error
+    event."""
     chunk = json.loads(content)
     if chunk.get("error"):
         raise ServerError(f"the server failed: {refusal(content)}")

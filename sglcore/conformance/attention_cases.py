@@ -1,7 +1,7 @@
-"""Batches for attention: requests over random pages, in a pool that holds the rows' own cells and
-no number anywhere else.
+"""Batches for attention: requests over random pages, in a pool with NaN in every KV slot that no
+request owns.
 
-However the pool lies: its cells are read and written by its own `read_cells` and `write_cells`.
+The pool may have any layout: the cases use only its own `read_cells` and `write_cells`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sglcore.conformance.harness import Harness
 from sglcore.device.batch import ForwardMode, ScheduleBatch, offsets_of
+from sglcore.runtime.attention.backend_attention import BackendAttention
 from sglcore.runtime.attention.contract import AttentionBackend
-from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.pools import TokenToKVPool
 
@@ -42,18 +42,19 @@ MODES: Mapping[str, tuple[ForwardMode, tuple[Rows, ...]]] = MappingProxyType(
 
 
 EXTRAS = ("softcap", "sinks")
-"""What a layer may ask of a backend that names it among its features; no model of the kit does."""
+"""Features that a layer may request of a backend that declares them; no model of the kit uses
+them."""
 TREE = "tree_mask"
-"""The feature of a backend whose decode rows may leave out single cells; no layer asks for it, but
-batches."""
+"""The feature of a backend that lets decode rows skip single KV slots. Batches request it, not
+layers."""
 LIFT = 90.0
-"""A number added to all scores of such a layer. With it a half type would lose their fractions, so
-scores must be float32."""
+"""Offset of all scaled scores in these cases. Scores of this size lose their fractions in float16
+and bfloat16, so a backend must compute them in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a case holds, on the host: each request's slot, pages, keys and values [length,
+    """The content of a case, on the host: each request's slot, pages, keys and values [length,
     kv_heads, dim], and this step's queries [T, heads * dim]."""
 
     rows: Rows
@@ -70,8 +71,8 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What attention gave, and the pool's keys and values after it, on the host; `refreshed`: by a
-    captured plan."""
+    """The result of one attention step, on the host: its output, the pool's keys and values after
+    it, and `refreshed`, the output of the same step by a captured plan."""
 
     out: Tensor
     keys: Tensor
@@ -80,10 +81,10 @@ class Seen:
 
 
 def draw_contents(seed: int, rows: Rows, *harnesses: Harness, lift: float = 0.0) -> Contents:
-    """Random contents that fit the smallest of harnesses with one model and page size; with a
-    `lift`, every scaled score is about that, and they differ by as much as without."""
+    """Draw random contents that fit the smallest of several harnesses with one model and page size.
+    `lift` is added to every scaled score; the scores differ as much as without it."""
     harness = min(harnesses, key=lambda item: item.limits.num_pages)
-    layer: Attention = harness.started.built["runner"].model.attention_layers[0]
+    layer: BackendAttention = harness.started.built["runner"].model.attention_layers[0]
     rng = np.random.default_rng(seed)
     generator = torch.Generator(device="cpu").manual_seed(seed)
     size = harness.limits.page_size
@@ -110,7 +111,7 @@ def draw_contents(seed: int, rows: Rows, *harnesses: Harness, lift: float = 0.0)
 
 
 def without_hidden(contents: Contents) -> Contents:
-    """The same, with no numbers in the cells that rows of trees do not see."""
+    """Write NaN into the KV slots that tree rows do not see, in place; returns the contents."""
     for word, (before, _), keys, values in zip(
         words_of_trees(len(contents.rows)).tolist(), contents.rows, contents.keys, contents.values, strict=True
     ):
@@ -124,7 +125,7 @@ class Probe:
     """Stands in for a model: one attention layer on given rows, under the runner's own plan and
     context."""
 
-    def __init__(self, layer: Attention, contents: Contents, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, layer: BackendAttention, contents: Contents, device: str, dtype: torch.dtype) -> None:
         parts = (contents.queries, contents.new(contents.keys), contents.new(contents.values))
         self._inputs = tuple(part.to(dtype).to(device) for part in parts)
         self._layer = layer
@@ -132,13 +133,13 @@ class Probe:
         self.view: ForwardBatch | None = None
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """[T, heads * dim]."""
+        """Run the layer; returns its output [T, heads * dim]."""
         self.view = batch
         return self._layer(*self._inputs)
 
 
-def asking_for(layer: Attention, extra: str, device: str) -> Attention:
-    """The layer, if it also asks for one of `EXTRAS`."""
+def asking_for(layer: BackendAttention, extra: str, device: str) -> BackendAttention:
+    """Return a copy of the layer that also requests `extra`, if that is one of `EXTRAS`."""
     changed = copy(layer)
     if extra == "softcap":
         changed.softcap = LIFT / 0.6
@@ -147,8 +148,8 @@ def asking_for(layer: Attention, extra: str, device: str) -> Attention:
     return changed
 
 
-def rebuilt(backend: AttentionBackend, layer: Attention) -> AttentionBackend:
-    """The same backend, made for a model of this layer's softcap and sinks."""
+def rebuilt(backend: AttentionBackend, layer: BackendAttention) -> AttentionBackend:
+    """Return a new backend of the same class for a model with this layer's softcap and features."""
     shape = replace(backend.shape, softcaps=(layer.softcap,), features=backend.shape.features | layer.features)
     parts = backend.req_to_token_pool, backend.token_to_kv_pool, backend.kernels, backend.hisparse
     return type(backend)(shape, *parts)
@@ -161,8 +162,9 @@ def attend(
     again: Callable[[Any, Probe], Tensor | None] | None = None,
     extra: str = "",
 ) -> Seen:
-    """Run one step of attention on a harness. `again(backend, probe)` may run it another way,
-    within the same step; `extra` is what the layer asks for beside what its model does."""
+    """Run one step of attention on a harness. `again(backend, probe)` runs the same step a second
+    time in another way; `extra` is one of `EXTRAS` or `TREE`, requested in addition to what the
+    model does."""
     runner = copy(harness.started.built["runner"])
     pool = harness.pool
     device, dtype = harness.facts.tensor_device, getattr(torch, harness.geometry.dtype)
@@ -190,20 +192,20 @@ def attend(
 
 
 def words_of_trees(rows: int) -> Tensor:
-    """int32[rows]: what each row sees of the cells before its own, which it sees; about half of
-    them."""
+    """Draw int32[rows]: bit 31 - k says whether a row sees the KV slot k before its own. Bit 31,
+    its own, is always set; the others are set with probability 1/2."""
     generator = torch.Generator(device="cpu").manual_seed(rows)
     return torch.randint(-(1 << 31), 0, (rows,), generator=generator, dtype=torch.int32, device="cpu")
 
 
 def every_cell(harness: Harness) -> Tensor:
-    """The indices of all cells of a device, as it has indices."""
+    """Return the indices of all KV slots of a device, in the device's index dtype."""
     dtype = getattr(torch, harness.facts.index_dtype)
     return torch.arange(harness.pool.num_cells, dtype=dtype, device=harness.cell_device)
 
 
 def cells_of(contents: Contents, page_size: int) -> list[Tensor]:
-    """int64 [length] of each request: the cell of each of its tokens."""
+    """Return int64 [length] for each request: the KV slot of each of its tokens."""
     found: list[Tensor] = []
     for pages, keys in zip(contents.pages, contents.keys, strict=True):
         where = torch.arange(len(keys), device="cpu")
@@ -212,8 +214,8 @@ def cells_of(contents: Contents, page_size: int) -> list[Tensor]:
 
 
 def expected_cells(contents: Contents, parts: list[Tensor], lengths: list[int], pool: TokenToKVPool) -> Tensor:
-    """Keys or values of a whole pool in float32: the first tokens of each row in their cells, no
-    number anywhere else."""
+    """Return the keys or values of a whole pool in float32: the first `lengths` tokens of each row
+    in their KV slots, NaN everywhere else."""
     host = torch.full((pool.num_cells, *parts[0].shape[1:]), float("nan"), device="cpu")
     for where, part, length in zip(cells_of(contents, pool.page_size), parts, lengths, strict=True):
         host[where[:length]] = part[:length]
@@ -221,7 +223,7 @@ def expected_cells(contents: Contents, parts: list[Tensor], lengths: list[int], 
 
 
 def schedule_batch(contents: Contents, mode: ForwardMode, page_size: int) -> ScheduleBatch:
-    """The step as a scheduler would send it, with every page new to the device."""
+    """Build the step as a scheduler would send it, with every page new to the device."""
     before = np.array([before for before, _ in contents.rows], np.int32)
     new = np.array([count for _, count in contents.rows], np.int32)
     zeros = np.zeros(len(new), np.int32)

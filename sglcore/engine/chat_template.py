@@ -1,52 +1,38 @@
-"""A checkpoint's chat templates: which there are, and a conversation as text by one of them."""
+"""A checkpoint's chat templates, and a conversation rendered as text by one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from sglcore.checkpoint.files import read_json
 from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.engine.template_bounds import Bounds
 
 Message = Mapping[str, Any]
-"""A message of a conversation, by OpenAI's names: `role`, `content` and what else its role has."""
+"""A message of a conversation, with OpenAI's names: `role`, `content` and further fields of its
+role."""
 
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "chat_template", "raise_exception", "strftime_now", "tokenize"}
 )
-"""What callers cannot set as a variable of the template."""
+"""Names that callers cannot set as variables of the template."""
 
 
 class TextError(SglcoreError, ValueError):
     """Text that this checkpoint cannot take."""
 
     def __init__(self, found: str, *, wanted: str = "", remedy: str = "", field: str | None = None) -> None:
-        """`field` of a request that is to blame, if it is not the text itself."""
+        """`field`: the field of a request that is the cause, if it is not the text itself."""
         super().__init__(found, wanted=wanted, remedy=remedy)
         self.field = field
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The limits of one rendering.
-
-    Some published templates need 500 steps for each message of a long conversation.
-    """
-
-    steps: int = 1_000_000
-    """Turns of loops, calls and filters."""
-    made: int = 64_000_000
-    """Characters made on the way."""
-    output: int = 16_000_000
-    """Characters of the prompt."""
-
-
 class ChatTemplate:
-    """The templates of one checkpoint by name; "default" for conversations, "tool_use" where tools
-    have their own."""
+    """The templates of one checkpoint by name: "default" for conversations, and "tool_use" if tools
+    have a template of their own."""
 
     def __init__(
         self, sources: Mapping[str, str], special_tokens: Mapping[str, str], bounds: Bounds | None = None
@@ -58,19 +44,20 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, settings: Mapping[str, Any]) -> ChatTemplate:
-        """The templates of a folder: its .jinja files before those of tokenizer_config.json."""
+        """Load the templates of a folder: its .jinja files come before those of
+        tokenizer_config.json."""
         return cls(_sources(folder, settings), _special_tokens(settings))
 
     def replaced(self, text: str) -> ChatTemplate:
-        """The same special tokens under one other template."""
+        """Return a copy with the same special tokens and one other template."""
         return ChatTemplate({"default": text}, self.special_tokens)
 
     def source(self, *, tools: bool = False) -> str | None:
-        """The template's text, of the one for tools where there is one."""
+        """Return the template's text; with `tools`, the one for tools if there is one."""
         return self.sources.get("tool_use" if tools and "tool_use" in self.sources else "default")
 
     def variables(self, *, tools: bool = False) -> frozenset[str]:
-        """The names that a template reads."""
+        """Return the names that a template reads."""
         source = self.source(tools=tools)
         return self._read(source).names if source else frozenset()
 
@@ -87,8 +74,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text; raises TextError if there is no template, or it refuses or does
-        too much."""
+        """Render a conversation as text. Raises TextError if there is no template, or if the
+        template refuses or exceeds a limit."""
         source = self.source(tools=bool(tools))
         if source is None:
             raise TextError(
@@ -156,8 +143,8 @@ def _text(file: Path) -> str:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like, as text; a template sees those that are not set as undefined, which
-    is empty."""
+    """Return `bos_token` and similar tokens as text. A template sees missing ones as undefined,
+    which renders as empty."""
     names = (name for name in settings if name.endswith("_token"))
     return {name: text for name in names if (text := _token_text(settings[name]))}
 

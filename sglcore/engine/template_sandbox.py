@@ -1,8 +1,8 @@
-"""The sandbox that a checkpoint's chat template runs in: no code, no attributes of Python, and a
-bound on all it does.
+"""The sandbox for a checkpoint's chat template: no code, no Python attributes, and a limit on all
+work.
 
-A template counts its steps (turns of loops, calls, filters) and the characters it makes; past a
-bound it ends with a TemplateLimit that says the number. The counts belong to the thread that
+A template counts its steps (loop iterations, calls, filters) and the characters it makes; beyond a
+limit it ends with a TemplateLimit that states the number. The counts belong to the thread that
 renders.
 """
 
@@ -23,12 +23,12 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from sglcore.engine.chat_template import Bounds
+from sglcore.engine.template_bounds import Bounds
 
 MAX_WIDTH = 100_000
-"""Of anything that is padded or repeated at once."""
+"""Largest width of padding, or count of a repetition."""
 MAX_BITS = 4096
-"""Of a whole number that a template computes."""
+"""Bits of a whole number that a template computes, at most."""
 
 _WIDE_FORMAT = re.compile(r"\d{6,}")
 _WIDTH_FROM_VALUE = re.compile(r":[^{}]*\{|%[^%a-zA-Z]*\*")
@@ -36,12 +36,12 @@ _PADS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs", "indent", 
 
 
 class TemplateLimit(TemplateError):
-    """A template that does too much; the text says how much it may do."""
+    """A template exceeded a limit; the text states the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledTemplate:
-    """A template, the names that it reads, and all its own text, a line for each piece."""
+    """A template, the names that it reads, and all its own text, one line for each piece."""
 
     code: Template
     names: frozenset[str]
@@ -49,7 +49,7 @@ class CompiledTemplate:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with the functions that chat templates use, and with bounds."""
+    """Jinja's sandbox with the functions that chat templates use, and with limits."""
 
     intercepted_binops: ClassVar[frozenset[str]] = frozenset({"+", "*", "**", "%"})
 
@@ -73,7 +73,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return CompiledTemplate(self.from_string(counting), names, "\n".join(texts))
 
     def render(self, template: CompiledTemplate, variables: dict[str, Any]) -> str:
-        """The template's text; raises jinja2.TemplateError, also for what its expressions raise."""
+        """Return the template's text. Raises jinja2.TemplateError, also for errors of its
+        expressions."""
         self._spent.steps = self._spent.made = 0
         parts: list[str] = []
         size = 0
@@ -88,17 +89,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(parts)
 
     def turns(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items of a loop, each counted."""
+        """Yield the items of a loop, and count them."""
         for item in items:
             self._step()
             yield item
 
     def joined(self, *parts: Any) -> str:
-        """What `~` makes."""
+        """Return what `~` joins, and count it."""
         return self.made("".join(map(str, parts)))
 
     def made(self, value: Any) -> Any:
-        """The value, its characters or items counted."""
+        """Return the value, with its characters or items counted."""
         if isinstance(value, str | list | tuple):
             self._spent.made += len(value)
             if self._spent.made > self._bounds.made:
@@ -106,7 +107,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A call of the template's: counted, its result too."""
+        """Call a function for the template; counts the call and its result."""
         self._step()
         name = obj.__name__ if callable(obj) and not isinstance(obj, LoopContext) and _named(obj) else ""
         if name in _PADS:
@@ -116,14 +117,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.made(super().call(context, obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format`, without widths that would fill the memory."""
+        """Return `str.format` with a limit on widths, which could fill the memory."""
         inner = super().wrap_str_format(value)
         if inner is not None:
             _check_format(value.__self__)
         return inner
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """`+`, `*`, `**` and `%`, each checked before it is done."""
+        """Compute `+`, `*`, `**` or `%`, with the size of the result checked before."""
         self._step()
         numbers: list[int] = [value for value in (left, right) if isinstance(value, int)]
         sized = [value for value in (left, right) if isinstance(value, str | list | tuple)]
@@ -157,19 +158,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; here it is only its
-    content."""
+    """`{% generation %}` marks the assistant's text, for training; here only its content is
+    kept."""
 
     tags: ClassVar[frozenset[str]] = frozenset({"generation"})  # type: ignore[misc]
 
     def parse(self, parser: Any) -> Any:
-        """The nodes between the tags."""
+        """Return the nodes between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Counting(NodeTransformer):
-    """Sends the items of loops, and what `~` joins, through the environment, which counts them."""
+    """Passes the items of loops, and the parts that `~` joins, through the environment, which
+    counts them."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -203,7 +205,7 @@ def _check_format(form: str) -> None:
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The filter `tojson`: characters stay what they are, and nothing is escaped for HTML."""
+    """The filter `tojson`: characters stay as they are, and nothing is escaped for HTML."""
     indent = None if indent is None else min(indent, 16)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -1,26 +1,25 @@
-"""How long a text is in tokens, known from its beginning: what no context holds is not read to its
-end."""
+"""Lower bounds of a text's length in tokens, from its beginning: a text that exceeds the context is
+not read to its end."""
 
 from __future__ import annotations
 
 from tokenizers import Tokenizer
 
-from sglcore.schedule.request import ContextError
+from sglcore.schedule.request_errors import ContextError
 
 USUAL = 4
 """Characters of a token in most texts."""
 LEAST_PIECE = 4096
-"""Characters of a piece in any case."""
+"""Least number of characters of a piece."""
 MOST_SPLIT = 256
-"""Tokens by which a piece may have more than its part of the whole text. A cut may go through a
-word that is one token as a whole, such as one of 100 letters that a WordPiece model does not know,
-at either end of the piece."""
+"""Allowance in tokens for the two cuts of a piece. A cut may go through a word that is one token as
+a whole, such as a word of 100 letters that a WordPiece model does not know."""
 
 
 def beginning_over(tokenizer: Tokenizer, text: str, most: int) -> int:
-    """How many characters from the beginning of a text surely have more than `most` tokens, however
-    it goes on; all where that is not sure. Reads so much of a long text, and nothing of one that
-    may have `most` tokens of the usual length twice."""
+    """Return a number of leading characters that surely have more than `most` tokens, however the
+    text goes on; the length of the text if that is not sure. Reads a long text up to that point,
+    and does not read a text of at most twice the usual characters for `most` tokens."""
     size = USUAL * most + LEAST_PIECE
     if len(text) <= 2 * size:
         return len(text)
@@ -34,8 +33,8 @@ def beginning_over(tokenizer: Tokenizer, text: str, most: int) -> int:
 
 
 def refuse_longer(tokenizer: Tokenizer, text: str, most: int) -> None:
-    """Raise ContextError for a long text that surely has more than `most` tokens; one that passes
-    may have more. Waits as long as the beginning takes that tells."""
+    """Raise ContextError for a long text that surely has more than `most` tokens; a text that
+    passes may still have more. Waits while it reads the beginning of the text."""
     read = beginning_over(tokenizer, text, most)
     if read < len(text):
         raise ContextError(

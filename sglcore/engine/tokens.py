@@ -1,7 +1,7 @@
 """The token side of an engine: scheduler and worker, token ids in and out, no text. It owns the
 device's steps.
 
-Not thread-safe: one owner calls `add`, `abort`, `stop` and `step`.
+Not thread-safe: one owner calls `add`, `abort`, `end_sample` and `step`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, FinishReason
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.remote import RemotePrompts
-from sglcore.schedule.request import Request, RequestError, State
+from sglcore.schedule.request import Request, State
+from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.results import check_request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.shard_loop import make_loop
 
 COMPILE_WAIT = 0.002
-"""Seconds that a step waits for a compiler, or for another engine, when there is nothing else to
+"""Seconds that a step waits for a compiler, or for another engine, if there is nothing else to
 do."""
 
 
 @dataclass(slots=True)
 class SampleGroup:
-    """A request on its way: its samples, how far its prompt was when that was last reported, and
-    the grammar that it still waits for."""
+    """A request in progress: its samples, the prompt progress that was reported last, and the
+    grammar that it still waits for."""
 
     params: SamplingParams
     requests: list[Request]
@@ -41,7 +42,7 @@ class SampleGroup:
 
 
 class TokenEngine:
-    """Prompts as token ids in, outputs out, one step at a time."""
+    """Takes prompts as token ids and returns outputs, one step at a time."""
 
     def __init__(
         self,
@@ -54,15 +55,15 @@ class TokenEngine:
         open_grammars: Callable[[], Grammars | None] = lambda: None,
         open_pages: Callable[[TokenEngine], PageSide] | None = None,
     ) -> None:
-        """`shards`: requests are in so many, each with the worker's limits to itself.
-        `open_grammars` gives what compiles the grammars of requests, and is called when the first
-        asks for one; None: such requests are refused. `open_pages`: what makes its side, where
-        prompts are computed on one engine and decoded on another."""
+        """`shards`: number of request shards, each with the worker's limits to itself.
+        `open_grammars` returns the compiler for grammars of requests, and is called when the first
+        request needs one; None: such requests are refused. `open_pages` makes the engine's page
+        side, if prompts are prefilled on one engine and decoded on another."""
         self.worker = worker
         self.limits = worker.limits
         self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.limits.vocab_size)
         self.max_requests = self.limits.max_requests * shards
-        """Requests that may run at once, over all shards."""
+        """Requests that may run at the same time, over all shards."""
         self.scheduler, self.loop = make_loop(worker, shards, overlap=overlap, prefix_cache=prefix_cache)
         self._groups: dict[str, SampleGroup] = {}
         self._watched: dict[str, SampleGroup] = {}
@@ -78,24 +79,25 @@ class TokenEngine:
 
     @property
     def has_work(self) -> bool:
-        """A call of `step` has something to do."""
+        """Whether a call of `step` has something to do."""
         is_shared = self.pages is not None and self.pages.has_work
         return self.loop.has_work or is_shared or bool(self._compiling or self._unsent)
 
     @property
     def only_waits(self) -> bool:
-        """A call of `step` submits and collects nothing: a compiler or another engine has the next
-        word."""
+        """Whether a call of `step` would submit and collect nothing: a compiler or another engine
+        has to finish first."""
         return not self.loop.has_work or self._awaits_prompts
 
     @property
     def lacks(self) -> str:
-        """Why no request can be served now, for want of another engine; empty: they can."""
+        """Why no request can be served now because another engine is missing; empty: requests can
+        be served."""
         return "" if self.pages is None else self.pages.lacks
 
     @property
     def remote(self) -> RemotePrompts:
-        """Prompts that another engine computes, which shards never have."""
+        """Prompts that another engine computes; not available with shards."""
         assert isinstance(self.scheduler, Scheduler)
         return self.scheduler.remote
 
@@ -105,7 +107,7 @@ class TokenEngine:
 
     @property
     def num_compiling(self) -> int:
-        """Requests that wait for their grammar."""
+        """Number of requests that wait for their grammar."""
         return len(self._compiling)
 
     def add(
@@ -119,9 +121,10 @@ class TokenEngine:
         embeds: PromptEmbeds | None = None,
         first_index: int = 0,
     ) -> list[Request]:
-        """Queue a prompt, by token ids or by embeddings in their place, with its `params.n`
-        samples, under a grammar once that is compiled; returns them, numbered from `first_index`
-        on. Raises RequestError, and then nothing was queued; does not wait."""
+        """Queue a prompt, given as token ids or as embeddings in their place, with its `params.n`
+        samples; a request with a grammar is queued once that is compiled. Returns the samples,
+        numbered from `first_index` on. Does not wait. Raises RequestError; then nothing was
+        queued."""
         prompt = np.asarray(prompt_ids)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         requests: list[Request] = []
@@ -146,7 +149,7 @@ class TokenEngine:
         return requests
 
     def abort(self, request_id: str) -> list[EngineOutput]:
-        """End every sample of a request; its last outputs. Unknown ids are ignored."""
+        """End every sample of a request; returns its last outputs. Unknown ids are ignored."""
         group = self._groups.get(request_id)
         if self._compiling.pop(request_id, None) is not None and group is not None:
             return self._end_unqueued(request_id, group, "abort")
@@ -164,7 +167,7 @@ class TokenEngine:
 
     def step(self) -> list[EngineOutput]:
         """Run one step of the loop; returns the outputs in order. Waits for the device. If it
-        raises, the outputs of the requests that the failure ended are in `drain`."""
+        raises, `drain` returns the outputs of the requests that the failure ended."""
         if self._compiling:
             self._take_compiled()
         if self.pages is not None:
@@ -174,21 +177,21 @@ class TokenEngine:
         return self._progress() + outputs if self._watched else outputs
 
     def drain(self) -> list[EngineOutput]:
-        """Collect what is in flight and submit nothing; returns the outputs."""
+        """Collect the steps in flight and submit nothing; returns the outputs."""
         found = self._received(self.loop.drain())
         return self._after(self._take_unsent() + found)
 
     def embed(self, name: str, prompt_ids: Sequence[int], token_types: Sequence[int] | None = None) -> Request:
-        """Queue a prompt to embed, or to score; raises RequestError, and then it was not queued.
-        Its `embedding` is there when it is FINISHED, or `error` says why not. `token_types` are the
-        segments of its tokens (None: all the first)."""
+        """Queue a prompt to embed or to score. Raises RequestError; then it was not queued. When
+        the request is FINISHED it has an `embedding`, or an `error`. `token_types`: the segments of
+        its tokens (None: all of the first)."""
         types = None if token_types is None else np.asarray(token_types, np.int32)
         request = Request(name, np.asarray(prompt_ids), SamplingParams(), task="embed", token_types=types)
         self.scheduler.add(request)
         return request
 
     def close(self) -> None:
-        """Drop what is in flight and free the worker. Idempotent."""
+        """Drop work in flight and free the worker. Idempotent."""
         if not self.is_closed:
             self.is_closed = True
             if self._grammars is not None:
@@ -253,7 +256,7 @@ class TokenEngine:
         self, name: str, group: SampleGroup, reason: FinishReason, error: str = "", *, refused: bool = False,
         retry_after: float = 0.0,
     ) -> list[EngineOutput]:  # fmt: skip
-        """The last outputs of a request that the scheduler never had."""
+        """Return the last outputs of a request that the scheduler never had."""
         self._groups.pop(name, None)
         self._watched.pop(name, None)
         return [
@@ -262,7 +265,7 @@ class TokenEngine:
         ]
 
     def _received(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """The scheduler's outputs but those of embeddings; what has ended is forgotten."""
+        """Return the scheduler's outputs except those of embeddings; forgets what has ended."""
         known = [output for output in outputs if output.request_id in self._groups]
         for output in known:
             if output.cached_tokens >= 0:

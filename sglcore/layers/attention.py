@@ -1,5 +1,5 @@
-"""The attention layer of models: norms of heads and rotary embedding before it, fused with the
-store where kernels are."""
+"""The attention layer of models: norms of query and key heads and rotary embedding, fused with the
+KV store if the device has such kernels."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 from sglcore.layers.norm import RMSNorm
 from sglcore.layers.rotary import axes_of, turned_by_axes
 from sglcore.layers.scope import Scope
-from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.backend_attention import BackendAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import get_attn_backend
 from sglcore.runtime.kernels.table import KernelTable
 
 Rows = tuple[Tensor, Tensor | None, Tensor | None]
-"""Queries, keys and values, each [T, heads * head_dim]; keys and values are None if they are
-stored."""
+"""Queries, keys and values, each [T, heads * head_dim]. Keys and values are None if they are stored
+already."""
 
 
 class AttentionLayer:
-    """From queries, keys and values side by side to what attention gives. `layer` is what backends
-    see of it."""
+    """Attention from concatenated queries, keys and values. `layer` is the part that attention
+    backends see."""
 
     __slots__ = (
         "_axes",
@@ -50,7 +50,8 @@ class AttentionLayer:
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> None:
-        """`rotary` is what `cos_sin_cache` gives, the others are those of `Build.attention`."""
+        """`rotary` is the result of `cos_sin_cache`; the other arguments are those of
+        `Build.attention`."""
         config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         window = config.sliding_windows[layer_id]
@@ -59,7 +60,7 @@ class AttentionLayer:
             _norm(build.at(name), count, qk_norm, norm_offset) if qk_norm or whole_norm else None
             for name, count in (("q_norm", heads), ("k_norm", kv_heads))
         )
-        self.layer = Attention(
+        self.layer = BackendAttention(
             layer_id,
             heads,
             kv_heads,
@@ -79,7 +80,7 @@ class AttentionLayer:
         self._stores = self._rotary_and_store is not None or self._norm_rotary_and_store is not None
 
     def _choose(self, build: Scope) -> None:
-        """The kernels for these heads. Cells are asked for in the model's dtype."""
+        """Choose the kernels for these heads, with KV slots in the model's dtype."""
         self._rotary, self._rotary_and_store, self._norm_rotary_and_store = build.kernels.rotary, None, None
         if self._cos_sin is None:
             return
@@ -104,9 +105,9 @@ class AttentionLayer:
         return self.layer(*self._rows(qkv, positions, cos_sin))
 
     def store(self, kv: Tensor, batch: ForwardBatch) -> None:
-        """Keys, neither normed nor turned, and values side by side, [T, 2 * kv_heads * head_dim],
-        into the cells of a batch's tokens. Of a layer with rotary embedding alone; waits for
-        nothing."""
+        """Store `kv` [T, 2 * kv_heads * head_dim], keys before norm and rotary embedding and then
+        values, in the KV slots of the batch's tokens. Only for layers with rotary embedding. Does
+        not wait."""
         layer, cos_sin = self.layer, self._cos_sin
         assert cos_sin is not None
         k, v = (each.contiguous() for each in kv.chunk(2, -1))
@@ -143,7 +144,7 @@ class AttentionLayer:
 
 
 def _norm(build: Scope, count: int, of_heads: bool, offset: float | None) -> RMSNorm:
-    """Of each of `count` heads, or of all at once."""
+    """Return a norm of each of `count` heads, or of all heads at once."""
     size, eps = build.config.head_dim, build.config.rms_norm_eps
     if of_heads:
         return RMSNorm(build, size, eps, count, offset)

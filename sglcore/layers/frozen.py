@@ -1,7 +1,7 @@
-"""Layers of a draft that keeps no keys and values.
+"""Layers of a draft that stores no keys and values.
 
-Attention over another model's KV slots, a scale of one number, and an output layer that leaves out
-groups of tokens.
+Attention over another model's KV slots, a multiplication by one number, and an output layer that
+skips groups of tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglcore.checkpoint.frozen import FrozenCells
 from sglcore.layers.linear import Linear
 from sglcore.layers.norm import RMSNorm
 from sglcore.layers.scope import Scope
-from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.backend_attention import BackendAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
 
@@ -31,7 +31,7 @@ class FrozenAttention:
     def __init__(self, build: Scope, cells: FrozenCells, rotary: Tensor, scaling: float) -> None:
         """`rotary` is the result of `cos_sin_cache` for heads of this size."""
         heads, size = build.config.num_attention_heads, cells.head_dim
-        self.layer = Attention(
+        self.layer = BackendAttention(
             cells.layer_id, heads, cells.num_kv_heads, size, scaling, sliding_window=cells.window, is_frozen=True
         )
         self.q_norm = RMSNorm(build.at("q_norm"), size, build.config.rms_norm_eps, heads, offset=0.0)
@@ -40,9 +40,9 @@ class FrozenAttention:
         self._rotary = build.kernel(KernelTable.rotary, *turned)
 
     def __call__(self, q: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return attention [T, heads * head_dim] of queries of the same shape. Stores nothing.
+        """Return attention [T, heads * head_dim] of queries `q` of the same shape. Stores nothing.
 
-        `q` comes before its norm and its rotary embedding.
+        `q` is not yet normed and rotated.
         """
         size = self.layer.head_dim
         q = self.q_norm(q.unflatten(1, (-1, size))).flatten(1)
@@ -52,7 +52,7 @@ class FrozenAttention:
 
 
 class Scale:
-    """x * w, the weight [1]."""
+    """x * w with a weight [1]."""
 
     __slots__ = ("weight",)
 

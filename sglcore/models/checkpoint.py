@@ -1,5 +1,5 @@
-"""From a checkpoint folder to a model on the device: choose how it runs and in which dtype,
-load."""
+"""Loads a checkpoint folder as a model on the device: chooses the implementation and the dtype,
+then loads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.choice import most_drafts
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Groups
+    from sglcore.runtime.parallel.rank_groups import Groups
 
 
 def load_checkpoint(
@@ -36,10 +36,9 @@ def load_checkpoint(
     progress: Callable[[str, int, int], None],
     groups: Groups | None = None,
 ) -> Architecture:
-    """The model of a checkpoint folder, as the configuration asks, on the device of `facts`, or
-    this rank's part of it. How it runs, the dtype and the form of quantised weights go to the
-    ledger. Raises ConfigError and what `load_model` raises; waits.
-    """
+    """Load a checkpoint folder onto the device of `facts`, as `config` requests; with `groups`,
+    this rank's part of the model. Records the implementation, the dtype and the format of quantised
+    weights in the ledger. Raises ConfigError and the errors of `load_model`. Waits."""
     model_config, architectures = choose_implementation(
         config.model_impl, folder, ledger, task=config.task, trusts_code=config.trust_remote_code
     )

@@ -33,7 +33,7 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.speculative.choice import DFLASH, DRAFT_TOKENS, EAGLE, EAGLE3, FROZEN, MTP, STANDALONE
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Groups
+    from sglcore.runtime.parallel.rank_groups import Groups
 
 DRAFTS: Mapping[str, str] = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""From a checkpoint's files to a model: what the model wants is found in the files, and read one
+"""Loads a model from a checkpoint's files: finds the tensors that the model declares, and reads one
 layer at a time."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sglcore.runtime.memory.geometry import fitting_page_size
 from sglcore.runtime.memory.rows import check_row_dtype
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Groups
+    from sglcore.runtime.parallel.rank_groups import Groups
 
 TIED_HEAD = r"lm_head\.(weight|qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_shape|weight_zero_point)"
 """Tensors of the head that a checkpoint with a tied head may contain. They are not read."""
@@ -64,17 +64,20 @@ def load_model(
     given: Mapping[str, Any] = EMPTY,
     groups: Groups | None = None,
 ) -> Architecture:
-    """Build the model on `device` in `dtype` and fill it from the checkpoint folder, or the GGUF
-    file. `given` are layers of another model that this one uses in the place of its own, by their
-    names. With `groups` this rank's part of it is built.
+    """Build the model on `device` in `dtype` and fill it from a checkpoint folder or a GGUF file.
 
-    `max_positions` sizes position tables (default: the model's context length); `architectures`
-    adds to the registry; `quantize`, `page_size`, `kv_cache_dtype` and `hisparse` are
-    EngineConfig's, `index_dtype` that of cells, `drafts` the tokens of a request that a decode step
-    brings at most. Kernels that do not take this model are rows of the ledger, as is the form in
-    which quantised weights are kept. Raises `CheckpointError` for files that are missing, damaged,
-    or not this model's, `ConfigError` for a model that is not supported. Host memory beyond the
-    weights stays under one layer's, as stored and as packed.
+    - `given`: layers of another model that replace this model's own, by name.
+    - `groups`: builds this rank's part of the model.
+    - `max_positions`: the size of position tables (default: the model's context length).
+    - `architectures`: adds to the registry.
+    - `quantize`, `page_size`, `kv_cache_dtype` and `hisparse`: as in EngineConfig.
+    - `index_dtype`: the dtype of KV slot indices.
+    - `drafts`: the most tokens of a request in a decode step.
+
+    Records in the ledger the kernels that do not take this model, and the format of quantised
+    weights. Raises `CheckpointError` for files that are missing, damaged or of another model,
+    `ConfigError` for a model that is not supported. In addition to the weights, host memory holds
+    less than one layer, as stored and as packed.
     """
     model_type = model_class(config.architecture, architectures)
     weights = Weights(dtype, torch.device(device))
@@ -84,7 +87,7 @@ def load_model(
     positions = max_positions or config.context_length
     shared = config, kernels, weights, positions, index_dtype, refusals, kv_cache_dtype, drafts
     shared = *shared, asks_for_hisparse(hisparse)
-    # Ranks have the kinds that they can divide, and refuse others when a model asks.
+    # With several ranks, kinds of layers that can not be divided raise when a model uses them.
     build: Any = Build(*shared, given=given) if groups is None else ShardedBuild(*shared, groups=groups, given=given)
     model = model_type(build)
     _check_kept(config, model)
@@ -109,7 +112,7 @@ def load_model(
 
 
 def _check_kept(config: ModelConfig, model: Architecture) -> None:
-    """Raise ConfigError for a model that keeps what it can not."""
+    """Raise ConfigError for an encoder that keeps states or cache entries."""
     if config.is_encoder and (model.state_layers or any(layer.rows for layer in model.attention_layers)):
         kept = "states" if model.state_layers else "rows of its own"
         raise ConfigError(
@@ -138,9 +141,9 @@ def _storing(
 def _sources(
     path: Path, config: ModelConfig, model: Architecture, weights: Weights, stack: ExitStack
 ) -> Mapping[str, Source]:
-    """Where each weight is, in files that stay open as long as `stack`."""
+    """Return the source of each weight, in files that stay open until `stack` closes."""
     if is_gguf(path):
-        weights.offsets.clear()  # the file's weights have them already
+        weights.offsets.clear()  # a GGUF file's weights include them
         targets, cuts = weights.targets, {name: cut for name, cut in weights.cuts.items() if name in weights.targets}
         shapes = {name: tuple(target.shape) for name, target in targets.items()}
         shapes |= {name: cut.shape(targets[name]) for name, cut in cuts.items()}

@@ -1,5 +1,5 @@
-"""From attention as transformers' classes call it to the engine's: rows instead of heads, and
-rotary embedding with the store."""
+"""Adapts attention calls of transformers' classes to the engine's: tokens as rows instead of heads,
+and rotary embedding fused with the KV store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglcore.layers.build import Build
 from sglcore.models.transformers_places import Places, query_columns, wide_head, widened
 from sglcore.models.transformers_rotary import Angles, Turn
 from sglcore.models.transformers_walk import AttentionCall
-from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.backend_attention import BackendAttention
 from sglcore.runtime.kernels.table import KernelTable
 
 PAGED = "sglcore_paged"
@@ -27,9 +27,9 @@ do not run without."""
 
 
 class PagedAttention:
-    """The attention of one module. `turn` is what turned its queries and keys, or still has to.
-    Without `stores`, another call of the forward has left the same keys and values in the layer's
-    cells. `places` and `slopes`: its scores have a bias."""
+    """The attention of one module. `turn`: the rotary embedding that the module applied or leaves
+    to this call. `stores` is False if another call of the forward stores the same keys and values
+    in the layer's KV slots. `places` and `slopes`: the positions and slopes of an ALiBi bias."""
 
     __slots__ = (
         "_columns",
@@ -44,7 +44,7 @@ class PagedAttention:
 
     def __init__(
         self,
-        layer: Attention,
+        layer: BackendAttention,
         turn: Turn | None,
         stores: bool,
         build: Build,
@@ -75,8 +75,8 @@ class PagedAttention:
                 each.waits = self._norm_rotary_and_store is not None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [1, heads, T, dim], key and value [1, kv_heads, T, dim or less] to [1, T, heads,
-        value's dim]."""
+        """Map query [1, heads, T, dim], key and value [1, kv_heads, T, at most dim] to [1, T,
+        heads, the value's dim]."""
         wide, size = self._wide, value.shape[3]
         if self._columns is not None:
             query, key = widened(query, self._columns), widened(key, self._places.columns)
@@ -102,8 +102,8 @@ class PagedAttention:
 
 
 class Several:
-    """The attention of a module that attends more than once in a forward: `begin`, then each call
-    in its turn."""
+    """The attention of a module that attends several times in a forward: after `begin`, each call
+    uses the next of `calls`."""
 
     __slots__ = ("_calls", "_next")
 
@@ -112,28 +112,29 @@ class Several:
         self._next = 0
 
     def begin(self) -> None:
-        """Before a forward, whatever became of the one before."""
+        """Start a forward, even if the previous one was interrupted."""
         self._next = 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `PagedAttention`."""
+        """Like `PagedAttention.__call__`."""
         self._next += 1
         return self._calls[self._next - 1](query, key, value)
 
 
 def attention_layers(
     model: nn.Module, calls: tuple[AttentionCall, ...], turns: Mapping[nn.Module, Turn], build: Build, places: Places
-) -> tuple[tuple[Attention, ...], list[Several]]:
-    """One layer for each call that stores, which its module finds again, as do those that read the
-    same cells, numbered by call; and what is to begin with a forward."""
+) -> tuple[tuple[BackendAttention, ...], list[Several]]:
+    """Attach attention to the modules of a model. Returns one layer for each call that stores, by
+    number, which calls that read the same KV slots share; and the attentions whose `begin` each
+    forward calls."""
     parameters = dict(model.named_parameters())
-    layers: dict[int, Attention] = {}
+    layers: dict[int, BackendAttention] = {}
     own: dict[nn.Module, list[PagedAttention]] = {}
     for number, call in enumerate(calls):
         stores = call.cells == number
         if stores:
             head_dim = max(call.head_dim, call.value_dim)
-            layers[number] = Attention(
+            layers[number] = BackendAttention(
                 len(layers),
                 call.num_heads,
                 call.num_kv_heads,
@@ -158,18 +159,18 @@ def attention_layers(
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any
 ) -> tuple[Tensor, None]:
-    """As transformers calls attention."""
+    """Attend, with the signature of transformers' attention functions."""
     paged: Any = module.sglcore_attention
     return paged(query, key, value), None
 
 
 def make_zeros(batch_size: int, q_length: int, kv_length: int, device: torch.device, **_: Any) -> Tensor:
-    """In place of a mask: bool [batch, 1, T, T], of one element."""
+    """Return a mask that hides nothing: bool [batch, 1, T, T], expanded from one element."""
     return torch.zeros((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
 
 
 def _rows(part: Tensor, wide: int) -> Tensor:
-    """[1, heads, T, dim] to [T, heads * wide], with zeros where a head is narrower."""
+    """Map [1, heads, T, dim] to [T, heads * wide]; narrower heads are padded with zeros."""
     _, heads, tokens, size = part.shape
     if size != wide:
         part, size = pad(part, (0, wide - size)), wide

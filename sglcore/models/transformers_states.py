@@ -129,7 +129,9 @@ class Results:
 
     def pack(self, found: tuple[Any, ...]) -> Tensor:
         """Return results as [rows * T, width]."""
-        parts = [each.unsqueeze(-1).flatten(2) for each, shape in zip(found, self._shapes, strict=True) if shape is not None]
+        parts = [
+            each.unsqueeze(-1).flatten(2) for each, shape in zip(found, self._shapes, strict=True) if shape is not None
+        ]
         return self.widen((parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).flatten(0, 1))
 
     def widen(self, rows: Tensor) -> Tensor:

@@ -64,7 +64,8 @@ from sglcore.step.sizing import MemorySizes
 from sglcore.step.slices import slice_budget
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Group, Groups
+    from sglcore.runtime.parallel.group import Group
+    from sglcore.runtime.parallel.rank_groups import Groups
 
 MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
 """The function that loads a checkpoint; a reference, because models import the runtime."""
@@ -76,9 +77,9 @@ REFERENCE = "sglcore.runtime.kernels.reference"
 def world(
     config: EngineConfig, package: DevicePackage, device: torch.device, place: Place | None = None
 ) -> Group | None:
-    """Return the group of all ranks, after they have connected.
+    """Connect all ranks and return their group.
 
-    None with one rank, which loads no library for it.
+    None with one rank: no communication library is loaded.
     """
     if place is None or package.communication is None:
         return None
@@ -101,7 +102,7 @@ def groups(
     if world is None or place is None or package.communication is None:
         return None
     from sglcore.runtime.parallel.bring_up import choose_dispatcher
-    from sglcore.runtime.parallel.group import divided
+    from sglcore.runtime.parallel.rank_groups import divided
 
     make = choose_dispatcher(config, package, ledger)
     most = max(config.max_batch_tokens, config.max_requests * most_rows(config))
@@ -121,9 +122,9 @@ def device(facts: Facts) -> torch.device:
 
 
 def streams(facts: Facts, device: torch.device, lane: Lane | None = None) -> Streams:
-    """Return the current stream and the stream for steps, or none.
+    """Return the current stream and the stream for steps; no streams on a device without them.
 
-    With `lane`, a stream for prefill slices.
+    With `lane`, also the stream for prefill slices.
     """
     return make_streams(facts) if lane is None else make_streams(facts, has_lane=lane.is_beside, parts=lane.parts)
 
@@ -135,7 +136,9 @@ def kernels(
     device: torch.device,
     facts: Facts | None = None,
 ) -> KernelTable:
-    """Return the kernel table of this device: the preferred one, one by name, or the reference."""
+    """Return the kernel table of this device: the configured one, the preferred one, or the
+    reference.
+    """
     name = package.kernels_for(config.kernels, "reference")
     if name == "reference":
         table, but = KernelTable(), ""
@@ -156,9 +159,9 @@ def kernels(
 
 
 def _whose(origins: Mapping[str, str]) -> str:
-    """Describe the origins of the entries that are not the reference's.
+    """Describe where the entries that are not the reference's come from.
 
-    By module; by package if the names of the entries exceed 80 characters.
+    Names modules, or packages if the names of the entries exceed 80 characters.
     """
     if not origins:
         return "every entry is the reference"

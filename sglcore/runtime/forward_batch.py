@@ -8,7 +8,7 @@ poisoning are derived from the declarations.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -17,46 +17,81 @@ from sglcore.step.fields import Axis, Split, When, batch_field, batch_record
 from sglcore.step.forward_inputs import ForwardInputs
 from sglcore.step.host_values import make_batch
 
-if TYPE_CHECKING:
-    from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan
-    from sglcore.runtime.buffer_registry import BufferRegistry
-
 
 class StalePlanError(RuntimeError):
-    """A batch was planned for another backend, shape or pool than those it is about to run with."""
+    """A batch was planned for another backend, shape or pool than the ones that it runs with."""
 
 
 class Turn(NamedTuple):
-    """Which of several forwards with one plan a batch is for.
+    """Identifies one of several forwards that share a plan.
 
-    `epoch` identifies the lengths that were planned; `step` counts from 0.
+    `epoch` identifies the lengths that were planned; `step` counts the forwards from 0.
     """
 
     epoch: int
     step: int
 
 
+class Planner(Protocol):
+    """What a batch knows of the attention backend that plans it."""
+
+    @property
+    def generation(self) -> int:
+        """Changes when an address of keys or values changes."""
+        ...
+
+
+class Plan(Protocol):
+    """What a batch knows of an attention plan."""
+
+    @property
+    def planner(self) -> Planner:
+        """The attention backend that made the plan."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """The generation of the KV pool that the plan was made for."""
+        ...
+
+
+class StagingBuffers(Protocol):
+    """What a batch knows of the registry that stages it."""
+
+    @property
+    def batch_type(self) -> type[ForwardBatch]:
+        """The class of the batches."""
+        ...
+
+    def stage_all(self, batch: ScheduleBatch) -> dict[str, Any]:
+        """Stage every value of a host batch; return the fields of the device batch by name."""
+        ...
+
+    def commit(self) -> None:
+        """Copy staged values to the device."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
-    """What was true when attention was planned for a batch. `mark_forward_metadata_ready` makes
-    it."""
+    """A batch's state when attention was planned for it. `mark_forward_metadata_ready` makes it."""
 
-    plan: AttentionPlan
-    """The plan."""
-    planner: AttentionBackend
-    """The attention backend that made it."""
+    plan: Plan
+    """The attention plan."""
+    planner: Planner
+    """The attention backend that made the plan."""
     batch_size: int
-    """Requests of the batch."""
+    """Number of requests in the batch."""
     num_tokens: int
-    """Tokens of the batch."""
+    """Number of tokens in the batch."""
     generation: int
-    """The generation of the KV pool."""
+    """Generation of the KV pool."""
     replan_equivalent: bool
-    """If sizes have changed, planning again is right. False: it is an error."""
+    """If sizes change, plan again. False: changed sizes are an error."""
     epoch: int | None = None
-    """The epoch of lengths for which it holds. None: for this batch alone."""
+    """Epoch of the lengths for which the plan is valid. None: it is valid for this batch only."""
     steps: int = 1
-    """Forwards over these lengths that may use the plan."""
+    """Number of forwards over these lengths that may use the plan."""
 
 
 @batch_record(ScheduleBatch)
@@ -69,7 +104,7 @@ class ForwardBatch(ForwardInputs[Tensor]):
     turn: Turn | None = batch_field(axis=Axis.NONE, split=Split.FRESH, owner="drafter", when=When.IF_GIVEN)
 
     @staticmethod
-    def init_new(batch: ScheduleBatch, registry: BufferRegistry) -> ForwardBatch:
+    def init_new(batch: ScheduleBatch, registry: StagingBuffers) -> ForwardBatch:
         """Stage a host batch in the registry's buffers and return the unpadded view of them.
 
         Does not wait. One-shot values are taken from `batch`, so a second call does not see them.
@@ -79,7 +114,7 @@ class ForwardBatch(ForwardInputs[Tensor]):
         registry.commit()
         return make_batch(registry.batch_type, fields)
 
-    def mark_forward_metadata_ready(self, plan: AttentionPlan, replan_equivalent: bool = False, steps: int = 1) -> None:
+    def mark_forward_metadata_ready(self, plan: Plan, replan_equivalent: bool = False, steps: int = 1) -> None:
         """Record that attention was planned for this batch with its present sizes.
 
         `replan_equivalent`: if sizes change, plan again; otherwise such a change is an error.
@@ -88,7 +123,7 @@ class ForwardBatch(ForwardInputs[Tensor]):
         sizes, epoch = (self.batch_size, self.num_tokens), None if self.turn is None else self.turn.epoch
         self.plan_record = PlanRecord(plan, plan.planner, *sizes, plan.generation, replan_equivalent, epoch, steps)
 
-    def needs_forward_metadata_init(self, backend: AttentionBackend) -> bool:
+    def needs_forward_metadata_init(self, backend: Planner) -> bool:
         """Return True if `backend` must plan before it runs.
 
         Raises StalePlanError if the plan is for another forward.
@@ -103,7 +138,7 @@ class ForwardBatch(ForwardInputs[Tensor]):
             return True
         raise StalePlanError(f"{drift}; plan again before the forward, or mark the plan replan_equivalent")
 
-    def plan_drift(self, record: PlanRecord, backend: AttentionBackend) -> str:
+    def plan_drift(self, record: PlanRecord, backend: Planner) -> str:
         """Return how the batch differs from the record; empty if it does not."""
         if record.planner is not backend:
             return f"planned by {record.planner!r}, about to run on {backend!r}"

@@ -27,11 +27,11 @@ from sglcore.step.tables import new_history
 
 if TYPE_CHECKING:
     from sglcore.runtime.overlap.halves import Halves
-    from sglcore.runtime.parallel.group import Groups
+    from sglcore.runtime.parallel.rank_groups import Groups
 
 
 class Model(Protocol):
-    """What the runner needs of a model."""
+    """What the runner needs from a model."""
 
     @property
     def attention_layers(self) -> tuple[Attention, ...]:

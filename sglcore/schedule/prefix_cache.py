@@ -39,6 +39,20 @@ class Node:
         self.window_users = 0
 
 
+class Standing:
+    """Position of a text in the cache: below `node`, the last of its `pages` full pages. `ahead` is
+    the page that the text currently follows (None: unknown), looked up at the cache's `version`.
+    """
+
+    __slots__ = ("ahead", "node", "pages", "version")
+
+    def __init__(self, node: Node, pages: int) -> None:
+        self.node = node
+        self.pages = pages
+        self.ahead: Node | None = None
+        self.version = -1
+
+
 class PrefixCache:
     """Published pages by prefix. Eviction is least recently used first, and leaves before their
     parents.

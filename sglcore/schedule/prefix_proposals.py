@@ -19,7 +19,7 @@ from itertools import islice
 import numpy as np
 
 from sglcore.schedule.memory import Memory
-from sglcore.schedule.prefix_cache import Node
+from sglcore.schedule.prefix_cache import Node, Standing
 from sglcore.schedule.request import Ints, Request
 
 NONE = -1
@@ -29,20 +29,6 @@ MOST_LOOKED_AT = 64
 of the cache size.
 """
 ID_BYTES = np.dtype(np.int32).itemsize
-
-
-class Standing:
-    """Position of a text in the cache: below `node`, the last of its `pages` full pages. `ahead` is
-    the page that the text currently follows (None: unknown), looked up at the cache's `version`.
-    """
-
-    __slots__ = ("ahead", "node", "pages", "version")
-
-    def __init__(self, node: Node, pages: int) -> None:
-        self.node = node
-        self.pages = pages
-        self.ahead: Node | None = None
-        self.version = -1
 
 
 class PrefixProposals:

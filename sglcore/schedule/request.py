@@ -4,32 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.errors import SglcoreError
 from sglcore.device.worker import TokenLogprobs
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, FinishReason, TokenLogprob, token_logprobs
-from sglcore.schedule.prefix_cache import Node
-
-if TYPE_CHECKING:
-    from sglcore.schedule.prefix_proposals import Standing
-    from sglcore.schedule.prompt_embeds import PromptEmbeds
+from sglcore.schedule.prefix_cache import Node, Standing
+from sglcore.schedule.prompt_embeds import PromptEmbeds
+from sglcore.schedule.request_errors import RequestError
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 MAX_TOKEN = 2**31 - 1
-
-
-class RequestError(SglcoreError, ValueError):
-    """A request that can never run here."""
-
-
-class ContextError(RequestError):
-    """A prompt that is longer than the context."""
 
 
 class State(IntEnum):
@@ -94,13 +83,13 @@ class Awaited:
 class Request:
     """One generation or embedding, from its arrival to its end.
 
-    The engine makes it and adds it to the scheduler. The first fields are the order, those from
-    `output_ids` on the results, and all after `cached_tokens` belong to the scheduler and its
-    memory.
+    The engine makes it and adds it to the scheduler. The fields before `output_ids` are its inputs,
+    those from `output_ids` to `cached_tokens` its results. All later fields belong to the scheduler
+    and its memory.
     """
 
     rid: str
-    """Its own name, unique among the requests of an engine."""
+    """Name, unique among the requests of an engine."""
     prompt_ids: Ints
     """int32[P]: the tokens of the prompt."""
     params: SamplingParams
@@ -108,120 +97,115 @@ class Request:
     seed: int = 0
     """The resolved 64-bit seed."""
     sample_index: int = 0
-    """Which sample of `request_id` it is."""
+    """Index of this sample among the samples of `request_id`."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end the request ("stop") when sampled."""
     task: Literal["generate", "embed"] = "generate"
-    """Either "generate", which makes text, or "embed", which makes a vector or scores."""
+    """"generate" returns text, "embed" returns a vector or scores."""
     token_types: Ints | None = None
-    """int32[P] (optional): the segment of each token of a text to embed. None: all are of segment
-    0."""
+    """int32[P] (optional): the segment of each token of a text to embed. None: segment 0."""
     embeds: PromptEmbeds | None = None
-    """Embeddings in place of the prompt's tokens. Its pages are then its own and never shared.
-    None: plain tokens."""
+    """Embeddings in place of the prompt's tokens. The request's pages are then never shared. None:
+    plain tokens."""
     leader: Request | None = None
     """A sibling with the same prompt. This request waits until the sibling's prompt is published.
-    None: it waits for no sibling."""
+    None: there is no such sibling."""
     matcher: Matcher | None = None
-    """The state of its grammar, which has accepted all of `output_ids` but a stop token. It is
-    dropped when the request ends. None: no grammar."""
+    """The progress in the request's grammar. It has accepted all of `output_ids` except a stop
+    token. It is dropped when the request ends. None: no grammar."""
     change: LogitChange | None = None
-    """The matcher again, where it adds to logits too. None: it does not."""
+    """The matcher, if it also adds to logits. None: it does not."""
     drafts: list[int] = field(default_factory=list)
-    """The worker's draft tokens after `output_ids`, of a request with a matcher."""
+    """The worker's draft tokens after `output_ids`, for a request with a matcher."""
     request_id: str = ""
-    """The name of the request of which it is one sample. Empty when made: `rid`."""
+    """Name of the request that this is a sample of. If empty, it is set to `rid`."""
 
     output_ids: list[int] = field(default_factory=list)
     """The sampled tokens, a stop token included."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One entry of N = 1 for each sampled token, if requested."""
+    """One entry with N = 1 for each sampled token, if requested."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Entries that together cover prompt tokens 1..P-1, if requested."""
     embedding: NDArray[np.float32] | None = None
-    """float32[hidden]: the result of an "embed" request. None: no result yet, or a "generate"
-    request."""
+    """float32[hidden]: the result of "embed". None: no result yet, or the task is "generate"."""
     finish_reason: FinishReason | None = None
-    """Why it ended. None: it has not ended."""
+    """Why the request ended. None: it has not ended."""
     stop_cause: int | str | None = None
-    """The id of the stop token, or the stop string that was found. None: it ended for another
-    reason."""
+    """Id of the stop token, or the stop string that was found. None: another reason."""
     error: str = ""
-    """Why it failed; empty: it did not."""
+    """Why the request failed; empty: it did not fail."""
     cached_tokens: int = -1
-    """Prompt tokens that the prefix cache had when the request first ran. -1: it has not run
-    yet."""
+    """Number of prompt tokens that the prefix cache had at the first run. -1: not run yet."""
 
     cached_share: int = 0
-    """The share of `cached_tokens` in the prompt, in quarters, rounded up."""
+    """`cached_tokens` as a share of the prompt, in quarters, rounded up."""
     state: State = State.WAITING
-    """Where the request is in its life."""
+    """State of the request."""
     arrival: int = -1
-    """Its number in the order of arrival. -1: the scheduler does not have it yet."""
+    """Number in the order of arrival. -1: not yet added to the scheduler."""
     slot: int = 0
-    """Its request slot in the device tables. 0: it does not run."""
+    """Request slot in the device tables. 0: the request does not run."""
     num_cells: int = 0
-    """KV slots that are written once all submitted steps ran. Of a decode row the scheduler's
-    `DecodeRows` has it."""
+    """Number of KV slots that are written once all submitted steps have run. For a decode row,
+    `DecodeRows` has this number instead."""
     target: int = 0
-    """Tokens known when it was admitted. It prefills up to here and then samples."""
+    """Number of known tokens at admission. The request prefills up to here and then samples."""
     final_seq_len: int = 0
-    """The `num_cells` with which it samples its last possible token."""
+    """The `num_cells` with which the last possible token is sampled."""
     most_cells: int = 0
-    """The most KV slots that it may ever have: `final_seq_len`, and those of a draft tree after
-    it."""
+    """Maximum KV slots of the request: `final_seq_len`, plus those of a draft tree after it."""
     last_step: int = -1
-    """The last step that has a row of it. -1: none since it was admitted."""
+    """The last step with a row of the request. -1: none since its admission."""
     pages: list[int] = field(default_factory=list)
-    """Its KV pages, in the order of its tokens."""
+    """KV pages, in token order."""
     sent_pages: int = 0
-    """Entries of `pages` that the device has."""
+    """Number of entries of `pages` that the device has."""
     shared: int = 0
-    """Leading entries of `pages` that belong to the prefix cache, found there or published."""
+    """Number of leading entries of `pages` in the prefix cache, found there or published."""
     node: Node | None = None
-    """The prefix cache's node of the last of these; the root where there is none. None: it was
-    never admitted."""
+    """The prefix cache's node of the last shared page, or the root if none. None: never
+    admitted."""
     leaving: bool = False
-    """It gives up its slot and pages at the collect of the last step that has a row of it."""
+    """Request slot and pages are released when the last step with a row of the request is
+    collected."""
     prompt_published: bool = False
-    """All full pages of its prompt are in the prefix cache."""
+    """All full pages of the prompt are in the prefix cache."""
     scored_tokens: int = 0
-    """Prompt tokens for which `prompt_logprobs` has an entry."""
+    """Number of prompt tokens that `prompt_logprobs` covers."""
     is_duplicate: bool = False
-    """Another running request has published a page that this one computed too."""
+    """Another running request has published a page that this one has computed too."""
     is_broken: bool = False
-    """A step with a row of it failed. Its KV slots may hold anything, however it ended."""
+    """A step with a row of the request failed or had logits that were not finite. Its KV slots may
+    hold anything."""
     awaited: Awaited | None = None
-    """The running request that computes a prefix for it. None: it waits for none."""
+    """The running request that prefills a common prefix. None: the request waits for none."""
     compared: int = 0
-    """The version of the running prompts with which it was compared last."""
+    """Version of the running prompts at the last comparison."""
     restored: int = 0
-    """The state checkpoint with which its state begins. 0: zeros."""
+    """Snapshot from which the state starts. 0: zeros."""
     cuts: set[int] = field(default_factory=set)
-    """Lengths in tokens at which it is to leave a state checkpoint for others."""
+    """Lengths in tokens at which the request should save a snapshot for others."""
     snapshots: dict[int, int] = field(default_factory=dict)
-    """Its state checkpoints: length in tokens to the checkpoint's number."""
+    """Snapshots of the request: length in tokens to snapshot number."""
     spare: int = 0
-    """The length of the checkpoint that is renewed while it runs. 0: it has none."""
+    """Length of the snapshot that is renewed while the request runs. 0: none."""
     is_remote: bool = False
-    """Another engine computes its prompt."""
+    """Another engine prefills the prompt."""
     is_lent: bool = False
-    """Another engine may read or write its pages. They stay until that engine lets go, even after
-    the request ended."""
+    """Another engine may read or write the pages. They stay allocated until that engine releases
+    them, even after the request has ended."""
     window_first: int = 0
-    """The index of its first page that `window_pages` has."""
+    """Index of the first page that `window_pages` covers."""
     window_pages: list[int] = field(default_factory=list)
-    """Its list of sliding-window pages, from page `window_first` on."""
+    """Sliding-window pages, from page `window_first` on."""
     sent_window_first: int = 0
     """The `window_first` of the list that the device has."""
     window_ends: set[int] = field(default_factory=set)
-    """Numbers of leading pages after which other requests are to continue."""
+    """Numbers of leading pages after which other requests should be able to continue."""
     kept_windows: dict[int, int] = field(default_factory=dict)
-    """Sliding-window pages that left the list and are still to be published: index of the page to
-    its number."""
+    """Sliding-window pages that left the list and will be published: page index to window page."""
     standing: Standing | None = None
-    """Where its text is in the prefix cache, which makes draft tokens from it. None: not looked up
-    yet."""
+    """Position of the text in the prefix cache, for draft tokens. None: not looked up yet."""
 
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.rid

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
+from sglcore.schedule.embeds_in_batch import check_embeds
 from sglcore.schedule.overlap import BatchRecord
-from sglcore.schedule.prompt_embeds import check_embeds
-from sglcore.schedule.request import ContextError, Request, RequestError
+from sglcore.schedule.request import Request
+from sglcore.schedule.request_errors import ContextError, RequestError
 from sglcore.schedule.windows import least_window_pages
 
 

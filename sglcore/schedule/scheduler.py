@@ -20,7 +20,8 @@ from sglcore.schedule.output import EngineOutput, FinishReason, token_logprobs
 from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue
 from sglcore.schedule.remote import RemotePrompts
-from sglcore.schedule.request import Request, RequestError, State
+from sglcore.schedule.request import Request, State
+from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.results import (
     check_limits,
     check_request,

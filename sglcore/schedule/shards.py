@@ -14,7 +14,8 @@ from msgspec import structs
 from sglcore.device.worker import Limits
 from sglcore.schedule.batch_builder import Compose
 from sglcore.schedule.output import EngineOutput
-from sglcore.schedule.request import Request, RequestError, State
+from sglcore.schedule.request import Request, State
+from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.stats import SchedulerStats
 

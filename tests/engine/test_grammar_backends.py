@@ -1,5 +1,5 @@
-"""What compiles grammars: every keyword of a schema is enforced or refused by name; vocabularies;
-the cache; what goes wrong."""
+"""Grammar backends: every keyword of a schema is enforced or refused by name; vocabularies; the
+cache; errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from sglcore.engine.tokens import TokenEngine
 from sglcore.engine.vocabulary import Vocabulary
 from sglcore.sampling.grammar import Grammar, GrammarBusy, GrammarError, GrammarKind, Repetition, Thinking, TokenRules
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.request import Matcher, RequestError
+from sglcore.schedule.request import Matcher
+from sglcore.schedule.request_errors import RequestError
 from tests.engine.grammar_keywords import CASES
 from tests.schedule.fake_worker import FakeWorker, make_limits
 
@@ -53,14 +54,14 @@ def backend(name: str, tokenizer: Tokenizer) -> GrammarBackend:
 
 
 def opened(name: str, tokenizer: Tokenizer, size: int = SIZE) -> Grammars:
-    """Grammars by a backend."""
+    """Return grammars compiled by a backend."""
     grammars, row = open_grammars(name, Vocabulary(tokenizer, size, EOS))
     assert grammars is not None and row.effective == grammars.backend.name
     return grammars
 
 
 def allowed(matcher: Matcher, size: int = SIZE) -> list[int]:
-    """The tokens that may follow."""
+    """Return the tokens that may follow."""
     words = np.full(-(-size // 32), -1, dtype=np.int32)
     matcher.fill(words)
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:size]).tolist()
@@ -74,7 +75,7 @@ def takes(backend: GrammarBackend, grammar: Grammar, text: str, tokenizer: Token
 
 
 NARROWER = MappingProxyType({"xgrammar": {"const", "pattern within"}})
-"""Cases in which a backend refuses a value that the schema allows: its outputs are still valid."""
+"""Cases where a backend forbids a value that the schema allows; its outputs are still valid."""
 
 
 def test_each_keyword_of_a_schema_is_enforced_or_refused(backend: GrammarBackend, tokenizer: Tokenizer) -> None:
@@ -255,8 +256,8 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_kept_to(tokenizer: Tokenize
 
 
 def sentencepiece() -> Tokenizer:
-    """A tokenizer as SentencePiece makes them: blanks are drawn as underlines, and bytes stand in
-    for missing characters."""
+    """A tokenizer like SentencePiece's: blanks are written as U+2581, and missing characters fall
+    back to bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["<turn>", "<end>", "\u2581", *'abcdefgh"{}[]:,0123456789', '{"', '":', "ab", "\u2581ab", "\u25811"]
     merges = [("{", '"'), ('"', ":"), ("a", "b"), ("\u2581", "ab"), ("\u2581", "1")]
@@ -310,7 +311,7 @@ def test_matchers_of_one_grammar_go_their_own_ways(backend: GrammarBackend, toke
 
 
 class Fake:
-    """A backend that does as it is told."""
+    """A backend with a `compile` that the test gives."""
 
     name = "fake"
     vocabulary: Vocabulary
@@ -342,7 +343,7 @@ DRY = Repetition(0.8, 1.75, 2, -1, ())
 
 
 def test_each_part_of_what_is_asked_for_makes_it_another() -> None:
-    """What only one of them has is not given to who asked for the other."""
+    """A compiled grammar is not reused for a request that differs in any part."""
     grammars = Grammars(Fake(lambda grammar: Startable()))
     parts = {
         "grammar": (Grammar("regex", "a"), Grammar("regex", "b"), Grammar("ebnf", "a"), None),
@@ -441,7 +442,7 @@ def test_taking_tokens_back_leaves_a_matcher_as_one_that_never_had_them(
                     break
                 ahead += 1
             if rng.integers(2):
-                # What is refused, or asked for after the end, is taken back too.
+                # A refused token, or one after the end, is rolled back too.
                 matcher.accept(SIZE - 1)
                 allowed(matcher)
             matcher.rollback(ahead)
@@ -456,8 +457,8 @@ def test_taking_tokens_back_leaves_a_matcher_as_one_that_never_had_them(
 
 
 RUNS_ON = Grammar("ebnf", 'root ::= ("x" | "y") c\nc ::= "zq" c')
-"""A form that begins well, and that the compiler gives up after a token that leaves no choice about
-the others."""
+"""A grammar that starts correctly; the compiler gives up at the token after the first, for one of
+the two alternatives."""
 
 
 def test_a_compiler_that_gives_up_after_a_token_that_it_allowed_says_why(tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Texts that are known to be too long from their beginning, by every kind of tokenizer."""
+"""Texts that are known to be too long from their beginning, with every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec
 from sglcore.engine.text_length import LEAST_PIECE, USUAL, beginning_over
-from sglcore.schedule.request import ContextError
+from sglcore.schedule.request_errors import ContextError
 
 WORDS = [
     "the",
@@ -45,8 +45,9 @@ def encoder_folder() -> Path:
 
 @cache
 def tokenizer(kind: str) -> Tokenizer:
-    """Of the embedded model (bytes), of a published encoder (WordPiece), and trained here: pairs
-    without words, as Llama 2 has them, and Unigram, which joins letters that it does not know."""
+    """Return the tokenizer of the embedded model (bytes) or of a published encoder (WordPiece), or
+    train one: BPE without pre-tokenization, as Llama 2 has, or Unigram, which joins unknown
+    letters."""
     if kind in ("bytes", "wordpiece"):
         return TextCodec(embedded_model() if kind == "bytes" else encoder_folder()).tokenizer
     lines = [" ".join(random.Random(seed).choices(WORDS, k=50)) for seed in range(20)]
@@ -65,8 +66,8 @@ def tokenizer(kind: str) -> Tokenizer:
 
 
 def texts(length: int) -> dict[str, str]:
-    """Of so many characters: some of the usual density, some that are dense, and some whose tokens
-    a cut breaks."""
+    """Return texts of `length` characters: of normal token density, of high density, and with
+    tokens that a cut would split."""
     draw = random.Random(7)
     plain = " ".join(draw.choices(WORDS, k=length // 3))[:length]
     return {

@@ -1,5 +1,5 @@
-"""What laws of two halves drive them by: collectives that are under way, a model that ends in them,
-and steps of every kind."""
+"""Parts for laws of two-batch overlap: collectives in flight, models that use them, and steps of
+every kind."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.overlap.halves import Halves
 from sglcore.runtime.parallel.dispatch import RaggedDispatcher
-from sglcore.runtime.parallel.group import Group, Groups
+from sglcore.runtime.parallel.group import Group
+from sglcore.runtime.parallel.rank_groups import Groups
 
 BOUND = 3.6e-14
-"""Of hidden states in float64."""
+"""Tolerance of hidden states in float64."""
 STEPS: tuple[tuple[dict[int, list[int]], ForwardMode], ...] = (
     ({1: [3, 9, 4, 4, 11, 5, 6], 2: [8, 2]}, ForwardMode.EXTEND),
     ({3: [7], 1: [1, 2], 2: [5, 5, 31]}, ForwardMode.MIXED),
@@ -32,15 +33,15 @@ STEPS: tuple[tuple[dict[int, list[int]], ForwardMode], ...] = (
     ({3: [9, 8, 7, 6, 5, 4, 3, 2, 1]}, ForwardMode.EXTEND),
     ({2: [30], 3: [14]}, ForwardMode.DECODE),
 )
-"""Prompts, one of which goes on beside rows with one token, and decodes."""
+"""Prefill steps, a mixed step of chunks and single tokens, and decode steps."""
 
 
 class Reused(RuntimeError):
-    """A buffer was written while a collective worked on it."""
+    """A buffer was written while a collective used it."""
 
 
 class InFlight:
-    """A sum under way: its tensor holds NaN until it is waited for, and nobody may write there
+    """An all-reduce in flight: its tensor holds NaN until `wait`, and must not be written
     before."""
 
     def __init__(self, x: Tensor) -> None:
@@ -54,7 +55,7 @@ class InFlight:
 
 
 class StandIn(Group):
-    """A group of one rank whose sums take as long as those of several."""
+    """A group of one rank with all-reduces that are in flight until they are waited for."""
 
     def __init__(self) -> None:
         none: Any = None
@@ -77,8 +78,8 @@ def loaded(folder: Path, groups: Groups, dtype: torch.dtype = torch.float64) -> 
 
 
 class Cuts(Halves):
-    """Cuts each batch at this part of its tokens, wherever that is, but decodes between
-    requests."""
+    """Cuts each batch after the fraction `part` of its tokens, even inside a request; decode
+    batches between requests."""
 
     part = 0.5
 
@@ -87,12 +88,12 @@ class Cuts(Halves):
 
 
 def like(backend: AttentionBackend[Any]) -> AttentionBackend[Any]:
-    """Another over the same pools."""
+    """Make another backend over the same pools."""
     return type(backend)(backend.shape, backend.req_to_token_pool, backend.token_to_kv_pool, backend.kernels)
 
 
 def poisoned(model: Any) -> Steps:
-    """Its cells hold NaN until they are written."""
+    """Fill the KV pool of a model with NaN, so that reads of unwritten KV slots show."""
     steps, cells = Steps(model), 0
     for pair in steps.runner.attn_backend.token_to_kv_pool.__dict__.values():
         for storage in _tensors(pair):
@@ -111,7 +112,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def in_halves(model: Any, stagger: int, part: float, make: Callable[..., Halves] = Cuts) -> Steps:
-    """Steps that run as halves."""
+    """Make steps that run as two micro-batches."""
     steps = poisoned(model)
     backend = steps.runner.attn_backend
     steps.runner.halves = halves = make((backend, like(backend)), CutTerms(staggers=Staggers(stagger, stagger)))
@@ -120,7 +121,7 @@ def in_halves(model: Any, stagger: int, part: float, make: Callable[..., Halves]
 
 
 def all_steps(steps: Steps) -> list[Tensor]:
-    """Hidden states of each of `STEPS`, one after the other."""
+    """Return the hidden states of each of `STEPS`, run one after the other."""
     found = []
     for tokens, mode in STEPS:
         if mode is ForwardMode.DECODE:
@@ -131,5 +132,5 @@ def all_steps(steps: Steps) -> list[Tensor]:
 
 
 def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """The largest; NaN counts as infinity."""
+    """Return the largest difference; NaN counts as infinity."""
     return max(float((one - other).abs().nan_to_num(torch.inf).max()) for one, other in zip(found, wanted, strict=True))

@@ -1,5 +1,5 @@
-"""A batch that runs as two halves gives what it gives whole, wherever it is cut and whichever half
-is ahead; planted defects are caught."""
+"""A batch run as two micro-batches gives the same result as the whole batch, for every cut and
+stagger; planted defects are caught."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglcore.runtime.forward_context import forward_context, get_forward_context
 from sglcore.runtime.overlap import halves as module
 from sglcore.runtime.overlap.halves import Halves
 from sglcore.runtime.overlap.turns import pause
-from sglcore.runtime.parallel.group import Groups
+from sglcore.runtime.parallel.rank_groups import Groups
 from tests.checkpoints import llama, mistral, qwen3_moe, save
 from tests.laws.halves import (
     BOUND,
@@ -55,7 +55,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model whose blocks end in sums that are under way."""
+    """A model with blocks that end in an asynchronous all-reduce."""
     return loaded(save(llama(max_position_embeddings=128), tmp_path_factory.mktemp("one")), stand_in_groups())
 
 
@@ -72,7 +72,8 @@ def test_halves_give_what_the_whole_gives(folder: Path, stagger: int) -> None:
 
 
 def differences_on_ranks(groups: Groups, given: dict[str, Any]) -> list[float]:
-    """Of halves from the whole, for every stagger and part."""
+    """Return the differences between micro-batches and the whole batch for every stagger and
+    cut."""
     model = loaded(given["folder"], groups)
     wanted = all_steps(poisoned(model))
     return [difference(all_steps(in_halves(model, stagger, part)), wanted) for stagger in (0, 1, 2) for part in PARTS]
@@ -91,8 +92,8 @@ def test_halves_on_two_ranks_give_what_the_whole_gives(topology: Topology, tmp_p
 
 
 class Looks:
-    """A model that remembers the context in which each batch runs, before and after it lets the
-    other half run."""
+    """A model that records the forward context of each micro-batch, before and after it yields to
+    the other."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, Any, ForwardBatch]] = []
@@ -150,7 +151,7 @@ def test_one_backend_for_both_halves_is_refused(one: Any) -> None:
 
 
 class KeepsPlan(ReferenceAttention):
-    """Has one workspace, as libraries have: attention reads what was planned last."""
+    """Has one workspace, as libraries have: attention reads the last plan."""
 
     kept: Any = None
 
@@ -214,7 +215,8 @@ def merged_in_another_order(patch: Patch) -> None:
 
 
 def not_waited_for(patch: Patch) -> None:
-    """What is under way is taken as done: a half reads, or frees, what is still written."""
+    """Mutant: does not wait for collectives, so a micro-batch reads or frees a buffer that is still
+    being written."""
     patch.setattr(InFlight, "wait", lambda self: None)
 
 
@@ -240,7 +242,7 @@ def test_a_marker_that_leaks_into_a_half_is_caught(one: Any, monkeypatch: Patch)
 
 @pytest.fixture
 def same_buffer(monkeypatch: Patch) -> Iterator[None]:
-    """Both halves sum in one buffer."""
+    """Mutant: both micro-batches use one buffer for the all-reduce."""
     buffers: dict[int, Tensor] = {}
     own = StandIn.all_reduce
 
@@ -291,14 +293,14 @@ def test_an_error_in_one_half_ends_the_other_and_leaves_no_context(one: Any, fai
 
 
 def decided(halves: Halves, plan: StepPlan) -> list[int | None]:
-    """What each shard does with a plan."""
+    """Return the cut that each DP shard takes from a plan."""
     shards = range(len(plan.global_num_tokens))
     return [halves.cut_of(ForwardBatch(step_plan=plan.of_shard(shard))) for shard in shards]  # pyright: ignore[reportCallIssue]
 
 
 def test_all_shards_make_the_same_of_a_plan(one: Any) -> None:
-    """Each with rows is cut where the plan says, idle ones in two empty halves, or none is: by
-    their own rows alone some would be."""
+    """Either every shard with rows cuts where the plan says, with two empty micro-batches on idle
+    shards, or no shard cuts. By its own rows alone, a shard might decide differently."""
     backend = poisoned(one).runner.attn_backend
     halves = Halves((backend, like(backend)), CutTerms(least=8, least_decode=4))
     rng, outcomes = np.random.default_rng(3), set()

@@ -1,5 +1,5 @@
-"""Prompts as embeddings, with positions by three axes: chunks, retraction, neighbours and the
-prefix cache change no number."""
+"""Prompts as embeddings, with positions on three axes (M-RoPE): chunks, preemption, other requests
+and the prefix cache change no number."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import transformers
 
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule import batch_builder
+from sglcore.schedule.embeds_in_batch import add_embeds
 from sglcore.schedule.memory import Memory
-from sglcore.schedule.prompt_embeds import PromptEmbeds, add_embeds
-from sglcore.schedule.request import Request, RequestError
+from sglcore.schedule.prompt_embeds import PromptEmbeds
+from sglcore.schedule.request import Request
+from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.results import check_request
 from tests.checkpoints import SIZES, gemma3, hybrid_sizes, make_oracle, qwen3_next, save
 from tests.laws.engine import TOLERANCE, TokenEngine, random_prompts
@@ -37,7 +39,7 @@ def qwen25_vl(**changes: Any) -> Any:
 
 
 def qwen3_vl(**changes: Any) -> Any:
-    """Heads of 20, whose frequencies turn by the three axes in turn."""
+    """Heads of 20 with interleaved sections of the three axes."""
     text = {
         **SIZES,
         "head_dim": 20,
@@ -50,8 +52,8 @@ def qwen3_vl(**changes: Any) -> Any:
 
 
 def qwen35_vl() -> Any:
-    """Heads of 24, of which half is rotated; a layer with states before and after the one with
-    attention."""
+    """Heads of 24 with half of each rotated, and recurrent layers before and after the attention
+    layer."""
     turned = {**ROPE, "mrope_section": [3, 2, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
     text = {**hybrid_sizes(), "rope_parameters": turned}
     config = transformers.Qwen3_5Config(text_config=text, vision_config=NO_EYES, tie_word_embeddings=False)
@@ -70,7 +72,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def image_prompt(seed: int, before: int = 3, rows: int = 3, columns: int = 4, after: int = 5) -> PromptEmbeds:
-    """Text, an image whose places are a grid, text: positions as the models number them."""
+    """Make a prompt of text, an image with grid positions, and text, numbered as the models do."""
     grid = np.stack(np.meshgrid(np.arange(1), np.arange(rows), np.arange(columns), indexing="ij")).reshape(3, -1)
     end = before + max(rows, columns)
     parts = [np.tile(np.arange(before), (3, 1)), grid + before, np.tile(np.arange(after) + end, (3, 1))]
@@ -80,8 +82,8 @@ def image_prompt(seed: int, before: int = 3, rows: int = 3, columns: int = 4, af
 
 
 def greedy(oracle: Any, prompt: PromptEmbeds | list[int], tokens: list[int]) -> np.ndarray:
-    """float32 [tokens]: transformers' log-probability of each token after the prompt and the tokens
-    before it."""
+    """Return float32 [tokens]: transformers' log-probability of each token after the prompt and the
+    tokens before it."""
     table = oracle.get_input_embeddings()
     with torch.no_grad():
         if isinstance(prompt, PromptEmbeds):
@@ -103,7 +105,7 @@ def greedy(oracle: Any, prompt: PromptEmbeds | list[int], tokens: list[int]) -> 
 
 
 def serve(made: TokenEngine, prompts: list[PromptEmbeds | list[int]], max_tokens: int = 6) -> list[Request]:
-    """All at once, greedily, with log-probabilities."""
+    """Run all prompts together, greedily, with log-probabilities."""
     params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True, max_tokens=max_tokens)
     requests: list[Request] = []
     for number, prompt in enumerate(prompts):
@@ -154,7 +156,7 @@ def test_prompts_of_one_length_share_no_pages(model: tuple[Path, Any]) -> None:
 
 
 def one_after_another(made: TokenEngine, oracle: Any) -> None:
-    """Two images, and between them a text of the ids that stand for them."""
+    """Two images with a text between them that has the image's placeholder ids."""
     prompts: list[PromptEmbeds | list[int]] = [image_prompt(1), image_prompt(2), [0] * 20, image_prompt(1)]
     for prompt in prompts:
         check(oracle, [prompt], serve(made, [prompt]))
@@ -236,14 +238,14 @@ def test_tokens_go_on_behind_the_largest_position_wherever_it_is() -> None:
 
 
 def no_delta(batch: Any, requests: Any) -> None:
-    """Tokens after the prompt are counted by their place."""
+    """Mutant: tokens after the prompt have their index as position."""
     add_embeds(batch, requests)
     if batch.embed_rows is None:
         batch.mrope_positions = None
 
 
 def first_chunk_again(batch: Any, requests: Any) -> None:
-    """A later chunk brings the embeddings of the first."""
+    """Mutant: later chunks repeat embeddings of the first."""
     add_embeds(batch, requests)
     if batch.embed_rows is not None and batch.prefix_lens.any():
         batch.prompt_embeds = np.roll(batch.prompt_embeds, 1, axis=0)
@@ -268,12 +270,12 @@ def test_a_planted_defect_is_caught(
 
 
 def publishes_all(memory: Memory, request: Request, cells: int) -> None:
-    """Texts find the pages of embeddings."""
+    """Mutant: text prompts hit pages of embeddings."""
     memory._publish(request, cells, leaving=False)
 
 
 def matches_all(memory: Memory, request: Request, *promised: int) -> bool:
-    """Embeddings find the pages of texts."""
+    """Mutant: embeddings hit pages of text prompts."""
     request.embeds, embeds = None, request.embeds
     try:
         return ADMIT(memory, request, *promised)
@@ -284,7 +286,8 @@ def matches_all(memory: Memory, request: Request, *promised: int) -> bool:
 ADMIT = Memory.admit
 
 
-@pytest.mark.parametrize("model", ["qwen2.5-vl", "qwen3-vl"], indirect=True)  # of states, a hit needs a snapshot too
+# No model with recurrent states: there a prefix hit needs a snapshot too.
+@pytest.mark.parametrize("model", ["qwen2.5-vl", "qwen3-vl"], indirect=True)
 @pytest.mark.parametrize(("name", "defect"), [("publish", publishes_all), ("admit", matches_all)])
 def test_pages_that_others_could_share_would_be_noticed(
     model: tuple[Path, Any], name: str, defect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

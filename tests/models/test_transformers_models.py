@@ -1,5 +1,5 @@
-"""Models by transformers' own classes: a sample of the types that are served, how one is chosen,
-and all that is refused."""
+"""Models run by transformers' own classes: a sample of the supported types, the choice of
+implementation, and all refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sglcore.models.transformers_attention import Several
 from sglcore.models.transformers_config import UNBOUNDED, Library, described
 from sglcore.models.transformers_types import PROVEN, VERSION
 from sglcore.models.transformers_walk import AttentionCall, DoesNotRun, walk, window_of
-from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.backend_attention import BackendAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.reference import add_rms_norm, moe, quantize_linear
 from sglcore.runtime.kernels.table import KernelTable, Limited
@@ -45,18 +45,18 @@ from tests.models.steps import Steps
 from tests.models.transformers_cases import compare, exacting, load, sizes_of, tiny_model
 
 SAMPLE = (
-    "gemma2",  # softcap, windows, norms around each block
-    "gemma3_text",  # a rotary embedding for each kind of layer
-    "gpt_oss",  # sinks, experts with biases side by side in another order
-    "mixtral",  # experts one by one in the files
-    "glm4",  # part of a head is turned
-    "phi3",  # projections stored as one
+    "gemma2",  # softcap, sliding windows, norms around each block
+    "gemma3_text",  # a rotary embedding per kind of layer
+    "gpt_oss",  # sinks, experts with biases stored interleaved
+    "mixtral",  # experts stored one by one
+    "glm4",  # partial rotary
+    "phi3",  # fused projections
     "olmo3",
     "granite",  # multipliers everywhere
     "gpt2",  # learned positions, transposed weights
     "deepseek_v3",  # latent attention as plain heads, values narrower than keys
-    "apertus",  # numbers of the activation are stored
-    "diffllama",  # two calls of attention in a layer
+    "apertus",  # stored parameters of the activation
+    "diffllama",  # two attention calls per layer
     "opt",  # the head calls a part of the decoder
 )
 
@@ -76,7 +76,7 @@ def test_the_compared_version_is_the_one_of_the_tests() -> None:
 
 
 def chosen(folder: Path, asked: str = "auto") -> tuple[Any, Mapping[str, str], str]:
-    """The configuration, what is added to the registry, and the ledger's row."""
+    """The configuration, the architectures added to the registry, and the ledger's row."""
     ledger = DecisionLedger()
     config, added = choose_implementation(asked, folder, ledger)
     (row,) = ledger.rows
@@ -85,7 +85,7 @@ def chosen(folder: Path, asked: str = "auto") -> tuple[Any, Mapping[str, str], s
 
 
 def rewritten(folder: Path, **changes: Any) -> Path:
-    """The folder with another configuration."""
+    """The folder, with changes to its configuration."""
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     return folder
@@ -210,13 +210,13 @@ def test_without_transformers_the_remedy_is_to_install_it(foreign: Path, monkeyp
 
 
 class Saved:
-    """In place of a model that saves itself: its files with other weights."""
+    """Stands for a model that saves itself; writes other weights."""
 
     def __init__(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
         self._folder, self._weights = folder, dict(weights)
 
     def save_pretrained(self, where: Path) -> None:
-        """The folder with other weights."""
+        """Write the configuration and the other weights."""
         where.mkdir()
         (where / "config.json").write_text((self._folder / "config.json").read_text())
         save_file(self._weights, where / "model.safetensors")
@@ -241,9 +241,9 @@ def test_a_weight_that_is_missing_or_left_over_is_named(kind: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("kind", "prefix", "surplus"),
     [
-        ("gpt2", "transformer.", "h.0.attn.bias"),  # a mask, in the files of the first GPT-2
-        ("glm4_moe", "", "model.layers.46.eh_proj.weight"),  # a layer that predicts further tokens
-        ("gemma2", "", "lm_head.weight"),  # a head that is the embedding
+        ("gpt2", "transformer.", "h.0.attn.bias"),  # a mask in the files of the first GPT-2
+        ("glm4_moe", "", "model.layers.46.eh_proj.weight"),  # a next-token (MTP) layer
+        ("gemma2", "", "lm_head.weight"),  # tied output layer
     ],
 )
 def test_what_transformers_leaves_unread_in_files_is_left_unread(
@@ -293,7 +293,7 @@ def test_layers_behind_the_last_that_the_configuration_tells_are_left_unread(tmp
     [
         ("mixtral", {}, True),
         ("mixtral", {"hidden_act": "gelu"}, False),
-        ("minimax_m3_vl_text", {}, False),  # a gate of its own
+        ("minimax_m3_vl_text", {}, False),  # its own gate function
     ],
 )
 def test_experts_of_the_kernels_form_are_the_kernels(
@@ -311,7 +311,7 @@ def test_experts_of_the_kernels_form_are_the_kernels(
 
 
 def test_experts_get_weights_of_their_rows_dtype(tmp_path: Path) -> None:
-    """Mixtral's class routes in float32 whatever it computes in, and kernels take one dtype."""
+    """Mixtral's class always routes in float32, but kernels take one dtype."""
     given: list[torch.dtype] = []
 
     def seen(hidden: torch.Tensor, weights: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -334,8 +334,8 @@ def test_what_a_class_keeps_in_float32_is_kept(dtype: str, kept: str, tmp_path: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["ernie4_5_moe", "gpt_oss", "longcat_flash"])
 def test_weights_have_the_types_that_transformers_loads_them_in(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Some are kept in float32 in both half types, others in float16 alone, whose largest number is
-    small."""
+    """Some weights stay float32 in both half types, others in float16 only, because of its small
+    range."""
     loaded = load(tiny_model(kind, sizes_of(kind)), tmp_path, dtype)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).base_model.state_dict()
     own = loaded._decoder.state_dict()
@@ -347,8 +347,8 @@ def test_weights_have_the_types_that_transformers_loads_them_in(kind: str, dtype
 
 @pytest.mark.parametrize(("dtype", "is_kept"), [("float16", True), ("bfloat16", False)])
 def test_a_norm_that_a_class_keeps_in_float32_is_not_replaced(dtype: str, is_kept: bool, tmp_path: Path) -> None:
-    """As gpt-oss keeps its norms beside float16 alone: what stands for a part of it computes in the
-    model's type."""
+    """For example, gpt-oss keeps its norms in float32 when the rest is float16; a replacement would
+    compute in the model's dtype."""
     model = load(
         tiny_model("gpt_oss", {**sizes_of("gpt_oss"), "num_local_experts": 4}), tmp_path, getattr(torch, dtype)
     )
@@ -358,7 +358,8 @@ def test_a_norm_that_a_class_keeps_in_float32_is_not_replaced(dtype: str, is_kep
 
 
 def test_linear_layers_are_packed_as_those_of_a_native_model(tmp_path: Path) -> None:
-    """But for the output layer; of gates no bits are lost, which would choose other experts."""
+    """Except the output layer; gates may not be rounded, because that would change the chosen
+    experts."""
     model = load(tiny_model("mixtral", sizes_of("mixtral")), tmp_path, torch.float32)
     packed = {name: layer.may_round for layer in model.weights.linears for name in layer.names}
     attention = {f"model.layers.{layer}.self_attn.{name}_proj.weight": True for layer in range(3) for name in "qkvo"}
@@ -409,8 +410,8 @@ def test_a_weight_that_got_another_form_is_given_up(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=["gemma2", "phi"])
 def half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model in bfloat16: one whose logits are the engine's, and one in which the class does
-    something to them."""
+    """Two models in bfloat16: one with logits by the engine, and one with logits that its class
+    changes."""
     kind = request.param
     return load(tiny_model(kind, sizes_of(kind)), tmp_path_factory.mktemp("half"), torch.bfloat16)
 
@@ -424,7 +425,7 @@ def test_a_step_without_tokens_gives_none(half: Any) -> None:
 
 
 def used_up(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
-    """`add_rms_norm` as kernels of devices have it: what it gives is where its arguments were."""
+    """`add_rms_norm` as on devices: it writes its results into its arguments."""
     normed, total = add_rms_norm(x, residual, weight, eps)
     return x.copy_(normed), residual.copy_(total)
 
@@ -448,18 +449,18 @@ def test_embeddings_take_the_place_of_tokens_and_stay_what_they_are(kind: str, t
 def test_a_forward_that_failed_leaves_nothing_to_the_next(
     kind: str, place: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """At any call of attention, of which this class makes two in a layer."""
+    """At any attention call; one of these classes makes two per layer."""
     model, ids = load(tiny_model(kind, {**sizes_of(kind), "num_hidden_layers": 4}), tmp_path), [5, 9, 7, 11]
-    wanted, own, calls = Steps(model).logprobs({1: ids}), Attention.__call__, [0]
+    wanted, own, calls = Steps(model).logprobs({1: ids}), BackendAttention.__call__, [0]
 
-    def failing(self: Attention, *given: Any) -> Any:
+    def failing(self: BackendAttention, *given: Any) -> Any:
         calls[0] += 1
         if calls[0] == place + 1:
             raise RuntimeError("planted")
         return own(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Attention, "__call__", failing)
+        patch.setattr(BackendAttention, "__call__", failing)
         with pytest.raises(RuntimeError, match="planted"):
             Steps(model).logprobs({1: ids[::-1]})
     assert torch.equal(Steps(model).logprobs({1: ids}), wanted)
@@ -473,12 +474,12 @@ def test_calls_of_a_module_that_attends_more_than_once_begin_anew_with_a_forward
     assert [several(x, x, x), several(x, x, x)] == ["first", "second"]
 
 
-# -- what is asked of attention
+# -- arguments of attention calls
 # ----------------------------------------------------------------------------------------
 
 
 def empty(kind: str) -> PreTrainedModel:
-    """A tiny model of a type without weights."""
+    """A tiny model of a type on the meta device."""
     with torch.device("meta"), no_init_weights():
         return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes_of(kind)))
 
@@ -489,14 +490,15 @@ def test_a_model_that_never_attends_is_refused(tmp_path: Path) -> None:
 
 
 class Attends(torch.nn.Module):
-    """In place of a layer's attention: it calls with `change` of what it would."""
+    """Stands for a layer's attention; calls the attention function with arguments replaced by
+    `change`."""
 
     def __init__(self, config: Any, change: Callable[[torch.Tensor], Mapping[str, Any]]) -> None:
         super().__init__()
         self._config, self._change = config, change
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any, **_: Any) -> tuple[torch.Tensor, None]:
-        """[1, T, 64], by four heads."""
+        """Hidden states [1, T, 64], by four heads."""
         q = hidden_states.view(1, -1, 4, 16).transpose(1, 2)
         given = {"query": q, "key": q.clone(), "value": q, "attention_mask": attention_mask, **self._change(q)}
         ALL_ATTENTION_FUNCTIONS[self._config._attn_implementation](self, **given)
@@ -504,7 +506,7 @@ class Attends(torch.nn.Module):
 
 
 def walked(change: Callable[[torch.Tensor], Mapping[str, Any]]) -> tuple[AttentionCall, ...]:
-    """The calls of a Llama whose first layer attends otherwise."""
+    """The attention calls of a Llama with a changed first layer."""
     model = empty("llama")
     model.model.layers[0].self_attn = Attends(model.config, change)
     return walk(model)
@@ -532,7 +534,7 @@ def test_a_call_of_attention_of_another_kind_is_refused(change: Any, words: str)
     "error", [RuntimeError, NotImplementedError, AttributeError, TypeError, KeyError, IndexError, StopIteration]
 )
 def test_whatever_a_class_fails_with_on_shapes_alone_it_does_not_run(error: type[Exception]) -> None:
-    """So that it is tried again with linear layers alone, or refused in one line."""
+    """The model is then tried again with linear layers only, or refused in one line."""
 
     def fails(q: torch.Tensor) -> Mapping[str, Any]:
         raise error("lacks it")

@@ -1,5 +1,5 @@
-"""Parts of transformers' models by the engine's kernels: only what computes the same is replaced,
-and a defect in any of it shows."""
+"""Parts of transformers' models replaced by the engine's kernels: only if the results are the same,
+and every planted defect is caught."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn
 from sglcore.models.transformers_sums import Addend, Sum, added
 from sglcore.models.transformers_turning import turns
 from sglcore.models.transformers_twins import embedding_scale, gated_block_of, kind_of, rms_norm_of
-from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.backend_attention import BackendAttention
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
 from tests.models.test_transformers_models import empty
@@ -37,7 +37,7 @@ HALF = torch.bfloat16
 
 
 def replaced(kind: str, change: Callable[[Any], None] | None = None) -> tuple[Any, Replaced]:
-    """A model on shapes alone, changed, with what stands in it."""
+    """A changed model on the meta device, and its replacements."""
     model = empty(kind).eval()
     if change is not None:
         change(model)
@@ -89,7 +89,7 @@ def test_a_class_that_does_not_run_with_them_keeps_its_own_parts(monkeypatch: Pa
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "bloom"])
 def test_no_hook_of_a_walk_stays(kind: str, tmp_path: Path) -> None:
-    """It would keep tensors of every step."""
+    """A hook that stays would keep tensors of every step alive."""
     model = load(tiny_model(kind, sizes_of(kind)), tmp_path)
     hooked = [type(each) for each in model._decoder.modules() if each._forward_hooks or each._forward_pre_hooks]
     assert not hooked and len(list(model._decoder.modules())) > 5
@@ -149,14 +149,14 @@ def test_a_tied_model_that_reads_its_embedding_keeps_both_ends(is_read: bool) ->
 
 
 class Like(nn.Module):
-    """A norm by a formula."""
+    """A norm that is a formula."""
 
     def __init__(self, formula: Callable[[Tensor, Tensor, float], Tensor]) -> None:
         super().__init__()
         self.weight, self.eps, self.formula = nn.Parameter(torch.ones(16)), 1e-5, formula
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., 16]."""
+        """Normalise x [..., 16]."""
         return self.formula(x, self.weight, self.eps)
 
 
@@ -222,7 +222,7 @@ def test_parts_of_one_class_are_each_known_by_their_own_numbers() -> None:
     ids=lambda given: type(given).__name__,
 )
 def test_modules_that_differ_in_a_value_are_not_of_one_kind(first: Any, second: Any) -> None:
-    """Of which the first is tried, and the others are taken to be as it is."""
+    """Only the first module of a kind is tried; the others are assumed to behave alike."""
 
     def made(value: Any) -> nn.Module:
         module = nn.Module()
@@ -233,7 +233,7 @@ def test_modules_that_differ_in_a_value_are_not_of_one_kind(first: Any, second: 
 
 
 class Block(nn.Module):
-    """Three linear layers under names that say nothing."""
+    """Three linear layers with meaningless names."""
 
     def __init__(self, formula: Callable[..., Tensor], bias: bool = False) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class Block(nn.Module):
         self.formula = formula
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., 16]."""
+        """Map x [..., 16]."""
         return self.formula(x, self.a, self.b, self.c)
 
 
@@ -303,7 +303,7 @@ def halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float = -1.0) -
 
 
 class AnglesOfKinds(nn.Module):
-    """Cosines and sines of two frequencies for each kind of layers."""
+    """Cosines and sines of two frequencies, different for each kind of layer."""
 
     frequencies: Tensor
 
@@ -331,8 +331,8 @@ def test_each_kind_of_layers_has_angles_of_its_own_though_it_is_named() -> None:
 
 
 class AnglesOfAStep(nn.Module):
-    """Angles that are those of `changed` positions; the class by which a module is found has a
-    buffer."""
+    """Angles of changed positions, in a class with a buffer, by which the engine finds such
+    modules."""
 
     frequencies: Tensor
 
@@ -466,7 +466,7 @@ def test_heads_are_normed_and_turned_at_once(kind: str, stores: bool, monkeypatc
         return reference.norm_rotary_and_store(*given)
 
     if not stores:
-        monkeypatch.setattr(Attention, "cells", lambda self: None)
+        monkeypatch.setattr(BackendAttention, "cells", lambda self: None)
     table = KernelTable().replace(rotary_and_store=reference.rotary_and_store, norm_rotary_and_store=counted)
     assert compare(tiny_model(kind, sizes_of(kind)), tmp_path, kernels=table) < 2e-4
     assert bool(calls) is stores
@@ -486,14 +486,14 @@ def test_norms_of_queries_and_of_keys_have_each_their_own_epsilon(monkeypatch: P
 
 
 class Normed(Qwen3Attention):
-    """Attention whose normed queries something else takes too, if `reads`."""
+    """Attention in which something else also uses the normed queries, if `reads`."""
 
     reads = False
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **_: Any
     ) -> Any:
-        """[1, T, 64]."""
+        """Hidden states [1, T, 64]."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
         k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
@@ -541,8 +541,8 @@ def test_a_sum_that_waits_is_the_sum_to_every_other_operation() -> None:
 
 
 class Doubles:
-    """In place of a norm's layer: what it gives shows what it was given, and a sum is written where
-    its first part was."""
+    """Stands for a norm's layer: doubles its input, and writes the sum into the residual's
+    memory."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return x * 2
@@ -566,7 +566,7 @@ def test_a_sum_that_two_norms_read_is_added_once(is_seen: bool) -> None:
 
 
 class Twice(nn.Module):
-    """In place of a layer: what it adds is heard of again afterwards."""
+    """Stands for a decoder layer: uses an addend of the sum again afterwards."""
 
     def __init__(self, own: Any, what: str) -> None:
         super().__init__()
@@ -574,7 +574,7 @@ class Twice(nn.Module):
         self.attention = own.self_attn
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
-        """[1, T, 64]."""
+        """Hidden states [1, T, 64]."""
         hidden, _ = self.attention(hidden_states=hidden_states, **given)
         x = self.mlp(hidden)
         total = hidden_states + x
@@ -611,15 +611,15 @@ def test_layers_with_one_input_are_one_product_in_any_order() -> None:
 
 
 class Reads(nn.Module):
-    """In place of a feed-forward block: reads a linear layer's weight where there are so many
-    tokens, or its bias."""
+    """Stands for a feed-forward block: reads a linear layer's weight or bias directly, from `least`
+    tokens on."""
 
     def __init__(self, own: Any, least: int, what: str = "weight") -> None:
         super().__init__()
         self.inner, self.own, self.least, self.what = nn.Linear(64, 64, device="meta"), own, least, what
 
     def forward(self, x: Tensor) -> Tensor:
-        """[1, T, 64]."""
+        """Hidden states [1, T, 64]."""
         x = self.own(x)
         if x.shape[1] < self.least:
             return x
@@ -627,12 +627,12 @@ class Reads(nn.Module):
 
 
 def reads_a_weight(model: Any, least: int) -> None:
-    """The first layer's block does."""
+    """Make the first layer's block read a weight."""
     model.model.layers[0].mlp = Reads(model.model.layers[0].mlp, least)
 
 
 def scales_otherwise(model: Any, least: int) -> None:
-    """The first layer's attention, of so many tokens."""
+    """Make the first layer's attention scale differently for fewer than `least` tokens."""
 
     def scale(module: Any, args: Any, given: dict[str, Any]) -> None:
         module.scaling = 0.25 if given["hidden_states"].shape[1] < least else 0.5

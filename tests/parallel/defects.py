@@ -1,4 +1,4 @@
-"""What is planted in the process of a rank, for laws that must catch it."""
+"""Defects planted in the process of a rank, which tests must catch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from sglcore.device import bring_up
 from sglcore.layers.parallel import build, norms, roles, vocab
 from sglcore.runtime import tp_worker
 from sglcore.runtime.kernels import reference, reference_recurrent
-from sglcore.runtime.parallel import decided, group, handle
+from sglcore.runtime.parallel import decided, group, handle, rank_groups
 from sglcore.sampling.sampler import Sampler
 from sglcore_cpu import recording, shared_sums
 from sglcore_cpu.native import recorder
 
 
 def nothing(rank: int) -> None:
-    """Sound."""
+    """No defect."""
 
 
 def in_double(rank: int) -> None:
-    """No defect: the device computes in float64 too, so that an order of sums can not hide one."""
+    """No defect: the device also computes in float64, so that the order of sums cannot hide a
+    defect."""
     from sglcore_cpu import facts as module
 
     own = module.facts
@@ -39,7 +40,7 @@ def in_double(rank: int) -> None:
 
 
 def shifted_vocabulary(rank: int) -> None:
-    """A rank looks ids up one row too far."""
+    """A rank's part of the vocabulary starts one row too late."""
     own = vocab.SharedEmbedding.__init__
 
     def init(self: Any, embedding: Any, part: tuple[int, int], ranks: Any) -> None:
@@ -50,7 +51,7 @@ def shifted_vocabulary(rank: int) -> None:
 
 
 def heads_in_turn(rank: int) -> None:
-    """Heads of keys are dealt out in turn, not in runs."""
+    """Heads of keys are dealt out round-robin instead of in runs."""
     in_runs = Shard.kv_heads
 
     def kv_heads(self: Shard, heads: int) -> tuple[int, int]:
@@ -62,12 +63,12 @@ def heads_in_turn(rank: int) -> None:
 
 
 def bias_on_every_rank(rank: int) -> None:
-    """A bias behind a sum is added as often as there are ranks."""
+    """A bias after an all-reduce is added once per rank."""
     build.bias_once = lambda scope, linear, ranks: None
 
 
 def padding_columns(rank: int) -> None:
-    """Columns behind the vocabulary's end stay among the logits, and what is in them is large."""
+    """Columns after the vocabulary's end stay among the logits, with large values."""
 
     def call(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         whole = torch.cat(tuple(self._group.all_gather(self._own(hidden).contiguous())), dim=-1)
@@ -78,8 +79,7 @@ def padding_columns(rank: int) -> None:
 
 
 def noisy_draws(rank: int) -> None:
-    """Every rank draws for itself, from logits that differ in the last bits, as those of other
-    chips would."""
+    """Every rank samples for itself from logits that differ a little, as on different chips."""
 
     def sample(self: Any, logits: torch.Tensor, state: Any) -> Any:
         generator = torch.Generator().manual_seed(rank)
@@ -90,7 +90,7 @@ def noisy_draws(rank: int) -> None:
 
 
 def noisy_logits(rank: int) -> None:
-    """No defect: ranks whose logits differ, of which one decides."""
+    """No defect: the ranks' logits differ, and one rank decides."""
     own = vocab.SharedHead.__call__
 
     def call(self: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def noisy_logits(rank: int) -> None:
 
 
 def _other_logits(rank: int) -> None:
-    """Rank 1 has logits of its own, far from the others'."""
+    """Rank 1 has its own logits, far from the others'."""
     own = vocab.SharedHead.__call__
 
     def call(self: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ def _other_logits(rank: int) -> None:
 
 
 def own_proposals(rank: int) -> None:
-    """Every rank makes proposals for itself."""
+    """Every rank draws its own draft tokens."""
     from sglcore.runtime.speculative import autoregressive
 
     _other_logits(rank)
@@ -131,7 +131,7 @@ def own_proposals(rank: int) -> None:
 
 
 def own_ranking(rank: int) -> None:
-    """Every rank ranks what beams race for by itself, where scores differ a little."""
+    """Every rank ranks beam candidates by itself from scores that differ a little."""
 
     def leaders(self: Any, logits: torch.Tensor, state: Any, count: int) -> Any:
         generator = torch.Generator().manual_seed(rank)
@@ -142,14 +142,14 @@ def own_ranking(rank: int) -> None:
 
 
 def own_acceptance(rank: int) -> None:
-    """Every rank accepts for itself."""
+    """Every rank decides acceptance for itself."""
     _other_logits(rank)
-    group.TIMEOUT = timedelta(seconds=2)  # ranks that differ in the width of a step wait for each other
+    group.TIMEOUT = timedelta(seconds=2)  # ranks with different step widths wait for each other
     decided.SampledByOne.decided = lambda self, *found: found
 
 
 def own_history(rank: int) -> None:
-    """Rank 1 proposes what came before something else."""
+    """Rank 1 proposes other n-gram draft tokens."""
     from sglcore.runtime.speculative import ngram
 
     own = ngram.propose
@@ -157,7 +157,7 @@ def own_history(rank: int) -> None:
 
 
 def reads_codes(rank: int) -> None:
-    """No defect: kernels that read codes, by way of their values."""
+    """No defect: kernels that take packed codes but compute with their values."""
     from sglcore.models import checkpoint
     from sglcore.models.quantized import QuantizedWeight
 
@@ -174,7 +174,7 @@ def reads_codes(rank: int) -> None:
 
 
 def scales_of_the_first(rank: int) -> None:
-    """Every rank takes the scales of the first one's columns."""
+    """Every rank takes the scales of the first rank's columns."""
     from sglcore.models.cut_weight import CutWeight
 
     reads_codes(rank)
@@ -188,7 +188,8 @@ def scales_of_the_first(rank: int) -> None:
 
 
 def scales_of_one_place(rank: int) -> None:
-    """The scales of rows are looked up by their place in a rank's part."""
+    """The scales of rows are looked up by their index in the rank's part instead of in the whole
+    weight."""
     from sglcore.models.cut_weight import CutWeight
     from sglcore.models.quantized import ScaledFloats
 
@@ -204,12 +205,12 @@ def scales_of_one_place(rank: int) -> None:
 
 
 def first_heads(rank: int) -> None:
-    """Every rank takes the first heads of what it is given by sections."""
+    """Every rank takes the first heads of a weight in sections."""
     roles.Section.part = lambda self, shard: (0, self.outputs // shard.size)
 
 
 def one_run(rank: int) -> None:
-    """A rank takes one run of all sections, not one of each."""
+    """A rank takes one contiguous run over all sections instead of a run of each."""
     own = build.kept
 
     def kept(divided: Any, shard: Shard) -> Any:
@@ -220,14 +221,14 @@ def one_run(rank: int) -> None:
 
 
 def own_norms(rank: int) -> None:
-    """A norm is that of a rank's part."""
+    """A norm covers only the rank's part of the row."""
     norms.SharedNorm.__call__ = lambda self, x: reference.rms_norm(x, self.weight, self.eps)
     shared: Any = norms.SharedGroupNorm
     shared.__call__ = lambda self, *given: reference_recurrent.gated_rms_norm(*given)
 
 
 def neighbours_in_halves(rank: int) -> None:
-    """Gates and factors that stand in turn are cut as if they stood behind each other."""
+    """Interleaved gate and up columns are cut as if the gates came first."""
     own = build.cut_clamped
 
     def cut_clamped(cut: Any, size: int, part: Any) -> None:
@@ -238,25 +239,25 @@ def neighbours_in_halves(rank: int) -> None:
 
 
 def own_memory(rank: int) -> None:
-    """Each rank sizes its pools by what it has itself."""
+    """Each rank sizes its pools by its own memory."""
     less_memory(rank)
     group.Group.least = lambda self, value: value
 
 
 def wrong_shard(rank: int) -> None:
-    """A rank serves another shard's part of all rows."""
-    changed: Any = group.Groups
+    """A rank computes another shard's part of all rows."""
+    changed: Any = rank_groups.Groups
     changed.shard = property(lambda self: (self.place.rank // self.attn_tp.size + 1) % self.place.topology.dp)
 
 
 def sums_of_all(rank: int) -> None:
-    """Heads of a shard's requests are summed over the ranks of all."""
+    """Attention outputs of a shard are summed over the ranks of all shards."""
     changed: Any = build.ShardedBuild
     changed._ranks = property(lambda self: Widened(self._every))
 
 
 class Widened:
-    """The ranks of a shard, whose sums are those of everybody."""
+    """The ranks of a shard, with an all-reduce over all ranks."""
 
     def __init__(self, groups: Any) -> None:
         self._groups = groups
@@ -264,14 +265,14 @@ class Widened:
         self.all_gather, self.broadcast = groups.attn_tp.all_gather, groups.attn_tp.broadcast
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """As if there were one shard; rows of another width are filled up."""
+        """Sum over all ranks as if there were one shard, with rows padded to 64."""
         rows = torch.zeros(64, *x.shape[1:], dtype=x.dtype)
         rows[: len(x)] = x
         return x.copy_(self._groups.tp.all_reduce(rows)[: len(x)])
 
 
 def less_memory(rank: int) -> None:
-    """No defect: there is little memory, and rank 1 has less of it."""
+    """No defect: memory is scarce, and rank 1 has less of it."""
     from sglcore_cpu import bring_up as module
 
     own = module.available_memory
@@ -284,7 +285,7 @@ def less_memory(rank: int) -> None:
 
 
 def another_order(rank: int) -> None:
-    """Rank 1 gathers where the others sum."""
+    """Rank 1 gathers while the others sum."""
     if rank:
         kinds: tuple[Any, ...] = (group.Group, shared_sums.SharedSums)
         for kind in kinds:
@@ -292,7 +293,7 @@ def another_order(rank: int) -> None:
 
 
 def _in_step(name: str, rank: int, act: Any) -> None:
-    """Do something where a step of rank 1's bring-up begins."""
+    """Call `act` when the bring-up step `name` of rank 1 begins."""
     own = bring_up.Step.call
 
     def call(self: Any, known: Any) -> Any:
@@ -304,7 +305,7 @@ def _in_step(name: str, rank: int, act: Any) -> None:
 
 
 def dies_in(name: str, rank: int) -> None:
-    """Rank 1 is killed where a step of its bring-up begins."""
+    """Rank 1 is killed when this bring-up step begins."""
     _in_step(name, rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -323,7 +324,7 @@ def raises_in_a_step(rank: int) -> None:
 
 
 def leaves_in_a_step(rank: int) -> None:
-    """Rank 1 ends without a word in its fifth step, as if all were well."""
+    """Rank 1 exits with code 0 in its fifth step, without a message."""
     _in_fifth_step(rank, lambda: os._exit(0))
 
 
@@ -343,7 +344,7 @@ def _in_fifth_step(rank: int, act: Any) -> None:
 
 
 def simulated(kind: str, rank: int) -> None:
-    """No defect: a simulated accelerator, two of them, as the leader's process has."""
+    """No defect: two simulated accelerators, as in the leader's process."""
     import sglcore_sim
 
     os.environ["TRITON_INTERPRET"] = "1"
@@ -351,7 +352,7 @@ def simulated(kind: str, rank: int) -> None:
 
 
 def unordered(kind: str, rank: int) -> None:
-    """Sums run on a stream that does not wait for what they sum."""
+    """Sums run on a stream that does not wait for their inputs."""
     simulated(kind, rank)
     own = group.Group.all_reduce
 
@@ -363,7 +364,7 @@ def unordered(kind: str, rank: int) -> None:
 
 
 def launched_unordered(kind: str, rank: int) -> None:
-    """A sum under way does not wait for what it sums."""
+    """An asynchronous sum does not wait for its inputs."""
     simulated(kind, rank)
     from sglcore_sim import collectives
 
@@ -371,7 +372,7 @@ def launched_unordered(kind: str, rank: int) -> None:
 
 
 def never_awaited(kind: str, rank: int) -> None:
-    """Who uses what comes of a collective does not wait for it."""
+    """A consumer does not wait for the result of a collective."""
     simulated(kind, rank)
     from sglcore_sim import collectives
 
@@ -379,7 +380,7 @@ def never_awaited(kind: str, rank: int) -> None:
 
 
 def awaited_elsewhere(kind: str, rank: int) -> None:
-    """Another stream waits than the one that uses what comes of it."""
+    """A stream other than the consumer's waits for the result."""
     simulated(kind, rank)
     from sglcore_sim import collectives
 
@@ -395,7 +396,7 @@ def awaited_elsewhere(kind: str, rank: int) -> None:
 
 
 def written_while_under_way(kind: str, rank: int) -> None:
-    """What a sum reads is written again before it is waited for."""
+    """The buffer of a sum is written again before the sum is awaited."""
     simulated(kind, rank)
     own = group.Group._run
 
@@ -412,7 +413,7 @@ def written_while_under_way(kind: str, rank: int) -> None:
 
 
 def freed_while_under_way(kind: str, rank: int) -> None:
-    """Nobody holds what is sent until it has arrived."""
+    """Nothing keeps a sent tensor alive until it has arrived."""
     simulated(kind, rank)
     own = handle.Launched.__init__
 
@@ -423,13 +424,13 @@ def freed_while_under_way(kind: str, rank: int) -> None:
 
 
 def sums_not_recorded(rank: int) -> None:
-    """A recorded step has no sums."""
+    """A recorded step contains no sums."""
     own = shared_sums.SharedSums.all_reduce
     shared_sums.SharedSums.all_reduce = lambda self, x: own(self, x) if recorder.get() is None else x
 
 
 def sums_too_soon(rank: int) -> None:
-    """A recorded sum runs before the kernels that make what it sums."""
+    """A recorded sum runs before the kernels that compute its input."""
 
     def host(self: Any, function: Any, *arguments: Any) -> None:
         self.parts.append(recording.HostCall(function, arguments, {}, ()))

@@ -1,5 +1,5 @@
-"""Rows come where a move says, whatever shards have, idle ones too; and a move that errs by a row
-is caught."""
+"""Rows arrive at the documented index for any shards, including idle ones; a move that is off by
+one row is caught."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sglcore.device.plan import StepPlan
 from sglcore.device.topology import Topology
-from sglcore.runtime.parallel.group import Groups
+from sglcore.runtime.parallel.rank_groups import Groups
 from sglcore.runtime.parallel.rows import MOVES, RowMoves, Rows
 from tests.parallel.topologies import on_topology, rows_of
 
@@ -23,7 +23,7 @@ LOCAL, SCATTERED, GLOBAL = Rows.LOCAL, Rows.SCATTERED, Rows.GLOBAL
 
 
 def plans(shards: int) -> list[StepPlan]:
-    """Even, uneven, with idle shards, padded and not; somebody has a row."""
+    """Plans that are even, uneven, with idle shards, padded and not; each has at least one row."""
     rng = np.random.default_rng(shards)
     counts = [tuple(rng.choice([0, 0, 1, 2, 5, 8], shards).tolist()) for _ in range(12)]
     counts = [each for each in counts if sum(each)] + [(4,) * shards, (1, *(0,) * (shards - 1))]
@@ -31,7 +31,7 @@ def plans(shards: int) -> list[StepPlan]:
 
 
 def part(x: Tensor, rank: int, size: int) -> Tensor:
-    """Of a sum that is `x`, what a rank has; all of them are it."""
+    """The summand of a rank; the sum over all ranks is `x`."""
     own = torch.randn(x.shape, generator=torch.Generator().manual_seed(rank), dtype=x.dtype)
     others = [torch.randn(x.shape, generator=torch.Generator().manual_seed(r), dtype=x.dtype) for r in range(size - 1)]
     return own if rank < size - 1 else x - sum(others, torch.zeros_like(x))
@@ -84,14 +84,14 @@ def test_every_move_brings_the_rows_that_it_says(topology: Topology, tmp_path: P
 
 
 def everybody_writes() -> None:
-    """Rows that each rank of a shard has whole are summed as often as there are ranks."""
+    """Rows that each rank of a shard has whole are summed once per rank."""
     own = RowMoves._spread_by_sum
     changed: Any = RowMoves
     changed._spread_by_sum = lambda self, x, is_partial: own(self, x, is_partial=True)
 
 
 def one_row_late() -> None:
-    """A shard's rows are put one too late."""
+    """A shard's rows are placed one row too late."""
     own = RowMoves._spread_by_sum
 
     def spread(self: RowMoves, x: Tensor, is_partial: bool) -> Tensor:
@@ -102,7 +102,7 @@ def one_row_late() -> None:
 
 
 def not_rounded() -> None:
-    """Sizes are no multiples of the ranks that share them."""
+    """Sizes are not rounded up to a multiple of the ranks that share them."""
     changed: Any = StepPlan
     changed.sizes = lambda self, width: (
         (max(self.global_num_tokens),) * len(self.global_num_tokens) if self.is_padded else self.global_num_tokens
@@ -110,7 +110,7 @@ def not_rounded() -> None:
 
 
 def padding_stays() -> None:
-    """What only fills up comes out too."""
+    """Padding rows stay in the result."""
     from sglcore.runtime.parallel import rows
 
     changed: Any = rows

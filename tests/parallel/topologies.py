@@ -1,5 +1,5 @@
-"""What a rank of a topology does in tests, in a process of its own: its groups, and the layers of a
-small model built on them."""
+"""The body of a rank's process in tests of topologies: its groups, and the layers of a small model
+built on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from sglcore.models.loader import load_model
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.parallel.dispatch import FixedDispatcher, MakeDispatcher, RaggedDispatcher
-from sglcore.runtime.parallel.group import Groups, divided, join
+from sglcore.runtime.parallel.group import join
+from sglcore.runtime.parallel.rank_groups import Groups, divided
 from tests.parallel.forked import forking
 
 Body = Callable[[Groups, dict[str, Any]], Any]
@@ -29,8 +30,7 @@ Body = Callable[[Groups, dict[str, Any]], Any]
 def on_topology(
     topology: Topology, folder: Path, body: Body, /, *, defect: Callable[[], None] | None = None, **given: Any
 ) -> list[Any]:
-    """What `body` gives on each rank of its groups and of what is `given`, by rank; an error as its
-    text."""
+    """The result of `body(groups, given)` on each rank, by rank; an error as its text."""
     context = forking()
     pipes = [context.Pipe() for _ in range(topology.world)]
     processes = []
@@ -68,26 +68,26 @@ def _be(place: Place, body: Body, defect: Callable[[], None] | None, given: dict
 
 
 def in_step(plan: StepPlan) -> forward_context:
-    """A forward of a step that all agreed on, to `with`."""
+    """A context for a forward of a step with this plan."""
     backend: Any = None
     batch: Any = SimpleNamespace(step_plan=plan)
     return forward_context(ForwardContext(backend, batch))
 
 
 def rows_of(shard: int, count: int, size: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """What a shard has: the same in every process."""
+    """The rows of a shard: the same in every process."""
     return torch.randn(count, size, generator=torch.Generator().manual_seed(100 * shard + count), dtype=dtype)
 
 
 def sparse_block(folder: Path, groups: Groups, layer: int, dtype: torch.dtype) -> Any:
-    """This rank's part of a layer's feed-forward block of a checkpoint."""
+    """This rank's part of a checkpoint layer's feed-forward block."""
     config, kernels = read_config(folder), KernelTable()
     model: Any = load_model(folder, config, kernels=kernels, device="cpu", dtype=dtype, groups=groups)
     return model.layers[layer].mlp
 
 
 class SeesRouting:
-    """Around what chooses experts: remembers what it chose."""
+    """Wraps a router and records the experts that it chose."""
 
     def __init__(self, route: Any) -> None:
         self._route = route
@@ -100,8 +100,8 @@ class SeesRouting:
 
 
 def block_on_rows(groups: Groups, given: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What the block makes of every step's rows of this shard, and the experts that this rank
-    chose; `plans` are the steps."""
+    """For each step in `plans`: the block's output for this shard's rows, and the experts that this
+    rank chose."""
     block = sparse_block(given["folder"], groups, 0, given["dtype"])
     inner = block if groups.has_experts_whole else block._inner
     inner._route = seen = SeesRouting(inner._route)
@@ -117,6 +117,6 @@ def block_on_rows(groups: Groups, given: dict[str, Any]) -> list[tuple[torch.Ten
 
 
 def held_experts(groups: Groups, given: dict[str, Any]) -> torch.Tensor:
-    """The second weights of the experts here, in the second layer."""
+    """The second weights (w2) of the experts on this rank, in the second layer."""
     block = sparse_block(given["folder"], groups, 1, torch.float32)
     return (block if isinstance(block, DispatchedMoe) else block.experts).w2.clone()

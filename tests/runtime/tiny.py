@@ -1,4 +1,4 @@
-"""A tiny language model with all that runs it on the processor, the host that writes its batches,
+"""A tiny language model with everything that runs it on the CPU, the host that makes its batches,
 and a dense oracle."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sglcore.checkpoint.pooling import Pooling
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.facts import Facts
 from sglcore.device.worker import BatchResult, Limits
+from sglcore.runtime.attention.backend_attention import BackendAttention
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionShape, HostUpdate
-from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
@@ -44,8 +44,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 class TinyModel:
     """Embedding, attention layers with a residual, head. `couples`: every token also sees the mean
-    of the real ones, as an expert's load would; that is where a wrong count of real tokens
-    shows."""
+    of the real ones, as with the load of experts, so that a wrong count of real tokens changes the
+    results."""
 
     def __init__(self, seed: int = 0, windows: tuple[int | None, ...] = (None, 3), couples: bool = False) -> None:
         torch.manual_seed(seed)
@@ -56,12 +56,12 @@ class TinyModel:
         self.head = torch.randn(HIDDEN, VOCAB)
         self.windows, self.couples = windows, couples
         self.attention_layers = tuple(
-            Attention(i, HEADS, KV_HEADS, HEAD_DIM, sliding_window=window) for i, window in enumerate(windows)
+            BackendAttention(i, HEADS, KV_HEADS, HEAD_DIM, sliding_window=window) for i, window in enumerate(windows)
         )
         self.seen: list[ForwardBatch] = []
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, HIDDEN]; remembers the batch that it was given."""
+        """Hidden states [T, HIDDEN]; records the batch."""
         self.seen.append(batch)
         hidden = self.embedding[batch.input_ids] + self.places[batch.positions]
         if self.couples:
@@ -72,11 +72,11 @@ class TinyModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, VOCAB]."""
+        """Logits [N, VOCAB]."""
         return hidden @ self.head
 
     def embed_ids(self, ids: Tensor) -> Tensor:
-        """[T] to [T, HIDDEN]."""
+        """Embed ids: [T] to [T, HIDDEN]."""
         return self.embedding[ids]
 
     def dense(self, tokens: Sequence[int]) -> Tensor:
@@ -88,11 +88,11 @@ class TinyModel:
         return hidden
 
     def next_token(self, tokens: Sequence[int]) -> int:
-        """What greedy decoding draws after these tokens."""
+        """The greedy next token after these tokens."""
         return int(self.logits(self.dense(tokens)[-1:]).argmax())
 
     def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The `count` tokens that greedy decoding draws after a prompt."""
+        """The `count` greedy tokens after a prompt."""
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(self.next_token(tokens))
@@ -115,8 +115,8 @@ def attend_densely(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tenso
 
 
 class RecordedStep:
-    """A captured step of the fake graphs: replaying calls it again, on what the static buffers
-    hold."""
+    """A captured step of the fake graphs: replaying runs it again on the content of the static
+    buffers."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -129,7 +129,7 @@ class RecordedStep:
 
 
 class RecordedGraphs:
-    """A graph mechanism that records the step and replays it eagerly."""
+    """A graph mechanism that records a step and replays it eagerly."""
 
     kind = "recorded"
 
@@ -138,13 +138,13 @@ class RecordedGraphs:
         self.closed = 0
 
     def capture(self, step: Step) -> RecordedStep:
-        """Run it once and remember it."""
+        """Run the step once and record it."""
         step()
         self.steps.append(RecordedStep(step))
         return self.steps[-1]
 
     def close(self) -> None:
-        """Count."""
+        """Count the call."""
         self.closed += 1
 
 
@@ -188,7 +188,7 @@ def make_site(
     window_table: WindowTable | None = None,
     **options: Any,
 ) -> Site:
-    """Everything, from the declarations; `buckets` captures decode graphs with the fake
+    """Make a site from the declarations; `buckets` captures decode graphs with the fake
     mechanism."""
     model = model or TinyModel()
     table, cells, backend = make_attention(model, attention)
@@ -207,8 +207,7 @@ def make_site(
 
 
 class Desk:
-    """The host's side: which tokens and pages each slot has. Pages are handed out in random
-    order."""
+    """The host's side: the tokens and pages of each slot. Pages are handed out in random order."""
 
     def __init__(self, seed: int = 0) -> None:
         self.free = list(range(1, PAGES + 1))
@@ -218,16 +217,16 @@ class Desk:
         self.step = 0
 
     def leave(self, slot: int) -> None:
-        """A request ends; its pages are the next to be used."""
+        """End a request; its pages are the next to be reused."""
         self.free += self.pages.pop(slot)
         del self.lens[slot]
 
     def extend(self, rows: Mapping[int, Sequence[int]], mode: ForwardMode = ForwardMode.EXTEND, **values: Any) -> Any:
-        """A step in which slot s brings rows[s]."""
+        """A step in which slot s brings the tokens rows[s]."""
         return self.batch(rows, mode, **values)
 
     def decode(self, *slots: int, **values: Any) -> ScheduleBatch:
-        """A step in which each slot brings its last token, which the host does not know."""
+        """A step in which each slot brings its last token; the host does not know its value."""
         return self.batch({slot: [-slot] for slot in slots}, ForwardMode.DECODE, **values)
 
     def batch(
@@ -279,21 +278,21 @@ def ints(values: Any) -> np.ndarray:
 
 
 def offsets(lengths: Sequence[int]) -> np.ndarray:
-    """CSR offsets of rows of these lengths."""
+    """CSR offsets of rows with these lengths."""
     return ints([0, *np.cumsum(lengths)]) if len(lengths) else ints([0])
 
 
 def random_tokens(seed: int, count: int) -> list[int]:
-    """`count` ids other than 0, which padding rows hold."""
+    """`count` ids other than 0, the id in padding rows."""
     rng = random.Random(seed)
     return [rng.randrange(1, VOCAB) for _ in range(count)]
 
 
 def tokens_of(result: BatchResult, row: int) -> list[int]:
-    """What one row emitted."""
+    """The tokens that one row sampled."""
     return result.token_ids[result.token_offsets[row] : result.token_offsets[row + 1]].tolist()
 
 
 def assert_close(found: Tensor, wanted: Tensor) -> None:
-    """float32 sums in another order."""
+    """Compare with a tolerance for float32 sums in another order."""
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)

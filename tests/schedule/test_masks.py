@@ -1,5 +1,5 @@
-"""Grammars in the schedule: a mask is made of all tokens of its row and of no other, whatever else
-happens; who is free loses no overlap by it."""
+"""Grammars in the schedule: a mask depends on all tokens of its row and on no others; requests
+without a grammar keep their overlap."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.masks import fill_along
-from sglcore.schedule.request import Request, RequestError, State
+from sglcore.schedule.request import Request, State
+from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.drive import Drive
@@ -23,11 +24,11 @@ from tests.schedule.trace import Outcome, Trace, draw_trace, play, with_proposal
 
 SEEDS = range(120)
 REFUSED = (0, 2)
-"""Tokens after which a grammar refuses the next."""
+"""Numbers of tokens after which a grammar refuses the next one."""
 
 
 def constrain(trace: Trace, rnd: Random) -> Trace:
-    """The same trace, some of whose requests have a grammar."""
+    """The same trace, with a grammar for about half of its requests."""
     for _, request in trace.arrivals:
         if request.task == "generate" and rnd.random() < 0.5:
             request.matcher = FakeMatcher(request, rnd.choice([None, None, None, *REFUSED]))
@@ -35,7 +36,7 @@ def constrain(trace: Trace, rnd: Random) -> Trace:
 
 
 def play_seed(seed: int, plant: Callable[[Scheduler], None] | None = None) -> tuple[Outcome, list[Request]]:
-    """A constrained trace to its end, and those of its requests that had a grammar."""
+    """Play a constrained trace to its end; return the outcome and the requests with a grammar."""
     rnd = Random(seed)
     trace = with_proposals(rnd, draw_trace(rnd), rnd.choice([0, 3]), grammars=0)
     trace = constrain(trace, Random(seed))
@@ -197,7 +198,7 @@ def test_outputs_that_came_before_a_failed_submit_are_not_lost() -> None:
 
 
 class GivesUpAfterTwo(FakeMatcher):
-    """Can make no mask behind two tokens."""
+    """Can make no mask after two tokens."""
 
     def fill(self, words: np.ndarray) -> None:
         super().fill(words)

@@ -1,4 +1,5 @@
-"""What the scheduler promises, one behaviour at a time; the random laws are in test_traces.py."""
+"""The scheduler's promises, one behaviour at a time; the random invariants are in
+test_traces.py."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from sglcore.device.errors import ConfigError, SglcoreError
 from sglcore.device.worker import BatchResult
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.request import Request, RequestError, State
+from sglcore.schedule.request import Request, State
+from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.stats import SchedulerStats
 from tests.schedule.drive import Drive

@@ -1,5 +1,5 @@
-"""Shards of requests side by side: each step all of them take part, in one plan, and every request
-ends as if it ran alone."""
+"""Shards with their own schedulers: all take part in each step, with one plan, and each request's
+output equals that of the request alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from sglcore.device.draft_length import LengthController
 from sglcore.device.plan import StepPlan
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.schedule.output import EngineOutput
-from sglcore.schedule.request import Request, RequestError, State
+from sglcore.schedule.request import Request, State
+from sglcore.schedule.request_errors import RequestError
 from sglcore.schedule.shard_loop import Sent, ShardLoop
 from sglcore.schedule.shards import SLACK, Shards, choose_shard
 from tests.schedule.fake_speculation import FakeSpeculativeWorker
@@ -26,7 +27,7 @@ from tests.schedule.fake_worker import FakeMatcher, FakeWorker, Truth, Violation
 
 
 class AsPlanned(FakeSpeculativeWorker):
-    """Verifies as many proposals as a step's plan says."""
+    """Verifies the number of draft tokens in the step's plan."""
 
     def _run(self, batch: ScheduleBatch) -> BatchResult:
         assert batch.step_plan is not None
@@ -38,9 +39,9 @@ class AsPlanned(FakeSpeculativeWorker):
 
 
 class Ranks:
-    """A checking worker for each shard. A step of one runs once those of all others are there, as
-    ranks that wait for each other do, and only if all of them have the same plan, which counts the
-    rows that each has."""
+    """A checking worker for each shard. A step of one runs once the steps of all others have
+    arrived, as on ranks that wait for each other, and only if all have the same plan with each
+    shard's true number of rows."""
 
     def __init__(self, limits: Limits, count: int) -> None:
         self.limits = limits
@@ -131,7 +132,7 @@ class Drive:
         return self.worker.truth.output(request, self.limits.max_model_len)[0]
 
     def holder(self, rid: str) -> int:
-        """The shard of a request that has not ended."""
+        """The index of the shard that holds an unfinished request."""
         return next(place for place, each in enumerate(self.shards.each) if rid in each._requests)
 
 
@@ -141,7 +142,7 @@ PROPOSING: MappingProxyType[str, Any] = MappingProxyType(
 
 
 class AtRandom(LengthController):
-    """Another length whenever it likes."""
+    """Chooses a random length before each step."""
 
     def __init__(self, rng: Random) -> None:
         super().__init__((0, 1, 3, 4))
@@ -153,8 +154,8 @@ class AtRandom(LengthController):
 
 
 def play(rng: Random, loop: type[ShardLoop] = ShardLoop, **limits: Any) -> Drive:
-    """A random trace: arrivals of prompts that share beginnings, aborts, and everybody ends as if
-    alone."""
+    """Play a random trace: arrivals of prompts with common prefixes, and aborts; check that each
+    request ends with the output of the request alone."""
     drive = Drive(rng.randint(1, 4), loop, rng.random() < 0.7, max_batch_tokens=rng.choice([8, 16]), **limits)
     if limits:
         drive.loop._length._length = AtRandom(Random(rng.random()))
@@ -212,7 +213,7 @@ def test_the_traces_reach_what_they_are_meant_to_reach() -> None:
 
 
 class LeavesIdleOnesOut(ShardLoop):
-    """Who has nothing to run is not submitted."""
+    """An idle shard submits nothing."""
 
     def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
         if batch is None:
@@ -221,7 +222,7 @@ class LeavesIdleOnesOut(ShardLoop):
 
 
 class DecidesForItself(ShardLoop):
-    """A shard pads as its own rows would have it."""
+    """A shard pads by its own rows."""
 
     def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
         own = batch is not None and batch.forward_mode.is_decode
@@ -229,14 +230,14 @@ class DecidesForItself(ShardLoop):
 
 
 class ForgetsTheOrder(ShardLoop):
-    """Rows of shards are told in another order."""
+    """Reports the rows of the shards in reverse order."""
 
     def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
         return super()._send(number, replace(plan, global_num_tokens=plan.global_num_tokens[::-1]), batch)
 
 
 class CountsRequests(ShardLoop):
-    """A verification has a row of each request."""
+    """Counts one row per request in a verification."""
 
     def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
         rows = tuple(many or rows for many, rows in zip(plan.verifying, plan.global_num_tokens, strict=True))
@@ -244,14 +245,14 @@ class CountsRequests(ShardLoop):
 
 
 class OwnLengths(ShardLoop):
-    """Each shard chooses how many proposals it verifies."""
+    """Each shard chooses the number of draft tokens to verify."""
 
     def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
         return super()._send(number, replace(plan, verified=(number + plan.shard) % 4), batch)
 
 
 class OwnNumbers(ShardLoop):
-    """Each shard chooses how many proposals it makes."""
+    """Each shard chooses the number of draft tokens to propose."""
 
     def _send(self, number: int, plan: StepPlan, batch: ScheduleBatch | None) -> Sent:
         return super()._send(number, replace(plan, proposed=(number + plan.shard) % 4), batch)
@@ -351,7 +352,7 @@ def test_a_step_of_every_shard_is_in_flight_at_most_if_asked_and_possible(asked:
 
 
 def test_a_grammar_of_one_shard_has_its_tokens_before_any_shard_plans() -> None:
-    """So a step of the loop is one of every shard, and nobody is idle while another plans."""
+    """So each step of the loop is a step of every shard, and no shard idles while another plans."""
     drive = Drive(2)
     free, bound = drive.add("free", [1, 2], 6), drive.make("bound", [3, 4], 6)
     bound.matcher = FakeMatcher(bound, None)
@@ -394,7 +395,7 @@ def test_names_of_the_ended_are_forgotten_and_of_nobody_else() -> None:
     for place in range(SLACK):
         drive.add(f"ended{place}", [1], 1)
         drive.run()
-    waiting = [drive.add(f"waits{place}", [2, 3]) for place in range(12)]  # more than run at once
+    waiting = [drive.add(f"waits{place}", [2, 3]) for place in range(12)]  # more than can run
     drive.step()
     more = [drive.add(f"more{place}", [4, 5]) for place in range(2)]
     assert len(drive.shards._placed) < SLACK

@@ -1,4 +1,4 @@
-"""Every error is in OpenAI's schema, names what it is about, and gives nothing away."""
+"""Every error has OpenAI's schema, names its subject, and reveals no internals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from jsonschema import Draft202012Validator
 
 from sglcore.engine.outputs import TextDelta
-from sglcore.schedule.request import ContextError, RequestError
+from sglcore.schedule.request_errors import ContextError, RequestError
 from sglcore.serving.apis.answer import ErrorAnswer
 from sglcore.serving.http.app import make_app
 from sglcore.serving.replicas.errors import EngineDied, Overloaded, failure, told
@@ -137,7 +137,7 @@ NAMING: dict[str, dict[str, Any]] = {
     "/api/embeddings": {"prompt": "a"},
     "/api/show": {},
 }
-"""A request to each endpoint whose body may name a model."""
+"""A request to each endpoint with a body that may name a model."""
 
 
 def test_no_endpoint_that_is_told_a_model_answers_for_another() -> None:

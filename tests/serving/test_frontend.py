@@ -1,5 +1,5 @@
-"""The frontend over played engines: what it lets in, and what becomes of it when the server
-stops."""
+"""The frontend over played engines: which requests it admits, and what happens to them when the
+server stops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.request import ContextError
+from sglcore.schedule.request_errors import ContextError
 from sglcore.serving.replicas.errors import InvalidRequest, Overloaded, ShuttingDown
 from sglcore.serving.replicas.frontend import Frontend
 from sglcore.serving.replicas.generation import Generation
@@ -26,7 +26,7 @@ PLACES = info().limits["max_requests"]
 
 @asynccontextmanager
 async def staged_frontend(**settings: object) -> AsyncIterator[tuple[Frontend, Stage]]:
-    """A frontend whose engine the test plays; afterwards it has stopped."""
+    """A frontend with an engine played by the test; it is stopped at the end."""
     stage = Stage(is_remote=False)
     frontend = Frontend(EngineConfig(), ServerConfig(**settings), launcher=stage)  # pyright: ignore[reportArgumentType]
     stage.supervisor = frontend.supervisor
@@ -77,7 +77,7 @@ def test_prompts_that_are_read_at_once_beside_the_loop_are_no_more_than_may_wait
                 generation.abort()
             with pytest.raises(ContextError):
                 await frontend.generate("word " * 20_000, PARAMS)
-            found = [await begin(frontend) for _ in range(PLACES + 2)]  # nothing is counted any more
+            found = [await begin(frontend) for _ in range(PLACES + 2)]  # no old request counts
             with pytest.raises(Overloaded):
                 await begin(frontend)
 

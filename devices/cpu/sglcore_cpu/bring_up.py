@@ -1,5 +1,5 @@
-"""The processor's bring-up: the standard order, with threads bound before the weights and memory
-read from the system."""
+"""The processor's bring-up: the standard steps, plus steps that bind threads before the weights are
+loaded and that ask the system for the available memory."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ from sglcore_cpu.table import SERVED, is_native
 from sglcore_cpu.topology import read_topology, share_of
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Group, Groups
+    from sglcore.runtime.parallel.group import Group
+    from sglcore.runtime.parallel.rank_groups import Groups
 
 PAGED = "paged"
 SMALL_WEIGHTS = 64 << 20
-"""Below this many bytes the weights stay in cache, and a second thread waits at barriers longer
-than it works."""
+"""Weights with fewer bytes stay in cache, and a second thread would spend more time at barriers
+than in work."""
 
 
 def processor_world(
@@ -57,7 +58,8 @@ def processor_world(
     ledger: DecisionLedger,
     place: Place | None = None,
 ) -> Group | None:
-    """The standard one; what is small goes through memory that ranks of one machine share."""
+    """Join the ranks' process group; ranks on one machine exchange small tensors through shared
+    memory. None without a `place`, or if the package has no communication."""
     if place is None or package.communication is None:
         return None
     from sglcore.runtime.parallel.group import Group, join
@@ -70,7 +72,8 @@ def processor_world(
 def sums_of_ranks(
     place: Place, backend: str, make_engine: Callable[[], Engine] = engine_of_one
 ) -> tuple[Callable[..., Group] | None, str, str]:
-    """How the group of a rank is made (None: as every device's), what that is, and why."""
+    """Return the constructor of a rank's group (None: the standard `Group`), the ledger's name for
+    the choice, and the reason."""
     from sglcore_cpu.shared_sums import MOST, sums_for
 
     make = sums_for(place, make_engine)
@@ -88,8 +91,8 @@ def sums_of_ranks(
 
 
 def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger, place: Place | None = None) -> Placement:
-    """Plan where threads run and keep this process there, before any memory is touched. Ranks of
-    one machine have cores of their own."""
+    """Plan where threads run and bind this process to those cores, before any memory is touched.
+    Each rank of a machine gets its own cores."""
     size = weight_bytes(model_path, config)
     asked, reason = config.threads, ""
     if asked is None and size < SMALL_WEIGHTS:
@@ -108,8 +111,8 @@ def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger, plac
 
 
 def room(config: EngineConfig, model_path: Path) -> int:
-    """Bytes that the weights will take, about; raises ConfigError where this process may not take
-    that many."""
+    """Estimate the bytes of the loaded weights; raises ConfigError if that is more than the memory
+    available to this process."""
     needed = weight_bytes(model_path, config)
     available, evidence = available_memory()
     if needed > available:
@@ -128,8 +131,8 @@ def processor_kernels(
     ledger: DecisionLedger,
     device: torch.device,
 ) -> KernelTable:
-    """The native table, or another of the package's; a compiler traces torch's only, and reads
-    plain weights."""
+    """Choose the kernel table: native, or another one of the package. For `--graph compiled` it is
+    torch's with unpacked weights, because a compiler can trace no other."""
     asked = package.kernels_for(config.kernels, "reference", *NAMES)
     is_traced = facts.graph_kind(config.graph) == "compiled"
     extension = find_extension(torch.__version__)
@@ -150,15 +153,16 @@ def processor_kernels(
 
 
 def kernel_choices(config: EngineConfig, facts: Facts, model: LoadedModel, ledger: DecisionLedger) -> tuple[Row, ...]:
-    """Say in the ledger which implementation serves this model where that depends on it."""
+    """Record in the ledger the kernel choices that depend on the model's dtype and shapes."""
     rows = tuple(kernel_rows(model, facts.graph_kind(config.graph)))
     ledger.record(*rows)
     return rows
 
 
 def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, ledger: DecisionLedger) -> PoolKind:
-    """Cells of the model's type, or of 8 bits where the native kernels read them; all take memory
-    only as they are used."""
+    """Choose the kind of KV pool: KV slots of the model's dtype, or 8-bit codes, which only the
+    native kernels read. The pool takes memory only where it is written. Raises ConfigError for a
+    `kv_cache_dtype` that can not serve here."""
     if config.kv_cache_dtype == "auto" or any(layer.rows for layer in model.attention_layers):
         return PoolKind(partial(MHATokenToKVPool, zeros=huge_zeros), cell_bytes)
     if config.kv_cache_dtype != INT8_POOL.kv_cache_dtype:
@@ -175,9 +179,9 @@ def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, le
 
 
 def library_threads(model: LoadedModel, kernels: KernelTable, threads: Placement, ledger: DecisionLedger) -> int:
-    """How many threads torch's own operations take. One where they stand between native kernels:
-    those threads wait for the next kernel by spinning, and the two pools would take the cores from
-    each other."""
+    """Return the number of threads for torch's operations. It is 1 if the model runs them between
+    native kernels: the native threads spin while they wait for the next kernel, and the two thread
+    pools would compete for the cores."""
     if not model.calls_library or not is_native(kernels) or threads.threads == 1:
         return threads.threads
     torch.set_num_threads(1)
@@ -187,8 +191,8 @@ def library_threads(model: LoadedModel, kernels: KernelTable, threads: Placement
 
 
 def spread_cells(pools: Pools, threads: Placement) -> int:
-    """Over the memory nodes that the threads are near: how many tensors of keys and values were
-    spread."""
+    """Spread the pages of the KV pools over the memory nodes of the placement; return the number
+    of tensors that were spread."""
     kinds = [pools.token_to_kv] if pools.windows is None else [pools.token_to_kv, pools.windows.token_to_kv]
     cells = [part for pool in kinds for layer in range(pool.num_layers) for part in pool.kv(layer)]
     return sum(interleave(part.data_ptr(), part.nbytes, threads.nodes) for part in cells)
@@ -204,7 +208,8 @@ def processor_attention(
     hisparse: HiSparseCoordinator | None,
     ledger: DecisionLedger,
 ) -> AttentionBackend:
-    """The standard choice; paged attention is native, and no candidate beside another table."""
+    """Choose the attention backend as the standard step does. `paged` needs the native kernels, so
+    it is no candidate with another kernel table; raises ConfigError if it is requested then."""
     if not is_native(kernels):
         if config.attention_backend == PAGED:
             raise ConfigError(
@@ -233,7 +238,9 @@ def processor_runner(
     groups: Groups | None = None,
     halves: Halves | None = None,
 ) -> ModelRunner:
-    """The standard runner. A step is recorded only where native kernels compute all of it."""
+    """Make the standard runner, with recorded decode steps only where a step can be replayed as a
+    list of kernel calls; otherwise `auto` turns graphs off with a row in the ledger, and a named
+    graph raises ConfigError."""
     if facts.graph_kind(config.graph) == "native":
         reason = reason_against_recording(kernels, attention) or reason_of_ranks(groups, "native")
         if reason and config.graph != "auto":
@@ -252,8 +259,8 @@ def processor_runner(
 
 
 def reason_against_recording(kernels: KernelTable, attention: AttentionBackend) -> str:
-    """Why a step of this table and attention can not be replayed as a list of kernel calls; empty
-    if it can."""
+    """Return why a step with this kernel table and attention can not be replayed as a list of
+    kernel calls; empty if it can."""
     if attention.shape.is_encoder:
         return "an encoder does not decode"
     if not is_native(kernels):
@@ -267,7 +274,7 @@ def reason_against_recording(kernels: KernelTable, attention: AttentionBackend) 
 
 
 def device_memory(model: object) -> MemoryBudget:
-    """What the system leaves for KV once the weights are in."""
+    """Return the memory that the system has left for the KV cache after the weights are loaded."""
     available, evidence = available_memory()
     return MemoryBudget(total_memory()[0], available, evidence, default_share=0.5)
 

@@ -1,5 +1,5 @@
-"""The side that decodes: its requests get pages here first, then a prompt engine writes them, and
-they go on from there."""
+"""The decode side of disaggregation: requests get pages here first, then a prompt engine writes
+them, and decoding continues from there."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from sglcore.device.page_transfer import PageTransfer, PeerLost, Told
 from sglcore.engine.pages.messages import Ask, First, Refusal, unpack_logprobs
 from sglcore.sampling.plain import pack_params
 from sglcore.schedule.output import EngineOutput
-from sglcore.schedule.request import Request, RequestError, State
+from sglcore.schedule.request import Request, State
+from sglcore.schedule.request_errors import RequestError
 
 if TYPE_CHECKING:
     from sglcore.engine.tokens import TokenEngine
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
-"""Between two tries to reach a prompt engine that is gone."""
+"""Seconds between two tries to reach a prompt engine that is gone."""
 MOST_TRIES = 3
-"""Prompt engines that may end, or fail, with the same request: one that ends each must not end them
-all."""
+"""Number of prompt engines that may end or fail during one request. The limit keeps a request that
+kills each engine from killing all of them."""
 
 
 @dataclass(slots=True)
 class Claim:
-    """Pages of a request that a peer is to write. `tries`: peers that were asked for it, this one
+    """Pages of a request that a peer is to write. `tries`: peers that got the request, this one
     included."""
 
     peer: int
@@ -55,7 +56,7 @@ class DecodeSide:
 
     @property
     def has_work(self) -> bool:
-        """Pages are lent, or something has come."""
+        """Whether pages are lent, or messages have arrived."""
         return bool(self._claims) or self._transfer.has_news
 
     @property
@@ -64,7 +65,8 @@ class DecodeSide:
         return "" if self._transfer.peers else f"no prompt engine of {', '.join(self._addresses)} can be reached"
 
     def mark(self, requests: list[Request]) -> None:
-        """Each is asked for by itself: the prompt engine finds what they have in common."""
+        """Mark the requests as remote. Each sample is sent separately, because the prompt engine
+        finds common prefixes. Raises RequestError for a prompt of embeddings."""
         for request in requests:
             if request.embeds is not None:
                 raise RequestError("a prompt of embeddings can not be computed by another engine; send it to that one")
@@ -84,15 +86,15 @@ class DecodeSide:
         return [each for each in outputs if each is not None]
 
     def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """All are for its own clients."""
+        """Return all outputs: all are for this engine's own clients."""
         return outputs
 
     def fileno(self) -> int:
-        """The transfer's."""
+        """The descriptor of the transfer."""
         return self._transfer.fileno()
 
     def close(self) -> None:
-        """No pages are written any more."""
+        """Close the connections; no further pages are written."""
         self._is_closing.set()
         self._seeker.join()
         self._transfer.close()
@@ -109,7 +111,7 @@ class DecodeSide:
                 self._close(lease)
 
     def _close(self, lease: int) -> Claim | None:
-        """The writer of a lease has let go."""
+        """End a lease after its writer has let go of the pages."""
         claim = self._claims.pop(lease, None)
         self._transfer.end(lease)
         if claim is not None:
@@ -187,8 +189,8 @@ class DecodeSide:
         self._transfer.tell(peer, msgspec.msgpack.encode(ask))
 
     def _seek(self) -> None:
-        """Connect again to prompt engines that have gone; one that came back as another is told of
-        in the log, once."""
+        """Reconnect to prompt engines that are gone, in a loop. A refused connection, for example
+        of an engine with another page layout, is logged once."""
         told: set[str] = set()
         while not self._is_closing.wait(RETRY_SECONDS):
             known = {self._transfer.name(peer) for peer in self._transfer.peers}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from sglcore.layers.parallel.linear import Summed
-from sglcore.runtime.parallel.group import Groups
+from sglcore.runtime.parallel.rank_groups import Groups
 from sglcore.runtime.parallel.rows import Rows, moves_of_step
 
 Block = Callable[..., Tensor]
@@ -36,7 +36,7 @@ class OfAllShards:
 
 
 def ended(inner: Block, groups: Groups) -> Block:
-    """Return `inner`, of which each rank computes a partial sum, with its reduction.
+    """Return `inner` followed by its reduction; each rank's `inner` computes a partial sum.
 
     Input and output have the tokens of this data parallel rank.
     """

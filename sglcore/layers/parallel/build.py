@@ -1,10 +1,10 @@
-"""Torch's layers on several ranks, as `models/build.py` has their kinds: a model's file builds the
-same layers, and of each a rank gets its part.
+"""Torch's layers on several ranks for the kinds in `models/build.py`: a model's file builds the
+same layers, and each rank gets its part.
 
-Heads, the inside of feed-forward blocks and of experts, and the vocabulary are divided; norms,
-gates and all that is small is whole on every rank. Rows are the same on all ranks between blocks:
-each block ends in a sum. A kind here says what a rank has of the checkpoint's tensors, and asks
-`Build` for a layer of that size. Kinds that are not here are refused by name.
+Heads, the intermediate size of feed-forward blocks and experts, and the vocabulary are divided;
+norms, gates and small layers are whole on every rank. Between blocks all ranks have the same hidden
+states: each block ends in an all-reduce. A kind here records which part of the checkpoint's tensors
+a rank has, and builds a layer of that size with `Build`. Other kinds are refused by name.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ from sglcore.layers.recurrent import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.scope import Scope
 from sglcore.layers.sparse import CompressedAttention, OfAttention
 from sglcore.runtime.kernels.mxfp4 import GROUP
-from sglcore.runtime.parallel.group import AnyGroup, Groups
+from sglcore.runtime.parallel.group import AnyGroup
+from sglcore.runtime.parallel.rank_groups import Groups
 
 REMEDY = "--tp 1"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedBuild(Scope):
-    """The scope in which a layer is built, and the layers. `given` is as that of `Build`."""
+    """The scope in which a layer is built, and the layers. `given` is that of `Build`."""
 
     groups: Groups | None = None
     given: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -69,7 +70,7 @@ class ShardedBuild(Scope):
 
     @property
     def _ranks(self) -> AnyGroup:
-        """Those that share the heads of a request, and its vocabulary."""
+        """The ranks that share the heads of a request, and the vocabulary."""
         return self._every.attn_tp
 
     @property
@@ -79,21 +80,22 @@ class ShardedBuild(Scope):
 
     @property
     def inside(self) -> Shard:
-        """This rank's part of what is inside of feed-forward blocks and of experts."""
+        """This rank's part of the intermediate size of feed-forward blocks and experts."""
         return Shard(self._every.tp.rank, self._every.tp.size)
 
     def own(self, config: ModelConfig | None = None) -> Build:
-        """The layers of one rank alone, in this scope, with this configuration (None: the
+        """Return a single-rank `Build` in this scope, with this configuration (None: the
         model's)."""
         given = {each.name: getattr(self, each.name) for each in fields(Scope)}
         return Build(**(given if config is None else {**given, "config": config}))
 
     def cut(self, name: str, whole: int, *ranges: Range, dim: int = 0) -> None:
-        """Of the tensor `prefix.name` of the checkpoint this rank has some ranges."""
+        """Record that this rank has `ranges` of the checkpoint's tensor `prefix.name`."""
         self.weights.cuts[self.prefix + name] = Cut(dim, whole, ranges)
 
     def _cut_rows(self, name: str, whole: int, *ranges: Range) -> tuple[str, int]:
-        """The same of the weight and the bias of a linear layer; its name and the rows here."""
+        """Cut the weight and the bias of a linear layer; return its name and the number of rows
+        here."""
         for kind in ("weight", "bias"):
             self.cut(f"{name}.{kind}", whole, *ranges)
         return name, sum(last - first for first, last in ranges)
@@ -104,13 +106,14 @@ class ShardedBuild(Scope):
         return [self._cut_rows(name, count, *own) for (name, count), own in each]
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
-        """An elementwise function, of this rank's part of what is inside of a block."""
+        """Return an elementwise function, for this rank's part of the intermediate size."""
         return self.own(
             replace(self.config, intermediate_size=self.config.intermediate_size // self.shard.size)
         ).activation(name)
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear | Summed:
-        """x W^T + b: what `roles` says of its name; whole on every rank if that is nothing."""
+        """Return x W^T + b, divided by outputs or inputs as `roles` has it for its name; whole on
+        every rank if `roles` has no rule."""
         if not is_by_inputs(self.prefix, name):
             return self._outputs(
                 ((name, outputs),), inputs, bias, sections(self.config, self.prefix, ((name, outputs),))
@@ -124,14 +127,15 @@ class ShardedBuild(Scope):
     def fused(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
     ) -> Linear:
-        """Several layers as one product: what `roles` says of them, or queries, keys and values, or
-        what has none of these."""
+        """Return several layers as one product, divided by a rule of `roles`, or as queries, keys
+        and values; products in `WHOLE` are not divided. Raises `ConfigError` if nothing fits."""
         divided = sections(self.config, self.prefix, parts) or self._heads_of(parts)
         return self._outputs(parts, inputs, bias, divided, interleaved)
 
     def _heads_of(self, parts: Sequence[tuple[str, int]]) -> tuple[Section, ...]:
-        """Those of queries, keys and values, and perhaps gates: told by their sizes, as they have a
-        name for each model."""
+        """Return the sections of queries, keys and values, and perhaps gates. They are recognised
+        by their sizes, because their names differ by model. Raises `ConfigError` if no sizes
+        fit."""
         total = sum(count for _, count in parts)
         found = (of_attention(self.config, has_gate) for has_gate in (False, True))
         fits = next((each for each in found if sum(section.outputs for section in each) == total), ())
@@ -154,7 +158,7 @@ class ShardedBuild(Scope):
     def ordered(
         self, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool = False
     ) -> OrderedLinear:
-        """One product, its outputs in another order, in which they have sections."""
+        """Return one product with reordered outputs; sections refer to the new order."""
         divided = sections(self.config, self.prefix, parts) or self._heads_of(parts)
         wanted = [order[place] for first, last in kept(divided, self.shard) for place in range(first, last)]
         rows = sorted(wanted)
@@ -163,14 +167,14 @@ class ShardedBuild(Scope):
         return self.own().ordered(own, inputs, [place_of[row] for row in wanted], bias)
 
     def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> GroupedLinear:
-        """A linear layer for each group of inputs, of this rank's groups."""
+        """Return a linear layer for each of this rank's groups of inputs."""
         first, last = self.shard.part(groups)
         self.cut(f"{name}.weight", groups * outputs, (first * outputs, last * outputs))
         return self.own().grouped(name, last - first, inputs, outputs)
 
     @property
     def _held(self) -> ModelConfig:
-        """The model's configuration, with the heads of this rank."""
+        """The model's configuration with the numbers of heads on this rank."""
         shard, config = self.shard, self.config
         first, last = shard.part(config.num_attention_heads)
         first_kv, last_kv = shard.kv_heads(config.num_key_value_heads)
@@ -187,7 +191,7 @@ class ShardedBuild(Scope):
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> AttentionLayer:
-        """Over the heads of this rank."""
+        """Return attention over this rank's heads."""
         if sinks:
             self.cut("sinks", self.config.num_attention_heads, self.shard.part(self.config.num_attention_heads))
         if whole_norm:
@@ -203,7 +207,8 @@ class ShardedBuild(Scope):
     def latent_attention(
         self, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
     ) -> LatentAttention:
-        """Heads of this rank over rows that every rank keeps; an indexer is whole on each."""
+        """Return latent attention with this rank's heads. Every rank keeps all cache entries and
+        the whole indexer."""
         heads = Section(self.config.num_attention_heads, latent.nope_dim + latent.value_dim)
         self.cut("kv_b_proj.weight", heads.outputs, heads.part(self.shard))
         return self.own(self._held).latent_attention(layer_id, rotary, latent, projections, output)
@@ -216,8 +221,8 @@ class ShardedBuild(Scope):
         rotary: Tensor,
         projections: OfAttention,
     ) -> CompressedAttention:
-        """The same over windows and blocks, which every rank keeps; what makes and chooses blocks
-        is whole on each."""
+        """Return compressed attention with this rank's heads. Every rank keeps all cache entries,
+        and the whole compressor and indexer."""
         first, last = self.shard.part(net.heads)
         self.cut("sinks", net.heads, (first, last))
         local = replace(net, heads=last - first)
@@ -251,7 +256,7 @@ class ShardedBuild(Scope):
         return own
 
     def short_conv(self, state_id: int, taps: int, projection: Rows, output: Rows, bias: bool = False) -> ShortConv:
-        """Over this rank's part of the channels."""
+        """Return the layer for this rank's channels."""
         size = self.config.hidden_size
         first, last = self.shard.part(size)
         self._cut_rows("conv", size, (first, last))
@@ -260,14 +265,14 @@ class ShardedBuild(Scope):
         )
 
     def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Block:
-        """The gated feed-forward block, this rank's part of what is inside."""
+        """Return the gated feed-forward block with this rank's part of the intermediate size."""
         part = self._cut_mlp(name, size, fused)
         own = self.own().mlp(name, part[1] - part[0], bias, fused)
         bias_once(self, own.down_proj.bias, self._every.tp)
         return ended(own, self._every)
 
     def limited_mlp(self, name: str, size: int, limit: float) -> Block:
-        """The same within a limit."""
+        """Return `mlp` with clamped factors."""
         part = self._cut_mlp(name, size)
         return ended(self.own().limited_mlp(name, part[1] - part[0], limit), self._every)
 
@@ -281,7 +286,8 @@ class ShardedBuild(Scope):
         return part
 
     def _inside(self, moe: MoeConfig) -> tuple[Range, MoeConfig]:
-        """This rank's part of what is inside of each expert, and experts of that size."""
+        """Return this rank's part of the intermediate size of experts, and a configuration with
+        that size."""
         part = self.inside.part(moe.intermediate_size)
         return part, replace(moe, intermediate_size=part[1] - part[0])
 
@@ -294,8 +300,8 @@ class ShardedBuild(Scope):
         parts: Sequence[str] = EXPERT_PARTS,
         is_sigmoid: bool = False,
     ) -> Block:
-        """The sparse feed-forward block: some experts whole on each rank, or of every one this
-        rank's part of what is inside."""
+        """Return routed experts: whole experts on each rank (expert parallel), or this rank's part
+        of every expert's intermediate size (tensor parallel)."""
         if self._every.has_experts_whole:
             routing = SigmoidRouting if is_sigmoid else SoftmaxRouting
             return dispatched(self.own().at(name), moe, gate, parts, routing, self._every)
@@ -304,7 +310,7 @@ class ShardedBuild(Scope):
         return ended(self.own().experts(name, local, gate=gate, parts=parts, is_sigmoid=is_sigmoid), self._every)
 
     def group_limited_experts(self, name: str, moe: MoeConfig) -> Block:
-        """The same with experts in groups."""
+        """Return `experts` with group-limited routing."""
         if self._every.has_experts_whole:
             return dispatched(self.own().at(name), moe, "gate", EXPERT_PARTS, GroupLimitedRouting, self._every)
         part, local = self._inside(moe)
@@ -312,14 +318,14 @@ class ShardedBuild(Scope):
         return ended(self.own().group_limited_experts(name, local), self._every)
 
     def limited_experts(self, name: str, moe: MoeConfig, limit: float, is_hashed: bool) -> Block:
-        """The same within a limit."""
+        """Return `experts` with clamped factors. Raises `ConfigError` with expert parallel."""
         self._refuse_whole("experts within a limit")
         part, local = self._inside(moe)
         cut_experts(self.at(name).cut, moe.num_experts, moe.intermediate_size, part)
         return ended(self.own().limited_experts(name, local, limit, is_hashed), self._every)
 
     def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Block:
-        """The same without gates."""
+        """Return `experts` without gates. Raises `ConfigError` with expert parallel."""
         self._refuse_whole("experts without gates")
         part, local = self._inside(moe)
         cut_ungated(self.at(name).cut, moe.num_experts, moe.intermediate_size, part)
@@ -328,8 +334,8 @@ class ShardedBuild(Scope):
         return ended(own, self._every)
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> Block:
-        """The same with biases, of codes where the kernels read them: then a group of them must lie
-        on one rank."""
+        """Return `experts` with biases, as MXFP4 codes if the kernels read them. Raises
+        `ConfigError` with expert parallel, and if a group of codes would be split between ranks."""
         self._refuse_whole("experts with biases")
         part, local = self._inside(moe)
         reads = self.kernels.mxfp4_moe is not None and has_mxfp4_experts(self.config.raw)
@@ -346,8 +352,8 @@ class ShardedBuild(Scope):
         return ended(own, self._every)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> SharedEmbedding | Embedding:
-        """A row for each id, of this rank's part of the vocabulary; a table of other things is
-        whole."""
+        """Return an embedding with this rank's part of the vocabulary; tables other than the
+        vocabulary are whole."""
         if self.prefix + name in self.given:
             return self.given[self.prefix + name]
         if rows != self.config.vocab_size:
@@ -357,7 +363,7 @@ class ShardedBuild(Scope):
         return SharedEmbedding(Embedding(scope, part[1] - part[0], size, scale), part, self._ranks)
 
     def head(self, name: str, rows: int, size: int, tied: SharedEmbedding | None = None) -> SharedHead:
-        """The output layer, of this rank's part of the vocabulary."""
+        """Return the output layer with this rank's part of the vocabulary."""
         if self.prefix + name in self.given:
             return self.given[self.prefix + name]
         scope, part = self.at(name), self.shard.vocabulary(rows)

@@ -1,5 +1,5 @@
-"""The sparse feed-forward block with whole experts on each rank: rows go where their experts are,
-and come back."""
+"""Expert parallel layers: each rank has whole experts; tokens are sent to the ranks of their
+experts, and the results come back."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sglcore.layers.parallel.cut import Cut, Range
 from sglcore.layers.scope import Scope
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.parallel.dispatch import Dispatcher
-from sglcore.runtime.parallel.group import Groups
 from sglcore.runtime.parallel.placement import Placement, in_order
+from sglcore.runtime.parallel.rank_groups import Groups
 from sglcore.runtime.parallel.rows import Rows, moves_of_shard
 
 
 class DispatchedMoe:
-    """A gate on every rank, and some of the experts here."""
+    """The whole gate on every rank, and this rank's experts."""
 
     __slots__ = ("_dispatcher", "_groups", "_moe", "_places", "_route", "w2", "w13")
 
@@ -36,8 +36,8 @@ class DispatchedMoe:
         groups: Groups,
         dispatcher: Dispatcher,
     ) -> None:
-        """The first are those of `SparseMoe`; the ranks of the placement are those of the group
-        `ep`."""
+        """The first five arguments are those of `SparseMoe`; ranks in `placement` are those of the
+        group `ep`."""
         group = groups.ep
         self._groups, self._dispatcher = groups, dispatcher
         self._route = routing(build, gate, moe)
@@ -47,8 +47,8 @@ class DispatchedMoe:
         self._moe = build.kernel(KernelTable.moe, build.rows(build.config.hidden_size), *one, self.w13, self.w2)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[T, H] to the weighted sum [T, H] of the chosen experts' outputs, on each rank of the
-        shard. Of rows that several ranks have each sends a part."""
+        """[T, H] to [T, H], the weighted sum of the chosen experts' outputs, on every rank of the
+        shard. If several ranks have the same tokens, each sends a part of them."""
         moves = moves_of_shard(hidden, self._groups)
         return moves.move(self._mixed(moves.own_part(hidden)), Rows.SCATTERED, Rows.LOCAL)
 
@@ -62,7 +62,7 @@ class DispatchedMoe:
         return torch.einsum("tk,tkh->th", weights.float(), parts.float()).to(hidden.dtype)
 
     def _run(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """What the experts here make of rows that each have one."""
+        """Run this rank's experts on rows that have one expert each."""
         if not len(rows):
             return rows
         ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
@@ -77,13 +77,15 @@ def dispatched(
     routing: Callable[[Scope, str, MoeConfig], Routing],
     groups: Groups,
 ) -> DispatchedMoe:
-    """The block with experts dealt out in a row, over what carries rows between these groups."""
+    """Return the block with consecutive experts on each rank, and the dispatcher between these
+    groups."""
     placement = in_order(moe.num_experts, groups.ep.size)
     return DispatchedMoe(build, moe, gate, parts, routing, placement, groups, groups.make_dispatcher(placement.each))
 
 
 def held_weights(build: Scope, moe: MoeConfig, parts: Sequence[str], held: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Gate over up [N, 2 * I, H], and down [N, H, I], of the N experts `held`, in their order."""
+    """Declare gate over up [N, 2 * I, H], and down [N, H, I], of the N experts `held`, in their
+    order."""
     hidden, size = build.config.hidden_size, moe.intermediate_size
     ranges = [(expert, expert + 1) for expert in held]
     if len(parts) == 2:

@@ -1,4 +1,4 @@
-"""The attention layer of every model: it describes itself and calls the active backend."""
+"""The description of an attention layer: what selection, pools and backends read of it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-
-from sglcore.runtime.forward_context import get_forward_context
-from sglcore.runtime.memory.read_only import ReadOnlyPool
 
 if TYPE_CHECKING:
     from sglcore.runtime.kernels.choice import Call
@@ -19,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Attention:
-    """Scaled dot-product attention over the paged KV pool.
+    """Scaled dot-product attention over the paged KV pool. Models build `BackendAttention`, which
+    can be called.
 
     `sliding_window` W: a query sees itself and the W - 1 tokens before it. `cached=False`: nothing
     is stored, and a token sees only this step's tokens of its request; with `causal=False` also
@@ -78,7 +75,7 @@ class Attention:
 
     @property
     def stores(self) -> bool:
-        """True if the layer keeps keys and values in cells of its own."""
+        """True if the layer keeps keys and values in KV slots of its own."""
         return self.cached and not self.is_frozen
 
     @property
@@ -88,7 +85,7 @@ class Attention:
 
     @property
     def features(self) -> frozenset[str]:
-        """The features that a backend needs to serve this layer, besides those of its batches."""
+        """The features that this layer needs from a backend. Batches may need more."""
         asked = {
             "sliding_window": self.sliding_window is not None,
             "softcap": self.softcap is not None,
@@ -105,47 +102,3 @@ class Attention:
         left out.
         """
         return ()
-
-    def cells(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return where the caller may store keys and values before it calls with k and v None.
-
-        The result is the key and value caches [cells, kv_heads, head_dim] and the cells int[T] of
-        this forward's tokens. None while a compiler traces, if the backend needs k and v, or if the
-        pool has another layout. Raises ReadOnlyPoolError for cells of another model.
-        """
-        if torch.compiler.is_compiling() or not self.cached:
-            return None
-        context = get_forward_context()
-        backend, batch = context.attn_backend, context.batch
-        if not backend.takes_stored or batch is None:
-            return None
-        pool, cells = backend.cells_of(self, batch)
-        if isinstance(pool, ReadOnlyPool):
-            pool.refuse(self.layer_id)
-        return None if cells is None else (*pool.kv(self.layer_id), cells)
-
-    def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """Map q [T, heads * head_dim], k and v [T, kv_heads * head_dim] to [T, heads * head_dim].
-
-        Store k and v. k and v are None if they are already in the layer's `cells`, or if the layer
-        is frozen.
-        """
-        if torch.compiler.is_compiling():
-            assert k is not None and v is not None
-            return torch.ops.sglcore.attention(q, k, v, self.layer_id)
-        context = get_forward_context()
-        if context.segments is not None:
-            return context.segments.run_between(self, q, k, v)
-        return context.attn_backend.forward(q, k, v, self, context.batch)
-
-
-@torch.library.custom_op("sglcore::attention", mutates_args=())
-def attention_op(q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-    """Attention as one operation that is opaque to a compiler; its inputs come from the context."""
-    context = get_forward_context()
-    return context.attn_backend.forward(q, k, v, context.layers[layer_id], context.batch)
-
-
-@attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-    return torch.empty_like(q)

@@ -1,6 +1,5 @@
-"""Decides which graphs are captured, and why.
-
-The kind, from configuration and facts, then the capture. Each decision has a ledger row.
+"""Choose and capture graphs: first the kind, from configuration and facts, then the sizes. Each
+decision has a ledger row.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from sglcore.runtime.streams import Streams
 from sglcore.step.sizing import size_text
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Groups
+    from sglcore.runtime.parallel.rank_groups import Groups
 
 
 def make_backend(

@@ -31,7 +31,7 @@ from sglcore.step.hisparse import HiSparseConfig
 from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools, size_text
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Groups
+    from sglcore.runtime.parallel.rank_groups import Groups
 
 
 def sizes(
@@ -45,7 +45,7 @@ def sizes(
     hisparse_config: HiSparseConfig | None = None,
     groups: Groups | None = None,
 ) -> MemorySizes:
-    """Return pages and context length, from the free memory and the bytes of a cell.
+    """Return pages and context length, from the free memory and the bytes of a KV slot.
 
     All ranks have the same sizes: those of the rank with the least memory.
     """
@@ -142,9 +142,9 @@ def pools(
     pool_kind: PoolKind = PER_HEAD,
     speculation: Speculation | None = None,
 ) -> Pools:
-    """Return page table, cells or KV rows, token table, windows and states.
+    """Return page table, KV slots or KV rows, token table, windows and states.
 
-    An encoder gets one page of cells.
+    An encoder gets one page of KV slots.
     """
     device, states, layers = facts.tensor_device, model.state_layers, model.attention_layers
     counts = sizes.max_requests, sizes.num_snapshots

@@ -31,7 +31,7 @@ from sglcore.step.slices import (
 )
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Groups
+    from sglcore.runtime.parallel.rank_groups import Groups
 
 
 BEHIND = "a stream of its own, behind that of decode steps"
@@ -41,7 +41,8 @@ BEHIND = "a stream of its own, behind that of decode steps"
 class Lane:
     """How prefill slices share the device with decode steps, and why.
 
-    `kind` is one of `step.slices.LANES`; `parts` are the streams of a partitioned device.
+    `kind` is PARTITION, PRIORITY or INTERLEAVE of `step/slices.py`; `parts` are the streams of a
+    partitioned device.
     """
 
     kind: str

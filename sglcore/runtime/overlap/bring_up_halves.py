@@ -1,6 +1,5 @@
-"""The bring-up steps of two-batch overlap.
-
-Whether and from which size batches are split, and their attention backends.
+"""The bring-up steps of two-batch overlap: whether batches are split, from which size, and their
+attention backends.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from sglcore.runtime.overlap.halves import Halves
 from sglcore.runtime.overlap.measure import layer_cost
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Groups
+    from sglcore.runtime.parallel.rank_groups import Groups
 
 TOPIC = "two-batch overlap"
 NEVER = 1 << 30
@@ -124,8 +123,8 @@ def _told(terms: CutTerms) -> str:
 def measured_terms(cost: LayerCost, groups: Groups, config: EngineConfig, layers: int) -> tuple[CutTerms | None, str]:
     """Return the terms of all ranks, from the layer cost that each rank measured.
 
-    The largest thresholds and staggers of all ranks: a rank with terms of its own would make others
-    enter collectives that it does not join.
+    These are the largest thresholds and staggers of all ranks: a rank with different terms would
+    make others enter collectives that it does not join.
     """
     rows = config.max_batch_tokens
     found = _for_all(cost.least_rows(rows) or NEVER, groups)

@@ -13,7 +13,7 @@ from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.overlap.cost import Affine, LayerCost
 
 if TYPE_CHECKING:
-    from sglcore.runtime.parallel.group import Groups
+    from sglcore.runtime.parallel.rank_groups import Groups
 
 BURSTS, IN_BURST = 3, 4
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,9 +19,6 @@ from sglcore.device.topology import Communication, Place
 from sglcore.runtime.overlap.turns import current_turn
 from sglcore.runtime.parallel.alone import Alone
 from sglcore.runtime.parallel.handle import CollectiveError, Finished, Handle, Launched
-
-if TYPE_CHECKING:
-    from sglcore.runtime.parallel.dispatch import Dispatcher, MakeDispatcher
 
 TIMEOUT = timedelta(seconds=30)
 """How long a collective may wait for the other ranks.
@@ -105,7 +100,7 @@ class Group:
         return Finished(out) if work is None or turn is None else Launched(work, turn, out, x, self.size)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Overwrite `x` with that of the rank `source` of this group."""
+        """Overwrite `x` with the `x` of rank `source` of this group."""
         self._check("broadcast", x)
         return self._run(lambda later: dist.broadcast(x, group=self._group, group_src=source, async_op=later), x)
 
@@ -199,64 +194,6 @@ class Group:
 
 
 AnyGroup = Group | Alone
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """The groups of this rank.
-
-    `tp`: the tensor-parallel ranks of the layers. `attn_tp`: the ranks that share each request's
-    heads; its rank 0 decides what is sampled. `ep`: the ranks that experts are distributed over,
-    one rank if each holds a part of every expert. `dispatch` makes expert dispatchers for
-    `max_rows` rows per rank.
-    """
-
-    tp: Group
-    place: Place
-    communication: Communication
-    attn_tp: AnyGroup
-    ep: AnyGroup
-    dispatch: MakeDispatcher
-    max_rows: int
-
-    @property
-    def shard(self) -> int:
-        """The data-parallel shard of requests that this rank serves."""
-        return self.place.rank % self.tp.size // self.attn_tp.size
-
-    def make_dispatcher(self, each: int) -> Dispatcher:
-        """Return a dispatcher for `each` expert places on every rank of `ep`."""
-        return self.dispatch(self.ep, each, self.max_rows)
-
-    @property
-    def has_experts_whole(self) -> bool:
-        """True if each rank holds some experts whole, False if it holds a part of every expert."""
-        return self.ep.size > 1
-
-    def close(self) -> None:
-        """Leave all groups. Idempotent."""
-        self.tp.close()
-
-
-def divided(
-    world: Group, place: Place, communication: Communication, make: MakeDispatcher, max_rows: int = 0
-) -> Groups:
-    """Return the groups of the topology; every rank calls this.
-
-    `make` makes expert dispatchers. `max_rows` is the maximum of a step; the ranks of `attn_tp`
-    divide them.
-    """
-    topology = place.topology
-
-    def group(name: str) -> AnyGroup:
-        ranks = topology.groups(name)
-        if len(ranks) == 1:
-            return world
-        return Alone() if len(ranks[0]) == 1 else world.part(name, ranks)
-
-    attn_tp = group("attn_tp")
-    most = -(-max_rows // attn_tp.size)
-    return Groups(world, place, communication, attn_tp, group("ep"), make, most)
 
 
 def join(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sglcore.device.plan import StepPlan
 from sglcore.runtime.forward_context import get_forward_context
-from sglcore.runtime.parallel.group import Groups
+from sglcore.runtime.parallel.rank_groups import Groups
 
 
 class Rows(Enum):
@@ -65,7 +65,7 @@ class RowMoves:
         return self._plan.is_padded
 
     def _own_size(self) -> int:
-        """Rows that this shard contributes to an exchange."""
+        """Return the number of rows that this shard contributes to an exchange."""
         return self._plan.sizes(self._groups.attn_tp.size)[self._shard]
 
     def _part_size(self) -> int:

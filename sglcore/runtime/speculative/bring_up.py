@@ -35,7 +35,7 @@ from sglcore.step.sizing import MemoryBudget, MemorySizes, size_text
 
 if TYPE_CHECKING:
     from sglcore.runtime.memory.pools import TokenToKVPool
-    from sglcore.runtime.parallel.group import Groups
+    from sglcore.runtime.parallel.rank_groups import Groups
 
 
 def speculation(
@@ -77,7 +77,7 @@ def speculation(
 
 
 def reason_against_trees(package: DevicePackage, config: EngineConfig) -> str:
-    """Return why no (chosen) attention backend of the package can mask single cells.
+    """Return why no (chosen) attention backend of the package can mask single KV slots.
 
     Empty if one can.
     """
@@ -131,7 +131,7 @@ def draft_pools(
 ) -> Pools | None:
     """Return the pools of the draft model.
 
-    Its own cells or rows, or a read-only view of the target's. Pages and slots are those of the
+    Its own KV slots or rows, or a read-only view of the target's. Pages and slots are those of the
     target.
     """
     if draft is None:

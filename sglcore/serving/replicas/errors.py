@@ -19,7 +19,7 @@ from sglcore.device.errors import SglcoreError
 from sglcore.engine.text import TextError
 from sglcore.sampling.grammar import GrammarError
 from sglcore.sampling.params import SamplingError
-from sglcore.schedule.request import ContextError, RequestError
+from sglcore.schedule.request_errors import ContextError, RequestError
 
 INVALID = "invalid_request_error"
 GOES_ON = "the server goes on: send the request again when /readyz answers 200"
@@ -27,32 +27,32 @@ RESTARTS = "another engine is started: send the request again when /readyz answe
 ENDS = (
     "this server ends, and does not come back by itself: send the request to another one, or after it was started again"
 )
-"""What becomes of the server, and what a client can do that got no answer, or a part of one."""
+"""The server's future, and what a client can do without an answer or with a part of one."""
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Overloaded(SglcoreError):
-    """The server takes no more for now; `retry_after` is in seconds."""
+    """The server accepts no requests for now; `retry_after` is in seconds."""
 
     def __init__(self, found: str, *, retry_after: float, wanted: str = "") -> None:
-        """As every error of ours, with the time after which another try makes sense."""
+        """`retry_after`: seconds after which a retry makes sense."""
         super().__init__(found, wanted=wanted, remedy="try again later")
         self.retry_after = retry_after
 
 
 class NotReady(SglcoreError):
-    """The model cannot answer yet, or no more."""
+    """The model cannot answer yet, or can answer no more."""
 
     def __init__(self, found: str, remedy: str = "try again when /readyz answers 200") -> None:
-        """`found` says how far it is, as /readyz does."""
+        """`found`: the state, as in /readyz."""
         super().__init__(found, remedy=remedy)
 
 
 class ShuttingDown(NotReady):
-    """The server ends: it was told to stop, or has no engine any more."""
+    """The server is ending: it was told to stop, or has no engine any more."""
 
     def __init__(self, found: str) -> None:
-        """`found` says why."""
+        """`found`: the reason."""
         super().__init__(found, ENDS)
 
 
@@ -68,12 +68,12 @@ class NotAnswering(SglcoreError):
     """An engine process did not follow an order in time."""
 
     def __init__(self, who: str, why: str) -> None:
-        """`who` of the replicas, and `why` nothing is awaited of it any more."""
+        """`who`: the replicas; `why`: the reason why no reply is expected."""
         super().__init__(f"{who} does not answer: {why}", remedy="try again later; one that stays silent is killed")
 
 
 class Unserved(SglcoreError):
-    """Nothing was made of a request, for want of something that may come back."""
+    """A request that was not run because something is missing that may come back."""
 
     def __init__(self, found: str) -> None:
         """`found` names what is missing."""
@@ -90,21 +90,20 @@ class StorageError(SglcoreError):
 
 
 class InvalidRequest(SglcoreError, ValueError):
-    """A request that the server refuses: the status, and the field and code that OpenAI's schema
-    wants."""
+    """A refused request: the status, and the field and code of OpenAI's schema."""
 
     def __init__(
         self, found: str, *, wanted: str = "", remedy: str = "", param: str | None = None, code: str | None = None,
         status: int = 400,
     ) -> None:  # fmt: skip
-        """`param` is the request's field, `code` a word for programs."""
+        """`param`: the request's field; `code`: a word for programs."""
         super().__init__(found, wanted=wanted, remedy=remedy)
         self.param, self.code, self.status = param, code, status
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a client is told of an error, whatever its protocol writes. `headers` go with it."""
+    """The report of an error to a client, for any protocol. `headers` are sent with it."""
 
     status: int
     message: str
@@ -118,14 +117,14 @@ class Unanswered(SglcoreError):
     """Every sample of a request failed; `failure` is the answer."""
 
     def __init__(self, failure: Failure) -> None:
-        """`failure` of the first of them."""
+        """`failure`: that of the first sample."""
         super().__init__(failure.message)
         self.failure = failure
 
 
 def failure(error: BaseException) -> Failure | None:
-    """The answer to an error that may be told; None for a defect of ours, which only the log may
-    describe."""
+    """Return the answer to an error that clients may see; None for a defect of ours, which only the
+    log may describe."""
     if isinstance(error, Unanswered):
         return error.failure
     if isinstance(error, InvalidRequest):
@@ -154,8 +153,8 @@ def failure(error: BaseException) -> Failure | None:
 
 
 def told(error: BaseException) -> Failure:
-    """The answer to any error; a defect of ours goes to the log under an id, and the answer has
-    nothing but the id."""
+    """Return the answer to any error. A defect of ours is logged under an id, and the answer has
+    only the id."""
     found = failure(error)
     if found is not None:
         return found
@@ -166,8 +165,8 @@ def told(error: BaseException) -> Failure:
 
 
 def ended_badly(reason: str, text: str) -> Failure:
-    """The answer for a sample that ended by "error" or "abort"; `text` is the engine's word on
-    it."""
+    """Return the answer for a sample that ended by "error" or "abort"; `text` is the engine's
+    description."""
     if reason == "abort":
         return Failure(503, text or "the request was aborted before it ended", "unavailable_error", code="aborted")
     return Failure(500, text or "the engine ended this request by an error", "server_error", code="engine_error")
@@ -175,9 +174,10 @@ def ended_badly(reason: str, text: str) -> Failure:
 
 @contextmanager
 def blame(param: str, *kinds: type[Exception]) -> Iterator[None]:
-    """What the block refuses is the fault of this field, unless the error names another.
+    """Name this field as the cause of errors raised in the block, unless the error names another
+    field.
 
-    `kinds` are the errors that are meant; left out, all that the caller's own values make.
+    `kinds`: the types of these errors; by default all errors that the caller's values can cause.
     """
     meant = kinds or (InvalidRequest, RequestError, TextError, GrammarError)
     try:
@@ -195,6 +195,6 @@ def _retry_after(seconds: float) -> Mapping[str, str]:
 
 
 def parameter_of(error: SamplingError) -> str | None:
-    """The parameter that an error of SamplingParams is about: its message begins with it."""
+    """Return the parameter that an error of SamplingParams is about: its message begins with it."""
     name = str(error).partition(":")[0].partition("[")[0].partition(" ")[0]
     return name if name.isidentifier() else None

@@ -1,5 +1,5 @@
-"""The frontend: text in, text out, over the engine processes. It tokenises, checks and times; it
-runs no model."""
+"""The frontend: text in, text out, over the engine processes. It tokenises, checks and measures
+times; it runs no model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from sglcore.engine.skipped_tokenizer import open_codec
 from sglcore.engine.start import choose_sampling, model_folder
 from sglcore.engine.text import EncodedPair
 from sglcore.sampling.params import SamplingParams, fresh_seed
-from sglcore.schedule.request import ContextError, Request
+from sglcore.schedule.request import Request
+from sglcore.schedule.request_errors import ContextError
 from sglcore.schedule.results import check_request, longest_prompt
 from sglcore.serving.replicas.errors import InvalidRequest, NotAnswering, Overloaded, ShuttingDown
 from sglcore.serving.replicas.generation import Generation
@@ -46,14 +47,14 @@ it.
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """A text's embedding or scores, float32 [size], and how many tokens it had."""
+    """A text's embedding or scores, float32 [size], and its number of tokens."""
 
     vector: np.ndarray
     tokens: int
 
 
 class Frontend:
-    """One model, served. `start` launches the engines and returns at once; `health` says when they
+    """One served model. `start` launches the engines and returns at once; `health` says when they
     answer."""
 
     def __init__(
@@ -65,7 +66,7 @@ class Frontend:
         launcher: Launcher | None = None,
         answer_checks: AnswerChecks | None = None,
     ) -> None:
-        """Reads the tokenizer and the chat template; raises ConfigError. `chosen`: each replica's
+        """Read the tokenizer and the chat template; raises ConfigError. `chosen`: each replica's
         device, as a value. Needs a running event loop."""
         from sglcore import __version__
 
@@ -90,7 +91,7 @@ class Frontend:
 
     @property
     def info(self) -> ModelInfo | None:
-        """What runs; None until an engine is ready."""
+        """Facts about the engine; None until an engine is ready."""
         return self.supervisor.info
 
     async def start(self) -> None:
@@ -98,7 +99,7 @@ class Frontend:
         await self.supervisor.start()
 
     async def stop(self) -> None:
-        """End the engines; what they have is dropped. Waits."""
+        """End the engines; their requests are dropped. Waits."""
         await self.supervisor.stop()
         self.answer_checks.close()
 
@@ -109,7 +110,7 @@ class Frontend:
         self._on_drain.append(told)
 
     async def drain(self) -> None:
-        """Take no more requests; waits until none is on its way."""
+        """Accept no more requests; waits until none is in progress."""
         self.health.drain()
         for told in self._on_drain:
             told()
@@ -124,9 +125,9 @@ class Frontend:
         self.supervisor.give_up(ShuttingDown(f"the server was told to stop, and this request did not end in {seconds}"))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Start no request any more, so that new ones wait; waits until nothing moves. What runs is
-        ended (abort), awaited (wait), or keeps its place, between two steps (keep). Raises
-        NotReady."""
+        """Start no further requests, so that new ones wait; waits until nothing runs. Running
+        requests are ended (abort), completed (wait), or keep their place between two steps (keep).
+        Raises NotReady."""
         self._check_ready()
         self._may_start.clear()
         if mode == "abort":
@@ -136,20 +137,20 @@ class Frontend:
         await self.supervisor.pause(not self._may_start.is_set())
 
     async def resume(self) -> None:
-        """Go on after a pause; waits until the engines do. Idempotent. Raises NotAnswering where
-        one does not in time, which then does it later."""
+        """Continue after a pause; waits until the engines do. Idempotent. Raises NotAnswering if an
+        engine does not in time; it continues later."""
         if self.is_paused:
             self._may_start.set()
             await self.supervisor.pause(False)
 
     @property
     def is_paused(self) -> bool:
-        """New requests wait."""
+        """Whether new requests wait."""
         return not self._may_start.is_set()
 
     def abort(self, ids: Collection[str] | None) -> int:
-        """End the requests of these ids, of answers or of headers x-request-id (None: all); how
-        many prompts that were."""
+        """End the requests with these ids, of answers or of headers x-request-id (None: all);
+        returns the number of prompts."""
         found = [each for each in self.supervisor.generations if ids is None or names_of(each) & set(ids)]
         for generation in found:
             generation.abort()
@@ -169,9 +170,9 @@ class Frontend:
         progress: bool = False,
         request_id: str | None = None,
     ) -> Generation:
-        """Start a prompt. `special` adds what the checkpoint puts around text. Raises RequestError,
-        TextError, NotReady, Overloaded, and InvalidRequest for an id that another request has, and
-        then nothing was started."""
+        """Start a prompt. `special` adds the tokens that the checkpoint puts around text. Raises
+        RequestError, TextError, NotReady, Overloaded, and InvalidRequest for an id that another
+        request has; then nothing was started."""
         clock = self.metrics.clock()
         info = self._known_info()
         self._refuse_overload(info, params.n)
@@ -196,8 +197,8 @@ class Frontend:
         return generation
 
     async def pooled(self, texts: Sequence[EncodedPair]) -> list[Pooled]:
-        """What a model that generates no text answers to token ids and their segments; waits for
-        all. Raises as `generate`."""
+        """Return the results of a model that generates no text, for token ids and their segments;
+        waits for all. Raises as `generate`."""
         info = self._known_info()
         self._refuse_overload(info, len(texts))
         for ids, _ in texts:
@@ -215,31 +216,31 @@ class Frontend:
         ]
 
     async def tokenize(self, prompt: Prompt, *, special: bool = True, most: int | None = None) -> list[int]:
-        """Token ids of a prompt; long text does not hold up the event loop. Raises TextError, and
-        ContextError for a long text that surely has more than `most` tokens."""
+        """Return the token ids of a prompt; long text does not block the event loop. Raises
+        TextError, and ContextError for a long text that surely has more than `most` tokens."""
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             return await asyncio.to_thread(read_prompt, self.codec, prompt, special=special, most=most)
         return read_prompt(self.codec, prompt, special=special)
 
     def longest_prompt(self, info: ModelInfo, *, embeds: bool = False) -> int:
-        """Tokens of a prompt at most: what the model holds, or what the server was told to
-        allow."""
+        """Return the largest number of prompt tokens: the model's limit, or the server's."""
         longest = longest_prompt(Limits(**info.limits), embeds=embeds)
         return min(longest, self.config.max_prompt_tokens or longest)
 
     def stats(self) -> EngineStats:
-        """The newest counters of all engines together; does not wait."""
+        """Return the newest counters of all engines together; does not wait."""
         return self.supervisor.stats()
 
     async def audit(self) -> list[str]:
-        """Pages and slots that are lost or held twice in any engine, and engines that do not
-        answer; waits 20 seconds at most. Raises NotReady if no engine is ready."""
+        """Return pages and slots that are lost or held twice in any engine, and engines that do not
+        answer; waits at most 20 seconds. Raises NotReady if no engine is ready."""
         if not self.supervisor.ready:
             raise self.health.refusal()
         return await self.supervisor.audit()
 
     def _known_info(self) -> ModelInfo:
-        """What runs, or ran when the engine ended that is being started again."""
+        """Return the facts about the engine that runs, or about the one that ended and is being
+        restarted."""
         if self.info is None or not self.health.takes_requests:
             raise self.health.refusal()
         return self.info
@@ -262,7 +263,7 @@ class Frontend:
             )
 
     async def _admit(self, samples: int) -> None:
-        """Wait while the server is paused and has engines; they count as waiting."""
+        """Wait while the server is paused and has engines; the samples count as waiting."""
         if self._may_start.is_set():
             return
         waits = [asyncio.create_task(event.wait()) for event in (self._may_start, self.supervisor.stopped)]
@@ -275,7 +276,7 @@ class Frontend:
 
     @contextmanager
     def _counted(self, samples: int) -> Iterator[None]:
-        """They count as waiting though no engine has them yet."""
+        """Count samples as waiting although no engine has them yet."""
         self._open += samples
         try:
             yield
@@ -283,7 +284,7 @@ class Frontend:
             self._open -= samples
 
     def _check(self, ids: list[int], params: SamplingParams, info: ModelInfo, task: str = "generate") -> None:
-        """As the engine will, so that the caller hears of it at once."""
+        """Check a request as the engine will, so that the caller gets the error at once."""
         most = self.config.max_prompt_tokens
         if most is not None and len(ids) > most:
             raise ContextError(
@@ -315,7 +316,7 @@ def names_of(generation: Generation) -> set[str]:
 
 
 def chat_template(server: ServerConfig) -> str | None:
-    """The text of the template that was named instead of the checkpoint's. Raises ConfigError."""
+    """Return the text of the template that replaces the checkpoint's. Raises ConfigError."""
     if server.chat_template is None:
         return None
     try:

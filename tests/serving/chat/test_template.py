@@ -1,5 +1,5 @@
-"""Chat templates: rendered as the field renders them, in a sandbox that can not be hung, filled or
-left."""
+"""Chat templates: rendered as transformers does, in a sandbox that cannot be hung, filled or
+escaped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from sglcore.device.errors import ConfigError
-from sglcore.engine.chat_template import Bounds, ChatTemplate, TextError
+from sglcore.engine.chat_template import ChatTemplate, TextError
+from sglcore.engine.template_bounds import Bounds
 from sglcore.engine.text import TextCodec
 from tests.serving.chat.checkpoints import FAMILIES, make_codec
 

@@ -1,0 +1,68 @@
+"""The groups of one rank, by topology: tensor parallel, attention, experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglcore.device.topology import Communication, Place
+from sglcore.runtime.parallel.alone import Alone
+from sglcore.runtime.parallel.dispatch import Dispatcher, MakeDispatcher
+from sglcore.runtime.parallel.group import AnyGroup, Group
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups of this rank.
+
+    `tp`: the tensor-parallel ranks of the layers. `attn_tp`: the ranks that share each request's
+    heads; its rank 0 decides what is sampled. `ep`: the ranks that experts are distributed over,
+    one rank if each holds a part of every expert. `dispatch` makes expert dispatchers for
+    `max_rows` rows per rank.
+    """
+
+    tp: Group
+    place: Place
+    communication: Communication
+    attn_tp: AnyGroup
+    ep: AnyGroup
+    dispatch: MakeDispatcher
+    max_rows: int
+
+    @property
+    def shard(self) -> int:
+        """The data-parallel shard of requests that this rank serves."""
+        return self.place.rank % self.tp.size // self.attn_tp.size
+
+    def make_dispatcher(self, each: int) -> Dispatcher:
+        """Return a dispatcher for `each` expert places on every rank of `ep`."""
+        return self.dispatch(self.ep, each, self.max_rows)
+
+    @property
+    def has_experts_whole(self) -> bool:
+        """True if each rank holds some experts whole, False if it holds a part of every expert."""
+        return self.ep.size > 1
+
+    def close(self) -> None:
+        """Leave all groups. Idempotent."""
+        self.tp.close()
+
+
+def divided(
+    world: Group, place: Place, communication: Communication, make: MakeDispatcher, max_rows: int = 0
+) -> Groups:
+    """Return the groups of the topology; every rank calls this.
+
+    `make` makes expert dispatchers. `max_rows` is the maximum of a step; the ranks of `attn_tp`
+    divide them.
+    """
+    topology = place.topology
+
+    def group(name: str) -> AnyGroup:
+        ranks = topology.groups(name)
+        if len(ranks) == 1:
+            return world
+        return Alone() if len(ranks[0]) == 1 else world.part(name, ranks)
+
+    attn_tp = group("attn_tp")
+    most = -(-max_rows // attn_tp.size)
+    return Groups(world, place, communication, attn_tp, group("ep"), make, most)
